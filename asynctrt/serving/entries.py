@@ -9,7 +9,7 @@ from asynctrt.engine import Engine
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.told import without_folders
 
-LOST: Final = "nothing can run it any more in this process: restart the server"
+LOST: Final = "nothing can run it now: see the log, and restart the server if that lasts"
 """Why a loaded model is not ready."""
 
 SUSPENDED: Final = "it is suspended"

@@ -4,9 +4,9 @@ import asyncio
 import dataclasses
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import _GeneratorContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Final
 
@@ -30,6 +30,7 @@ from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description
 from asynctrt.workers.original import Original
 from asynctrt.workers.spawn import SPAWNER, OwnWorkers
+from asynctrt.workers.stand_ins import StandIns
 from asynctrt.workers.suspension import WorkerSuspension
 
 SHARE_OF_MEMORY: Final = 0.5
@@ -61,6 +62,7 @@ class IsolatedEngine(Engine):
         options: Options,
         memory: SharedMemory,
         links: list[Link],
+        stand_in: Callable[[Link], Link],
     ) -> None:
         self._belong_to(loop)
         self._description = description
@@ -80,6 +82,7 @@ class IsolatedEngine(Engine):
         self._front.links = links
         for link in links:
             link.owner = self._front
+        self._front.stand_ins = StandIns(loop, self._front, stand_in, options.close_timeout)
         self._workers_suspension = WorkerSuspension(
             loop, description.name, self._front, options.close_timeout, self._check_open
         )
@@ -198,7 +201,7 @@ class IsolatedEngine(Engine):
 
     def _own_statistics(self) -> Statistics:
         """What the workers last told of batches, at most 0.1 s ago, and what the front knows of requests."""
-        joined = reduce(Statistics.joined, [link.counts for link in self._front.links])
+        joined = reduce(Statistics.joined, [link.counts for link in self._front.links if link.has_counts])
         front = self._front.counters
         own = {
             item.name: getattr(front, item.name)
@@ -227,6 +230,8 @@ class IsolatedEngine(Engine):
         closing = [self._loop.create_task(link.aclose(self._options.close_timeout)) for link in front.links]
         for task in closing:
             await wait_shielded(task)
+        if front.stand_ins is not None:
+            await front.stand_ins.wait_closed()
         front.close()
         await see_through_in_thread(partial(front.end_threads, STREAM_END_S))
         self._memory.discard(front.nbytes)
@@ -269,4 +274,11 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
                 link.first.exception()  # Only the first one is raised.
         memory.close()
         raise
-    return IsolatedEngine(loop, descriptions[0], options, memory, links)
+
+    def stand_in(link: Link) -> Link:
+        place = f"{link.place}, beside"
+        return Link(
+            loop, model, link.device, replace(own, warm_spare=False), memory, spawner, place, original
+        )
+
+    return IsolatedEngine(loop, descriptions[0], options, memory, links, stand_in)

@@ -46,6 +46,7 @@ from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description, Kind
 from asynctrt.workers.pace import Pace
 from asynctrt.workers.slabs import Slabs
+from asynctrt.workers.stand_ins import StandIns
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """Groups with more bytes than this are copied in other threads, in or out, as batches in process are."""
@@ -120,6 +121,7 @@ class Front:
         self._heap = heap
         self._slabs = Slabs(heap, memory, rows_max=self._rows_max, nbytes_max=options.max_batch_bytes)
         self.links: list[Link] = []
+        self.stand_ins: StandIns | None = None
         self._refusing: AsynctrtError | None = None
         self._closed: EngineClosedError | None = None
         self.lost: DeviceLostError | None = None
@@ -447,18 +449,18 @@ class Front:
                 group.free(self._heap)
         for link in self.links:
             link.publish()
-        self._watch_deadlines()
+        if self._held or self._has_deadlines:
+            self._watch_deadlines()
 
     def _watch_deadlines(self) -> None:
-        """Look at deadlines soon, if there are any."""
-        if self._held or self._has_deadlines:
-            pause_s = EXPIRY_S if self._held else OVERDUE_S
-            if self._expiry is not None and pause_s < self._expiry_s:
-                self._expiry.cancel()
-                self._expiry = None
-            if self._expiry is None:
-                self._expiry_s = pause_s
-                self._expiry = self._loop.call_later(pause_s, self._expire_due, context=self._context)
+        """Look at deadlines soon."""
+        pause_s = EXPIRY_S if self._held else OVERDUE_S
+        if self._expiry is not None and pause_s < self._expiry_s:
+            self._expiry.cancel()
+            self._expiry = None
+        if self._expiry is None:
+            self._expiry_s = pause_s
+            self._expiry = self._loop.call_later(pause_s, self._expire_due, context=self._context)
 
     def _expire_due(self) -> None:
         """Answer requests whose deadline has passed, and that nobody else answers."""
@@ -719,6 +721,26 @@ class Front:
         if self._refusing is self.lost:
             self._refusing = None
         self.lost = None
+        self.send_held()
+
+    def link_looked(self, link: Link) -> None:
+        """Have others do what waits for a link that takes nothing."""
+        if self.stand_ins is not None:
+            self.stand_ins.looked(link)
+
+    def waits_for(self, link: Link) -> bool:
+        """Return whether something waits that the link does not work on."""
+        return bool(self._held or link.not_begun())
+
+    def rescue(self, link: Link) -> None:
+        """Give others what a link has and has not begun. Its worker may yet begin it, for nothing."""
+        for group in link.not_begun() if self._options.idempotent else ():
+            try:
+                copy = group.moved(self._heap, self._memory)
+            except MemoryError:
+                break
+            link.cancel(group)
+            self._held.append(copy)
         self.send_held()
 
     def hold(self, groups: Iterable[Group]) -> None:

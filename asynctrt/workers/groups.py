@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, Final
 
 import numpy as np
@@ -241,6 +242,26 @@ class Group:
             for name, view in single.inputs(memory).items():
                 view[...] = whole[name][start : start + request.rows]
         self.free(heap)
+        return made
+
+    def moved(self, heap: Heap, memory: SharedMemory) -> "Group":
+        """Return what is left of it in a group with a block of its own. Its own block stays with its worker.
+
+        :raises MemoryError: if there is no room; nothing has changed then.
+        """
+        made = Group(self.waiting(), self.layout)
+        made.allocate(heap, memory)
+        left = [request.state is QUEUED for request in self.requests]
+        kept = np.repeat(left, [request.rows for request in self.requests])
+        whole = self.inputs(memory)
+        for name, view in made.inputs(memory).items():
+            view[...] = whole[name][kept]
+        if self.sources is not None:
+            made.sources = list(compress(self.sources, left))
+        made.deaths, made.hangs = self.deaths, self.hangs
+        for request in made.requests:
+            request.payload = made
+        self.requests, self.left = [], 0
         return made
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, Final, Protocol
 
 from asynctrt import clock
@@ -54,6 +54,12 @@ LOSSES_COUNTED: Final = 10
 
 LOOK_S: Final = 0.5
 """How often it is looked whether the worker's event loop runs."""
+
+STUCK_S: Final = 2.0
+"""A worker that has groups and has answered none for so long is given no more: what waits goes to others."""
+
+STUCK_FACTOR: Final = 4
+"""The same, as a multiple of the longest batch that was answered."""
 
 IDLE_LOOKS_MAX: Final = 3
 """After so many looks a worker that runs, has groups and works on none will not answer them."""
@@ -106,11 +112,15 @@ class Owner(Protocol):
     def link_found(self) -> None:
         """Take requests again, if none were taken."""
 
+    def link_looked(self, link: "Link") -> None:
+        """Have others do what waits for a link that takes nothing."""
+
 
 class Candidate:
     """A process, from its start on: it becomes the link's worker when it is ready and needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: "Link") -> None:
+        self.link = link
         self.process: Worker | None = None
         self.is_alone = False
         """Whether no other front has it, for the suspects of this one."""
@@ -127,6 +137,14 @@ class Candidate:
         """When it has had long enough to open the engine."""
         self.error: Exception | None = None
         """Why it could not open the engine, or lost its device."""
+
+    def heard(self, message: Any) -> None:
+        """Tell its link what it said."""
+        self.link._heard(self, message)
+
+    def died(self, how: str) -> None:
+        """Tell its link that it has ended."""
+        self.link._died(self, how)
 
 
 class Link:
@@ -156,11 +174,15 @@ class Link:
         self._options = options
         self._memory = memory
         self._spawner = spawner
-        self._place = place
+        self.place = place
         self.owner: Owner | None = None
         self.state = "starting"
         """``starting``, ``open``, ``restarting``, ``suspended``, ``lost``, ``closed``."""
         self.lost: DeviceLostError | None = None
+        self.is_stand_in = False
+        """Whether it has a second worker on its device, for as long as the first takes nothing."""
+        self.is_leaving = False
+        """Whether it is given nothing more."""
         self._worker: Candidate | None = None
         self._spare: Candidate | None = None
         self._spares = Spares(loop, device, self._have_spare)
@@ -200,6 +222,11 @@ class Link:
         # The oldest group, in how many looks on end, while the worker's loop ran and worked on nothing.
         self._idle_with = 0
         self._idle_looks = 0
+        # For how long it has had groups and answered none.
+        self._waited_ns = 0
+        self._has_answered = False
+        self.is_stuck = False
+        """Whether it has answered nothing for so long that others take what waits for it."""
         self._look: asyncio.TimerHandle | None = None
         self._counts_before: Statistics | None = None
         self.first: asyncio.Future[Description] = loop.create_future()
@@ -219,6 +246,8 @@ class Link:
     @property
     def takes(self) -> bool:
         """Whether it can be given a group now."""
+        if self.is_stuck or self.is_leaving:
+            return False
         if self.state != "open" or len(self.groups) >= GROUPS_MAX:
             return False
         if self._is_turn_of_others:
@@ -278,6 +307,26 @@ class Link:
         suspects, self._suspects = self._suspects, deque()
         return [group for part in suspects for group in part]
 
+    def give_spare(self) -> Candidate | None:
+        """Return the spare, which is the caller's then, if it is ready."""
+        spare = self._spare
+        if spare is None or spare.description is None:
+            return None
+        self._spare = None
+        return spare
+
+    def not_begun(self) -> list[Group]:
+        """Return the groups that wait in a worker which does not come to them."""
+        if not self.is_stuck or self._tried:
+            return []
+        words = self._memory.words
+        return [group for group in self.groups.values() if group.left and not words[group.launched]]
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether requests are still to be tried apart."""
+        return bool(self._suspects or self._tried)
+
     def unanswered(self) -> list[Group]:
         """Return the groups that it has, those included that are still to be tried apart."""
         return [*self.groups.values(), *[group for part in self._suspects for group in part]]
@@ -289,11 +338,32 @@ class Link:
         both = [one for one in (counts, self._counts_before) if one is not None]
         return reduce(Statistics.joined, both)
 
+    @property
+    def has_counts(self) -> bool:
+        """Whether any worker of it has told what it has done."""
+        return self._counts_before is not None or (
+            self._worker is not None and self._worker.counts is not None
+        )
+
+    def add_counts(self, other: "Link") -> None:
+        """Keep what the workers of another link, which is closed, have done."""
+        if other.has_counts:
+            both = [one for one in (self._counts_before, other.counts.without_gauges()) if one is not None]
+            self._counts_before = reduce(Statistics.joined, both)
+        self.deaths += other.deaths
+
     # Starting and ending workers.
 
-    def start(self) -> None:
-        """Start the first worker."""
-        self._worker = self._new_candidate()
+    def start(self, spare: Candidate | None = None) -> None:
+        """Start the first worker.
+
+        :param spare: what it is, instead of a new one.
+        """
+        if spare is None:
+            self._worker = self._new_candidate()
+        else:
+            spare.link, self._worker = self, spare
+            self._attach(spare)
 
     async def aclose(self, timeout_s: float) -> None:
         """Close the worker's engine and end its process, by force if that takes longer than ``timeout_s``."""
@@ -366,7 +436,7 @@ class Link:
             self._worker.process.kill()
 
     def _new_candidate(self, pause_s: float = 0.0) -> Candidate:
-        candidate = Candidate()
+        candidate = Candidate(self)
         task = self._loop.create_task(self._start(candidate, pause_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -384,9 +454,9 @@ class Link:
                 self._model,
                 self.device,
                 self._options,
-                partial(self._heard, candidate),
-                partial(self._died, candidate),
-                place=self._place,
+                candidate.heard,
+                candidate.died,
+                place=self.place,
                 alone=candidate.is_alone,
             )
         except Exception as error:
@@ -445,6 +515,7 @@ class Link:
         rings.close()
         self._receiver.sleep()
         self._looked_ns, self._beat, self._silent_ns, self._idle_looks = clock.now_ns(), 0, 0, 0
+        self._waited_ns, self.is_stuck = 0, False
         if self._look is None:
             self._look = self._loop.call_later(LOOK_S, self._look_after)
         self.state, self.lost = "open", None
@@ -711,8 +782,10 @@ class Link:
             if group is self._tried:
                 self._end_trial()
             self._vain_deaths = self._losses = 0
-            if fields[6] > self._longest_ns:
-                self._longest_ns = fields[6]
+            # What was cancelled or has expired, it tells of while a batch hangs as well.
+            if fields[0] == Kind.ANSWER or (fields[0] == Kind.ERROR and group.deadline_ns == NO_DEADLINE_NS):
+                self._has_answered, self.is_stuck = True, False
+                self._longest_ns = max(self._longest_ns, fields[6])
             self.owner.answered(self, group, fields)
 
     def _fetch(self, group: Group, nbytes: int) -> None:
@@ -743,6 +816,10 @@ class Link:
         is_idle = oldest and not is_silent and not works
         self._idle_looks = (self._idle_looks + 1 if oldest == self._idle_with else 1) if is_idle else 0
         self._idle_with = oldest
+        self._waited_ns = 0 if self._has_answered or not self.groups else self._waited_ns + seen_ns
+        self._has_answered = False
+        longest_ns = self._longest_ns
+        self.is_stuck = bool(longest_ns) and self._waited_ns > max(STUCK_S * 1e9, STUCK_FACTOR * longest_ns)
         limit_s, why = self._options.batch_timeout, ""
         if limit_s is not None and self._silent_ns > max(limit_s, SILENCE_S_MIN) * 1e9:
             silent_s = self._silent_ns / 1e9
@@ -753,6 +830,8 @@ class Link:
         if why:
             self._worker.error = DeviceLostError(why)
             self._worker.process.kill(why)
+        elif self.owner is not None:
+            self.owner.link_looked(self)
 
 
 def _because(candidate: Candidate) -> str:

@@ -11,12 +11,13 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
 from asynctrt.errors import ModelError
 from asynctrt.files import open_regular
-from asynctrt.loading import ATTRIBUTE
+from asynctrt.loading import is_attribute
 from asynctrt.version import __version__
 from asynctrt.workers.messages import Description
 
@@ -29,6 +30,16 @@ OPENING_FACTOR: Final = 10
 
 EXTERNAL: Final = re.compile(rb"\n\x08location\x12")
 """How an ONNX file begins to name a file beside it that has weights: a field ``location``, and its value."""
+
+MORE: Final = 0x80
+"""Set in each byte of its length but the last."""
+
+PATH_MAX: Final = 4096
+PART_NBYTES: Final = 16 << 20
+"""What is read of it at once."""
+
+FILES_NAMED: Final = 32
+"""Files that are told of by name: a model may have one for each of its tensors."""
 
 RUNTIMES: Final = ("numpy", "onnxruntime", "tensorrt")
 """Packages whose versions make a difference to what a worker answers."""
@@ -98,7 +109,7 @@ def files_of(model: str) -> list[Path]:
 
     Of a model in a Python module: the module's file.
     """
-    if ATTRIBUTE.fullmatch(model) and not Path(model).exists():
+    if is_attribute(model):
         try:
             spec = find_spec(model.partition(":")[0])
         except Exception:
@@ -114,22 +125,26 @@ def _beside(path: Path) -> Iterator[Path]:
         return
     try:
         with open_regular(path) as file:
-            content = file.read()
+            places = list(_places(file))
     except OSError:
         return
-    for found in EXTERNAL.finditer(content):
-        length, at, shift = 0, found.end(), 0
-        while at < len(content):
-            length |= (content[at] & 0x7F) << shift
-            shift, at = shift + 7, at + 1
-            if content[at - 1] < 0x80:
-                break
-        place = path.parent / os.fsdecode(content[at : at + length]).replace("\0", "?")
-        if length < PATH_MAX and place.is_file():
-            yield place
+    yield from [path.parent / place for place in places if (path.parent / place).is_file()]
 
 
-PATH_MAX: Final = 4096
+def _places(file: BufferedReader) -> Iterator[str]:
+    """Go through what an ONNX file says of where weights lie; a part of the file at a time."""
+    content = b""
+    while part := file.read(PART_NBYTES):
+        content = content[-2 * PATH_MAX :] + part
+        for found in EXTERNAL.finditer(content):
+            length, at, shift = 0, found.end(), 0
+            while at < len(content):
+                length |= (content[at] & 0x7F) << shift
+                shift, at = shift + 7, at + 1
+                if content[at - 1] < MORE:
+                    break
+            if length < PATH_MAX and at + length <= len(content):  # Else it is whole in the next part.
+                yield os.fsdecode(content[at : at + length]).replace("\0", "?")
 
 
 def marks_of(files: Sequence[Path]) -> list[tuple[int, int, int, int] | None]:
@@ -146,7 +161,7 @@ def _mark(path: Path) -> tuple[int, int, int, int] | None:
 
 
 def digests_of(files: Sequence[Path]) -> tuple[Digest, ...]:
-    """Return the digests of files. Blocks while they are read."""
+    """Return the digests of files; of many, some and one of all others. Blocks while they are read."""
     found = []
     for path in files:
         try:
@@ -154,6 +169,9 @@ def digests_of(files: Sequence[Path]) -> tuple[Digest, ...]:
                 found.append((str(path), hashlib.file_digest(file, "sha256").hexdigest()))
         except OSError as error:  # To open the model fails as well, or it is noticed that the file has gone.
             found.append((str(path), str(error)))
+    if len(found) > FILES_NAMED:
+        named, others = found[:FILES_NAMED], found[FILES_NAMED:]
+        found = [*named, (f"{len(others)} others", hashlib.sha256(repr(others).encode()).hexdigest())]
     return tuple(found)
 
 

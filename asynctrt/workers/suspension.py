@@ -96,6 +96,8 @@ class WorkerSuspension:
     async def _end(self) -> None:
         ending = [self._loop.create_task(link.suspend(self._timeout_s)) for link in self._front.links]
         await asyncio.wait(ending)
+        if self._front.stand_ins is not None:
+            self._front.stand_ins.forget()
         for task in ending:
             task.result()
 

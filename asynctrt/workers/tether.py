@@ -9,6 +9,7 @@ that made the child.)
 import fcntl
 import os
 import signal
+from contextlib import suppress
 from typing import Final
 
 from asynctrt.forks import in_child, seal
@@ -48,12 +49,13 @@ class Tether:
     def hold(self, pid: int) -> None:
         """Have the child with this process id end with this process. It has inherited :attr:`child_end`.
 
-        :raises OSError: if there is no such process.
+        Where the kernel cannot do that, as in some sandboxes, a child has to find out that it is an orphan.
         """
-        fcntl.fcntl(self.child_end, fcntl.F_SETOWN, pid)
-        fcntl.fcntl(self.child_end, fcntl.F_SETSIG, signal.SIGKILL)
-        flags = fcntl.fcntl(self.child_end, fcntl.F_GETFL)
-        fcntl.fcntl(self.child_end, fcntl.F_SETFL, flags | fcntl.FASYNC)
+        with suppress(OSError):
+            fcntl.fcntl(self.child_end, fcntl.F_SETOWN, pid)
+            fcntl.fcntl(self.child_end, fcntl.F_SETSIG, signal.SIGKILL)
+            flags = fcntl.fcntl(self.child_end, fcntl.F_GETFL)
+            fcntl.fcntl(self.child_end, fcntl.F_SETFL, flags | fcntl.FASYNC)
         os.close(self.child_end)
         self.child_end = -1
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -83,6 +84,14 @@ async def mlp(path, callers, seconds):
         return await closed_loop(callers, lambda: engine.infer(rows), seconds)
 
 
+async def isolated(callers, seconds):
+    """Measure what a request to a no-op model in a worker process costs."""
+    rows = {"input": np.random.default_rng(0).random((1, DIM), np.float32)}
+    model = f"{Path(__file__).stem}:echo_model"
+    async with asynctrt.open(model, isolation="process") as engine:
+        return await closed_loop(callers, lambda: engine.infer(rows), seconds)
+
+
 def cases(path):
     """Return the cases by name: functions that measure for some seconds."""
     in_place = {"host": lambda: "host", "immediate": lambda: asynctrt.HostDevice(in_place="always")}
@@ -96,6 +105,7 @@ def cases(path):
         found[f"slot.infer, {device}, a lone caller"] = lambda seconds, create=create: slot(create(), seconds)
     for callers in (1, 32, 256):
         who = f"{callers} callers" if callers > 1 else "a lone caller"
+        found[f"infer, worker process, {who}"] = lambda seconds, callers=callers: isolated(callers, seconds)
         found[f"ONNX MLP, {who}"] = lambda seconds, callers=callers: mlp(path, callers, seconds)
     return found
 
@@ -103,6 +113,7 @@ def cases(path):
 def main():
     sys.setswitchinterval(0.0005)  # As every command of the package does.
     loop, path = sys.argv[1:]
+    sys.path.append(str(Path(__file__).parent))  # For workers, which open the model by its name.
     known = cases(path)
     print(json.dumps({"file": asynctrt.__file__, "cases": list(known)}), flush=True)
     factory = asyncio.new_event_loop

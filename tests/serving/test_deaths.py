@@ -1,7 +1,6 @@
-"""The parent, a front or a worker is killed, stopped or hangs: the others answer, and nothing stays behind."""
+"""The parent, a front or a worker is killed, stopped or hangs: the others answer, and nothing is left."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from tests.helpers import WAIT_S, free_port, until
 from tests.serving.test_fronts import KIND, ROOT, asked, check, counts, running
 from tests.workers import models
-from tests.workers.models import WAIT
+from tests.workers.models import HANG, WAIT
 from tests.workers.test_served import body
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
@@ -183,6 +182,21 @@ async def test_a_second_signal_ends_it_within_a_second(fronts, fault):
     finally:
         process.kill()
         process.communicate()
+
+
+async def test_a_row_that_hangs_costs_those_of_others_seconds():
+    async with asyncio.timeout(WAIT_S), running("--batch-timeout=9", "--contexts=1") as server:
+        await check(server.url, range(1, 9))
+        hanging = asyncio.create_task(asked(server.url, HANG))
+        await asyncio.sleep(0.5)
+        began_s = time.perf_counter()
+        await check(server.url, range(1, 21))
+        assert time.perf_counter() - began_s < 8
+        assert not hanging.done()
+        while not hanging.done():
+            await check(server.url, range(1, 3))
+        assert (await hanging)[0] == 500
+        await until(lambda: len(server.workers) == 1)
 
 
 async def test_a_front_whose_engine_is_lost_is_replaced():

@@ -59,7 +59,9 @@ def test_the_next_one_may_take_some_times_as_long_as_the_slowest(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["weights", "w" * 200])
-def test_the_files_of_a_model_are_its_own_and_those_with_its_weights(tmp_path, name):
+@pytest.mark.parametrize("part", [original.PART_NBYTES, 1, 7])
+def test_the_files_of_a_model_are_its_own_and_those_with_its_weights(tmp_path, monkeypatch, name, part):
+    monkeypatch.setattr(original, "PART_NBYTES", part)
     weights = numpy_helper.from_array(np.ones(4096, np.float32), "w")
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "w"], ["y"])],
@@ -77,6 +79,18 @@ def test_the_files_of_a_model_are_its_own_and_those_with_its_weights(tmp_path, n
     after = digests_of(files_of(str(path)))
     assert before[0] == after[0]
     assert before[1] != after[1]
+
+
+def test_a_model_of_many_files_is_told_of_in_few_words(tmp_path):
+    files = [tmp_path / f"{number}" for number in range(2000)]
+    for path in files:
+        path.write_text("1")
+    before = digests_of(files)
+    assert len(before) == original.FILES_NAMED + 1
+    files[-1].write_text("2")
+    after = digests_of(files)
+    assert before[:-1] == after[:-1]
+    assert before[-1] != after[-1]
 
 
 def test_the_file_of_a_model_in_a_module_is_the_module_s():
