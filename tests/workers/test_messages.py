@@ -121,7 +121,7 @@ async def test_what_is_left_when_it_ends_keeps_no_descriptor(ends, dies):
 
 async def test_a_front_loses_none_that_its_parent_has_not_read(ends):
     own, other = ends
-    shared = SharedWorkers(asyncio.get_running_loop(), own, lambda: None)
+    shared = SharedWorkers(asyncio.get_running_loop(), own, lambda: None, lambda *_: None)
     worker = SharedWorker(7, shared._tell, lambda _: None, lambda _: None)
     for _ in range(COUNT):
         worker.kill("again")
