@@ -20,7 +20,7 @@ from asynctrt.demo_parts import Course
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.doctor.text import lines as finding_lines
-from asynctrt.environment import misspelt, shown, variables
+from asynctrt.environment import check_values, misspelt, shown, variables
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError
 from asynctrt.files import write_whole
 from asynctrt.loadtest.settings import SYNONYMS as THEIR_WORDS
@@ -482,6 +482,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     # They need the extra `serve`, which the other commands do not.
     from asynctrt.serving import command, fronts, line_writer  # noqa: PLC0415
 
+    check_values(os.environ, _variables())
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     path = settings.pop("config", None)
     config = command.configure(settings, command.read_config(path) if path else {})
@@ -657,6 +658,7 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     # They need the extra `load`, which the other commands do not.
     from asynctrt.loadtest import command, terminal  # noqa: PLC0415
 
+    check_values(os.environ, _variables())
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     for line in misspelt(os.environ, _variables()):
         err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)

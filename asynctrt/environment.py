@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from asynctrt.errors import UsageError
 from asynctrt.synonyms import ALL_SYNONYMS, nearest_name
 
 PREFIX: Final = "ASYNCTRT_"
@@ -49,6 +50,18 @@ def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
         and not SERVICE_LINKS.search(name)
         and not (name.endswith("_PORT") and SERVICE_LINK.match(value))
     ]
+
+
+def check_values(environment: Mapping[str, str], known: Iterable[str]) -> None:
+    """Refuse variables of ours that are set and empty, as docker compose makes of one that it does not know.
+
+    What was to be set would count as not set: a server without tokens, or without TLS.
+
+    :raises UsageError: if there is one.
+    """
+    empty = sorted(name for name in known if environment.get(name) == "")
+    if empty:
+        raise UsageError(f"{', '.join(empty)}: set and empty. Give it a value, or do not set it")
 
 
 def _sentence(name: str, names: list[str]) -> str:

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from asynctrt import cli
-from asynctrt.environment import misspelt, shown
+from asynctrt.environment import check_values, misspelt, shown
+from asynctrt.errors import UsageError
 from asynctrt.serving.settings import ServerSettings
 from tests.models import double_onnx
 from tests.test_cli import asynctrt_command
@@ -54,6 +55,13 @@ def test_what_is_right_or_of_others_is_not_mentioned():
         "ASYNCTRT_SERVE_PORT_8000_TCP_ADDR": "10.0.0.1",
     }
     assert misspelt({**links, "PATH": "/bin", **dict.fromkeys(KNOWN, "1")}, KNOWN) == []
+
+
+@pytest.mark.parametrize("name", ["TOKENS", "TOKENS_FILE", "TLS_KEY", "HTTP_PORT"])
+def test_one_that_is_set_and_empty_is_refused(name):
+    check_values({f"ASYNCTRT_SERVE_{name}": "1", "ASYNCTRT_OTHER": ""}, KNOWN)
+    with pytest.raises(UsageError, match=f"^ASYNCTRT_SERVE_{name}: set and empty"):
+        check_values({f"ASYNCTRT_SERVE_{name}": ""}, KNOWN)
 
 
 def test_secrets_are_not_shown():

@@ -151,7 +151,7 @@ class SplitRequest(NamedTuple):
         return self.raw is not None and len(self.rest) > FAST_NBYTES
 
 
-def split_request(body: bytes, *, fields_max: int, nbytes_max: int) -> SplitRequest:
+def split_request(body: Buffer, *, fields_max: int, nbytes_max: int) -> SplitRequest:
     """Take the raw tensors out of a large ``ModelInferRequest``, and check how large it is besides them.
 
     A field of 2 bytes becomes an object of a hundred, so a message could take many times its size in memory,
@@ -162,7 +162,7 @@ def split_request(body: bytes, *, fields_max: int, nbytes_max: int) -> SplitRequ
     :raises RequestError: if it cannot be such a message. Most that cannot are left to :func:`parse`.
     """
     if len(body) <= SMALL_NBYTES:
-        return SplitRequest(body, None)
+        return SplitRequest(bytes(body), None)
     position, raw_nbytes, fields, end = 0, 0, 0, len(body)
     view, raw = memoryview(body), []
     rest = []  # The parts between raw tensors.
@@ -381,7 +381,7 @@ def _final() -> bytes:
     return bytes(response.SerializeToString())
 
 
-def _varint(body: bytes, position: int) -> tuple[int, int]:
+def _varint(body: Buffer, position: int) -> tuple[int, int]:
     """Return the varint at a position, and the position after it: the body's end if it is malformed."""
     value = shift = 0
     while position < len(body) and shift < VARINT_BITS_MAX:

@@ -44,12 +44,27 @@ class Caller:
     :param address: the client's, as :func:`address_of` gives it.
     """
 
-    __slots__ = ("__weakref__", "_gate", "_lane", "_lanes", "_name", "account", "address", "received_nbytes")
+    __slots__ = (
+        "__weakref__",
+        "_gate",
+        "_lane",
+        "_lanes",
+        "_name",
+        "account",
+        "address",
+        "client",
+        "connection",
+        "received_nbytes",
+    )
 
     def __init__(self, address: Hashable = None) -> None:
         self.address = address
+        self.connection = object()
+        """What tells it from other connections."""
+        self.client: Hashable = address
+        """Whose its latest request was; until one was let in, that of its address."""
         self.account: Account | None = None
-        """What the server holds for its address, once that is counted."""
+        """What that client has, once it is counted."""
         self.received_nbytes = 0
         """Memory that is held for the message that is being handled, and free after it."""
         self._lanes: dict[tuple[Gate, Hashable], Lane] = {}
@@ -68,11 +83,6 @@ class Caller:
         if lane is None or (not lane.waiting and len(self._lanes) == 1):
             return False
         return any(lane.has_much_waiting for lane in self._lanes.values())
-
-    @property
-    def shares(self) -> bool:
-        """Whether others want the model of its latest request too, and are held up by what comes from it."""
-        return self._gate is not None and self._gate.is_shared
 
     def lane(self, gate: Gate, name: Hashable) -> Lane:
         """Return its lane at a gate, for the client of that name."""

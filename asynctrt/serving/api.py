@@ -8,6 +8,8 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import re
+import secrets
 import socket
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -49,7 +51,8 @@ from asynctrt.serving.retry import retry_after
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.told import told
-from asynctrt.serving.worker import Worker, holding, pause
+from asynctrt.serving.turns import Turns
+from asynctrt.serving.worker import Worker, pause
 
 EXTENSIONS: Final = (
     "binary_tensor_data",
@@ -60,11 +63,14 @@ EXTENSIONS: Final = (
 )
 """The extensions of KServe and Triton that are implemented."""
 
+HEALTH: Final = b"/v2/health/"
 MODELS: Final = b"/v2/models/"
 REPOSITORY: Final = b"/v2/repository/models/"
 ELSEWHERE: Final = ("/trace/setting", "/generate", "/generate_stream")
 """A model's routes in Triton that this server does not have."""
 VERBS: Final = frozenset({"infer", "ready", "config", "stats", "ws"})
+HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::[0-9]*)?", re.ASCII)
+"""A host as requests name it: an address of IPv6 in brackets, or another name, and perhaps a port."""
 HOSTS_MAX: Final = 64
 """Names of this server, as clients write them, that are remembered."""
 CANCELLED_STATUS: Final = 499
@@ -139,10 +145,16 @@ class Api:
     checks_hosts: bool = False
     ids: RequestIds = field(default_factory=RequestIds)
     worker: Worker = field(default_factory=Worker)
+    packer: Worker = field(default_factory=lambda: Worker("asynctrt-compress"))
     memory: Memory = field(init=False)
+    turns: Turns = field(default_factory=Turns)
     _hosts: set[bytes] = field(default_factory=set)
     _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
-    _tokens: tuple[bytes, ...] = ()
+    tokens_version: int = 0
+    """Changes whenever a token may have been revoked."""
+    _tokens: frozenset[bytes] = frozenset()
+    """The tokens' digests with a key of this process: to look one up tells nothing about the others."""
+    _token_key: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     _client_header: bytes = b""
     _is_by_token: bool = False
     _is_by_connection: bool = False
@@ -153,25 +165,52 @@ class Api:
         self._client_header = (self.settings.client_header or "").lower().encode()
         self._is_by_connection = self.settings.share_by == "connection"
 
+    def _digest(self, token: bytes) -> bytes:
+        return hmac.digest(self._token_key, token, "sha256")
+
     @property
     def has_tokens(self) -> bool:
         """Whether requests need a token."""
         return bool(self._tokens)
 
     def use_tokens(self, tokens: Sequence[str]) -> None:
-        """Accept these tokens from now on, and no others. Open connections are not closed."""
-        self._tokens = tuple(token.encode() for token in tokens)
+        """Accept these tokens from now on, and no others. Whoever came with another one is cut off soon."""
+        self._tokens = frozenset(self._digest(token.encode()) for token in tokens)
+        self.tokens_version += 1
         # One token for all tells nobody from anybody.
         share_by = self.settings.share_by
         self._is_by_token = share_by == "token" or (share_by == "auto" and len(self._tokens) > 1)
 
-    def client(self, caller: Caller, headers: Headers) -> Hashable:
-        """Return whose request it is: what shares a model with others, and waits for itself."""
+    @property
+    def names_clients(self) -> bool:
+        """Whether requests may name their clients: those of one connection may be of several."""
+        return bool(self._client_header) or self._is_by_token
+
+    def named(self, headers: Headers) -> bytes | None:
+        """Return how a request that was let in names its client, if clients are told apart by that."""
         if self._client_header and (name := headers.get(self._client_header)):
             return name
         if self._is_by_token and (given := headers.get(b"authorization")):
             return given.partition(b" ")[2].strip()
-        return caller if self._is_by_connection else caller.address
+        return None
+
+    def client(self, caller: Caller, headers: Headers) -> Hashable:
+        """Return whose request it is: what shares models, memory and time with others, and waits for itself.
+
+        Only of a request that was let in: before that anybody may name anybody.
+        """
+        name = self.named(headers)
+        if name is not None:
+            return name
+        return caller.connection if self._is_by_connection else caller.address
+
+    def identify(self, caller: Caller, headers: Headers) -> Account:
+        """Return the account of a request's client, and let it be that of its connection from now on."""
+        client = self.client(caller, headers)
+        if caller.account is None or client != caller.client:
+            caller.client = client
+            caller.account = self.memory.account(client)
+        return caller.account
 
     # ---- inference
 
@@ -221,7 +260,7 @@ class Api:
         try:
             decoding = partial(_decoded, served, headers, body, pause)
             del body  # Nothing else may keep it while the request waits.
-            running = self.worker.run(decoding, hold)
+            running = self.worker.run(decoding, self.client(caller, headers), hold)
             del decoding, hold
             request = await running
             return self.submit(served, request, began_ns, headers, caller, then)
@@ -266,15 +305,16 @@ class Api:
         hold = self.hold(caller, nbytes) if nbytes > SMALL_NBYTES else None
         name = self.client(caller, headers)
         inference = served.submit(request, caller, name, began_ns, headers, self._ended)
+        inference.client = name
         inference.hold = hold
         inference.then = then
         self.in_flight += 1
         return inference
 
     def account(self, caller: Caller) -> Account:
-        """Return what is held for a client."""
+        """Return the account of the client of a connection's latest request."""
         if caller.account is None:
-            caller.account = self.memory.account(caller.address)
+            caller.account = self.memory.account(caller.client)
         return caller.account
 
     def hold(self, caller: Caller, nbytes: int) -> Hold:
@@ -307,7 +347,7 @@ class Api:
         codec, result = inference.served.codec, inference.future.result()
         if codec.is_slow_answer(inference.request.layout, result):
             encoding = partial(codec.encode, inference.request, result, pause)
-            return encoded_answer(*await self.worker.run(encoding))
+            return encoded_answer(*await self.worker.run(encoding, inference.client))
         return encoded_answer(*codec.encode(inference.request, result))
 
     # ---- everything
@@ -320,18 +360,22 @@ class Api:
         body: Body,
         caller: Caller | None = None,
         hold: Hold | None = None,
+        *,
+        is_authorized: bool = False,
     ) -> Answer:
         """Answer any request. Errors become answers too.
 
         :param hold: the memory of its body, if that is large.
+        :param is_authorized: whether :meth:`authorize` has let it in before its body was read.
         """
         caller = caller or Caller()
         try:
-            self.authorize(path, headers)
+            if not is_authorized:
+                self.authorize(path, headers)
             coding = headers.get(b"content-encoding", b"identity").strip().lower()
             if coding != b"identity" and body:
                 hold = Hold(self.account(caller))
-                body = await self._decompressed(coding, body, hold)
+                body = await self.decompressed(coding, body, hold, self.client(caller, headers))
                 caller.received_nbytes += hold.nbytes
             return await self._respond(method, path, headers, body, caller, hold)
         except Exception as error:
@@ -343,7 +387,7 @@ class Api:
         :raises UnauthorizedError: if it needs a token and has none, or a wrong one; if its host or origin is
             refused.
         """
-        if path.startswith(b"/v2/health/"):
+        if path.startswith(HEALTH):
             return
         if self.checks_hosts and headers.get(b"host", b"") not in self._hosts:
             self._check_host(headers.get(b"host", b""))
@@ -351,17 +395,21 @@ class Api:
             self._check_origin(headers)
         if not self._tokens:
             return
-        page = self.pages.get(path.decode("latin-1"))
-        if page is not None and page.is_open:
+        if self.is_open(path):
             return
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         given = given.strip()
-        # Every token is compared, so that the time taken does not reveal which one nearly matched.
-        matches = [hmac.compare_digest(given, token) for token in self._tokens]
-        if kind.lower() != b"bearer" or not any(matches):
+        if kind.lower() != b"bearer" or self._digest(given) not in self._tokens:
             what = "the bearer token is wrong" if given else "this server requires a bearer token"
             self.unauthorized += 1
             raise UnauthorizedError(f"{what}: send the header Authorization: Bearer TOKEN")
+
+    def is_open(self, path: bytes) -> bool:
+        """Return whether anybody may ask for a page, also where a token is required."""
+        if path.startswith(HEALTH):
+            return True
+        page = self.pages.get(path.decode("latin-1"))
+        return page is not None and page.is_open
 
     def _check_origin(self, headers: Headers) -> None:
         """Refuse what pages of other origins send: browsers let any page send requests to any server."""
@@ -427,10 +475,10 @@ class Api:
         has the server's own origin. An address is never such a name.
         """
         text = host.decode("latin-1")
-        if host and "*" not in self.settings.allow_hosts and not _is_address(text):
-            name = text.rpartition(":")[0] or text
+        name = _name_of(text)
+        if host and "*" not in self.settings.allow_hosts and not _is_address(name):
             own = (*self.settings.allow_hosts, self.settings.host, socket.gethostname())
-            if name.lower() not in map(str.lower, own) and text not in own:
+            if name not in map(str.lower, own) and text not in own:
                 self.unauthorized += 1
                 raise UnauthorizedError(
                     f"this server does not answer as {text:.200}, as any name can be made to lead to it: "
@@ -503,7 +551,8 @@ class Api:
                 # Its inputs are views of the body, whose memory is the inference's from here on.
                 hold.set(max(0, hold.nbytes - inference.request.layout.binary_nbytes))
             await inference.answer()
-            return await self.compressed(headers, await self.infer_answer(inference))
+            answer = await self.infer_answer(inference)
+            return await self.compressed(headers, answer, inference.client)
         if route.verb == "ready":
             try:
                 self.repository.find_ready(route.name, route.version)
@@ -585,10 +634,19 @@ class Api:
                 logger.warning("cannot %s model %s: %s", verb, name, error)
             raise told(error) from error
 
-    async def _decompressed(self, coding: bytes, body: Body, hold: Hold) -> Body:
+    async def decompressed(
+        self, coding: bytes, body: Body, hold: Hold, client: Hashable, nbytes_max: int | None = None
+    ) -> Body:
+        """Return what was compressed, unpacked in a thread if it can be much.
+
+        :param hold: becomes the memory of the result.
+        :param nbytes_max: the largest result. Default: ``max_body``.
+        :raises QueueFullError: if there is no memory for it.
+        """
         if coding not in (b"gzip", b"deflate"):
             raise _CodingError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
-        nbytes_max = self.settings.max_body
+        if nbytes_max is None:
+            nbytes_max = self.settings.max_body
         if len(body) <= OFF_LOOP_NBYTES_MIN:
             # A few bytes may become a thousand times as many.
             with suppress(TooLargeError):
@@ -597,12 +655,11 @@ class Api:
             raise QueueFullError(self.memory.refuse())
         loop = asyncio.get_running_loop()
 
-        # The thread has the hold as well: it goes on when the client has gone.
-        inflated = await asyncio.to_thread(holding, partial(decompress, body, nbytes_max, loop), hold)
+        inflated = await self.packer.run(partial(decompress, body, nbytes_max, loop), client, hold)
         hold.set(len(inflated))
         return inflated
 
-    async def compressed(self, headers: Headers, answer: Answer) -> Answer:
+    async def compressed(self, headers: Headers, answer: Answer, client: Hashable) -> Answer:
         """Compress the answer to an inference if its client accepts that and it is large enough.
 
         No other answer is compressed: NVIDIA's asyncio client decompresses only inferences.
@@ -614,7 +671,7 @@ class Api:
         if coding is None or any(name == "Content-Encoding" for name, _ in answer.headers):
             return answer
         work = partial(compress, coding, answer.body)
-        body = await asyncio.to_thread(work) if nbytes >= OFF_LOOP_NBYTES_MIN else work()
+        body = await self.packer.run(work, client) if nbytes >= OFF_LOOP_NBYTES_MIN else work()
         added = (("Content-Encoding", coding), ("Vary", "Accept-Encoding"))
         return Answer(answer.status, answer.headers + added, (body,))
 
@@ -692,12 +749,17 @@ def _host_of(origin: str) -> str:
         return ""
 
 
-def _is_address(host: str) -> bool:
-    """Return whether a host, with or without a port, is an address or this machine's own name."""
+def _name_of(host: str) -> str:
+    """Return a host without its port, in lower case, or nothing if it is not a host."""
+    match = HOST.fullmatch(host.lower())
+    return "" if match is None else match[1] or match[2]
+
+
+def _is_address(name: str) -> bool:
+    """Return whether a host's name is an address or this machine's own."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
     try:
-        name = urlsplit(f"//{host}").hostname or ""
-        if name == "localhost" or name.endswith(".localhost"):
-            return True
         ipaddress.ip_address(name)
     except ValueError:
         return False

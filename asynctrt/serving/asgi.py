@@ -148,7 +148,9 @@ class KServeApp:
         caller = Caller(address_of(scope.get("client")))
         preflight = api.preflight(scope["method"].encode(), headers)
         try:
-            hold = Hold(api.account(caller))
+            if preflight is None:
+                api.authorize(path, headers)
+            hold = Hold(api.identify(caller, headers))
             body = await _read_body(receive, api.settings.max_body, hold)
             caller.received_nbytes = hold.nbytes
         except (RequestError, QueueFullError) as error:
@@ -157,7 +159,7 @@ class KServeApp:
             answer = preflight
         else:
             responding = asyncio.ensure_future(
-                api.respond(scope["method"], path, headers, body, caller, hold)
+                api.respond(scope["method"], path, headers, body, caller, hold, is_authorized=True)
             )
             leaving = asyncio.ensure_future(_disconnected(receive))
             try:

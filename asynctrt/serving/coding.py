@@ -21,12 +21,23 @@ INFLATED_NBYTES: Final = 256 << 10
 INFLATION_MAX: Final = 1032
 """How many times as large as its compressed form something can be: a limit of the format."""
 
+GZIP: Final = b"\x1f\x8b"
+ZLIB: Final = b"\x78"
+
 Body = bytes | bytearray | memoryview
 
 
 def inflated_nbytes_max(nbytes: int) -> int:
     """Return how many bytes so many compressed ones can become."""
     return INFLATION_MAX * nbytes
+
+
+def is_compressed(body: bytes) -> bool:
+    """Return whether a message begins as gzip or zlib do, and as none in protobuf that is known here does.
+
+    The one is no field at all, and the other the 15th.
+    """
+    return body[:2] == GZIP or (body[:1] == ZLIB and int.from_bytes(body[:2], "big") % 31 == 0)
 
 
 def decompress(body: Body, nbytes_max: int, loop: asyncio.AbstractEventLoop | None = None) -> Body:

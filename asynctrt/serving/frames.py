@@ -8,14 +8,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError
+from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError, UnauthorizedError
 from asynctrt.kserve.datatypes import Buffer
 from asynctrt.serving.api import ModelRoute, error_answer
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
-from asynctrt.serving.frame_cutter import FrameCutter
+from asynctrt.serving.frame_cutter import KEY_NBYTES, FrameCutter
 from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing, end_writing
 from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold, Pace
+from asynctrt.serving.overhead import Overhead
 from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.websocket import (
     GOING_AWAY,
@@ -24,6 +25,7 @@ from asynctrt.serving.websocket import (
     Message,
     WebSocketSession,
     authorize_route,
+    with_token,
 )
 
 try:
@@ -34,15 +36,15 @@ try:
 except ImportError as error:
     raise MissingExtraError("websockets need websockets: pip install 'asynctrt[serve]'") from error
 
-TURN_NS: Final = 500_000
-"""How long one connection's messages are handled before it is the turn of others."""
-SHARED_TURN_NS: Final = 200_000
-"""The same while others are held up by its requests: each of theirs waits for a turn to be read, for another
-to be launched, and for one to be answered."""
+FORGIVEN_NBYTES: Final = 16
+"""Bytes of overhead that count no more after each sweep: ten pings a second are always accepted."""
 
 SLICE_NBYTES: Final = 4 << 10
 LONG_SLICE_NBYTES: Final = 64 << 10
 """Bytes that are parsed at a time: more of a message that is longer."""
+
+HEAD_NBYTES: Final = 2 + KEY_NBYTES
+"""The least head of a frame."""
 
 # Names of their own, as to look one up in an enumeration takes time for each message.
 TEXT, BINARY, CONT = Opcode.TEXT, Opcode.BINARY, Opcode.CONT
@@ -56,6 +58,7 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
     """
     try:
         route = authorize_route(hub.api, request.path, request.headers)
+        connection.know(with_token(request.headers))
         protocol = _Protocol(
             subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]  # It is a NewType of str.
             select_subprotocol=lambda _, offered: SUBPROTOCOL if SUBPROTOCOL in offered else None,  # type: ignore[arg-type, return-value]
@@ -78,6 +81,7 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
     protocol.send_response(response)
     transport = connection.hand_over()
     socket = SocketConnection(hub, protocol, route, request.headers, transport.get_extra_info("peername"))
+    hub.replace(connection, socket)
     transport.set_protocol(socket)
     socket.connection_made(transport)
     if rest:
@@ -160,7 +164,10 @@ class SocketConnection(asyncio.Protocol):
         self._unparsed = bytearray()
         self._is_long = False
         self._is_waiting = False
-        """Whether its next turn is due."""
+        """Whether it waits for its client's next turn."""
+        self._overhead = Overhead()
+        self._is_deaf = False
+        """Whether nothing is read any more."""
 
     def __repr__(self) -> str:
         return f"<SocketConnection {self._session!r}>"
@@ -169,7 +176,6 @@ class SocketConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._hub.add(self)
         self._flush()
         if self._hub.is_draining:
             self.drain()
@@ -184,7 +190,9 @@ class SocketConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._touched = self._hub.tick
         self._pinged = False
-        if self._unparsed or self._is_waiting or len(data) > SLICE_NBYTES:
+        if self._is_deaf:
+            return
+        if self._unparsed or self._frames or self._is_waiting or len(data) > SLICE_NBYTES:
             self._unparsed += data
             data = b""
         if not self._is_waiting:
@@ -207,34 +215,41 @@ class SocketConnection(asyncio.Protocol):
     # ---- frames and messages
 
     def _go_on(self, piece: bytes = b"") -> None:
-        """Handle what was read, for as long as a turn is; then let others have theirs.
+        """Handle what was read, for as long as its client's turn lasts.
 
         :param piece: a little that was read when nothing else was left to be parsed.
         """
         self._is_waiting = False
+        turns, account, now_ns = self._hub.api.turns, self._session.account, self._hub.now_ns
+        left_ns = turns.left_ns(account)
+        if not left_ns:
+            self._unparsed += piece
+            self._wait()
+            self._throttle()
+            return
         was_flushing, self._is_flushing = self._is_flushing, True
+        began_ns = now_ns()
         if piece and not self._transport.is_closing():
             self._parse(piece)
-        now_ns = self._hub.now_ns
-        until_ns = 0
-        while not self._transport.is_closing():
-            if self._frames:
-                if self._is_held:
-                    break
-                self._take(self._frames.popleft())
-            elif self._unparsed:
+        while (self._frames or self._unparsed) and not self._transport.is_closing():
+            if now_ns() - began_ns > left_ns:
+                self._wait()
+                break
+            if not self._frames:
                 self._parse(self._next_piece())
-            if not self._frames and not self._unparsed:
+            elif self._is_held:
                 break
-            if not until_ns:
-                until_ns = now_ns() + (SHARED_TURN_NS if self._session.shares else TURN_NS)
-            elif now_ns() > until_ns:
-                self._is_waiting = True
-                self._hub.loop.call_soon(self._go_on)
-                break
+            else:
+                self._take(self._frames.popleft())
+        turns.spend(account, began_ns, now_ns())
         if not was_flushing:  # Else it is due at the end of this tick.
             self._flush()
         self._throttle()
+
+    def _wait(self) -> None:
+        """Go on in its client's next turn."""
+        self._is_waiting = True
+        self._hub.api.turns.wait(self._session.account, self._go_on)
 
     @property
     def _is_held(self) -> bool:
@@ -254,11 +269,16 @@ class SocketConnection(asyncio.Protocol):
         cut = self._cutter.feed(piece)
         if cut:  # Nothing at all would mean that the client has finished.
             protocol.receive_data(cut)
+        if self._cutter.taken < len(piece):
+            self._unparsed[:0] = piece[self._cutter.taken :]
         events = protocol.events_received()
         self._is_long = not events
+        is_flood = False
         for event in events:
             if isinstance(event, Frame):
                 self._frames.append(event)
+                nbytes = len(event.data)
+                is_flood |= self._overhead.add(HEAD_NBYTES + nbytes, nbytes if event.opcode in DATA else 0)
                 # Control frames may come between the frames of a message.
                 if event.opcode in DATA:
                     self._is_partial = not event.fin
@@ -268,6 +288,11 @@ class SocketConnection(asyncio.Protocol):
             self._began = None
         elif self._began is None:
             self._began = self._hub.tick
+        if is_flood:
+            self._protocol.fail(POLICY_VIOLATION, "too many control frames, or tiny or empty fragments")
+            self._is_deaf = True  # Its own close is not waited for: that would be to read on.
+            self._flush()
+            self._forget_message()
 
     def _take(self, frame: Frame) -> None:
         if self._closed_at is not None:
@@ -406,8 +431,7 @@ class SocketConnection(asyncio.Protocol):
     def _room(self) -> None:
         """Continue with the waiting messages, now that requests have ended or the client reads again."""
         if (self._frames or self._unparsed) and not self._is_waiting and not self._is_held:
-            self._is_waiting = True
-            self._hub.loop.call_soon(self._go_on)
+            self._wait()
         if not self._is_reading:
             self._throttle()
         if self._session.is_draining and not self._session.in_flight:
@@ -415,7 +439,7 @@ class SocketConnection(asyncio.Protocol):
 
     def _throttle(self) -> None:
         """Pause reading while the session is full or the client does not read, and resume it after."""
-        should_read = not (self._frames or self._unparsed or self._is_held)
+        should_read = not (self._frames or self._unparsed or self._is_deaf or self._is_held)
         if should_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = should_read
             if should_read:
@@ -440,12 +464,14 @@ class SocketConnection(asyncio.Protocol):
     def check_times(self, tick: int) -> None:
         """Close the connection if a timeout has passed; ping a client that is silent."""
         hub = self._hub
+        self._overhead.forgive(FORGIVEN_NBYTES)
+        self._check_token()
         if self._writing.since is not None:
             self._writing.count(self._transport, self._session.new_hold)
             if self._writing.is_stalled(tick, hub, self._transport, self._written):
                 self._transport.abort()
         elif self._closed_at is not None:
-            if tick - self._closed_at > hub.write_ticks:
+            if tick - self._closed_at > (hub.refused_ticks if self._is_deaf else hub.write_ticks):
                 self._transport.abort()
         elif self._began is not None and self._is_reading:
             why = self._is_late(tick - self._began)
@@ -459,6 +485,15 @@ class SocketConnection(asyncio.Protocol):
             elif silent > hub.idle_ticks // 2 and not self._pinged and self._protocol.state is State.OPEN:
                 self._pinged = True
                 self._protocol.send_ping(b"")
+                self._flush()
+
+    def _check_token(self) -> None:
+        """Close the connection if its client's token was revoked."""
+        try:
+            self._session.check_token()
+        except UnauthorizedError:
+            if self._protocol.state is State.OPEN:
+                self._protocol.fail(POLICY_VIOLATION, "the token was revoked")
                 self._flush()
 
     def _is_late(self, ticks: int) -> str:

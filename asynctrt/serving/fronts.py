@@ -29,7 +29,7 @@ from asynctrt.serving.folder import FoundModels
 from asynctrt.serving.grpc_server import reason_of
 from asynctrt.serving.http import Hub
 from asynctrt.serving.metrics import merged_answer
-from asynctrt.serving.monitoring import PagesAlone
+from asynctrt.serving.monitoring import open_pages
 from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.signals import StopSignals
 from asynctrt.version import __version__
@@ -467,7 +467,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         fronts = Fronts(replace(config, settings=own, notes=()), held, say)
         listener = None
         if settings.metrics_port is not None:
-            pages = PagesAlone({"/metrics": Page(fronts.metrics, is_open=True)}, replace(settings, tokens=()))
+            pages = open_pages({"/metrics": Page(fronts.metrics, is_open=True)}, settings)
             hub = Hub(pages)
             try:
                 listener = await hub.loop.create_server(hub, settings.host, settings.metrics_port)

@@ -2,6 +2,10 @@
 
 Handlers take and return bytes, so that a malformed message is answered like any other error. When a client
 cancels a call, or its deadline passes, its task is cancelled, and its request leaves the queue.
+
+gRPC reads a message only when it is asked for it; until then a client can send 64 KiB of it. So every method
+checks the metadata first, then has memory for a message, then reads it, within a time. gRPC would also unpack
+what is compressed, on the one thread that all calls share: it is told not to, and that is done here.
 """
 
 import asyncio
@@ -11,7 +15,9 @@ import os
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,7 +26,10 @@ from asynctrt.errors import (
     AsynctrtError,
     EngineClosedError,
     MissingExtraError,
+    QueueFullError,
+    RequestError,
     TooLargeError,
+    UnauthorizedError,
     UnknownModelError,
     UnsupportedError,
     UsageError,
@@ -36,8 +45,10 @@ from asynctrt.kserve.protobuf import (
 )
 from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import Api, Headers, Then
+from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
-from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold
+from asynctrt.serving.memory import SMALL_NBYTES, Hold
+from asynctrt.serving.places import Places
 from asynctrt.serving.request_id import METADATA
 from asynctrt.serving.retry import pushback
 from asynctrt.serving.served import Inference, ServedModel
@@ -57,6 +68,24 @@ them: anybody may open thousands."""
 
 WOKEN_MAX: Final = 16
 """Of those, how many are told in one turn of the loop: 1 ms."""
+
+WATCHES_MAX: Final = 1024
+"""Watch streams at once, which need no token: 24 KiB each."""
+WATCH_S: Final = 600.0
+"""How long one lasts. Its client then begins another."""
+
+STRANGERS_MAX: Final = 32
+"""Messages at once that are read from clients without a token: each could be the largest."""
+STRANGER_S: Final = 10.0
+"""Time for such a message to arrive. It is a name."""
+
+CALL_NS: Final = 100_000
+"""About what a call takes of the event loop."""
+
+SWEEP_S: Final = 0.25
+"""Seconds between checks for calls whose clients send or take too slowly."""
+SLOW_NS: Final = 1_000_000_000
+"""Messages that have not arrived after this time make room when memory is short."""
 
 OPEN: Final = frozenset({"ServerLive", "ServerReady"})
 """Methods that need no token."""
@@ -108,12 +137,24 @@ class GrpcServer:
         self._kinds = message_classes()
         self._request = self._kinds["ModelInferRequest"]
         self._codecs: WeakKeyDictionary[ServedModel, ProtobufCodec] = WeakKeyDictionary()
-        self._callers: WeakValueDictionary[str, Caller] = WeakValueDictionary()
+        self._callers: WeakValueDictionary[tuple[str, bytes | None], Caller] = WeakValueDictionary()
         self._streams: set[_Stream] = set()
         self._server: Any = None
         self._is_draining = False
         self._is_stopping = False
+        self._message_nbytes_max = min(settings.max_grpc_message, settings.max_body, NBYTES_MAX)
         self._watchers: set[asyncio.Event] = set()
+        self._watches: Places[asyncio.Timeout] = Places(WATCHES_MAX)
+        self._strangers: Places[asyncio.Timeout] = Places(STRANGERS_MAX)
+        # A message that arrives on a stream is not counted before its end: it may be any stream's.
+        memory_nbytes = api.memory.nbytes_max
+        self._places: Places[_Stream] = Places(max(STRANGERS_MAX, memory_nbytes // self._message_nbytes_max))
+        self._reading: set[_Reading] = set()
+        """Messages that are being read."""
+        self._sending: dict[Any, _Sending] = {}
+        """Answers that clients have to take."""
+        self._tokens_version = api.tokens_version
+        self._timer: asyncio.TimerHandle | None = None
         self._to_wake: list[asyncio.Event] = []
         self._looking: asyncio.Task[None] | None = None
 
@@ -153,6 +194,7 @@ class GrpcServer:
                 raise _cannot_listen(host, port, str(error)) from error
             raise
         self._server = server
+        self._sweep()
         return int(bound)
 
     async def drain(self) -> None:
@@ -168,15 +210,87 @@ class GrpcServer:
             stream.finish()
         if self._server is not None:
             await self._server.stop(grace_s)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _sweep(self) -> None:
+        """Give up calls whose clients send or take too slowly, or whose token was revoked."""
+        self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+        now_ns = clock.now_ns()
+        limit_ns = int(self._settings.request_timeout * 1e9)
+        if self._api.memory.is_short(now_ns):
+            limit_ns = min(limit_ns, SLOW_NS)
+        for reading in self._reading:
+            if now_ns - reading.since_ns > limit_ns:
+                reading.give_up()
+        self._look_at_answers(now_ns)
+        if self._tokens_version != self._api.tokens_version:
+            self._tokens_version = self._api.tokens_version
+            for stream in list(self._streams):
+                stream.check_token()
+
+    def _look_at_answers(self, now_ns: int) -> None:
+        """Close connections on which answers are not taken that others need the room of.
+
+        gRPC can end a call in no other way: it would have to tell its client so.
+        """
+        is_needed = self._api.memory.is_short(now_ns) or len(self._sending) > self._settings.max_requests // 4
+        late_ns = now_ns - int(self._settings.write_timeout * 1e9)
+        peers = set()
+        for key, sending in list(self._sending.items()):
+            if sending.task.done():
+                del self._sending[key]
+            elif is_needed and sending.since_ns < late_ns:
+                peers.add(sending.peer)
+        for peer in peers:
+            shut_down(peer)
+
+    def _reporting(self, work: Callable[[Any], Awaitable[bytes]]) -> Any:
+        """Return the handler of a unary method that answers with ``work``, or with its error.
+
+        For gRPC its requests are a stream, of which ``work`` reads the only one: gRPC would read it
+        beforehand.
+        """
+
+        async def handle(_: Any, context: Any) -> bytes:
+            # The context keeps the exception that aborts a call, and its traceback this frame, which refers
+            # to the context: a cycle. So nothing here may refer to the message by then, nor to an error,
+            # whose traceback does.
+            working = work(context)
+            try:
+                return await working
+            except Exception as error:
+                failure = _explained(error)
+            del working
+            return await self._abort(context, failure)
+
+        return grpc.stream_unary_rpc_method_handler(handle)
+
+    async def _abort(self, context: Any, failure: "_Failure") -> NoReturn:
+        self.sending(context, context)
+        if failure.metadata:
+            context.set_trailing_metadata((*context.trailing_metadata(), *failure.metadata))
+        await context.abort(grpc.StatusCode[failure.code], failure.details)
+        raise AssertionError("abort raises")
+
+    def sending(self, key: Any, context: Any) -> None:
+        """Note that a client has to take an answer from now on."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._sending[key] = _Sending(clock.now_ns(), task, context.peer())
+
+    def sent(self, key: Any) -> None:
+        """Note that it has, for what is sent before its task ends."""
+        self._sending.pop(key, None)
 
     def _options(self) -> list[tuple[str, int]]:
         settings = self._settings
         idle_ms = max(1000, int(settings.idle_timeout * 1000))
-        message_nbytes_max = min(settings.max_grpc_message, settings.max_body, NBYTES_MAX)
         return [
             # A second server that shared the port would take half of the connections.
             ("grpc.so_reuseport", int(self._shares_port)),
-            ("grpc.max_receive_message_length", message_nbytes_max),
+            ("grpc.max_receive_message_length", self._message_nbytes_max),
+            ("grpc.per_message_decompression", 0),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", min(settings.max_headers, NBYTES_MAX)),
             ("grpc.max_connection_idle_ms", idle_ms),
@@ -224,7 +338,7 @@ class GrpcServer:
         }
         methods = {name: self._unary(name, answer) for name, answer in answers.items()}
         methods |= {name: self._unsupported(name) for name in UNSUPPORTED}
-        methods["ModelInfer"] = _reporting(self._infer)
+        methods["ModelInfer"] = self._reporting(self._infer)
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         return methods
 
@@ -232,34 +346,99 @@ class GrpcServer:
         """Return a handler that parses the request, awaits ``answer``, and reports any error."""
         kind, answer_kind = self._kinds[name + "Request"], self._kinds[name + "Response"]
 
-        async def work(body: bytes, context: Any) -> bytes:
-            headers = self._named(context)
-            if name not in OPEN and self._api.has_tokens:
-                self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
-            fields = await answer(self._read(kind, body))
+        async def work(context: Any) -> bytes:
+            if name in OPEN:
+                self._named(context)
+                request = kind()  # It has no fields, so it need not be read.
+            else:
+                _, caller = self._let_in(name, context)
+                request = self._parse(kind, (await self._read(context, caller))[0])
+            fields = await answer(request)
             return bytes(answer_kind(**fields).SerializeToString())
 
-        return _reporting(work)
+        return self._reporting(work)
 
-    def _read(self, kind: Any, body: bytes) -> Any:
+    def _parse(self, kind: Any, body: Body) -> Any:
         """Parse a message that has no tensors."""
         if len(body) > self._settings.max_json:
             raise TooLargeError(
                 f"the request has {len(body)} bytes; at most {self._settings.max_json} are accepted"
             )
-        return parse(kind, body)
+        return parse(kind, bytes(body))
 
     def _unsupported(self, name: str) -> Any:
-        async def work(_body: bytes, _context: Any) -> bytes:
+        async def work(context: Any) -> bytes:
+            self._let_in(name, context)
             raise UnsupportedError(f"this server does not implement {name}")
 
-        return _reporting(work)
+        return self._reporting(work)
 
-    def _named(self, context: Any) -> Headers:
+    def _named(self, context: Any) -> dict[bytes, bytes]:
         """Return a call's metadata as headers, with its id, which goes back with its answer."""
         headers = _headers(context)
         context.set_trailing_metadata(((METADATA, self._api.ids.of(headers).decode()),))
         return headers
+
+    def _let_in(self, name: str, context: Any) -> tuple[Headers, Caller]:
+        """Check a client's token. Return its headers, and what its calls on one connection share.
+
+        :raises UnauthorizedError: if it has no token, or a wrong one.
+        """
+        headers = self._named(context)
+        if self._api.has_tokens:
+            self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
+        # A proxy sends the calls of several clients on one connection.
+        key = context.peer(), self._api.named(headers)
+        caller = self._callers.get(key)
+        if caller is None:
+            caller = self._callers[key] = Caller(address_of(key[0]))
+        self._api.identify(caller, headers)
+        return headers, caller
+
+    async def _read(self, context: Any, caller: Caller) -> tuple[Body, Hold]:
+        """Read a call's only message when it is its client's turn, and there is memory for it.
+
+        :returns: the message, and the memory that is held for it.
+        """
+        account = self._api.account(caller)
+        await self._api.turns.enter(account, CALL_NS)
+        hold = Hold(account)
+        if not await hold.reserve(self._message_nbytes_max):
+            raise QueueFullError(self._api.memory.refuse())
+        # Not asyncio.timeout(): a timer for each call would cost a tenth of it.
+        reading = _Reading()
+        self._reading.add(reading)
+        try:
+            body = await context.read()
+        except asyncio.CancelledError:
+            if not reading.is_late:
+                raise
+            reading.task.uncancel()
+            raise _LateError("the message did not arrive in time") from None
+        finally:
+            self._reading.discard(reading)
+        return await self._unpacked(_some(body), hold, caller), hold
+
+    async def _unpacked(self, body: bytes, hold: Hold, caller: Caller) -> Body:
+        """Return a message as it was before its client compressed it."""
+        hold.set(len(body))
+        if not is_compressed(body):
+            return body
+        nbytes_max = self._message_nbytes_max
+        return await self._api.decompressed(b"gzip", body, hold, caller.client, nbytes_max)
+
+    async def _read_stranger(self, context: Any) -> bytes:
+        """Read the only message of a call that needs no token."""
+        address = address_of(context.peer())
+        try:
+            async with asyncio.timeout(STRANGER_S) as timeout:
+                self._strangers.take(address, timeout, partial(timeout.reschedule, 0))
+                try:
+                    return _some(await context.read())
+                finally:
+                    self._strangers.give_back(address, timeout)
+        except TimeoutError:
+            raise _LateError("the message did not arrive in time") from None
 
     async def _server_live(self, _: Any) -> dict[str, Any]:
         return {"live": self._api.repository.is_live}
@@ -313,20 +492,21 @@ class GrpcServer:
 
     # ---- inference
 
-    async def _infer(self, body: bytes, context: Any) -> bytes:
-        headers = self._inference_headers("ModelInfer", context)
+    async def _infer(self, context: Any) -> bytes:
+        headers, caller = self._let_in("ModelInfer", context)
         log = self._api.log
-        peer = context.peer()
-        then = None if log is None else partial(log, "grpc", peer)
-        caller = self._caller(peer)
+        then = None if log is None else partial(log, "grpc", context.peer())
+        body, hold = await self._read(context, caller)
         split = self._split(body)
         del body
-        inference = await self._begin(await self._parsed(split, caller), split.raw, headers, caller, then)
-        del split
+        request = await self._parsed(split, caller, hold)
+        inference = await self._begin(request, split.raw, headers, caller, hold, then)
+        del split, hold  # Its inputs are views of the message, whose memory is the inference's from here on.
         # Cancelling this task cancels the request.
         await inference.answer()
         answer = await self._encoded(inference, bytes)
-        if len(answer) > UNCOUNTED_NBYTES:
+        self.sending(context, context)
+        if len(answer) > SMALL_NBYTES:
             # gRPC has it until it is sent. The context keeps the callback, and with it the memory's count.
             context.add_done_callback(partial(_sent, Hold(self._api.account(caller), len(answer))))
         return answer
@@ -340,7 +520,8 @@ class GrpcServer:
         request, result = inference.request, inference.future.result()
         self._check_answer(sum([result[spec.name].nbytes for spec, _ in request.layout.outputs]))
         if codec.is_slow_answer(request.layout, result):
-            answer = await self._api.worker.run(lambda: wrap(codec.encode(request, result, pause)))
+            work = partial(_wrapped, wrap, codec, request, result)
+            answer = await self._api.worker.run(work, inference.client)
         else:
             answer = wrap(codec.encode(request, result))
         if not request.layout.is_simple:
@@ -348,48 +529,37 @@ class GrpcServer:
         return answer
 
     async def _stream(self, _: Any, context: Any) -> None:
+        failure = None
         try:
-            stream = _Stream(self, context, self._inference_headers("ModelStreamInfer", context))
-        except AsynctrtError as error:
-            failure = _explained(error)
-        else:
+            headers, caller = self._let_in("ModelStreamInfer", context)
+            stream = _Stream(self, context, headers, caller)
+            client = caller.client
+            self._places.take(client, stream, stream.crowd_out)
             self._streams.add(stream)
             try:
                 await stream.run()
             finally:
                 self._streams.discard(stream)
-            if not self._is_stopping:
-                return
+                self._places.give_back(client, stream)
+        except AsynctrtError as error:
+            failure = _explained(error)
+        if failure is None and self._is_stopping:
             failure = _explained(_stopping())
-        await _abort(context, failure)
+        if failure is not None:
+            await self._abort(context, failure)
 
-    def _inference_headers(self, name: str, context: Any) -> Headers:
-        """Check a client's token, and return its headers."""
-        headers = self._named(context)
-        if self._api.has_tokens:
-            self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
-        return headers
-
-    def _split(self, body: bytes) -> SplitRequest:
+    def _split(self, body: Body) -> SplitRequest:
         """Take the raw tensors out of an inference request, if it is not too large without them."""
         settings = self._settings
         # Three fields for each tensor: input, raw contents, output. The others are names and parameters.
         fields_max = 3 * settings.max_tensors + FIELDS_MAX
         return split_request(body, fields_max=fields_max, nbytes_max=settings.max_json)
 
-    def _caller(self, peer: str) -> Caller:
-        """Return what all calls of one connection share a model by."""
-        caller = self._callers.get(peer)
-        if caller is None:
-            caller = self._callers[peer] = Caller(address_of(peer))
-        return caller
-
-    async def _parsed(self, split: SplitRequest, caller: Caller) -> Any:
+    async def _parsed(self, split: SplitRequest, caller: Caller, hold: Hold) -> Any:
         """Parse what there is besides raw tensors, in a thread if it is much."""
         if split.is_slow:
-            # The thread has its memory when the client has gone, too: what waits for the thread is limited.
-            hold = self._api.hold(caller, len(split.rest))
-            return await self._api.worker.run(partial(parse, self._request, split.rest), hold)
+            # The thread has the message's memory when the client has gone, too.
+            return await self._api.worker.run(partial(parse, self._request, split.rest), caller.client, hold)
         return parse(self._request, split.rest)
 
     async def _begin(
@@ -398,6 +568,7 @@ class GrpcServer:
         raw: list[memoryview] | None,
         headers: Headers,
         caller: Caller,
+        hold: Hold,
         then: Then | None = None,
     ) -> Inference:
         """Decode a request, in a thread if that takes long, and submit it to its engine.
@@ -409,13 +580,13 @@ class GrpcServer:
         try:
             codec = self._codec(served)
             if raw is not None and (not raw or codec.is_slow(raw)):
-                hold = self._api.hold(caller, request.ByteSize() + sum(map(len, raw)))
-                decoding = self._api.worker.run(partial(codec.decode, request, raw, pause), hold)
-                del hold
-                decoded = await decoding
+                work = partial(codec.decode, request, raw, pause)
+                decoded = await self._api.worker.run(work, caller.client, hold)
+                del work
             else:
                 decoded = codec.decode(request, raw)
             self._check_answer(decoded.layout.answer_nbytes)
+            caller.received_nbytes = hold.nbytes
             return self._api.submit(served, decoded, began_ns, headers, caller, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
@@ -457,13 +628,13 @@ class GrpcServer:
 
     def _health_methods(self) -> dict[str, Any]:
         return {
-            "Check": _reporting(self._check_health),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._watch_health),
+            "Check": self._reporting(self._check_health),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch_health),
         }
 
     def _service(self, body: bytes, context: Any) -> str:
         """Return which service a client asks about. Which models there are is told with the token alone."""
-        service: str = self._read(self._kinds["HealthCheckRequest"], body).service
+        service: str = self._parse(self._kinds["HealthCheckRequest"], body).service
         if service not in ("", SERVICE) and self._api.has_tokens:
             self._api.authorize(f"/{HEALTH_SERVICE}/Check".encode(), _headers(context))
         return service
@@ -478,22 +649,30 @@ class GrpcServer:
             return "SERVICE_UNKNOWN"
         return "SERVING" if "READY" in states and not is_draining else "NOT_SERVING"
 
-    async def _check_health(self, body: bytes, context: Any) -> bytes:
-        service = self._service(body, context)
+    async def _check_health(self, context: Any) -> bytes:
+        service = self._service(await self._read_stranger(context), context)
         status = self._health(service)
         if status == "SERVICE_UNKNOWN":
             raise UnknownModelError(f"unknown model {service!r:.200}")
         return bytes(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
 
-    async def _watch_health(self, body: bytes, context: Any) -> None:
+    async def _watch_health(self, _: Any, context: Any) -> None:
+        address = address_of(context.peer())
         changed = asyncio.Event()
-        self._watchers.add(changed)
         try:
-            service = self._service(body, context)
-            if self._looking is None:
-                self._looking = asyncio.create_task(self._look_for_changes(self._states()))
-            await self._tell_health(service, changed, context.write)
+            service = self._service(await self._read_stranger(context), context)
+            async with asyncio.timeout(WATCH_S) as timeout:
+                self._watches.take(address, timeout, partial(timeout.reschedule, 0))
+                self._watchers.add(changed)
+                if self._looking is None:
+                    self._looking = asyncio.create_task(self._look_for_changes(self._states()))
+                try:
+                    await self._tell_health(service, changed, context.write)
+                finally:
+                    self._watches.give_back(address, timeout)
             failure = _explained(_stopping())
+        except TimeoutError:
+            failure = _Failure("UNAVAILABLE", "this was watched for long, or by too many: watch it again")
         except AsynctrtError as error:
             failure = _explained(error)
         finally:
@@ -501,7 +680,7 @@ class GrpcServer:
             if not self._watchers and self._looking is not None:
                 self._looking.cancel()
                 self._looking = None
-        await _abort(context, failure)
+        await self._abort(context, failure)
 
     async def _tell_health(
         self, service: str, changed: asyncio.Event, tell: Callable[[bytes], Awaitable[None]]
@@ -546,11 +725,15 @@ class GrpcServer:
 class _Stream:
     """One ``ModelStreamInfer``: reads requests, and writes each answer as it becomes ready."""
 
-    def __init__(self, server: GrpcServer, context: Any, headers: Headers) -> None:
+    def __init__(self, server: GrpcServer, context: Any, headers: Headers, caller: Caller) -> None:
         self._server = server
         self._context = context
         self._headers = headers
-        self._caller = server._caller(context.peer())
+        self._caller = caller
+        self._account = server._api.account(caller)
+        self._cut: asyncio.Timeout | None = None
+        self._why: AsynctrtError | None = None
+        """Why it is cut off."""
         self._taken_max = server._settings.max_requests_per_connection
         self._taken = 0
         """Requests that were read and whose answers are not written yet."""
@@ -567,7 +750,12 @@ class _Stream:
     async def run(self) -> None:
         """Serve until the client has finished sending and every request is answered."""
         try:
-            await self._write()
+            async with asyncio.timeout(None) as self._cut:
+                await self._write()
+        except TimeoutError:
+            if self._why is not None:
+                raise self._why from None
+            raise
         finally:
             self._reader.cancel()
             for inference in self._in_flight:
@@ -580,6 +768,22 @@ class _Stream:
         """Stop reading, answer what was read, and end."""
         self._reader.cancel()
 
+    def crowd_out(self) -> None:
+        """End at once: there are too many streams, and its client has the most of them."""
+        self._end(QueueFullError("too many streams are open, most of them by this client: retry later"))
+
+    def check_token(self) -> None:
+        """End at once if the token that it was opened with was revoked."""
+        try:
+            self._server._api.authorize(f"/{SERVICE}/ModelStreamInfer".encode(), self._headers)
+        except UnauthorizedError as error:
+            self._end(error)
+
+    def _end(self, why: AsynctrtError) -> None:
+        self._why = why
+        if self._cut is not None:
+            self._cut.reschedule(0)
+
     async def _read(self) -> None:
         while True:
             while (
@@ -589,19 +793,31 @@ class _Stream:
             ):
                 self._may_read.clear()
                 await self._may_read.wait()
+            hold = Hold(self._account)
+            while not await hold.reserve(1):  # There is no room at all: its client waits.
+                pass
+            hold.set(0)
             body = await self._context.read()
             if body is grpc.aio.EOF:
                 return
+            await self._server._api.turns.enter(self._account, CALL_NS)
             self._taken += 1
-            await self._begin(body)
+            beginning = self._begin(body, hold)
+            del body, hold
+            await beginning
 
-    async def _begin(self, body: bytes) -> None:
+    async def _begin(self, packed: bytes, hold: Hold) -> None:
         server, request_id = self._server, ""
         try:
+            body = await server._unpacked(packed, hold, self._caller)
+            del packed
             split = server._split(body)
-            request = await server._parsed(split, self._caller)
+            del body
+            request = await server._parsed(split, self._caller, hold)
             request_id = request.id
-            inference = await server._begin(request, split.raw, self._headers, self._caller, self._ended)
+            inference = await server._begin(
+                request, split.raw, self._headers, self._caller, hold, self._ended
+            )
             self._in_flight.add(inference)
             self._answer_nbytes += inference.request.layout.answer_nbytes
         except Exception as error:
@@ -622,7 +838,7 @@ class _Stream:
                 if isinstance(answer, Inference):
                     nbytes, hold = answer.request.layout.answer_nbytes, answer.hold
                     answer = await self._encoded(answer)
-                await self._context.write(answer)
+                await self._send(answer)
                 del hold  # It was that of the answer until here.
                 self._taken -= 1
                 self._answer_nbytes -= nbytes
@@ -631,6 +847,14 @@ class _Stream:
                 return
             self._may_write.clear()
             await self._may_write.wait()
+
+    async def _send(self, answer: bytes) -> None:
+        """Write an answer, which the client has to take."""
+        self._server.sending(self, self._context)
+        try:
+            await self._context.write(answer)
+        finally:
+            self._server.sent(self)
 
     async def _encoded(self, inference: Inference) -> bytes:
         future = inference.future
@@ -648,12 +872,75 @@ def _sent(hold: Hold, _: Any) -> None:
     hold.set(0)
 
 
+def _wrapped(wrap: Callable[[bytes], bytes], codec: ProtobufCodec, request: Any, result: Any) -> bytes:
+    """Encode an answer in a thread."""
+    return wrap(codec.encode(request, result, pause))
+
+
+def _some(body: Any) -> bytes:
+    """Return a message that was read.
+
+    :raises RequestError: if its client has ended the call without one.
+    """
+    if body is grpc.aio.EOF:
+        raise RequestError("the call has no message")
+    assert isinstance(body, bytes)
+    return body
+
+
+class _LateError(RequestError):
+    """A message has not arrived in time."""
+
+    grpc_code = "DEADLINE_EXCEEDED"
+
+
 def _headers(context: Any) -> dict[bytes, bytes]:
     """Return a call's metadata in the form of HTTP headers."""
     return {
         name.encode(): value.encode() if isinstance(value, str) else value
         for name, value in context.invocation_metadata() or ()
     }
+
+
+class _Reading:
+    """A message that this task reads."""
+
+    __slots__ = ("is_late", "since_ns", "task")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.since_ns = clock.now_ns()
+        self.is_late = False
+
+    def give_up(self) -> None:
+        """Let the read fail. Idempotent."""
+        if not self.is_late:
+            self.is_late = True
+            self.task.cancel()
+
+
+class _Sending(NamedTuple):
+    """An answer that a client has to take: since when, of which task, and who it is."""
+
+    since_ns: int
+    task: asyncio.Task[Any]
+    peer: str
+
+
+def shut_down(peer: str) -> None:
+    """Shut down the connection of this process with a peer, of which gRPC has the socket."""
+    address, port = address_of(peer), peer.rpartition(":")[2]
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):
+            if not entry.is_socket():
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as one:
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                found = one.getpeername() if is_tcp else ("", 0)
+                if str(found[1]) == port and address_of(found) == address:
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 class _Failure(NamedTuple):
@@ -676,32 +963,6 @@ def _explained(error: BaseException) -> _Failure:
 
 def _stopping() -> EngineClosedError:
     return EngineClosedError("this server is stopping: use another one")
-
-
-def _reporting(work: Callable[[bytes, Any], Awaitable[bytes]]) -> Any:
-    """Return the handler of a unary method that answers with ``work``, or with its error."""
-
-    async def handle(body: bytes, context: Any) -> bytes:
-        # The context keeps the exception that aborts a call, and its traceback this frame, which refers to
-        # the context: a cycle. So nothing here may refer to the message by then, nor to an error, whose
-        # traceback does.
-        working = work(body, context)
-        del body
-        try:
-            return await working
-        except Exception as error:
-            failure = _explained(error)
-        del working
-        return await _abort(context, failure)
-
-    return grpc.unary_unary_rpc_method_handler(handle)
-
-
-async def _abort(context: Any, failure: _Failure) -> NoReturn:
-    if failure.metadata:
-        context.set_trailing_metadata((*context.trailing_metadata(), *failure.metadata))
-    await context.abort(grpc.StatusCode[failure.code], failure.details)
-    raise AssertionError("abort raises")
 
 
 async def _check_address(host: str, port: int) -> None:

@@ -10,7 +10,7 @@ import fcntl
 import sys
 import termios
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, Final, Protocol
@@ -25,12 +25,13 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.codec import FAST_NBYTES
 from asynctrt.serving.admission import Caller, address_of
-from asynctrt.serving.api import Answer, Api, ModelRoute, encoded_answer, error_answer
+from asynctrt.serving.api import Answer, Api, Headers, ModelRoute, encoded_answer, error_answer
 from asynctrt.serving.coding import COMPRESS_NBYTES_MIN, accepted_coding
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
-from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold, Pace
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, Account, Hold, Pace
 from asynctrt.serving.paced import PacedTransport
+from asynctrt.serving.places import Places
 from asynctrt.serving.request_id import HEADER
 from asynctrt.serving.served import Inference
 
@@ -46,13 +47,13 @@ once."""
 JOIN_NBYTES_MAX: Final = 128 << 10
 """The pieces of a larger body are handed to the transport one by one instead of being joined."""
 
-REFUSED_MAX: Final = 32
-"""Connections beyond ``max_connections`` that are told so. More are closed without a word."""
+SPARE: Final = 32
+"""Connections beyond ``max_connections``: for health checks, and to tell clients that there are too many."""
 REFUSED_S: Final = 2.0
-"""Time for such a client to read why it is refused, and to close."""
+"""Time for a client that is refused to read why, and to close."""
 
-LARGE_READ_NBYTES: Final = 64 << 10
-"""After so much at once there may be more, which is read after others had their turn."""
+COPIED_NBYTES: Final = 4
+"""Bytes that are read in a nanosecond: what is only dropped takes time as well."""
 
 PIPELINE_MAX: Final = 64
 PIPELINE_NBYTES_MAX: Final = UNCOUNTED_NBYTES
@@ -101,10 +102,15 @@ class Hub:
         self.log = log
         self.loop = asyncio.get_running_loop()
         self.now_ns = clock.now_ns
-        self.connections: set[Connection] = set()
+        self.connections: dict[Connection, tuple[Places[Any], Hashable]] = {}
+        """Those that are open, and where each has its place."""
+        self.known: Places[Any] = Places(self.settings.max_connections)
+        """Connections whose clients were let in."""
+        self.strangers: Places[Any] = Places(self.settings.max_connections + SPARE)
+        """Those whose clients have sent nothing yet but what anybody may."""
         self.is_draining = False
         self.refused = 0
-        """Connections beyond ``max_connections``."""
+        """Connections that there was no room for."""
         self.tick = 0
         self.request_ticks = ticks_of(self.settings.request_timeout)
         self.idle_ticks = ticks_of(self.settings.idle_timeout)
@@ -125,14 +131,44 @@ class Hub:
         """Return a protocol for a new connection."""
         return HttpConnection(self)
 
-    def add(self, connection: Connection) -> None:
-        """Register a new connection."""
-        self.connections.add(connection)
+    def add(self, connection: Connection, client: Hashable = None) -> None:
+        """Register a new connection, of a stranger."""
+        self.greet(client, connection, connection.abort)
+        self.connections[connection] = self.strangers, client
         self._empty.clear()
+
+    def greet(self, client: Hashable, holder: Any, leave: Callable[[], object]) -> None:
+        """Give a place to a stranger; if there is none, the oldest of whoever has the most is closed."""
+        while self.known.taken + self.strangers.taken >= self.strangers.places_max and self.strangers.taken:
+            self.refused += 1
+            self.strangers.free_one()
+        self.strangers.take(client, holder, leave)
+
+    def know(self, connection: Connection, client: Hashable) -> bool:
+        """Let a connection stay, as its client was let in. Return whether there is room for it."""
+        places, stranger = self.connections[connection]
+        if not self.known.has_room(client):
+            self.refused += 1
+            return False
+        places.give_back(stranger, connection)
+        self._settle(connection, client)
+        return True
+
+    def replace(self, connection: Connection, by: Connection) -> None:
+        """Give the place of a connection to another one, which goes on with it."""
+        places, client = self.connections.pop(connection)
+        places.give_back(client, connection)
+        self._settle(by, client)
+
+    def _settle(self, connection: Connection, client: Hashable) -> None:
+        self.known.take(client, connection, connection.abort)
+        self.connections[connection] = self.known, client
 
     def discard(self, connection: Connection) -> None:
         """Forget a connection that is gone."""
-        self.connections.discard(connection)
+        place = self.connections.pop(connection, None)
+        if place is not None:
+            place[0].give_back(place[1], connection)
         if not self.connections:
             self._empty.set()
 
@@ -288,6 +324,9 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._api = hub.api
+        self._turns = hub.api.turns
+        self._account: Account
+        """What its client has, with all its connections."""
         self._transport: Any = None
         # ``None`` once nothing more is read: the two refer to each other, which would keep what was read in
         # memory after the connection.
@@ -313,7 +352,12 @@ class HttpConnection(asyncio.Protocol):
         self._inference: Inference | None = None
         self._caller: Caller | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_known = False
+        """Whether its client was let in."""
+        self._until_ns = 0
+        """Until when its client's turn lasts."""
         self._is_ending = False
+        self._is_handed_over = False
         self._is_refused = False
         self._writing = Writing()
         self._touched = hub.tick
@@ -325,17 +369,12 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        hub = self._hub
-        hub.add(self)
-        beyond = len(hub.connections) - hub.settings.max_connections
-        hub.refused += beyond > 0 and not hub.is_draining
-        if beyond > REFUSED_MAX:
-            self.abort()
-        elif hub.is_draining or beyond > 0:
+        self._caller = Caller(address_of(transport.get_extra_info("peername")))
+        self._account = self._api.account(self._caller)
+        self._hub.add(self, self._caller.address)
+        if self._hub.is_draining:
             self._is_refused = True
-            self._refuse(
-                503, f"the server has {hub.settings.max_connections} connections, its limit: retry later"
-            )
+            self._refuse(503, "the server is stopping: use another one")
 
     def connection_lost(self, exc: Exception | None) -> None:
         # The client has gone away, so its requests are cancelled.
@@ -352,12 +391,42 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
-        if len(data) >= LARGE_READ_NBYTES:
-            self._rest()
+        if reader is not None and (self._is_resting or reader.rest):
+            reader.keep(data)  # It was under way.
+        else:
+            self._read(data)
+
+    def _read(self, data: bytes = b"") -> None:
+        """Read what has come, or what is left of it, for as long as its client's turn lasts."""
+        hub, reader, turns, account = self._hub, self._reader, self._turns, self._account
+        left_ns = turns.turn_ns - account.spent_ns
+        if account.waiting or left_ns <= 0:
+            left_ns = turns.left_ns(account)
+            if not left_ns:
+                if reader is not None:
+                    reader.keep(data)
+                self._rest()
+                return
+        now_ns = hub.now_ns
+        began_ns = now_ns() - len(data) // COPIED_NBYTES
+        self._until_ns = until_ns = began_ns + left_ns
         if reader is not None:
-            reader.feed(data, self._hub.tick)
+            if data:
+                reader.feed(data, hub.tick)
+            else:
+                reader.go_on(hub.tick)
             if reader.began is not None:
-                self._touched = self._hub.tick
+                self._touched = hub.tick
+        ended_ns = now_ns()
+        turns.spend(account, began_ns, ended_ns)
+        if ended_ns >= until_ns:
+            self._rest()
+        elif reader is not None and reader.rest:
+            self._set_reading()
+
+    def wants_more(self) -> bool:
+        """Return whether there is room for more requests, and time left in its client's turn."""
+        return not (self._is_throttled or self._is_short) and self._hub.now_ns() < self._until_ns
 
     def eof_received(self) -> bool:
         return self._hub.close_soon(self._transport)
@@ -372,19 +441,35 @@ class HttpConnection(asyncio.Protocol):
             self._next()
 
     def _rest(self) -> None:
-        """Read no more until others had their turn: uvloop reads up to 32 times from one connection."""
-        if not self._is_resting and not self._transport.is_closing():
+        """Read no more until its client's next turn."""
+        if not (self._is_resting or self._is_handed_over or self._transport.is_closing()):
             self._is_resting = True
             self._set_reading()
-            self._hub.loop.call_soon(self._rested)
+            self._turns.wait(self._account, self._rested)
 
     def _rested(self) -> None:
+        if self._is_handed_over or self._transport.is_closing():
+            return
         self._is_resting = False
+        if self._reader is not None and self._reader.rest and not self._is_held:
+            self._read()
+        else:
+            # It reads before it can look whose turn it is.
+            self._turns.charge(self._account, UNCOUNTED_NBYTES // COPIED_NBYTES)
         self._set_reading()
 
+    @property
+    def _is_held(self) -> bool:
+        """Whether it waits for room: for requests to be answered, or for memory."""
+        return self._is_throttled or self._is_short
+
     def _set_reading(self) -> None:
-        """Pause or resume reading."""
-        should_read = not (self._is_resting or self._is_throttled or self._is_short)
+        """Pause or resume reading; before more is read, what was read is parsed, in its client's turn."""
+        has_rest = self._reader is not None and len(self._reader.rest) > 0
+        if has_rest and not self._is_held and not self._is_resting:
+            self._rest()
+            return
+        should_read = not (self._is_resting or self._is_held or has_rest)
         if should_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = should_read
             if should_read:
@@ -400,9 +485,8 @@ class HttpConnection(asyncio.Protocol):
         """Refuse a request without a token before its body; tell a client that waits for it to go on."""
         try:
             if request.method != b"OPTIONS":
-                self._api.authorize(request.path, request.headers)
-                request.is_authorized = True
-        except UnauthorizedError as error:
+                self._let_in(request)
+        except AsynctrtError as error:
             self.refuse(request, error.http_status, str(error))
             return
         expected = _expected(request)
@@ -414,6 +498,31 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(CONTINUE)
         else:
             self._is_awaited = True  # It would pass for a word on a request before.
+
+    def _let_in(self, request: HttpRequest) -> None:
+        """Check who sends a request, and let the connection stay if not anybody may send it.
+
+        :raises AsynctrtError: if it is refused.
+        """
+        self._api.authorize(request.path, request.headers)
+        request.is_authorized = True
+        if self._is_known or not self._api.is_open(request.path):
+            self.know(request.headers)
+
+    def know(self, headers: Headers) -> None:
+        """Let the connection stay, as the client of a request with these headers was let in.
+
+        :raises OverloadError: if there is no room for another one.
+        """
+        if self._is_known and not self._api.names_clients:
+            return
+        self._account = self._api.identify(self.caller(), headers)
+        if not self._is_known and not self._hub.know(self, self.caller().client):
+            raise OverloadError(
+                f"the server has {self._hub.settings.max_connections} connections, its limit, or this client "
+                "its share of them: close some, or retry later"
+            )
+        self._is_known = True
 
     def reserve(self, request: HttpRequest, nbytes: int) -> None:
         """Hold memory for a body, or read no more until there is some."""
@@ -432,7 +541,7 @@ class HttpConnection(asyncio.Protocol):
         self._set_reading()
 
     def _new_hold(self) -> Hold:
-        return Hold(self._api.account(self.caller()))
+        return Hold(self._account)
 
     def _go_on(self) -> None:
         """Tell a client that has waited for earlier answers to send the body it has announced."""
@@ -494,9 +603,8 @@ class HttpConnection(asyncio.Protocol):
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
-        if self._is_short:
-            self._is_short = False
-            self._set_reading()  # What comes is dropped.
+        self._is_short = False
+        self._set_reading()  # What comes is dropped.
 
     # ---- answering
 
@@ -506,6 +614,17 @@ class HttpConnection(asyncio.Protocol):
         path = request.path
         if self._hub.log is not None:
             request.began_ns = clock.now_ns()
+        if not request.is_authorized:
+            answer = self._api.preflight(request.method, request.headers)
+            try:
+                if answer is None:
+                    self._let_in(request)
+            except AsynctrtError as error:
+                request.keep_alive = request.keep_alive and isinstance(error, UnauthorizedError)
+                answer = error_answer(error, request.headers)
+            if answer is not None:
+                self._send(answer)
+                return
         if request.method == b"POST" and b"content-encoding" not in request.headers:
             route = self._api.route(path)
             if route is not None and route.verb == "infer":
@@ -515,8 +634,6 @@ class HttpConnection(asyncio.Protocol):
 
     def _infer(self, route: ModelRoute, request: HttpRequest) -> None:
         try:
-            if not request.is_authorized:
-                self._api.authorize(request.path, request.headers)
             if len(request.body) > FAST_NBYTES and self._api.is_slow(route, request.headers, request.body):
                 self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
                 return
@@ -595,30 +712,29 @@ class HttpConnection(asyncio.Protocol):
         """Send an answer that is encoded in a thread, and compressed if its client wants that."""
         try:
             answer = await self._api.infer_answer(inference)
-            answer = await self._api.compressed(request.headers, answer)
+            answer = await self._api.compressed(request.headers, answer, inference.client)
         except Exception as error:
             answer = error_answer(_answerable(error), request.headers)
         self._task = None
         self._send(answer, inference)
 
     async def _compress(self, answer: Answer, inference: Inference, request: HttpRequest) -> None:
-        answer = await self._api.compressed(request.headers, answer)
+        answer = await self._api.compressed(request.headers, answer, inference.client)
         self._task = None
         self._send(answer, inference)
 
     async def _respond(self, request: HttpRequest) -> None:
-        answer = self._api.preflight(request.method, request.headers)
-        if answer is None:
-            caller = self.caller()
-            caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
-            answer = await self._api.respond(
-                request.method.decode("latin-1"),
-                request.path,
-                request.headers,
-                request.body,
-                caller,
-                request.hold,
-            )
+        caller = self.caller()
+        caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
+        answer = await self._api.respond(
+            request.method.decode("latin-1"),
+            request.path,
+            request.headers,
+            request.body,
+            caller,
+            request.hold,
+            is_authorized=True,
+        )
         request.hold = None
         self._task = None
         self._send(answer)
@@ -716,13 +832,19 @@ class HttpConnection(asyncio.Protocol):
             elif hub.is_draining and self._current is None and tick - self._touched > hub.refused_ticks:
                 # Uploads that go on are waited for, but not one that stands still.
                 self._refuse(503, "the server is stopping: use another one")
-        elif self._current is None and tick - self._touched > hub.idle_ticks:
+        elif self._current is None and tick - self._touched > self._idle_ticks:
             self._close()
+
+    @property
+    def _idle_ticks(self) -> int:
+        """How long it may do nothing: no longer than a request may take, as long as none was let in."""
+        hub = self._hub
+        return hub.idle_ticks if self._is_known else min(hub.idle_ticks, hub.request_ticks)
 
     def _is_late(self, reader: RequestReader, tick: int) -> str:
         """Return why to wait no longer for the rest of a request, or nothing."""
         hub = self._hub
-        if self._is_throttled or self._is_short or self._is_awaited:  # Its client cannot go on.
+        if self._is_held or self._is_resting or self._is_awaited:  # Its client cannot go on.
             return ""
         if reader.began is not None and tick - reader.began > hub.request_ticks:
             return f"the request did not arrive within {hub.settings.request_timeout:g} s"
@@ -759,12 +881,12 @@ class HttpConnection(asyncio.Protocol):
         self._send(answer)
 
     def hand_over(self) -> Any:
-        """Give up the transport to another protocol, and return it."""
+        """Give up the transport to another protocol, which takes its place, and return it."""
         self._end()
         # It reads, as far as the other knows; when this one would go on, the other may have paused it.
         self._is_resting = self._is_throttled = False
         self._set_reading()
-        self._hub.discard(self)
+        self._is_handed_over = True
         return self._transport
 
 

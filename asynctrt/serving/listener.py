@@ -16,7 +16,8 @@ import ssl
 from functools import partial
 from typing import Any, Final
 
-from asynctrt.serving.http import REFUSED_MAX, Hub
+from asynctrt.serving.admission import address_of
+from asynctrt.serving.http import Hub
 from asynctrt.serving.paced import PacedTransport
 
 ACCEPTED_AT_ONCE: Final = 128
@@ -90,7 +91,7 @@ class Listener:
         hub = self._hub
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                accepted, _ = listening.accept()
+                accepted, peer = listening.accept()
             except BlockingIOError:
                 return
             except ConnectionError:  # It has gone already.
@@ -103,14 +104,14 @@ class Listener:
                 self._paused = {timer for timer in self._paused if timer.when() > hub.loop.time()}
                 self._paused.add(hub.loop.call_later(RETRY_S, self._resume, listening))
                 return
-            if len(hub.connections) + len(self._opening) >= hub.settings.max_connections + REFUSED_MAX:
-                hub.refused += 1
-                accepted.close()
-                continue
             accepted.settimeout(0)
             task = hub.loop.create_task(self._open(accepted))
             self._opening[task] = accepted
             task.add_done_callback(self._opened)
+            if self._tls is not None:
+                address = address_of(peer)
+                hub.greet(address, task, task.cancel)
+                task.add_done_callback(partial(hub.strangers.give_back, address))
 
     def _refuse(self, listening: socket.socket) -> bool:
         """Refuse a connection for want of descriptors; return whether that was possible.

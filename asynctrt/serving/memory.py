@@ -7,7 +7,7 @@ forgotten to be given back.
 
 import asyncio
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from threading import get_ident
 from typing import Final, Protocol
@@ -82,16 +82,20 @@ class Decided(Protocol):
 
 
 class Account:
-    """What is held for one client.
+    """What one client has: bytes that are held for it, and its turn on the event loop.
 
     :param memory: the server's, of which it is a part.
     """
 
-    __slots__ = ("__weakref__", "memory", "nbytes")
+    __slots__ = ("__weakref__", "memory", "nbytes", "spent_ns", "waiting")
 
     def __init__(self, memory: "Memory") -> None:
         self.memory = memory
         self.nbytes = 0
+        self.spent_ns = 0
+        """What it has used of its turn in this round: see :class:`~asynctrt.serving.turns.Turns`."""
+        self.waiting: deque[Callable[[], None]] = deque()
+        """What goes on in its next turn."""
 
     def __repr__(self) -> str:
         return f"<Account nbytes={self.nbytes}>"
@@ -158,6 +162,10 @@ class Hold:
 
     async def reserve(self, nbytes: int) -> bool:
         """Wait until so many bytes can be held, and hold them. Return whether there was room in time."""
+        memory = self.account.memory
+        if not memory.waiting and memory.has_room(self.account, nbytes - self.nbytes):
+            self.set(nbytes)
+            return True
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def decided(*, is_granted: bool) -> None:
@@ -214,16 +222,16 @@ class Memory:
         waiting = sum(map(len, self.waiting.values()))
         return f"<Memory {self.nbytes} of {self.nbytes_max} waiting={waiting}>"
 
-    def account(self, address: Hashable) -> Account:
-        """Return the account of a client's address; one of its own if there is none."""
+    def account(self, client: Hashable) -> Account:
+        """Return a client's account; one of its own for ``None``."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread = get_ident()
-        if address is None:
+        if client is None:
             return Account(self)
-        account = self._accounts.get(address)
+        account = self._accounts.get(client)
         if account is None:
-            account = self._accounts[address] = Account(self)
+            account = self._accounts[client] = Account(self)
         return account
 
     def has_room(self, account: Account, nbytes: int) -> bool:

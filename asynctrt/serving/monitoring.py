@@ -27,8 +27,10 @@ class PagesAlone(Api):
 
     __slots__ = ()
 
-    def __init__(self, pages: Mapping[str, Page], settings: ServerSettings) -> None:
-        super().__init__(Repository(), settings, dict(pages))
+    def __init__(
+        self, pages: Mapping[str, Page], settings: ServerSettings, *, checks_hosts: bool = False
+    ) -> None:
+        super().__init__(Repository(), settings, dict(pages), checks_hosts=checks_hosts)
 
     def route(self, path: bytes) -> ModelRoute | None:
         """Return ``None``: no path is a model's."""
@@ -42,17 +44,24 @@ class PagesAlone(Api):
         body: Body,
         caller: Caller | None = None,
         hold: Hold | None = None,
+        *,
+        is_authorized: bool = False,
     ) -> Answer:
         """Answer a page."""
         if path.decode("latin-1") not in self.pages:
             known = ", ".join(name for name in self.pages if not name.startswith("/dashboard/"))
             return error_answer(UnknownModelError(f"there is nothing here but {known}"))
-        return await super().respond(method, path, headers, body, caller, hold)
+        return await super().respond(method, path, headers, body, caller, hold, is_authorized=is_authorized)
 
 
 def metrics_alone(metrics: Metrics, settings: ServerSettings) -> Api:
-    """Return what the port for metrics answers: one page, without a token."""
-    return PagesAlone({"/metrics": metrics.page(is_open=True)}, replace(settings, tokens=()))
+    """Return what the port for metrics answers: one page, without a token, under the server's own names."""
+    return open_pages({"/metrics": metrics.page(is_open=True)}, settings)
+
+
+def open_pages(pages: Mapping[str, Page], settings: ServerSettings) -> Api:
+    """Return what a port without tokens answers."""
+    return PagesAlone(pages, replace(settings, tokens=()), checks_hosts=True)
 
 
 def monitoring_app(

@@ -29,7 +29,7 @@ Headers = Mapping[bytes, bytes]
 class Inference(Submission):
     """One inference in progress."""
 
-    __slots__ = ("_on_end", "headers", "hold", "key", "served", "then")
+    __slots__ = ("_on_end", "client", "headers", "hold", "key", "served", "then")
 
     def __init__(
         self,
@@ -55,6 +55,8 @@ class Inference(Submission):
         self._admitted = None
         self.served = served
         self.headers = headers
+        self.client: Hashable = None
+        """Whose it is, set by whoever submits it."""
         self.hold: Hold | None = None
         """The memory of its inputs and outputs, if that is much."""
         self.key = 0

@@ -104,8 +104,8 @@ class ServerSettings:
         default=(),
         check=WORDS,
         doc="""Names under which the server is reached, besides addresses, ``localhost``, ``host`` and the
-        machine's own name. Requests that name another host are refused without ``tokens``, as a page could
-        have made its name lead here. ``*``: all names.""",
+        machine's own name. Requests that name another host are refused without ``tokens``, and always at
+        ``metrics_port``, as a page could have made its name lead here. ``*``: all names.""",
     )
     model_control: bool = setting(
         default=False,
@@ -136,8 +136,9 @@ class ServerSettings:
         check=count(1).or_none,
         doc="""Bytes that are held for all clients together: of bodies and messages that arrive, of requests
         in progress, of answers that are not sent yet. The server reads no large ones while there are more,
-        then refuses. Besides, each connection may have 256 KiB. Default: 1 GiB, or 4 times ``max_body`` if
-        that is more, but no more than a fifth of the memory that the machine or its container has.""",
+        then refuses. A message over gRPC counts as ``max_grpc_message`` until it has come. Besides, each
+        connection may have 256 KiB. Default: 1 GiB, or 4 times ``max_body`` if that is more, but no more than
+        a fifth of the memory that the machine or its container has.""",
     )
     max_grpc_message: int = setting(
         default=4 << 20,
@@ -172,8 +173,10 @@ class ServerSettings:
     max_connections: int = setting(
         default=4096,
         check=count(1),
-        doc="""HTTP and websocket connections at once, and as many of gRPC; any further one is refused.
-        ``asynctrt serve`` raises its own limit of open files as far as it may.""",
+        doc="""HTTP and websocket connections at once, and as many of gRPC; requests on any further one are
+        answered 503. A quarter is for clients that have none. Connections without a request give way to
+        new ones, and health checks are always answered. ``asynctrt serve`` raises its own limit of open files
+        as far as it may.""",
     )
     max_requests: int = setting(
         default=65536,
@@ -191,9 +194,10 @@ class ServerSettings:
     share_by: ShareBy = setting(
         default="auto",
         check=choice(*get_args(ShareBy)),
-        doc="""What tells clients apart, who share a model equally when it is overloaded: their ``token``,
-        their ``address`` (of IPv6, their network), or each ``connection``. ``auto``: ``token`` if there are
-        several, else ``address``. The connections of one client share what it gets.""",
+        doc="""What tells clients apart, who share models, memory and the server's time equally when there is
+        not enough: their ``token``, their ``address`` (of IPv6, their network), or each ``connection``.
+        ``auto``: ``token`` if there are several, else ``address``. The connections of one client share what
+        it gets.""",
     )
     client_header: str | None = setting(
         default=None,
@@ -211,7 +215,8 @@ class ServerSettings:
     request_timeout: float = setting(
         default=60.0,
         check=duration(0, SECONDS_MAX),
-        doc="Time allowed from the first byte of a request, or of a websocket's message, to its last.",
+        doc="""Time allowed from the first byte of a request, or of a websocket's message, to its last; over
+        gRPC, from its headers to the end of its message.""",
     )
     idle_timeout: float = setting(
         default=120.0,
@@ -222,7 +227,7 @@ class ServerSettings:
         default=30.0,
         check=duration(0, SECONDS_MAX),
         doc="""How long a client may read less than ``min_rate`` bytes a second of an answer that is waiting
-        for it.""",
+        for it; over gRPC, how long it may take for an answer whose room others need.""",
     )
     min_rate: int = setting(
         default=1024,

@@ -41,7 +41,7 @@ from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, split_i
 from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, ModelRoute, logger
 from asynctrt.serving.coding import Body
-from asynctrt.serving.memory import Hold
+from asynctrt.serving.memory import Account, Hold
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.worker import pause
 
@@ -91,8 +91,10 @@ class WebSocketSession:
         self._send_pieces = send_pieces or (lambda pieces: self._send(b"".join(pieces)))
         self._room = room
         self._route = route
-        self._headers = _with_token(headers or {})
+        self._headers = with_token(headers or {})
         self._caller = Caller(address_of(peer))
+        api.identify(self._caller, self._headers)
+        self._tokens_version = api.tokens_version
         self._in_flight_max = api.settings.max_requests_per_connection
         self._answer_nbytes_max = api.settings.max_body
         self._answer_nbytes = 0
@@ -116,11 +118,6 @@ class WebSocketSession:
         return len(self._flights) + (self._decoding is not None)
 
     @property
-    def shares(self) -> bool:
-        """Whether others wait for what this client's requests take."""
-        return self._caller.shares
-
-    @property
     def is_full(self) -> bool:
         """Whether to read no more for now: too many requests are in flight, or rows wait, or bytes of answers
         are due. ``room`` is called once that has changed."""
@@ -132,9 +129,23 @@ class WebSocketSession:
         )
         return is_full
 
+    @property
+    def account(self) -> Account:
+        """What the client has, with all its connections."""
+        return self._api.account(self._caller)
+
     def new_hold(self) -> Hold:
         """Return what counts memory for this client."""
-        return Hold(self._api.account(self._caller))
+        return Hold(self.account)
+
+    def check_token(self) -> None:
+        """Check the token that the websocket was opened with, if tokens may have been revoked since.
+
+        :raises UnauthorizedError: if it was.
+        """
+        if self._tokens_version != self._api.tokens_version:
+            authorize(self._api, PATH, self._headers)
+            self._tokens_version = self._api.tokens_version
 
     def receive(self, message: Message | bytearray | memoryview, hold: Hold | None = None) -> None:
         """Handle one message.
@@ -193,7 +204,7 @@ class WebSocketSession:
         try:
             nbytes_max = self._api.settings.max_json
             parsing = partial(parse_object, head, "the message", nbytes_max, pause)
-            content = await self._api.worker.run(parsing, self._hold)
+            content = await self._api.worker.run(parsing, self._caller.client, self._hold)
             request_id = _id_of(content)
             if self._control(content, binary=start != 0):
                 return
@@ -214,7 +225,9 @@ class WebSocketSession:
             decode = served.codec.decode_split
             try:
                 request = await self._api.worker.run(
-                    partial(decode, head, request_id, rest, raw, start + len(head), pause), self._hold
+                    partial(decode, head, request_id, rest, raw, start + len(head), pause),
+                    self._caller.client,
+                    self._hold,
                 )
                 self._submit(served, request, began_ns, binary=start != 0)
             except AsynctrtError as error:
@@ -287,7 +300,7 @@ class WebSocketSession:
             result = future.result()
             if not request.layout.is_simple and codec.is_slow_answer(request.layout, result):
                 work = partial(codec.encode, request, result, pause)
-                task = asyncio.get_running_loop().create_task(self._api.worker.run(work))
+                task = asyncio.get_running_loop().create_task(self._api.worker.run(work, inference.client))
                 self._encoding.add(task)
                 task.add_done_callback(partial(self._encoded, inference, binary=binary))
                 return
@@ -439,10 +452,10 @@ def authorize(api: Api, path: bytes, headers: Headers) -> None:
 
     :raises UnauthorizedError: if either is refused.
     """
-    api.authorize(path, _with_token(headers))
+    api.authorize(path, with_token(headers))
 
 
-def _with_token(headers: Headers) -> Headers:
+def with_token(headers: Headers) -> Headers:
     """Return a client's headers, with the token that it offered as a subprotocol in that of HTTP."""
     if b"authorization" not in headers:
         for offered in headers.get(b"sec-websocket-protocol", b"").split(b","):

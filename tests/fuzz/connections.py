@@ -449,13 +449,17 @@ class Watch(logging.Handler):
 
     def watch(self, hub):
         """Note every connection that a hub takes, without holding it."""
-        add = hub.add
+        add, replace = hub.add, hub.replace
 
-        def noted(connection):
+        def noted(connection, client):
             self.held.add(connection)
-            add(connection)
+            add(connection, client)
 
-        hub.add = noted
+        def replaced(connection, by):
+            self.held.add(by)
+            replace(connection, by)
+
+        hub.add, hub.replace = noted, replaced
 
     async def turn(self):
         """Let the loop run what is due, and note for how long that held it."""

@@ -47,6 +47,9 @@ class Sink:
         self.end = None
         self.reader = RequestReader(self, max_headers=300, max_body=NBYTES_MAX, has_websockets=True)
 
+    def wants_more(self):
+        return True
+
     def admit(self, request):
         assert request.headers is not None
 

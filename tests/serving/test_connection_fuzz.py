@@ -49,14 +49,19 @@ GONE = {
 async def test_nothing_of_a_connection_outlives_it(pieces):
     """The trap: what refers to itself stays until a collection, which counts objects and not bytes."""
     async with serving() as server:
-        hub, taken, held, add = server._hub, [], weakref.WeakSet(), server._hub.add
+        hub, taken, held = server._hub, [], weakref.WeakSet()
+        add, replace = hub.add, hub.replace
 
-        def noted(connection):
+        def noted(connection, client):
             taken.append(True)
             held.add(connection)
-            add(connection)
+            add(connection, client)
 
-        hub.add = noted
+        def replaced(connection, by):
+            held.add(by)
+            replace(connection, by)
+
+        hub.add, hub.replace = noted, replaced
         gc.collect()
         gc.disable()
         try:

@@ -162,8 +162,9 @@ class TestReloading:
             await until(lambda: "SIGHUP: nothing has changed: line 1" in caplog.text)
             assert await status_with(raw, "old") == 200
             written(path, "new")
+            version = server.api.tokens_version
             os.kill(os.getpid(), signal.SIGHUP)
-            await until(lambda: server.api._tokens == (b"new",))
+            await until(lambda: server.api.tokens_version != version)
             raw.send(infer(1, Authorization="Bearer new"))
             assert outputs(await raw.answer()) == [2]
             os.kill(os.getpid(), signal.SIGTERM)

@@ -30,11 +30,14 @@ class Echo:
     """A session that gives each message back."""
 
     is_full = is_draining = False
-    shares = False
     in_flight = 0
 
     def __init__(self, api, send, **kw):
+        self.account = api.memory.account(None)
         self.receive = lambda message, _: send(message)
+
+    def check_token(self):
+        pass
 
     def cancel_all(self):
         self.receive = None

@@ -14,10 +14,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 
-from asynctrt import clock
 from asynctrt.backends.function import FunctionModel
-from asynctrt.serving.admission import Caller
-from asynctrt.serving.fairness import Ticket
+from asynctrt.serving.turns import LONE_TURN_NS, TURN_NS
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -223,16 +221,12 @@ async def test_a_connection_that_rested_when_it_became_a_websocket_reads_as_that
         assert socket._transport.is_reading()
 
 
-async def test_turns_are_shorter_while_others_are_held_up(monkeypatch):
+async def test_turns_are_shorter_while_there_are_others(monkeypatch):
     """Someone else's request waits for a turn of the flood to be read, and for others to be answered."""
     ping = Frame(Opcode.TEXT, b'{"ping": 1}').serialize(mask=True)
-    async with serving() as server, opened(server) as flood, opened(server) as other:
-        for socket in (flood, other):
-            await socket.send(binary(1))
-            await receive(socket)
-        gate = server.api.repository.find("double").admission.gate
-        peer = flood.local_address
-        (connection,) = [one for one in server._hub.connections if one._session._peer == peer]
+    async with serving() as server, opened(server):
+        (connection,) = server._hub.connections
+        turns = server.api.turns
         taken = []
         monkeypatch.setattr(connection._session, "receive", lambda message, _: taken.append(message))
         monkeypatch.setattr(server._hub, "now_ns", itertools.count(0, 20_000).__next__)
@@ -243,14 +237,13 @@ async def test_turns_are_shorter_while_others_are_held_up(monkeypatch):
             connection.data_received(ping * 1000)
             handled = len(taken)
             await until(lambda: len(taken) == 1000)
+            await until(lambda: turns.left_ns(connection._session.account) == turns.turn_ns)
             return handled
 
-        assert 20 < await turn() < 30
-        for _ in range(4):
-            lane = connection._session._caller.lane(gate, peer[0])
-            assert gate.enter(Ticket(lane, gate.batch_rows), clock.now_ns())
-        assert gate.enter(Ticket(Caller().lane(gate, "late"), 1), clock.now_ns())
-        assert 8 < await turn() < 14
+        assert 0.8 * LONE_TURN_NS / 20_000 < await turn() <= LONE_TURN_NS / 20_000
+        other = server.api.memory.account("other")
+        turns.spend(other, turns._latest_ns, turns._latest_ns + 1)
+        assert 0.8 * TURN_NS / 20_000 < await turn() <= TURN_NS / 20_000
 
 
 async def test_a_client_that_takes_no_answers_is_cut(often):

@@ -336,7 +336,7 @@ class TestErrors:
             ("ModelMetadata", pb.ModelMetadataRequest(name="x"), "NOT_FOUND", "unknown model 'x'"),
             ("ModelConfig", pb.ModelConfigRequest(name="x"), "NOT_FOUND", "unknown model 'x'"),
             ("ModelStatistics", pb.ModelStatisticsRequest(name="x"), "NOT_FOUND", "unknown model 'x'"),
-            ("ServerReady", b"\x07", "INVALID_ARGUMENT", "not a ServerReadyRequest"),
+            ("ServerMetadata", b"\x07", "INVALID_ARGUMENT", "not a ServerMetadataRequest"),
             ("RepositoryModelLoad", b"", "INVALID_ARGUMENT", "--model-control"),
             ("NoSuchMethod", b"", "UNIMPLEMENTED", ""),
             *((name, b"", "UNIMPLEMENTED", name) for name in UNSUPPORTED),
@@ -576,9 +576,9 @@ class TestStreams:
         turn, handled = 0, []
         begin = _Stream._begin
 
-        async def noted(stream, body):
+        async def noted(stream, *given):
             handled.append(turn)
-            await begin(stream, body)
+            await begin(stream, *given)
 
         async def take_turns():
             nonlocal turn

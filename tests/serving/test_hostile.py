@@ -20,7 +20,7 @@ from asynctrt.kserve.json_codec import JSON_LISTS_MAX, JSON_VALUES_MAX, parse_ob
 from asynctrt.serving import api as api_module
 from asynctrt.serving import http
 from asynctrt.serving.frames import SocketConnection
-from asynctrt.serving.http import REFUSED_MAX, Writing
+from asynctrt.serving.http import SPARE, Writing
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until
 from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving
@@ -221,17 +221,20 @@ class TestSlowClients:
                 await socket.recv()
                 assert connection._began is None
 
-    async def test_connections_beyond_the_limit_do_not_linger(self, often, monkeypatch):
-        monkeypatch.setattr(http, "REFUSED_S", 0.4)
-        async with serving(max_connections=1) as server, connected(server) as first:
+    async def test_silent_connections_make_room_for_others(self):
+        async with serving(max_connections=2) as server, connected(server) as first:
             first.send(infer(1))
             await first.answer()
             host, port = address(server)
-            pairs = [await asyncio.open_connection(host, port) for _ in range(2 * REFUSED_MAX)]
+            pairs = [await asyncio.open_connection(host, port) for _ in range(2 * SPARE)]
             try:
-                await until(lambda: len(server._hub.connections) <= 1 + REFUSED_MAX)
-                # Their clients do not close, and are given much less than write_timeout.
-                await until(lambda: len(server._hub.connections) == 1)
+                await until(lambda: len(server._hub.connections) == 2 + SPARE)
+                async with connected(server) as second:
+                    second.send(infer(2))
+                    assert outputs(await second.answer()) == [4]
+                    async with asyncio.timeout(WAIT_S):
+                        assert await pairs[0][0].read() == b""  # The oldest.
+                assert (await ask(server, "/v2/health/live"))[0] == 200
                 first.send(infer(2))
                 assert outputs(await first.answer()) == [4]
             finally:

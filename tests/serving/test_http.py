@@ -446,6 +446,9 @@ class TestLimits:
                 raw.send(infer(1))
                 await raw.answer()
             async with connected(server) as third:
+                third.send(request("/v2/health/live"))
+                assert (await third.answer())[0] == 200
+                third.send(infer(1))
                 assert (await third.answer())[0] == 503
                 assert await third.ended() == b""
             one.close()

@@ -101,6 +101,9 @@ class Sink:
         self.admitted = []
         self.reserved = []
 
+    def wants_more(self):
+        return True
+
     def admit(self, request):
         self.admitted.append(request.path)
 

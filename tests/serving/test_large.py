@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -95,28 +96,77 @@ def gate(monkeypatch):
 class TestWorker:
     async def test_one_thread_does_all_and_ends_when_it_is_closed(self):
         worker = Worker()
-        names = [await worker.run(lambda: threading.current_thread().name) for _ in range(3)]
+        names = [await worker.run(lambda: threading.current_thread().name, "a") for _ in range(3)]
         assert len(set(names)) == 1
-        assert await worker.run(pause) is None
+        assert await worker.run(pause, "a") is None
         with pytest.raises(ZeroDivisionError):
-            await worker.run(lambda: 1 / 0)
+            await worker.run(lambda: 1 / 0, "a")
         worker.close()
         worker.close()
         with pytest.raises(EngineClosedError):
-            await worker.run(pause)
+            await worker.run(pause, "a")
         await until(lambda: names[0] not in [thread.name for thread in threading.enumerate()])
 
     async def test_who_is_cancelled_does_not_wait(self):
         worker, opened = Worker(), threading.Event()
-        task = asyncio.create_task(worker.run(lambda: opened.wait(WAIT_S)))
+        task = asyncio.create_task(worker.run(lambda: opened.wait(WAIT_S), "a"))
         await asyncio.sleep(0)
         task.cancel()
         async with asyncio.timeout(WAIT_S):
             await asyncio.wait([task])
         assert task.cancelled()
         opened.set()
-        assert await worker.run(lambda: 7) == 7
+        assert await worker.run(lambda: 7, "a") == 7
         worker.close()
+
+
+class TestTurns:
+    """A client with much work holds up itself alone."""
+
+    async def test_threads_work_for_one_client_one_at_a_time_and_for_clients_in_turn(self):
+        worker, latch, began = Worker(), threading.Event(), []
+
+        def work(name):
+            began.append(name)
+            assert latch.wait(WAIT_S)
+
+        try:
+            tasks = [
+                asyncio.create_task(worker.run(partial(work, name), name[0]))
+                for name in ("a1", "a2", "a3", "b1", "b2", "c1")
+            ]
+            await until(lambda: len(began) == 2)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert sorted(began) == ["a1", "b1"]
+        finally:
+            latch.set()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*tasks)
+        assert began.index("c1") < began.index("a3")
+        assert began.index("a2") < began.index("a3")
+        worker.close()
+
+    async def test_work_that_nobody_waits_for_any_more_never_begins(self):
+        worker, latch, began = Worker(), threading.Event(), []
+
+        def work(name):
+            began.append(name)
+            assert latch.wait(WAIT_S)
+
+        tasks = [asyncio.create_task(worker.run(partial(work, name), "a")) for name in range(4)]
+        await until(lambda: began == [0])
+        for task in tasks[1:3]:
+            task.cancel()
+        latch.set()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.wait(tasks)
+        assert began == [0, 3]
+        waiting = [asyncio.create_task(worker.run(partial(work, name), "a")) for name in range(3)]
+        await asyncio.sleep(0)
+        worker.close()
+        async with asyncio.timeout(WAIT_S):
+            assert isinstance((await asyncio.gather(*waiting, return_exceptions=True))[2], EngineClosedError)
 
 
 class TestHttp:

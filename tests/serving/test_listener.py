@@ -4,14 +4,14 @@ import asyncio
 import gc
 import ssl
 import weakref
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 from websockets.asyncio.client import connect
 
 from asynctrt.backends.function import FunctionModel
-from asynctrt.serving.http import REFUSED_MAX, HttpConnection
+from asynctrt.serving.http import SPARE, HttpConnection
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until
 from tests.serving.support import WAIT_S, request, serving
@@ -59,22 +59,20 @@ def wide_model():
     return FunctionModel(count_on, inputs=given, outputs=made)
 
 
-async def test_handshakes_count_as_connections(pair):
+async def test_handshakes_count_as_connections_and_the_oldest_makes_room(pair):
     async with encrypted(pair, max_connections=2) as (server, opened):
-        silent = [await opened(None) for _ in range(2 + REFUSED_MAX)]
+        silent = [await opened(None) for _ in range(2 + SPARE)]
         await until(lambda: f"handshakes={len(silent)}>" in repr(server._listeners))
-        reader, writer = await opened(None)
-        with suppress(ConnectionResetError):
-            assert await reader.read() == b""
-        writer.close()
-        assert server._hub.refused == 1
-        for _, writer in silent:
-            writer.transport.abort()
-        await until(lambda: "handshakes=0>" in repr(server._listeners))
+        assert server._hub.refused == 0
         reader, writer = await opened()
+        assert await silent[0][0].read() == b""
         writer.write(infer(1))
         assert outputs(await answer_of(reader)) == [2]
-        assert server._hub.refused == 1
+        for _, one in silent:
+            one.transport.abort()
+        await until(lambda: "handshakes=0>" in repr(server._listeners))
+        writer.write(infer(1))
+        assert outputs(await answer_of(reader)) == [2]
         writer.close()
 
 

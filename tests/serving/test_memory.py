@@ -367,8 +367,9 @@ class TestServer:
             chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
             top = top.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked")
             connection.data_received(top + chunked)
-            assert are_right(await raw.answer())
+            await until(lambda: memory.waiting)
             del others
+            assert are_right(await raw.answer())
             raw.send(b"".join(large()))
             assert are_right(await raw.answer())
             await until(lambda: not memory.nbytes)
@@ -551,9 +552,9 @@ class TestServer:
     async def test_threads_have_the_memory_of_what_they_decode_by_every_protocol(self, monkeypatch):
         counts, run = [], Worker.run
 
-        async def noted(worker, work, hold=None):
+        async def noted(worker, work, client, hold=None):
             counts.append(0 if hold is None else hold.nbytes)
-            return await run(worker, work, hold)
+            return await run(worker, work, client, hold)
 
         monkeypatch.setattr(Worker, "run", noted)
         columns = 100_000
@@ -598,7 +599,7 @@ class TestServer:
 
         try:
             first, second = [
-                asyncio.create_task(worker.run(work, Hold(memory.account(name), 40))) for name in "ab"
+                asyncio.create_task(worker.run(work, name, Hold(memory.account(name), 40))) for name in "ab"
             ]
             await until(begun.is_set)
             first.cancel()

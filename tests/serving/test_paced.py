@@ -1,6 +1,7 @@
 """Large answers go out, and large requests come in, in pieces: others have their turn in between."""
 
 import asyncio
+import itertools
 import mmap
 import threading
 import zlib
@@ -15,9 +16,10 @@ from asynctrt.serving import assembly as assembly_module
 from asynctrt.serving import paced
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, FREED_NBYTES, Assembly
 from asynctrt.serving.coding import DEFLATED_NBYTES, INFLATED_NBYTES, decompress
-from asynctrt.serving.http import CLOSED_MAX, LARGE_READ_NBYTES, HttpConnection
+from asynctrt.serving.http import CLOSED_MAX, HttpConnection
 from asynctrt.serving.http_reader import PIECES_NBYTES_MAX, RequestReader
 from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
+from asynctrt.serving.turns import LONE_TURN_NS
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until
 from tests.models import rows
@@ -230,7 +232,7 @@ class Reading(Wire):
         return default
 
 
-async def test_of_a_large_request_one_piece_is_read_in_a_turn_of_the_loop():
+async def test_no_more_of_a_request_is_read_than_its_clients_turn_allows(monkeypatch):
     """uvloop reads 32 times 250 KB in one turn if it is let, which takes 10 ms."""
     async with serving() as server:
         wire = Reading()
@@ -238,14 +240,16 @@ async def test_of_a_large_request_one_piece_is_read_in_a_turn_of_the_loop():
         connection.connection_made(wire)
         connection.data_received(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n")
         assert not wire.written
+        # It is a turn between any two looks at the clock.
+        monkeypatch.setattr(server._hub, "now_ns", itertools.count(0, LONE_TURN_NS // 2).__next__)
         for _ in range(3):
-            connection.data_received(bytes(LARGE_READ_NBYTES))
+            connection.data_received(bytes(SLICE_NBYTES))
             connection.data_received(b"and a little that was read already")
             assert wire.written == ["pause"]
-            await asyncio.sleep(0)
-            assert wire.written == ["pause", "resume"]
+            await until(lambda: wire.written == ["pause", "resume"])
             wire.written.clear()
-        connection.data_received(bytes(LARGE_READ_NBYTES))
+        for _ in range(2):
+            connection.data_received(bytes(SLICE_NBYTES))
         connection.abort()
         connection.connection_lost(None)
         await asyncio.sleep(0)
@@ -274,6 +278,9 @@ class Taken:
 
     def __init__(self):
         self.bodies = []
+
+    def wants_more(self):
+        return True
 
     def admit(self, request):
         pass

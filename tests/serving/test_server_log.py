@@ -191,6 +191,7 @@ class TestRefusals:
                     refusals.tick()
                     assert len(said(caplog, "model double version 1 refused")) == 1, count
                 async with connected(server) as fourth:
+                    fourth.send(infer(1))
                     assert (await fourth.answer())[0] == 503
                 now_ns += server_log.PERIOD_NS
                 refusals.tick()

@@ -1,0 +1,121 @@
+"""Share the event loop's time among clients: each has one turn in a round, however many connections it has.
+
+A round is one iteration of the loop. What a client sends is handled at once while it has time left in the
+round; what is left over waits for the next round, in which the client's connections go on one after the
+other. Between two rounds the loop looks at all sockets, so nobody waits for longer than one turn of each of
+the other clients.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from asynctrt import clock
+from asynctrt.serving.memory import Account
+
+TURN_NS: Final = 500_000
+"""A client's turn while there are others."""
+
+LONE_TURN_NS: Final = 5_000_000
+"""A client's turn while it is alone: short turns would split what could share a batch."""
+
+SHARED_NS: Final = 1_000_000_000
+"""For how long after two clients were served in a row turns are short."""
+
+logger = logging.getLogger("asynctrt.serving")
+
+
+class Turns:
+    """Rounds of turns on one event loop."""
+
+    def __init__(self) -> None:
+        self.turn_ns = LONE_TURN_NS
+        self._shared_until_ns = 0
+        self._latest: Account | None = None
+        self._latest_ns = -SHARED_NS
+        self._active: list[Account] = []
+        """Clients that have used some of their turn in this round."""
+        self._waiting: dict[Account, None] = {}
+        self._going_on: Account | None = None
+        """Whose turn to go on it is."""
+        self._is_due = False
+
+    def __repr__(self) -> str:
+        return f"<Turns active={len(self._active)} waiting={len(self._waiting)}>"
+
+    def left_ns(self, account: Account) -> int:
+        """Return how much is left of a client's turn in this round; nothing while others of its wait."""
+        if account.waiting and account is not self._going_on:
+            return 0
+        return max(0, self.turn_ns - account.spent_ns)
+
+    def spend(self, account: Account, began_ns: int, now_ns: int) -> None:
+        """Count what was done for a client from ``began_ns`` until now."""
+        if account.spent_ns:
+            account.spent_ns += now_ns - began_ns
+        else:
+            self.charge(account, max(1, now_ns - began_ns))
+        if account is not self._latest:
+            if now_ns - self._latest_ns < SHARED_NS:
+                self._shared_until_ns = now_ns + SHARED_NS
+                self.turn_ns = TURN_NS
+            self._latest = account
+        self._latest_ns = now_ns
+
+    def charge(self, account: Account, cost_ns: int) -> None:
+        """Count what is about to be done for a client, and takes about ``cost_ns``."""
+        if not account.spent_ns:
+            self._active.append(account)
+            if not self._is_due:
+                self._begin_round()
+        account.spent_ns += cost_ns
+
+    def wait(self, account: Account, go_on: Callable[[], None]) -> None:
+        """Call ``go_on`` in a client's next turn, behind others of the same client that wait."""
+        account.waiting.append(go_on)
+        self._waiting[account] = None
+        if not self._is_due:
+            self._begin_round()
+
+    async def enter(self, account: Account, cost_ns: int) -> None:
+        """Wait for a client's turn, and count what is done then: about ``cost_ns``."""
+        if not self.left_ns(account):
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def go_on() -> None:
+                if not future.done():
+                    self.charge(account, cost_ns)
+                    future.set_result(None)
+
+            self.wait(account, go_on)
+            await future
+        else:
+            now_ns = clock.now_ns()
+            self.spend(account, now_ns - cost_ns, now_ns)
+
+    def _begin_round(self) -> None:
+        self._is_due = True
+        asyncio.get_running_loop().call_soon(self._round)
+
+    def _round(self) -> None:
+        """Begin a new round: let those that wait go on, for a turn of each client."""
+        self._is_due = False
+        for account in self._active:
+            account.spent_ns = 0
+        self._active = []
+        if self.turn_ns != LONE_TURN_NS and self._latest_ns > self._shared_until_ns:
+            self.turn_ns = LONE_TURN_NS
+        for account in list(self._waiting):
+            waiting, self._going_on = account.waiting, account
+            while waiting and account.spent_ns < self.turn_ns:
+                go_on = waiting.popleft()
+                try:
+                    go_on()
+                except Exception:
+                    logger.exception("failed to go on with a connection")
+            if not waiting:
+                del self._waiting[account]
+        self._going_on = None
+        if self._waiting and not self._is_due:
+            self._begin_round()
