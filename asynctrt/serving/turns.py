@@ -1,9 +1,9 @@
 """Share the event loop's time among clients: each has one turn in a round, however many connections it has.
 
-A round is one iteration of the loop. What a client sends is handled at once while it has time left in the
-round; what is left over waits for the next round, in which the client's connections go on one after the
-other. Between two rounds the loop looks at all sockets, so nobody waits for longer than one turn of each of
-the other clients.
+A round is one iteration of the loop, or several in which little is done. What a client sends is handled at
+once while it has time left in the round; what is left over waits for the next round, in which the client's
+connections go on one after the other. Between two rounds the loop looks at all sockets, so nobody waits for
+longer than one turn of each of the other clients.
 """
 
 import asyncio
@@ -19,6 +19,9 @@ TURN_NS: Final = 500_000
 
 LONE_TURN_NS: Final = 5_000_000
 """A client's turn while it is alone: short turns would split what could share a batch."""
+
+ACTIVE_MAX: Final = 64
+"""Clients that may have used little of their turns before those are given back."""
 
 SHARED_NS: Final = 1_000_000_000
 """For how long after two clients were served in a row turns are short."""
@@ -52,10 +55,7 @@ class Turns:
 
     def spend(self, account: Account, began_ns: int, now_ns: int) -> None:
         """Count what was done for a client from ``began_ns`` until now."""
-        if account.spent_ns:
-            account.spent_ns += now_ns - began_ns
-        else:
-            self.charge(account, max(1, now_ns - began_ns))
+        self.charge(account, max(1, now_ns - began_ns))
         if account is not self._latest:
             if now_ns - self._latest_ns < SHARED_NS:
                 self._shared_until_ns = now_ns + SHARED_NS
@@ -67,9 +67,11 @@ class Turns:
         """Count what is about to be done for a client, and takes about ``cost_ns``."""
         if not account.spent_ns:
             self._active.append(account)
-            if not self._is_due:
-                self._begin_round()
         account.spent_ns += cost_ns
+        # Not for each little thing: a round costs an iteration of the loop that would wait for sockets.
+        is_due = account.spent_ns > self.turn_ns // 2 or len(self._active) > ACTIVE_MAX
+        if is_due and not self._is_due:
+            self._begin_round()
 
     def wait(self, account: Account, go_on: Callable[[], None]) -> None:
         """Call ``go_on`` in a client's next turn, behind others of the same client that wait."""

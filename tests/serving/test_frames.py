@@ -237,6 +237,7 @@ async def test_turns_are_shorter_while_there_are_others(monkeypatch):
             connection.data_received(ping * 1000)
             handled = len(taken)
             await until(lambda: len(taken) == 1000)
+            turns.charge(connection._session.account, turns.turn_ns)
             await until(lambda: turns.left_ns(connection._session.account) == turns.turn_ns)
             return handled
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from asynctrt.serving.memory import Memory
-from asynctrt.serving.turns import LONE_TURN_NS, SHARED_NS, TURN_NS, Turns
+from asynctrt.serving.turns import ACTIVE_MAX, LONE_TURN_NS, SHARED_NS, TURN_NS, Turns
 
 pytestmark = pytest.mark.anyio
 
@@ -17,9 +17,10 @@ def accounts(*names):
 
 
 def shared(turns, *served):
-    """Let turns be short, as several clients were served one after the other."""
+    """Let turns be short, as several clients were served in a row, and the round be over soon."""
     for number, account in enumerate(served):
         turns.spend(account, number, number)
+    turns.charge(served[0], turns.turn_ns)
 
 
 async def rounds(count=1):
@@ -34,14 +35,27 @@ class TestTurns:
         assert turns.left_ns(one) == LONE_TURN_NS - 1
         turns.spend(other, 2, 3)
         assert turns.turn_ns == TURN_NS
-        await rounds()
-        assert turns.left_ns(one) == TURN_NS
+        assert turns.left_ns(one) == TURN_NS - 1
         now_ns = 2 * SHARED_NS
-        turns.spend(one, now_ns, now_ns + 1)
+        turns.spend(one, now_ns, now_ns + TURN_NS)
         await rounds()
         assert turns.left_ns(one) == LONE_TURN_NS
-        turns.spend(other, now_ns + SHARED_NS + 1, now_ns + SHARED_NS + 2)
+        turns.spend(other, now_ns + SHARED_NS + TURN_NS + 1, now_ns + SHARED_NS + TURN_NS + 2)
         assert turns.left_ns(one) == LONE_TURN_NS, "it was alone for long"
+
+    async def test_little_is_given_back_when_it_is_half_a_turn_or_of_many(self):
+        turns, (one,) = Turns(), accounts("one")
+        for _ in range(10):
+            turns.charge(one, LONE_TURN_NS // 20)
+            await rounds()
+        assert turns.left_ns(one) == LONE_TURN_NS // 2
+        turns.charge(one, 1)
+        await rounds()
+        assert turns.left_ns(one) == LONE_TURN_NS
+        for account in accounts(*range(ACTIVE_MAX + 1)):
+            turns.charge(account, 1)
+        await rounds()
+        assert not turns._active
 
     async def test_what_is_spent_counts_until_the_round_is_over(self):
         turns, (one, other) = Turns(), accounts("one", "other")
