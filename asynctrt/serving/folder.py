@@ -22,6 +22,9 @@ from asynctrt.serving.warmup import warm_all_sizes
 LOOK_S: Final = 0.1
 """How long a look at one model may take before others have their turn beside it."""
 
+NOT_MODELS: Final = ("lost+found", "__pycache__")
+"""Folders that file systems and Python make by themselves."""
+
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -139,7 +142,11 @@ class ModelFolder:
     def _names(self) -> list[str]:
         try:
             with os.scandir(self.path) as found:
-                names = sorted(item.name for item in found if item.name[0] != "." and item.is_dir())
+                names = sorted(
+                    item.name
+                    for item in found
+                    if item.name[0] != "." and item.name not in NOT_MODELS and item.is_dir()
+                )
         except OSError as error:
             raise ModelNotFoundError(
                 f"the models' folder {str(self.path)!r} cannot be read: {error}"

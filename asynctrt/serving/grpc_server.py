@@ -297,6 +297,8 @@ class GrpcServer:
             # Further connections are closed, and further calls on one wait at their client.
             ("grpc.max_allowed_incoming_connections", min(settings.max_connections, NBYTES_MAX)),
             ("grpc.max_concurrent_streams", min(settings.max_requests_per_connection, NBYTES_MAX)),
+            # It would refuse calls beyond that, instead of letting them wait.
+            ("grpc.http.overload_protection", 0),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             # A client whose machine is gone sends nothing; a failed ping cancels its requests.
             ("grpc.keepalive_time_ms", idle_ms),

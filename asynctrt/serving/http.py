@@ -696,7 +696,8 @@ class HttpConnection(asyncio.Protocol):
             self._task = self._hub.loop.create_task(self._compress(answer, inference, request))
             return
         has_origin = self._hub.has_cors and b"origin" in request.headers
-        if not tensors or not request.keep_alive or self._hub.is_draining or has_origin:
+        is_usual = request.keep_alive and request.version != "1.0"
+        if not tensors or not is_usual or self._hub.is_draining or has_origin:
             self._send(encoded_answer(head, tensors), inference)
             return
         layout = decoded.layout

@@ -75,7 +75,7 @@ async def test_the_layout(tmp_path):
     scale_onnx(tmp_path / "m/3/model.onnx", 4)
     scale_onnx(tmp_path / "m/10/model.onnx", 11)
     scale_onnx(tmp_path / "inner/1/model.onnx/model.onnx", 5)
-    for other in ("m/010", "m/x", ".git/1", "m/²"):
+    for other in ("m/010", "m/x", ".git/1", "m/²", "lost+found", "__pycache__"):
         (tmp_path / other).mkdir(parents=True)
     (tmp_path / "README").write_text("no model")
     async with loaded(tmp_path, settings={"max_rows": 3}) as (repository, _):

@@ -521,6 +521,14 @@ class TestGoingAway:
             device.open()
             await first
 
+    async def test_calls_beyond_what_a_connection_may_have_wait(self):
+        """Also those of a client that did not wait to be told how many that are."""
+        async with latched(max_requests_per_connection=8) as (served, device):
+            device.open()
+            for _ in range(3):
+                calls = [served.ask("ModelInfer", request(value)) for value in range(200)]
+                assert len(await asyncio.gather(*calls)) == 200
+
     async def test_a_connection_that_ends(self):
         async with latched() as (served, _):
             async with grpc.aio.insecure_channel(served.address) as other:

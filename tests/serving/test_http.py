@@ -276,6 +276,11 @@ class TestFraming:
             async with connected(server) as raw:
                 raw.send(b"GET /v2 HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
                 assert (await raw.answer())[1]["connection"] == "keep-alive"
+                for _ in range(2):
+                    raw.send(infer(1, Connection="keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+                    answer = await raw.answer()
+                    assert answer[1]["connection"] == "keep-alive"
+                    assert outputs(answer) == [2]
                 raw.send(infer(1, Connection="close"))
                 assert outputs(await raw.answer()) == [2]
                 assert await raw.ended() == b""
