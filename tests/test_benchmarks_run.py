@@ -35,6 +35,7 @@ LEAST = {
     "simulation": ["--seconds", "0.1", "--repeats", "1", "--seeds", "3"],
     "prediction": ["--seconds", "0.3", "--fit-seconds", "0.1", "--repeats", "1"],
     "goodput": ["--seconds", "0.8", "--seeds", "1", "--real-seconds", "0.3", "--repeats", "1"],
+    "bad_rows": ["--seconds", "0.3", "--shares", "0,12/256"],
     "truth": ["--seconds", "2"],
     "generation": ["--seconds", "0.1", "--repeats", "1"],
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],

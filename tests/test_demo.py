@@ -19,6 +19,7 @@ def model():
     return demo.ContentModel.find()
 
 
+@pytest.mark.tier2
 def test_every_file_is_what_magika_says_it_is(model):
     """The same bytes, the same model, read and judged by the package that the model comes from."""
     expected, rows = {}, {}

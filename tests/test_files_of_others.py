@@ -75,7 +75,13 @@ def is_private():
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, kind) for name in READERS for kind in KINDS if (kind, name in UNBOUNDED) != ("large", True)],
+    [
+        # The one that is read as raw bytes takes seconds.
+        pytest.param(name, kind, marks=[pytest.mark.tier2] if (name, kind) == ("x.raw", "large") else [])
+        for name in READERS
+        for kind in KINDS
+        if (kind, name in UNBOUNDED) != ("large", True)
+    ],
 )
 def test_what_is_no_file_of_that_kind_is_refused(tmp_path, name, kind):
     path = tmp_path / name

@@ -4,7 +4,6 @@
 row, and as long when it fails. ``python -m tests.benchmarks.bad_rows --seconds 4``.
 """
 
-import argparse
 import asyncio
 import logging
 import os
@@ -14,6 +13,7 @@ import numpy as np
 
 import asynctrt
 from asynctrt.errors import AsynctrtError
+from tests.benchmarks.common import arguments, save
 
 CALLERS = 256
 SHARES = {"0": 0, "1%": 3, "12/256": 12, "5%": 13, "25%": 64, "50%": 128}
@@ -81,20 +81,29 @@ async def measure(way, bad_callers, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--only", default="", help="ways whose name contains this")
-    options = parser.parse_args()
+    options = arguments(__doc__, seconds=4.0, only="", shares=",".join(SHARES))
     logging.disable(logging.CRITICAL)
+    figures = []
     for way in WAYS:
         if options.only in way:
-            for share, bad_callers in SHARES.items():
+            for share in options.shares.split(","):
+                bad_callers = SHARES[share]
                 rate, failed, longest, state = asyncio.run(measure(way, bad_callers, options.seconds))
                 print(
                     f"{way:20} {share:>7}  {rate:8.0f}/s answered  {failed:7} healthy failed  "
                     f"longest {longest:6.2f} s  {state}",
                     flush=True,
                 )
+                figures.append(
+                    {
+                        "way": way,
+                        "bad_callers": bad_callers,
+                        "answered_per_s": rate,
+                        "healthy_failed": failed,
+                        "longest_s": longest,
+                    }
+                )
+    save(options.json, "bad rows", figures)
 
 
 if __name__ == "__main__":

@@ -318,6 +318,7 @@ class TestWatch:
             assert states(repository) == {"m:1": "READY"}
             assert path.exists()
 
+    @pytest.mark.tier2
     async def test_a_file_that_grows_is_left_alone_and_one_that_is_broken_is_tried_once(
         self, tmp_path, caplog
     ):

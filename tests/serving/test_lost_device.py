@@ -123,7 +123,8 @@ def wait_until_ready(url):
             return
 
 
-@pytest.mark.parametrize("loads_another", [pytest.param(False, marks=pytest.mark.tier2), True])
+@pytest.mark.tier2
+@pytest.mark.parametrize("loads_another", [False, True])
 def test_it_exits_with_a_status_of_its_own_if_it_is_told_to(tmp_path, loads_another):
     """Also while a model is being loaded, which cannot be interrupted."""
     (tmp_path / "losing.py").write_text(

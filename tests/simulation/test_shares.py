@@ -224,6 +224,7 @@ def test_callers_whose_requests_all_fit_on_the_device_get_time_by_weight(kind, o
     assert ours.computed_ms + theirs.computed_ms >= 0.97 * 1e3 * SECONDS * KINDS[kind].get("lanes", 1)
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize("kind", EACH)
 def test_three_get_time_by_weight_until_one_has_no_more_to_do(kind):
     world = World(kind)
