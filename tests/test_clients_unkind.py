@@ -56,6 +56,9 @@ class Unkind:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET /v2 "):  # What it takes, which clients ask once.
+                    writer.write(answer("404 Not Found", b""))
+                    continue
                 self.requests.append(head)
                 _, _, length = head.lower().partition(b"content-length: ")
                 await reader.readexactly(int(length.split(b"\r\n")[0] or 0))
