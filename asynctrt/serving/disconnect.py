@@ -39,8 +39,7 @@ class CancelOnDisconnect:
         watcher = asyncio.ensure_future(request.watch())
         try:
             await asyncio.wait((handler, watcher), return_when=asyncio.FIRST_COMPLETED)
-            has_gone = not handler.done() and request.has_gone
-            if has_gone:
+            if request.is_for_nobody:
                 handler.cancel()
             await asyncio.wait((handler,))
         except asyncio.CancelledError:
@@ -50,7 +49,7 @@ class CancelOnDisconnect:
         finally:
             watcher.cancel()
             await asyncio.wait((watcher,))
-        if not (has_gone and handler.cancelled()):
+        if not (request.is_for_nobody and handler.cancelled()):
             await handler
 
 
@@ -62,13 +61,15 @@ class _Request:
         self._send = send
         self._lock = asyncio.Lock()
         self._is_read = asyncio.Event()
-        self._is_over = False
-        self.has_gone = False
+        self._is_answered = False
+        self._has_gone = False
+        self.is_for_nobody = False
+        """Whether the client has gone without the whole answer."""
 
     async def receive(self) -> Message:
         """Return the next message, which may be that the client has gone."""
         async with self._lock:
-            if self.has_gone:
+            if self._has_gone:
                 return {"type": "http.disconnect"}
             message = await self._receive()
             self._note(message)
@@ -77,20 +78,20 @@ class _Request:
     async def send(self, message: Message) -> None:
         """Pass on a part of the answer."""
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._is_over = True  # Whoever goes from now on has the answer.
+            self._is_answered = True
         await self._send(message)
 
     async def watch(self) -> None:
         """Wait until the client has gone. The application reads its request first."""
         await self._is_read.wait()
-        while not self.has_gone:
+        while not self._has_gone:
             await self.receive()
-        if self._is_over:
-            await asyncio.Event().wait()
 
     def _note(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
-            self.has_gone = True
+            self._has_gone = True
+            # After the answer the handler may still have tasks in the background.
+            self.is_for_nobody = not self._is_answered
             self._is_read.set()
         elif not message.get("more_body", False):
             self._is_read.set()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI, Request
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
@@ -134,6 +135,28 @@ async def test_a_handler_may_end_what_it_has_begun():
         _, writer = await post(address, [])
         await begun.wait()
         writer.close()
+        go_on.set()
+        await until(lambda: ended)
+
+
+async def test_what_follows_the_answer_in_the_background_goes_on():
+    begun, go_on, ended = asyncio.Event(), asyncio.Event(), []
+
+    async def later():
+        begun.set()
+        await go_on.wait()
+        ended.append(True)
+
+    async def answer(request):
+        return JSONResponse(await request.json(), background=BackgroundTask(later))
+
+    app = CancelOnDisconnect(Starlette(routes=[Route("/predict", answer, methods=["POST"])]))
+    async with running(app) as address, asyncio.timeout(WAIT_S):
+        reader, writer = await post(address, [1])
+        assert (await reader.read()).endswith(b"[1]")
+        writer.close()
+        await writer.wait_closed()
+        await begun.wait()
         go_on.set()
         await until(lambda: ended)
 
