@@ -78,6 +78,8 @@ STRANGERS_MAX: Final = 32
 """Messages at once that are read from clients without a token: each could be the largest."""
 STRANGER_S: Final = 10.0
 """Time for such a message to arrive. It is a name."""
+CROWD_S: Final = 0.25
+"""How long a call waits for others to be read before one of them makes room: many honest clients may ask at once."""
 
 CALL_NS: Final = 100_000
 """About what a call takes of the event loop."""
@@ -146,6 +148,7 @@ class GrpcServer:
         self._watchers: set[asyncio.Event] = set()
         self._watches: Places[asyncio.Timeout] = Places(WATCHES_MAX)
         self._strangers: Places[asyncio.Timeout] = Places(STRANGERS_MAX)
+        self._crowd = asyncio.Semaphore(STRANGERS_MAX)
         # A message that arrives on a stream is not counted before its end: it may be any stream's.
         memory_nbytes = api.memory.nbytes_max
         self._places: Places[_Stream] = Places(max(STRANGERS_MAX, memory_nbytes // self._message_nbytes_max))
@@ -434,13 +437,24 @@ class GrpcServer:
         address = address_of(context.peer())
         try:
             async with asyncio.timeout(STRANGER_S) as timeout:
-                self._strangers.take(address, timeout, partial(timeout.reschedule, 0))
+                await self._enter_crowd()
                 try:
+                    self._strangers.take(address, timeout, partial(timeout.reschedule, 0))
                     return _some(await context.read())
                 finally:
                     self._strangers.give_back(address, timeout)
+                    self._crowd.release()
         except TimeoutError:
             raise _LateError("the message did not arrive in time") from None
+
+    async def _enter_crowd(self) -> None:
+        """Wait until another message may be read. After ``CROWD_S``, one that has not arrived is given up for it."""
+        try:
+            async with asyncio.timeout(CROWD_S):
+                await self._crowd.acquire()
+        except TimeoutError:
+            self._strangers.free_one()
+            await self._crowd.acquire()
 
     async def _server_live(self, _: Any) -> dict[str, Any]:
         return {"live": self._api.repository.is_live}

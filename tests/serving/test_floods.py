@@ -233,7 +233,7 @@ class Http2:
         """Bytes that the server lets a stream send, by its number; 0 is the connection."""
 
     async def until(self, kind, stream, has_ended=False):
-        """Return the next frame of a kind on a stream; with `has_ended`, the one that ends it."""
+        """Return the next frame of a kind on a stream, or any; with `has_ended`, the one that ends it."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 head = await self._reader.readexactly(9)
@@ -245,7 +245,7 @@ class Http2:
                     self.send(frame(6, 1, 0, payload))
                 elif head[3] == 8:
                     self.credit[number] = self.credit.get(number, 0) + int.from_bytes(payload, "big")
-                if head[3] == kind and number == stream and (not has_ended or head[4] & 1):
+                if head[3] == kind and stream in (None, number) and (not has_ended or head[4] & 1):
                     return payload
 
 
@@ -372,6 +372,23 @@ class TestGrpc:
                 raw.send(frame(0, 0, stream, b"\0\0\0\0\x09"))
             assert b"did not arrive in time" in await raw.until(1, 1, has_ended=True)
             assert await check(b"", timeout=WAIT_S)
+
+    async def test_honest_checks_wait_for_each_other(self, monkeypatch):
+        begun, address_of = [], grpc_server.address_of
+        monkeypatch.setattr(grpc_server, "STRANGERS_MAX", 2)
+        monkeypatch.setattr(grpc_server, "CROWD_S", WAIT_S)
+        monkeypatch.setattr(grpc_server, "address_of", lambda peer: begun.append(peer) or address_of(peer))
+        async with serving(grpc=True) as server, by_hand(server) as raw:
+            streams = range(1, 21, 2)
+            for stream in streams:
+                raw.send(frame(1, 4, stream, call("Check", service=HEALTH_SERVICE)))
+                raw.send(frame(0, 0, stream, b"\0\0\0\0\x02"))
+            await until(lambda: len(begun) >= len(streams))
+            for stream in streams:
+                raw.send(frame(0, 1, stream, b"\x0a\0"))
+            ends = [await raw.until(1, None, has_ended=True) for _ in streams]
+            assert fails(grpc.StatusCode.OK) in ends[0]
+            assert not any(b"in time" in end for end in ends)
 
     async def test_streams_are_bounded_and_whoever_has_the_most_makes_room(self, monkeypatch):
         monkeypatch.setattr(grpc_server, "STRANGERS_MAX", 2)
