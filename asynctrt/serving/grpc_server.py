@@ -79,7 +79,7 @@ STRANGERS_MAX: Final = 32
 STRANGER_S: Final = 10.0
 """Time for such a message to arrive. It is a name."""
 CROWD_S: Final = 0.25
-"""How long a call waits for others to be read before one of them makes room: many honest clients may ask at once."""
+"""How long a call waits for others to be read before one makes room: honest ones may come all at once."""
 
 CALL_NS: Final = 100_000
 """About what a call takes of the event loop."""
@@ -448,7 +448,7 @@ class GrpcServer:
             raise _LateError("the message did not arrive in time") from None
 
     async def _enter_crowd(self) -> None:
-        """Wait until another message may be read. After ``CROWD_S``, one that has not arrived is given up for it."""
+        """Wait until another message may be read; after ``CROWD_S``, give up one that has not arrived."""
         try:
             async with asyncio.timeout(CROWD_S):
                 await self._crowd.acquire()
