@@ -547,7 +547,6 @@ EXTRAS = {
     "serve": "`asynctrt serve`, `asynctrt.serving`",
     "load": "`asynctrt load`, `asynctrt.loadtest`",
     "plots": "plots as PNG, those of `asynctrt simulate`",
-    "trust": "`asynctrt keys`, `sign`, `verify`; plans that are opened only if they are signed",
     "nvml": "figures of GPUs in a server's metrics",
     "otel": "spans of requests for OpenTelemetry",
     "ray": "`asynctrt.ray`: engines on the machines of a Ray cluster",
