@@ -15,6 +15,7 @@ from asynctrt import errors
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
+from asynctrt.serving import model_config
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import SimulationSettings
 from asynctrt.synonyms import COMMAND_SYNONYMS, SYNONYMS
@@ -584,6 +585,16 @@ def typed_errors():
             yield f"`{name}`", bases, str(kind.http_status), f"`{kind.grpc_code}`", text
 
 
+def config_pbtxt():
+    """Yield what asynctrt does with each setting of a ``config.pbtxt``."""
+    yield "setting", "is", "meaning, or why"
+    tables = {"read": model_config.READ, "refused": model_config.REFUSED, "ignored": model_config.IGNORED}
+    for what, settings in tables.items():
+        for path, said in settings.items():
+            yield f"`{path}`", what, said
+    yield "any other of Triton's", "ignored", "asynctrt has no such setting"
+
+
 def other_words():
     """Yield what other programs call our options and flags."""
     yield "theirs", "ours"
@@ -673,6 +684,7 @@ TABLES = {
     "server-settings": settings_of(ServerSettings, flag=True),
     "load-settings": settings_of(LoadSettings, flag=True),
     "simulation-settings": settings_of(SimulationSettings, flag=True),
+    "config-pbtxt": config_pbtxt,
     "errors": typed_errors,
     "synonyms": other_words,
     "overhead": overhead,
