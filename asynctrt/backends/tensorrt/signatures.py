@@ -105,6 +105,7 @@ def check_signature(content: bytes, signature: Path, signers: Path, where: str) 
         )
     try:
         with tempfile.TemporaryDirectory(prefix="asynctrt-") as folder:
+            _check_above(Path(folder).resolve())
             for name, one in files.items():
                 (Path(folder) / name).write_bytes(one)
             return _verify(program, content, Path(folder), signers, where)
@@ -171,8 +172,7 @@ def _read_own(path: Path, what: str) -> bytes:
         # A link counts as a file: whoever can replace it decides as well.
         for one in (path.absolute(), real):
             _check_own(one.parent, one.parent.stat())
-            for parent in one.parent.parents:
-                _check_sealed(parent, parent.stat())
+            _check_above(one.parent)
     except OSError as error:
         raise UsageError(
             f"{what} are to be read from {str(path)!r}: {error.strerror}. Write a line for each key there, "
@@ -196,14 +196,15 @@ def _check_own(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _check_sealed(parent: Path, status: os.stat_result) -> None:
-    """Check that not everybody can put another folder in the place of one in this folder.
+def _check_above(folder: Path) -> None:
+    """Check that not everybody can put another folder in the place of this one.
 
     :raises UsageError: if anybody can.
     """
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o002 and not mode & stat.S_ISVTX:
-        raise UsageError(
-            f"{str(parent)!r} can be written by everybody (mode {mode:o}), who could put a folder with their "
-            f"own keys there: chmod o-w {parent}"
-        )
+    for parent in folder.parents:
+        mode = stat.S_IMODE(parent.stat().st_mode)
+        if mode & 0o002 and not mode & stat.S_ISVTX:
+            raise UsageError(
+                f"{str(parent)!r} can be written by everybody (mode {mode:o}), who could put a folder with "
+                f"their own keys there: chmod o-w {parent}"
+            )

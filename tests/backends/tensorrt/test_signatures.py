@@ -320,6 +320,11 @@ def test_the_copies_are_private_and_do_not_stay(signed, tmp_path, monkeypatch):
         signed.check(b"changed")
     assert seen == [0o700] * 4
     assert not list(tmp_path.glob("asynctrt-*"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o777)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    with pytest.raises(UsageError, match="tmp' can be written by everybody"):
+        signed.check()
 
 
 def program(folder, monkeypatch, text):
