@@ -14,6 +14,7 @@ import anyio
 import asynctrt
 from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
+from asynctrt.backends.tensorrt.signatures import VARIABLE as ALLOWED_SIGNERS
 from asynctrt.build_options import BuildOptions
 from asynctrt.command_messages import reword
 from asynctrt.demo_parts import Course
@@ -21,12 +22,10 @@ from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.doctor.text import lines as finding_lines
 from asynctrt.environment import check_values, misspelt, shown, variables
-from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError
-from asynctrt.files import write_whole
+from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
 from asynctrt.loadtest.settings import SYNONYMS as THEIR_WORDS
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
-from asynctrt.plans.digest import digest_of
 from asynctrt.plans.inspection import as_json as as_plain
 from asynctrt.plans.inspection import inspect as inspect_file
 from asynctrt.plans.opened import open_file
@@ -84,10 +83,16 @@ EXAMPLES: Final = {
         "asynctrt simulate --seeds 1000",
         "asynctrt simulate --arrivals poisson:800 --latency model.json",
     ),
-    "sign": ("asynctrt sign model.plan --key key",),
-    "verify": ("asynctrt verify model.plan",),
 }
 """What the help of each command ends with: lines that fit 80 columns."""
+
+REMOVED: Final = {
+    "keys": "Make keys with `ssh-keygen -t ed25519`, and list the trusted ones in an allowed-signers file.",
+    "sign": "Use `ssh-keygen -Y sign -n asynctrt -f KEY PLAN`.",
+    "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
+    "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
+}
+"""Commands and flags that were removed, and what to use instead."""
 
 
 def _seconds(given: Any) -> float:
@@ -165,10 +170,20 @@ class _Command(typer.core.TyperCommand):
         except Exception as error:
             # Of typer's own copy of click, or of click, by the version of typer.
             if type(error).__name__ == "NoSuchOption":
+                _refuse_removed(f"{ctx.info_name} {error.option_name}")  # type: ignore[attr-defined]
                 _suggest(error, [name for item in self.params if (name := item.name)])
             elif type(error).__name__ == "BadParameter":
                 reword(error)
             raise
+
+
+def _refuse_removed(name: str) -> None:
+    """Refuse a command or a flag that was removed.
+
+    :raises UsageError: with what to use instead.
+    """
+    if name in REMOVED:
+        raise UsageError(f"`asynctrt {name}` was removed. {REMOVED[name]}")
 
 
 def _suggest(error: Any, names: list[str]) -> None:
@@ -187,7 +202,7 @@ def _flag_of(name: str) -> str:
 
 def prepare() -> None:
     """Give each command its class, with its help, and its examples."""
-    for info in (*app.registered_commands, *keys_app.registered_commands):
+    for info in app.registered_commands:
         info.cls = _Command
         examples = EXAMPLES.get(info.name or str(getattr(info.callback, "__name__", "")), ())
         info.epilog = "\n\n".join(["Examples:", *examples]) if examples else None
@@ -197,6 +212,7 @@ def main() -> None:
     """Run the command. An error of asynctrt's is shown as its message, without a traceback."""
     prepare()
     try:
+        _refuse_removed("".join(sys.argv[1:2]))
         app()
     except AsynctrtError as error:
         err.print(
@@ -380,88 +396,6 @@ def _inspect(
 app.command("inspect", help=_help_of(_inspect))(_inspect)
 
 
-keys_app = typer.Typer(
-    no_args_is_help=True, help="Make keys to sign plans with, and say whose signatures are trusted."
-)
-keys_app.callback(invoke_without_command=True)(_root)
-app.add_typer(keys_app, name="keys")
-
-
-@keys_app.command("new")
-def _keys_new(
-    path: Annotated[Path, typer.Argument(help="The private key's file; the public one is PATH.pub.")],
-) -> None:
-    """Create a key pair, which nobody trusts yet. Whoever has the private key can sign."""
-    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
-
-    key = signatures.create_key(path)
-    _say(f"private key: {path}\npublic key:  {path}.pub\nid:          {key.id}")
-    _say(f"To let machines run what it signs, there: asynctrt keys trust {path.name}.pub")
-
-
-@keys_app.command("trust")
-def _keys_trust(
-    path: Annotated[Path, typer.Argument(help="A public key: the .pub file that `keys new` has made.")],
-) -> None:
-    """Trust a public key: plans that it has signed may run here."""
-    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
-
-    key = signatures.trust(path, signatures.trusted_folder())
-    _say(f"trusted: {key.id} ({key.name})")
-
-
-@keys_app.command("forget")
-def _keys_forget(
-    key_id: Annotated[str, typer.Argument(help="The key's id, or the beginning of it.", metavar="ID")],
-) -> None:
-    """Trust a key no more."""
-    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
-
-    key = signatures.forget(key_id, signatures.trusted_folder())
-    _say(f"no longer trusted: {key.id} ({key.name})")
-
-
-@keys_app.command("list")
-def _keys_list() -> None:
-    """List the keys that are trusted."""
-    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
-
-    folder = signatures.trusted_folder()
-    keys = signatures.trusted_keys(folder)
-    for key in keys:
-        _say(f"{key.id}  {key.name}")
-    if not keys:
-        _say(f"No key is trusted ({folder})")
-
-
-@app.command()
-def sign(
-    file: Annotated[Path, typer.Argument(help="The plan, or any file.")],
-    key: Annotated[Path, typer.Option(help="The private key, from `asynctrt keys new`.")],
-) -> None:
-    """Sign a plan. The signature is written beside it, as FILE.sig. Sign only what you built yourself."""
-    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
-
-    digest = digest_of(file)
-    target = signatures.signature_path(file)
-    write_whole(target, signatures.sign(bytes.fromhex(digest), key))
-    _say(f"{target}: signed sha256:{digest}")
-
-
-@app.command()
-def verify(
-    file: Annotated[Path, typer.Argument(help="The plan, or any file that was signed.")],
-) -> None:
-    """Check that a file is signed by a trusted key. The exit status is 1 if it is not."""
-    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
-
-    digest, where = digest_of(file), repr(str(file))
-    signature = signatures.read_signature_file(signatures.signature_path(file), where)
-    keys = signatures.trusted_keys(signatures.trusted_folder())
-    key = signatures.verify(bytes.fromhex(digest), signature, keys, where)
-    _say(f"{file}: signed by {key.id} ({key.name}), sha256:{digest}")
-
-
 def _say(line: str) -> None:
     out.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -602,7 +536,7 @@ def _build(ctx: typer.Context, model: str, **given: Any) -> None:
     from asynctrt.plans.text import lines_of_manifest  # noqa: PLC0415
 
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
-    files = {name: settings.pop(name, None) for name in ("plan", "device", "key")}
+    files = {name: settings.pop(name, None) for name in ("plan", "device")}
     with _progress() as progress:
         shown = BuildBar(progress)
         try:
@@ -632,7 +566,6 @@ def _build_signature() -> inspect.Signature:
             typer.Option("--output", "-o", help="Where to write the plan. Default: MODEL.plan"),
         ),
         _flag("device", str | None, None, "The GPU to build on, such as cuda:0."),
-        _flag("key", Path | None, None, "A private key to sign the plan and its manifest with."),
     ]
     return inspect.Signature([*parameters, *_field_flags(BuildOptions, "The plan")])
 
@@ -821,7 +754,10 @@ def _variables() -> dict[str, str]:
             for name, found in signatures.items()
         }
     )
-    return named | {"ASYNCTRT_SERVE_MODELS": "serve MODEL ..."}
+    return named | {
+        "ASYNCTRT_SERVE_MODELS": "serve MODEL ...",
+        ALLOWED_SIGNERS: "serve --tensorrt trust=signed",
+    }
 
 
 def _env(

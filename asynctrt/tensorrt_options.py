@@ -102,11 +102,11 @@ class TensorRTOptions:
     trust: tuple[str, ...] = setting(
         default=(),
         check=TRUST,
-        doc="""Open the plan only if it is trusted, in one of these ways: ``signed``, by a key that this user
-        trusts (``asynctrt keys``, ``asynctrt sign``); ``built-here``, by this user on this machine
-        (``asynctrt build``); ``sha256:...``, its digest in hexadecimal. Checked on the bytes that are
-        deserialised. Empty: every plan is opened, as code that you trust. It does not
-        cover what other options name: ``lean_runtime``, ``plugins``, ``refit_from``, ``runtime_cache``.""",
+        doc="""Open the plan only if it is trusted, in one of these ways: ``signed``, by an OpenSSH key that
+        this user allows (``PLAN.sig``, checked by ``ssh-keygen -Y verify``); ``built-here``, by this user on
+        this machine (``asynctrt build``); ``sha256:...``, its digest in hexadecimal. Checked on the bytes
+        that are deserialised. Empty: every plan is opened, as code that you trust. It does not cover what
+        other options name: ``lean_runtime``, ``plugins``, ``refit_from``, ``runtime_cache``.""",
     )
 
     lean_runtime: str | os.PathLike[str] | None = setting(

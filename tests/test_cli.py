@@ -129,20 +129,13 @@ def test_help_fits_a_narrow_terminal(columns, monkeypatch, capsys):
 
 
 def all_commands():
-    """Yield each command there is, with its name."""
+    """Return each command there is, with its name."""
     cli.prepare()
-    groups = [("", typer.main.get_command(cli.app))]
-    while groups:
-        prefix, group = groups.pop()
-        for name, command in group.commands.items():
-            if hasattr(command, "commands"):
-                groups.append((f"{name} ", command))
-            else:
-                yield prefix + name, command
+    return typer.main.get_command(cli.app).commands.items()
 
 
 @pytest.mark.tier2
-@pytest.mark.parametrize("command", [["serve"], ["keys", "new"], ["demo"]])
+@pytest.mark.parametrize("command", [["serve"], ["demo"]])
 def test_the_help_that_is_printed_is_that_one(command):
     code, out, _ = asynctrt_command(*command, "--help", columns=80)
     assert (code, max(map(len, out.splitlines())) <= 80) == (0, True)
@@ -174,6 +167,8 @@ def test_the_help_that_is_printed_is_that_one(command):
         (["serve", "m.onnx", "--http-port", "y"], 2, "'y' is not a whole number"),
         (["load", "localhost:8000"], 1, "'localhost:8000' is not a file. For a server, give the address"),
         (["inspect", __file__], 1, "is not a TensorRT plan"),
+        (["keys", "new", "mine"], 1, "UsageError: `asynctrt keys` was removed. Make keys with `ssh-keygen"),
+        (["build", "m.onnx", "--key", "k"], 1, "`asynctrt build --key` was removed. Sign the plan"),
         (["doctor", "--device", "gpu"], 1, "'gpu' is not a device"),
     ],
 )

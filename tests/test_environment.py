@@ -17,6 +17,7 @@ KNOWN = cli._variables()
 def test_each_flag_has_one():
     for name in ("HTTP_PORT", "MAX_ROWS", "MODELS", "CONFIG", "DEVICE"):
         assert f"ASYNCTRT_SERVE_{name}" in KNOWN
+    assert KNOWN["ASYNCTRT_ALLOWED_SIGNERS"] == "serve --tensorrt trust=signed"
     assert KNOWN["ASYNCTRT_LOAD_FAIL_IF"] == "load --fail-if"
     assert {f"ASYNCTRT_SERVE_{name.upper()}" for name in ServerSettings.__slots__} <= set(KNOWN)
 

@@ -9,6 +9,7 @@ from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.backends.tensorrt.jit import KernelCache
 from asynctrt.backends.tensorrt.manifest import read_manifest
 from asynctrt.backends.tensorrt.plan import read_plan
+from asynctrt.backends.tensorrt.signatures import check_signature
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, CallerError
 from asynctrt.files import SpecialFileError, open_regular, read_regular
@@ -20,7 +21,6 @@ from asynctrt.serving.command import read_config
 from asynctrt.serving.credentials import Certificate, read_tokens
 from asynctrt.serving.model_config import read_model_config
 from asynctrt.serving.warmup import WarmUpTensor
-from asynctrt.signatures import read_key, read_signature_file, sign, trusted_keys
 from asynctrt.tensors import TensorSpec
 
 READERS = {
@@ -36,10 +36,8 @@ READERS = {
     "digested": digest_of,
     "model.plan": read_plan,
     "model.plan.json": read_manifest,
-    "model.plan.sig": lambda path: read_signature_file(path, "the plan"),
-    "public.pub": read_key,
-    "trusted.pub": lambda path: trusted_keys(path.parent),
-    "private": lambda path: sign(b"digest", path),
+    "model.plan.sig": lambda path: check_signature(b"", path, path, "the plan"),
+    "signers": lambda path: check_signature(b"", Path(__file__), path, "the plan"),
     "built-here": lambda path: is_recorded("0" * 64, path),
 }
 UNBOUNDED = {"model.onnx", "inspected.onnx", "built.onnx", "digested", "model.plan", "built-here"}

@@ -31,7 +31,6 @@ OPTIONAL = {
         "loadtest/plain_target.py",
     },  # aiohttp depends on it.
     "httptools": {"serving/http_reader.py"},
-    "cryptography": {"signatures.py"},
     "onnx": {"backends/onnxruntime_weights.py", "plans/onnx_file.py"},  # Where weights lie, and all else.
     "opentelemetry": {"serving/telemetry.py"},
     "orjson": {"kserve/json_codec.py"},
@@ -101,7 +100,7 @@ def test_scheduling_sees_the_standard_library_and_the_errors_alone(path):
 
 @pytest.mark.parametrize("path", files("devices") + files("backends"), ids=lambda path: path.name)
 def test_devices_and_backends_never_see_scheduling_or_runtime(path):
-    leaves = {"clock", "errors", "files", "options", "pace", "signatures", "tensorrt_options", "tensors"}
+    leaves = {"clock", "errors", "files", "options", "pace", "tensorrt_options", "tensors"}
     leaves |= {"build_options", "cancellation", "onnx_objects", "onnx_options", "process", "validation"}
     leaves |= {"forks", "nesting", "propagation"}
     assert own(imports(path)) <= leaves | {"backends", "devices"}
@@ -257,7 +256,6 @@ MISSING = [
     *[("load", "model.onnx", name, "load") for name in ("hdrh", "jinja2", "psutil", "pynvml")],
     *[("bench", __file__, name, "cli") for name in ("typer", "rich")],
     ("bench", __file__, "onnxruntime", "cpu"),
-    ("verify", __file__, "cryptography", "trust"),
 ]
 """A command, its argument, a package that is not installed, and the extra that would bring it."""
 

@@ -16,7 +16,7 @@ from tests.helpers import needed
 
 pytestmark = [pytest.mark.tier2, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent
-EXTRAS = "client,cpu,inspect,load,nvml,otel,trust"
+EXTRAS = "client,cpu,inspect,load,nvml,otel"
 TOOLS = (
     "pytest",
     "pytest-timeout",
@@ -37,7 +37,6 @@ TESTS = (
     "tests/serving/test_metrics.py",
     "tests/serving/test_websocket.py",
     "tests/test_options.py",
-    "tests/test_signatures.py",
 )
 
 

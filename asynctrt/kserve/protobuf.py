@@ -48,7 +48,7 @@ try:
     from google.protobuf.message import DecodeError
     from google.protobuf.message_factory import GetMessageClassesForFiles
 except ImportError as error:
-    raise MissingExtraError("gRPC needs protobuf: pip install 'asynctrt[serve]'") from error
+    raise MissingExtraError("gRPC and config.pbtxt need protobuf: pip install 'asynctrt[serve]'") from error
 
 DESCRIPTORS: Final = Path(__file__).parent / "protocol.binpb"
 """The ``.proto`` files beside it, as a serialized ``FileDescriptorSet``."""

@@ -1,4 +1,4 @@
-"""``asynctrt.build``: from an ONNX file to a plan, with its manifest and its signature."""
+"""``asynctrt.build``: from an ONNX file to a plan, with its manifest."""
 
 import hashlib
 import os
@@ -57,7 +57,6 @@ def build(
     plan: str | os.PathLike[str] | None = None,
     *,
     device: str | Device | None = None,
-    key: str | os.PathLike[str] | None = None,
     progress: Report | None = None,
     options: BuildOptions | None = None,
     **settings: Any,
@@ -72,7 +71,6 @@ def build(
     :param model: the path of an ``.onnx`` file. Its folder is where weights outside of it are read from.
     :param plan: where to write the plan. Default: the model's path with ``.plan`` as its suffix.
     :param device: the GPU to build on, ``"cuda:0"``. Default: CUDA's own choice; TensorRT for RTX needs none.
-    :param key: a private key (``asynctrt keys new``) to sign the plan and its manifest with.
     :param progress: told of each step, a :class:`~asynctrt.backends.tensorrt.builder.BuildStep`, in the
         thread that called.
     :param options: a :class:`BuildOptions`; ``settings`` are single options, and win over it.
@@ -81,16 +79,18 @@ def build(
     :raises ModelNotFoundError: if there is no such file.
     :raises MissingExtraError: if no package that builds is installed.
     :raises DeviceUnavailableError, DeviceMemoryError: if the GPU is needed and cannot be used, or is full.
-    :raises UsageError: if the plan cannot be written, or the key not be read.
+    :raises UsageError: if the plan cannot be written.
     """
+    if "key" in settings:
+        raise OptionsError(
+            "key was removed: sign the plan that was built, with ssh-keygen -Y sign -n asynctrt -f KEY PLAN"
+        )
     chosen = BuildOptions.from_settings(options, settings)
     source = read_source(Path(model))
     target = source.path.with_suffix(PLAN_SUFFIXES[0]) if plan is None else Path(plan)
     _check_target(target, source.path)
-    if key is not None:
-        _check_key(Path(key))
     made, manifest = build_from(source, chosen.flavour, chosen, device=device, report=progress)
-    write_plan(target, made.content, manifest, None if key is None else Path(key))
+    write_plan(target, made.content, manifest)
     return BuiltPlan(target, manifest)
 
 
@@ -145,24 +145,16 @@ def build_from(
             found.close()
 
 
-def write_plan(target: Path, content: bytes, manifest: Manifest, key: Path | None = None) -> None:
-    """Write a plan, its manifest and, with a key, their signatures; and record that it was built here.
+def write_plan(target: Path, content: bytes, manifest: Manifest) -> None:
+    """Write a plan and its manifest, and record that it was built here.
 
-    :raises UsageError: if they cannot be written, or the key cannot be read.
+    :raises UsageError: if they cannot be written.
     """
-    beside = manifest_path(target)
-    text = manifest.as_text()
     # In this order a plan never stands beside what was said of another one for long: what is left over is
     # recognised by its digest.
     write_whole(target, content)
-    write_whole(beside, text)
+    write_whole(manifest_path(target), manifest.as_text())
     record(manifest.plan_digest)
-    if key is not None:
-        from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
-
-        for path, signed in ((target, content), (beside, text.encode())):
-            digest = hashlib.sha256(signed).digest()
-            write_whole(signatures.signature_path(path), signatures.sign(digest, key))
 
 
 def _describe(
@@ -243,10 +235,3 @@ def _check_target(target: Path, model: Path) -> None:
         raise OptionsError(
             f"{str(target)!r} is not a path in a folder that is there. Create the folder first"
         )
-
-
-def _check_key(path: Path) -> None:
-    """Refuse a key that cannot sign before anything is built, which may take long."""
-    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
-
-    signatures.sign(hashlib.sha256(b"").digest(), path)

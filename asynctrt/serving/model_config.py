@@ -31,37 +31,40 @@ PLATFORMS: Final = {
 FILENAMES: Final = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
 """How a version's file is called, by backend."""
 
-READ: Final = frozenset(
-    {
-        "name",
-        "platform",
-        "backend",
-        "version_policy",
-        "max_batch_size",
-        "default_model_filename",
-        "model_warmup",
-        "input.name",
-        "input.data_type",
-        "input.dims",
-        "output.name",
-        "output.data_type",
-        "output.dims",
-        "instance_group.name",
-        "instance_group.kind",
-        "instance_group.count",
-        "instance_group.gpus",
-        "dynamic_batching.max_queue_delay_microseconds",
-        "dynamic_batching.priority_levels",
-        "dynamic_batching.default_priority_level",
-        "dynamic_batching.default_queue_policy.timeout_action",
-        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
-        "dynamic_batching.default_queue_policy.max_queue_size",
-        "dynamic_batching.default_queue_policy.allow_timeout_override",
-        "optimization.cuda.graphs",
-        "optimization.cuda.graph_spec.batch_size",
-    }
-)
-"""The fields that have a meaning here."""
+READ: Final = {
+    "name": "must be the name of its folder",
+    "platform": "the runtime: `onnxruntime_onnx` or `tensorrt_plan`",
+    "backend": "the runtime: `onnxruntime` or `tensorrt`",
+    "version_policy": "the versions that are served; the newest where it is not stated",
+    "max_batch_size": '`max_rows`; a stated 0 is `batching="off"`: each request runs alone',
+    "default_model_filename": "the file in a version's folder",
+    "model_warmup": "requests that are answered before the model is ready",
+    "input.name": "must be one of the model's",
+    "input.data_type": "must be the model's",
+    "input.dims": "must be the model's: of a row, or of the whole tensor",
+    "output.name": "must be one of the model's",
+    "output.data_type": "must be the model's",
+    "output.dims": "must be the model's: of a row, or of the whole tensor",
+    "instance_group.name": "has no meaning",
+    "instance_group.kind": "the device: `KIND_CPU` is `host`; `KIND_MODEL` is ignored",
+    "instance_group.count": (
+        "`contexts` on the host; on a GPU `arenas`, with two contexts each, since an instance of Triton's "
+        "copies one batch while it computes another"
+    ),
+    "instance_group.gpus": "the device; more than one is refused",
+    "dynamic_batching.max_queue_delay_microseconds": "`max_delay`",
+    "dynamic_batching.priority_levels": "`priorities`",
+    "dynamic_batching.default_priority_level": "must be the last; any other is ignored",
+    "dynamic_batching.default_queue_policy.timeout_action": (
+        "`DELAY` has the default timeout ignored: requests whose timeout has passed are refused"
+    ),
+    "dynamic_batching.default_queue_policy.default_timeout_microseconds": "`timeout`",
+    "dynamic_batching.default_queue_policy.max_queue_size": "`max_queue_rows`: in rows, and at least a batch",
+    "dynamic_batching.default_queue_policy.allow_timeout_override": "is always true",
+    "optimization.cuda.graphs": 'false is `graphs="off"`',
+    "optimization.cuda.graph_spec.batch_size": "the sizes in `graphs`",
+}
+"""The fields that have a meaning here, each with that meaning, for the documentation."""
 
 REFUSED: Final = {
     "runtime": "asynctrt has no backends that are loaded by name",

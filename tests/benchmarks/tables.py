@@ -15,6 +15,7 @@ from asynctrt import errors
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
+from asynctrt.serving import model_config
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import SimulationSettings
 from asynctrt.synonyms import COMMAND_SYNONYMS, SYNONYMS
@@ -547,7 +548,6 @@ EXTRAS = {
     "serve": "`asynctrt serve`, `asynctrt.serving`",
     "load": "`asynctrt load`, `asynctrt.loadtest`",
     "plots": "plots as PNG, those of `asynctrt simulate`",
-    "trust": "`asynctrt keys`, `sign`, `verify`; plans that are opened only if they are signed",
     "nvml": "figures of GPUs in a server's metrics",
     "otel": "spans of requests for OpenTelemetry",
     "ray": "`asynctrt.ray`: engines on the machines of a Ray cluster",
@@ -583,6 +583,16 @@ def typed_errors():
             text = " ".join(inspect.getdoc(kind).replace("``", "`").split())
             bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
             yield f"`{name}`", bases, str(kind.http_status), f"`{kind.grpc_code}`", text
+
+
+def config_pbtxt():
+    """Yield what asynctrt does with each setting of a ``config.pbtxt``."""
+    yield "setting", "is", "meaning, or why"
+    tables = {"read": model_config.READ, "refused": model_config.REFUSED, "ignored": model_config.IGNORED}
+    for what, settings in tables.items():
+        for path, said in settings.items():
+            yield f"`{path}`", what, said
+    yield "any other of Triton's", "ignored", "asynctrt has no such setting"
 
 
 def other_words():
@@ -674,6 +684,7 @@ TABLES = {
     "server-settings": settings_of(ServerSettings, flag=True),
     "load-settings": settings_of(LoadSettings, flag=True),
     "simulation-settings": settings_of(SimulationSettings, flag=True),
+    "config-pbtxt": config_pbtxt,
     "errors": typed_errors,
     "synonyms": other_words,
     "overhead": overhead,

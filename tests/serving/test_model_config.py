@@ -1,5 +1,7 @@
 """Triton's config.pbtxt: what is read, what is ignored with a warning, what is refused."""
 
+import re
+
 import pytest
 import tritonclient.grpc.model_config_pb2 as triton
 from google.protobuf import text_format
@@ -86,11 +88,54 @@ def test_it_is_tritons_own_text_form():
     assert mine.SerializeToString(deterministic=True) == theirs.SerializeToString(deterministic=True)
 
 
-@pytest.mark.parametrize("path", sorted(READ | REFUSED.keys() | IGNORED.keys()))
-def test_every_field_in_the_tables_is_one(path):
-    message = triton.ModelConfig.DESCRIPTOR
-    for name in path.split("."):
-        message = message.fields_by_name[name].message_type
+def fields(message=triton.ModelConfig.DESCRIPTOR, prefix=""):
+    """Yield path and text of each of Triton's fields, down to those that the tables name."""
+    for field in message.fields:
+        path, kind = prefix + field.name, field.message_type
+        if path in READ.keys() | REFUSED.keys() | IGNORED.keys() or kind is None or not kind.fields:
+            yield path, f"{field.name} {value_of(field)}"
+        elif kind.GetOptions().map_entry:
+            yield path, f"{field.name} {{}}"
+        else:
+            for inner, text in fields(kind, f"{path}."):
+                yield inner, f"{field.name} {{ {text} }}"
+
+
+def value_of(field):
+    """Return a value of a field's type that is not its default."""
+    if field.message_type is not None:
+        return "{}"
+    if field.enum_type is not None:
+        return f": {field.enum_type.values[-1].name}"
+    return {field.TYPE_STRING: ': "x"', field.TYPE_BOOL: ": true"}.get(field.type, ": 1")
+
+
+FIELDS = dict(fields()) | {"platform": 'platform: "tensorrt_plan"', "backend": 'backend: "tensorrt"'}
+
+
+def test_every_field_in_the_tables_is_one():
+    assert set(FIELDS) >= READ.keys() | REFUSED.keys() | IGNORED.keys()
+    assert len({*READ, *REFUSED, *IGNORED}) == len(READ) + len(REFUSED) + len(IGNORED)
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_every_field_of_tritons_is_read_or_refused_or_ignored_with_a_warning(tmp_path, path):
+    text = FIELDS[path]
+    if path in REFUSED:
+        with pytest.raises(ModelError, match=f"^{re.escape(path)} is not supported: ") as caught:
+            interpret(text, tmp_path / "x")
+        assert str(caught.value).endswith(REFUSED[path])
+    elif path in READ:
+        assert not any("no such setting" in one for one in interpret(text, tmp_path / "x").ignored)
+    else:
+        why = IGNORED.get(path, "asynctrt has no such setting")
+        assert interpret(text, tmp_path / "x").ignored == (f"{path} is ignored: {why}",)
+
+
+def test_a_field_that_triton_lacks_is_named_with_its_line(tmp_path):
+    for text, line in (("new_setting: 1", "1:1"), ("\ninput {\n new_setting: 1 }", "3:2")):
+        with pytest.raises(ModelError, match=rf'{line} .*no field named "new_setting"'):
+            interpret(text, tmp_path / "x")
 
 
 def test_defaults(tmp_path):

@@ -5,6 +5,7 @@ import hmac
 from pathlib import Path
 
 from asynctrt.backends.tensorrt.built_here import is_recorded
+from asynctrt.backends.tensorrt.signatures import check_signature, signature_path, signers_path
 from asynctrt.errors import UntrustedError
 
 SIGNED = "signed"
@@ -20,8 +21,7 @@ def check_trust(content: bytes, path: Path | None, where: str, trust: tuple[str,
     :param where: the name of the plan in messages.
     :param trust: ``signed``, ``built-here`` and digests; nothing at all trusts every plan.
     :raises UntrustedError: if it is not.
-    :raises UsageError: if the trusted keys cannot be read.
-    :raises MissingExtraError: if signatures have to be checked and ``cryptography`` is not installed.
+    :raises UsageError: if the allowed signers cannot be read, or ``ssh-keygen`` is not installed.
     """
     if not trust:
         return
@@ -48,14 +48,4 @@ def check_trust(content: bytes, path: Path | None, where: str, trust: tuple[str,
             f"{where} is not trusted: a plan that is given as bytes has no signature beside it. Give its "
             f"path, or trust=['{PINNED}...'] with the digest that you expect"
         )
-    # Not before it is needed: it loads a package that is optional.
-    from asynctrt.signatures import (  # noqa: PLC0415
-        read_signature_file,
-        signature_path,
-        trusted_folder,
-        trusted_keys,
-        verify,
-    )
-
-    signature = read_signature_file(signature_path(path), where)
-    verify(digest, signature, trusted_keys(trusted_folder()), where)
+    check_signature(content, signature_path(path), signers_path(), where)
