@@ -43,11 +43,6 @@ class Cgroup:
                     found.append(int(limit))
         return min(found, default=None)
 
-    def tasks(self) -> int | None:
-        """Return how many processes and threads it may have; ``None``: any number."""
-        limits = [text_of(folder / "pids.max") or "" for folder in self._folders("pids")]
-        return min([int(limit) for limit in limits if limit.isdigit()], default=None)
-
     def memory_used(self) -> int | None:
         """Return the bytes of memory that it uses, without files that could be dropped."""
         for folder in self._folders("memory"):

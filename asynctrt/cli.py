@@ -20,7 +20,6 @@ from asynctrt.command_messages import reword
 from asynctrt.demo_parts import Course
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
-from asynctrt.doctor.text import lines as finding_lines
 from asynctrt.environment import check_values, misspelt, shown, variables
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
 from asynctrt.loadtest.settings import SYNONYMS as THEIR_WORDS
@@ -57,7 +56,6 @@ INTERRUPTED: Final = 130
 LEVEL_STYLES: Final = {
     Level.OK: "green",
     Level.NOTE: "cyan",
-    Level.UNKNOWN: "dim",
     Level.WARNING: "yellow",
     Level.ERROR: "bold red",
 }
@@ -322,7 +320,7 @@ def _doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Examine this machine: driver, libraries, packages, GPUs, limits; with what to do about each finding.
+    """Examine this machine: driver, GPUs, packages, limits; with what to do about each finding.
 
     Whatever may crash or hang is tried in a child process. The exit status is 0 without errors, also if there
     are warnings, and 3 with errors: asynctrt doctor --device cuda:0 && asynctrt serve ...
@@ -332,7 +330,7 @@ def _doctor(
     if as_json:
         out.print_json(json.dumps(report.as_json(strict=strict)))
     else:
-        for level, line in finding_lines(report):
+        for level, line in report.lines():
             style = None if level is None else LEVEL_STYLES[level]
             is_first = line[:1] not in ("", " ")
             out.print(line, style=style if is_first else None, highlight=False, markup=False, soft_wrap=True)

@@ -71,7 +71,7 @@ def _build(
         if not isinstance(device, str) or not GPU.fullmatch(device):
             raise
         # Not before it is needed: it is for machines that something is wrong with.
-        from asynctrt.doctor.advice import advise  # noqa: PLC0415
+        from asynctrt.doctor.diagnosis import advise  # noqa: PLC0415
 
         raise advise(error, device) from error.__cause__
 

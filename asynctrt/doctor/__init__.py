@@ -1,7 +1,7 @@
-"""Preflight checks of a machine: what is, why it matters, and what to do.
+"""Examine a machine before anything runs on it, and say what to do about what is wrong.
 
 ``facts`` gathers what can be known, the risky parts in child processes (``children``, ``probes``); ``checks``
-says what the facts mean, and touches nothing. :func:`diagnose` does both.
+interprets the facts and touches nothing else. :func:`diagnose` does both.
 """
 
 from asynctrt.doctor.diagnosis import diagnose

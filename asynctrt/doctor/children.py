@@ -1,7 +1,7 @@
 """Run a probe in a child process with a time limit, so that a crash becomes an answer.
 
-A library that does not fit the driver may end the process in its constructor, or hang in it. A child gives
-its answer through a file of its own, as libraries write to standard output and standard error as they like.
+A library that does not fit the driver may end the process that loads it, or hang it. A child gives its answer
+through a file of its own, since libraries write to standard output and standard error as they like.
 """
 
 import contextlib
@@ -15,12 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import IO, Any, Final
 
 PROBES: Final = Path(__file__).parent / "probes"
 """Where the probes are, each a file with a function ``probe``."""
-
-RUNNER: Final = PROBES / "run.py"
 
 CONTENT_NBYTES_MAX: Final = 4 << 20
 SAID_CHARS_MAX: Final = 600
@@ -31,14 +29,12 @@ class Ending(StrEnum):
 
     ANSWERED = "answered"
     """It gave an answer, and its process ended as it should."""
-    RAISED = "raised"
-    """It raised an exception."""
+    FAILED = "failed"
+    """It raised an exception, or its answer cannot be read."""
     CRASHED = "crashed"
     """A signal ended its process, perhaps after it had answered."""
     HUNG = "hung"
-    """It did not end in time."""
-    GARBLED = "garbled"
-    """Its answer cannot be read."""
+    """It did not end in time, though perhaps it had answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +43,9 @@ class Outcome:
 
     ending: Ending
     value: Any = None
-    """Its answer, also from one that crashed once it had answered; otherwise ``None``."""
+    """Its answer, even if it crashed or hung afterwards; otherwise ``None``."""
     said: str = ""
-    """How it ended, for messages: the exception, the signal and where it struck, or the time limit."""
+    """How it ended, for messages: the exception, the signal or the time limit."""
 
     @property
     def has_answered(self) -> bool:
@@ -61,17 +57,17 @@ def ask(probe: str | Path, *args: str, timeout_s: float, env: Mapping[str, str] 
     """Run a probe in a child process, and return how it ended. Blocks for ``timeout_s`` at most.
 
     :param probe: the name of a probe of this package, or the path of a file with a function ``probe``, which
-        takes texts and returns what JSON can hold.
+        takes strings and returns what JSON can hold.
     :param args: the arguments of the function.
     :param env: the environment of the child. Default: that of this process.
     """
     path = probe if isinstance(probe, Path) else PROBES / f"{probe}.py"
     env = {**(os.environ if env is None else env), "ORT_DISABLE_TELEMETRY": "1"}
-    # Files in memory: what a probe leaves running would keep pipes open.
-    with _memory_file("answer") as answer, _memory_file("errors") as errors:
+    # Files and no pipes: a process that a probe leaves running would keep pipes open.
+    with _file("answer") as answer, _file("errors") as errors:
         child = subprocess.Popen(  # noqa: S603  (its arguments are ours)
-            # -P: what lies beside a probe, or in the working directory, is no module.
-            [sys.executable, "-P", str(RUNNER), str(answer.fileno()), str(path), *args],
+            # -P: a file beside a probe, or in the working directory, is not a module.
+            [sys.executable, "-P", str(PROBES / "run.py"), str(answer.fileno()), str(path), *args],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -81,47 +77,40 @@ def ask(probe: str | Path, *args: str, timeout_s: float, env: Mapping[str, str] 
         )
         code: int | None = None
         try:
-            code = child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(timeout_s)
         finally:
             _kill(child)
-        return _outcome(code, _content(answer), _content(errors).decode(errors="replace").strip(), timeout_s)
+        raw, said = (os.pread(file.fileno(), CONTENT_NBYTES_MAX, 0) for file in (answer, errors))
+        return _outcome(code, raw, said.decode(errors="replace"), timeout_s)
 
 
 def _outcome(code: int | None, raw: bytes, said: str, timeout_s: float) -> Outcome:
     """Return what the exit status, the answer and the standard error of a child amount to."""
-    value, is_garbled = None, False
-    if raw:
-        try:
-            value = json.loads(raw)
-        except (ValueError, RecursionError):
-            is_garbled = True
+    value = None
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(raw)
     when = " once it had answered" if value is not None else ""
     if code is None:
         return Outcome(Ending.HUNG, value, f"it did not end within {timeout_s:g} s{when}")
     if code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        return Outcome(Ending.CRASHED, value, f"{name}{when}{_place(said)}")
+        names = {one.value: one.name for one in signal.Signals}
+        return Outcome(Ending.CRASHED, value, f"{names.get(-code, f'signal {-code}')}{when}")
     if code:
-        return Outcome(Ending.RAISED, said=_last(said) or f"it ended with status {code}")
-    if is_garbled or value is None:
-        return Outcome(Ending.GARBLED, said=f"its answer was {raw[:60]!r}")
+        # The last line is the exception, below its traceback.
+        last = said.strip().rpartition("\n")[2].strip()[:SAID_CHARS_MAX]
+        return Outcome(Ending.FAILED, said=last or f"it ended with status {code}")
+    if value is None:
+        return Outcome(Ending.FAILED, said=f"its answer was {raw[:60]!r}")
     return Outcome(Ending.ANSWERED, value)
 
 
-def _memory_file(name: str) -> BinaryIO:
+def _file(name: str) -> IO[bytes]:
+    """Open a file in memory, or a temporary one where a sandbox forbids that; containers may have no disk."""
     try:
         return os.fdopen(os.memfd_create(name), "w+b", buffering=0)
-    except OSError:  # A sandbox may forbid it.
-        return cast("BinaryIO", tempfile.TemporaryFile(buffering=0))
-
-
-def _content(file: BinaryIO) -> bytes:
-    return os.pread(file.fileno(), CONTENT_NBYTES_MAX, 0)
+    except OSError:
+        return tempfile.TemporaryFile(buffering=0)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -129,19 +118,5 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        # What hangs in the driver cannot be killed. It is left behind.
+        # A process that hangs in the driver cannot be killed. It is left behind.
         child.wait(2)
-
-
-def _place(said: str) -> str:
-    """Return where the signal struck, from what faulthandler wrote."""
-    for line in said.splitlines():
-        if line.strip().startswith('File "') and " in probe" not in line and "run.py" not in line:
-            return f", in {line.strip()[:160]}"
-    return ""
-
-
-def _last(said: str) -> str:
-    """Return the last line that says something: the exception, below its traceback."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1][:SAID_CHARS_MAX] if lines else ""

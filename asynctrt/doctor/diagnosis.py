@@ -1,25 +1,27 @@
-"""Examine this machine."""
+"""Examine this machine, as a whole or because a GPU cannot be used."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Final
 
-from asynctrt.doctor.checks import CHECKS
-from asynctrt.doctor.facts import Facts, gather
-from asynctrt.doctor.findings import Report
-from asynctrt.errors import OptionsError, show
+from asynctrt.doctor.checks import drivers, engines, gpus, machine, packages
+from asynctrt.doctor.children import Ending, Outcome, ask
+from asynctrt.doctor.facts import Ask, Facts, gather
+from asynctrt.doctor.findings import Level, Report
+from asynctrt.errors import DeviceUnavailableError, OptionsError, show
 
 DEVICE: Final = re.compile(r"host|cuda:\d+")
 
 TIMEOUT_S: Final = 60.0
 
+ADVICE_TIMEOUT_S: Final = 10.0
+"""How long one probe may take while a caller waits for its error."""
 
-def diagnose(
-    device: str | None = None,
-    *,
-    timeout: float = TIMEOUT_S,
-    on_done: Callable[[str], None] = lambda _: None,
-) -> Report:
+ADVICE_PROBES: Final = ("driver", "nvml")
+"""The probes that concern the driver, and are quick."""
+
+
+def diagnose(device: str | None = None, *, timeout: float = TIMEOUT_S) -> Report:
     """Examine this machine, and return what was found. Blocks for seconds, as libraries are loaded.
 
     Nothing is loaded into this process: what may crash or hang is tried in child processes.
@@ -27,8 +29,7 @@ def diagnose(
     :param device: ``host``, ``cuda:0`` and so on: what has to work. A GPU that is missing is an error only if
         one is named, or if there are signs of one.
     :param timeout: seconds that each probe may take; several run at once.
-    :param on_done: called with the name of each probe that has ended, from several threads.
-    :raises OptionsError: if ``device`` is no name of a device, or ``timeout`` is not positive.
+    :raises OptionsError: if ``device`` is not the name of a device, or ``timeout`` is not positive.
     """
     if device is not None and not DEVICE.fullmatch(device):
         raise OptionsError(
@@ -36,9 +37,36 @@ def diagnose(
         )
     if not timeout > 0:
         raise OptionsError(f"timeout must be a number of seconds > 0, not {show(timeout)}")
-    return conclude(gather(device=device, timeout_s=timeout, on_done=on_done))
+    return conclude(gather(device=device, timeout_s=timeout))
 
 
 def conclude(facts: Facts) -> Report:
     """Return what facts mean."""
-    return Report.of(finding for check in CHECKS for finding in check(facts))
+    # Earlier findings explain later ones.
+    checks = (drivers.check, gpus.check, packages.check, machine.check, engines.check)
+    return Report(tuple(finding for check in checks for finding in check(facts)))
+
+
+def advise(
+    error: DeviceUnavailableError, device: str, *, env: Mapping[str, str] | None = None, ask: Ask = ask
+) -> DeviceUnavailableError:
+    """Return an error that ends with the first error found about the driver. Blocks for a moment.
+
+    :param device: the device that cannot be used: ``cuda:0``.
+    :param env: the environment of the probes. Default: that of this process.
+    :param ask: runs a probe; for tests.
+    """
+
+    def ask_some(probe: str, *args: str, **more: object) -> Outcome:
+        return (
+            ask(probe, *args, **more) if probe in ADVICE_PROBES else Outcome(Ending.FAILED, said="not asked")
+        )
+
+    try:
+        facts = gather(device=device, timeout_s=ADVICE_TIMEOUT_S, env=env, ask=ask_some)
+        found = [one for one in drivers.check(facts) if one.level is Level.ERROR]
+    except Exception:
+        return error  # It says what went wrong in any case.
+    said = [str(error), *(f"asynctrt doctor: {one.what}. {one.fix}" for one in found[:1])]
+    said.append(f"To examine this machine: asynctrt doctor --device {device}")
+    return DeviceUnavailableError(". ".join(part.rstrip(".") for part in said))

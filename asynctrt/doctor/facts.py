@@ -1,24 +1,25 @@
 """Gather all that can be known about this machine, the risky parts in child processes, several at a time."""
 
-import json
 import os
+import platform
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt.doctor.children import Ending, Outcome, ask
-from asynctrt.doctor.libraries import SearchPath, read_search_path
+from asynctrt.doctor.children import Outcome, ask
 from asynctrt.doctor.machine import Machine, read_machine
 from asynctrt.tensorrt_options import FLAVOURS
 
 CHILDREN_MAX: Final = 4
 """Probes that run at once."""
 
-DISTRIBUTIONS: Final = ("tensorrt", "nvidia-", "cuda-", "onnxruntime", "nvidia_ml", "numpy")
-"""How the names of packages begin whose versions matter."""
+PACKAGES: Final = ("onnxruntime", "cuda.bindings.driver", "uvloop")
+"""The packages whose import is tried, besides those of TensorRT."""
 
 Ask = Callable[..., Outcome]
 
@@ -30,128 +31,84 @@ class Facts:
     env: Mapping[str, str]
     device: str | None
     """The device that has to work, if the user named one."""
+    python: str
+    """The version of Python."""
     machine: Machine
-    search_path: SearchPath
     distributions: Mapping[str, str]
     """The versions of installed packages, by name in lower case with hyphens."""
-    libraries: Mapping[str, Outcome]
-    """For each name that a program may ask the loader for, the file that it gets."""
+    needed: Mapping[str, str]
+    """The lowest versions of the packages that asynctrt cannot do without."""
     driver: Outcome
     nvml: Outcome
     kernel_log: Outcome
     packages: Mapping[str, Outcome]
-    """For each flavour of TensorRT, ``onnxruntime`` and ``cuda.bindings.driver``: how its import ended."""
+    """For each package of TensorRT and each of ``PACKAGES``: how its import ended."""
     engines: Mapping[str, Outcome]
-    """For each device: how a round trip and a request ended."""
-    worker: Outcome
-    """How an engine in a worker process did, whose worker was killed."""
+    """For each device, and for a ``worker``: whether it works."""
 
     @property
     def gpus(self) -> list[dict[str, Any]]:
-        """What CUDA tells about each GPU that it shows."""
+        """What CUDA says about each GPU that it shows."""
         return list(self.driver.value["devices"]) if self.driver.has_answered else []
-
-    @property
-    def cuda_version(self) -> tuple[int, int] | None:
-        """The CUDA version that the driver supports."""
-        version = self.driver.value["version"] if self.driver.has_answered else 0
-        return (version // 1000, version % 1000 // 10) if version else None
 
     @property
     def expects_gpu(self) -> bool:
         """Whether there is a GPU, or the user wants one."""
-        machine = self.machine
-        return bool(
-            (self.device or "").startswith("cuda")
-            or machine.gpus_on_the_bus
-            or machine.device_nodes
-            or self.gpus
-        )
+        is_named = (self.device or "").startswith("cuda")
+        return bool(is_named or self.machine.gpu_signs or self.gpus)
 
 
 def gather(
-    *,
-    device: str | None = None,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-    on_done: Callable[[str], None] = lambda _: None,
-    ask: Ask = ask,
+    *, device: str | None = None, timeout_s: float, env: Mapping[str, str] | None = None, ask: Ask = ask
 ) -> Facts:
     """Return all that can be known about this machine. Blocks; no probe takes longer than ``timeout_s``.
 
-    :param device: the device that has to work: ``host``, ``cuda:0`` and so on. Others are looked at too.
+    :param device: the device that has to work: ``host``, ``cuda:0`` and so on. Default: all are tried.
     :param env: the environment of the probes. Default: that of this process.
-    :param on_done: called with the name of each probe that has ended, from several threads.
     :param ask: runs a probe; for tests.
     """
     env = dict(os.environ if env is None else env)
-    search_path = read_search_path(env)
+    # The probe of engines imports asynctrt, from where this process has found it.
+    place = str(Path(__file__).parents[2])
+    ours = {**env, "PYTHONPATH": os.pathsep.join(filter(None, (place, env.get("PYTHONPATH"))))}
 
     def run(probe: str, *args: str, env: Mapping[str, str] = env) -> Outcome:
-        outcome = ask(probe, *args, timeout_s=timeout_s, env=env)
-        on_done(" ".join((probe, *args))[:40])
-        return outcome
+        return ask(probe, *args, timeout_s=timeout_s, env=env)
 
-    with ThreadPoolExecutor(CHILDREN_MAX) as pool:
-        driver = pool.submit(run, "driver")
-        nvml = pool.submit(run, "nvml")
-        kernel_log = pool.submit(run, "kernel_log")
-        packages = {
-            name: pool.submit(run, "package", name)
-            for name in (*FLAVOURS, "onnxruntime", "cuda.bindings.driver")
+    # In exclusive mode a GPU takes one process at a time: what uses it runs alone.
+    with ThreadPoolExecutor(CHILDREN_MAX) as pool, ThreadPoolExecutor(1) as alone:
+        nvml, kernel_log = pool.submit(run, "nvml"), pool.submit(run, "kernel_log")
+        driver = run("driver")
+        gpus = [f"cuda:{ordinal}" for ordinal in range(len(driver.value["devices"]) if driver.value else 0)]
+        # Without a GPU, no runtime of TensorRT can be made; that is a finding about the driver.
+        runtime = ["runtime"] if gpus else []
+        packages = {name: alone.submit(run, "package", name, *runtime) for name in FLAVOURS}
+        packages |= {name: pool.submit(run, "package", name) for name in PACKAGES}
+        names = dict.fromkeys(["host", *(gpus if device is None else [device]), "worker"])
+        engines = {
+            name: (alone if name.startswith("cuda") else pool).submit(run, "engine", name, env=ours)
+            for name in names
         }
-        libraries = pool.submit(_load_all, run, search_path.names())
-        found = driver.result()
-        names = ["host"] if device == "host" else ["host", *_devices(device, found)]
-        engines = {name: pool.submit(run, "engine", name, "1", env=_with_us(env)) for name in names}
-        worker = pool.submit(run, "worker", env=_with_us(env))
         return Facts(
             env=env,
             device=device,
+            python=platform.python_version(),
             machine=read_machine(),
-            search_path=search_path,
-            distributions=_distributions(),
-            libraries=libraries.result(),
-            driver=found,
+            distributions={
+                str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in distributions()
+            },
+            needed=_needed(),
+            driver=driver,
             nvml=nvml.result(),
             kernel_log=kernel_log.result(),
             packages={name: future.result() for name, future in packages.items()},
             engines={name: future.result() for name, future in engines.items()},
-            worker=worker.result(),
         )
 
 
-def _devices(device: str | None, driver: Outcome) -> list[str]:
-    """Return the GPUs to try: the one that was named, or all."""
-    if device is not None:
-        return [device]
-    count = len(driver.value["devices"]) if driver.has_answered else 0
-    return [f"cuda:{ordinal}" for ordinal in range(count)]
-
-
-def _load_all(run: Callable[..., Outcome], names: tuple[str, ...]) -> dict[str, Outcome]:
-    """Load libraries in one child, or each in its own if that ends badly."""
-    together = run("library", json.dumps(names))
-    if together.ending is Ending.ANSWERED:
-        return {name: Outcome(Ending.ANSWERED, together.value[name]) for name in names}
-    found = {}
-    for name in names:
-        alone = run("library", json.dumps([name]))
-        value = alone.value[name] if alone.has_answered else None
-        found[name] = Outcome(alone.ending, value, alone.said)
-    return found
-
-
-def _with_us(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which Python finds asynctrt where this process has found it."""
-    ours = str(Path(__file__).parents[2])
-    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, (ours, env.get("PYTHONPATH"))))}
-
-
-def _distributions() -> dict[str, str]:
-    found = {}
-    for one in distributions():
-        name = (one.metadata["Name"] or "").lower().replace("_", "-")
-        if name.startswith(DISTRIBUTIONS):
-            found[name] = one.version
-    return found
+def _needed() -> dict[str, str]:
+    """Return the lowest version of each package that asynctrt cannot do without."""
+    with suppress(PackageNotFoundError):  # It may run from its sources.
+        core = [one for one in requires("asynctrt") or () if "extra ==" not in one]
+        return {found[1]: found[2] for one in core if (found := re.match(r"([\w-]+)>=([\d.]+)", one))}
+    return {}

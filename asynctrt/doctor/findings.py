@@ -1,13 +1,17 @@
 """What the doctor found: findings, and the report that they make up."""
 
+import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Final
 
 SICK: Final = 3
-"""The exit status if something has to be mended; 1 and 2 mean that the command itself failed."""
+"""The exit status if there is an error; 1 and 2 mean that the command itself failed."""
+
+WIDTH: Final = 80
+INDENT: Final = " " * 9
 
 
 class Level(StrEnum):
@@ -16,9 +20,7 @@ class Level(StrEnum):
     OK = "ok"
     """It is as it should be."""
     NOTE = "note"
-    """It is worth knowing, and may be as intended."""
-    UNKNOWN = "unknown"
-    """It cannot be known here."""
+    """It is worth knowing, and may be intended; or it cannot be known here."""
     WARNING = "warning"
     """It works, but slowly, or not for long, or by chance."""
     ERROR = "error"
@@ -33,9 +35,7 @@ class Finding:
     """A stable name for programs: ``driver.missing``."""
     level: Level
     what: str
-    """What is."""
-    why: str = ""
-    """Why it matters; empty if it is as it should be."""
+    """What was found, and what follows from it."""
     fix: str = ""
     """What to do about it; empty if there is nothing to do."""
 
@@ -45,11 +45,6 @@ class Report:
     """All findings about a machine, in the order in which they are best read."""
 
     findings: tuple[Finding, ...]
-
-    @classmethod
-    def of(cls, findings: Iterable[Finding]) -> "Report":
-        """Make a report of findings."""
-        return cls(tuple(findings))
 
     def at(self, level: Level) -> tuple[Finding, ...]:
         """Return the findings of one level."""
@@ -73,33 +68,54 @@ class Report:
 
     def as_json(self, *, strict: bool = False) -> dict[str, Any]:
         """Return the report as plain values, with its status as :meth:`status` gives it."""
-        return {
-            "status": self.status(strict=strict),
-            "counts": self.counts(),
-            "findings": [asdict(finding) for finding in self.findings],
-        }
+        findings = [asdict(finding) for finding in self.findings]
+        return {"status": self.status(strict=strict), "counts": self.counts(), "findings": findings}
+
+    def lines(self, width: int = WIDTH) -> Iterator[tuple[Level | None, str]]:
+        """Yield the report as lines of text, each with the level of its finding; ``None`` for the summary.
+
+        :param width: the longest a line may be, unless a single word is longer.
+        """
+        for one in self.findings:
+            fix = _wrapped(f"{INDENT}fix: ", one.fix, width)
+            for line in (*_wrapped(f"{one.level.value:<9}", one.what, width), *fix):
+                yield one.level, line
+        counts = ", ".join(
+            f"{count} {level}{'s' * (count != 1 and level != Level.OK)}"
+            for level, count in self.counts().items()
+        )
+        advice = "Nothing stands in the way."
+        if self.at(Level.WARNING):
+            advice = "It works; the warnings say what may cost speed or reliability."
+        if self.at(Level.ERROR):
+            advice = "Begin with the first error: later ones often follow from it."
+        for line in ("", *_wrapped("", f"{counts}. {advice}", width)):
+            yield None, line
+
+
+def _wrapped(start: str, text: str, width: int) -> list[str]:
+    # Paths are copied by double click, so they are never broken.
+    wrapper = textwrap.TextWrapper(
+        width, start, " " * len(start), break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.wrap(text)
 
 
 def ok(check: str, what: str) -> Finding:
-    """Return a finding about something that is as it should be."""
+    """Make a finding about something that is as it should be."""
     return Finding(check, Level.OK, what)
 
 
-def note(check: str, what: str, why: str, fix: str = "") -> Finding:
-    """Return a finding about something that is worth knowing."""
-    return Finding(check, Level.NOTE, what, why, fix)
+def note(check: str, what: str, fix: str) -> Finding:
+    """Make a finding about something that is worth knowing."""
+    return Finding(check, Level.NOTE, what, fix)
 
 
-def unknown(check: str, what: str, why: str, fix: str = "") -> Finding:
-    """Return a finding about something that cannot be known here."""
-    return Finding(check, Level.UNKNOWN, what, why, fix)
+def warning(check: str, what: str, fix: str) -> Finding:
+    """Make a finding about something that works badly or by chance."""
+    return Finding(check, Level.WARNING, what, fix)
 
 
-def warning(check: str, what: str, why: str, fix: str) -> Finding:
-    """Return a finding about something that works badly or by chance."""
-    return Finding(check, Level.WARNING, what, why, fix)
-
-
-def error(check: str, what: str, why: str, fix: str) -> Finding:
-    """Return a finding about something that will not work."""
-    return Finding(check, Level.ERROR, what, why, fix)
+def error(check: str, what: str, fix: str) -> Finding:
+    """Make a finding about something that will not work."""
+    return Finding(check, Level.ERROR, what, fix)

@@ -1,4 +1,4 @@
-"""Facts of a healthy machine with a GPU, to spoil one at a time; and libraries made to be broken."""
+"""Facts of a healthy machine with a GPU, to spoil one at a time; and libraries compiled for a test."""
 
 import shutil
 import subprocess
@@ -7,81 +7,45 @@ from dataclasses import replace
 from asynctrt.doctor.children import Ending, Outcome
 from asynctrt.doctor.diagnosis import conclude
 from asynctrt.doctor.facts import Facts
-from asynctrt.doctor.libraries import Candidate, SearchPath
 from asynctrt.doctor.machine import Machine
 from tests.helpers import needed
 
 GIB = 1 << 30
 
 MACHINE = Machine(
-    kernel="6.8.0-48-generic",
-    cores=16,
     usable_cores=16,
     quota_cores=None,
-    throttled=0,
     memory_nbytes=128 * GIB,
     memory_limit_nbytes=64 * GIB,
     memory_used_nbytes=8 * GIB,
     oom_kills=0,
-    shm_nbytes=16 * GIB,
     shm_free_nbytes=16 * GIB,
     memlock_nbytes=None,
     descriptors=1 << 20,
-    tasks=None,
-    clocksource="tsc",
-    governors=("performance",),
-    scaling_driver="acpi-cpufreq",
-    gpus_on_the_bus=1,
-    device_nodes=("/dev/nvidia0", "/dev/nvidiactl"),
-    kernel_driver="580.95.05",
-    mps_daemons=0,
+    gpu_signs=("/dev/nvidia0", "/dev/nvidiactl"),
 )
 
-GPU = {
-    "name": "NVIDIA H200",
-    "memory_nbytes": 140 * GIB,
-    "major": 9,
-    "minor": 0,
-    "multiprocessors": 132,
-    "integrated": 0,
-    "compute_mode": 0,
-}
+GPU = {"name": "NVIDIA H200", "major": 9, "minor": 0, "compute_mode": 0}
 
 TOLD = {
     "name": "NVIDIA H200",
-    "uuid": "GPU-1",
     "free_nbytes": 138 * GIB,
     "total_nbytes": 140 * GIB,
     "mig": 0,
     "mig_parts": 0,
-    "compute_mode": 0,
-    "persistence": 1,
-    "clock_mhz": 1980,
-    "clock_max_mhz": 1980,
-    "slowed": 0,
-    "processes": 0,
-    "mps_processes": 0,
     "remapped": [0, 0, 0, 0],
 }
 
-ENGINE = {
-    "device": "cuda:0",
-    "event_us": 6.0,
-    "free_nbytes": 138 * GIB,
-    "total_nbytes": 140 * GIB,
-    "module_loading": "lazy",
-    "engine": {"open_ms": 300.0, "answer_ms": 1.0, "is_right": True},
-}
-
-WORKER = {"open_ms": 600.0, "answer_ms": 1.0, "recovery_ms": 400.0, "is_right": True}
+COPIED = {"is_right": True, "ms": {"copied": 5.0}}
+ENGINE = {"is_right": True, "ms": {"opened": 300.0, "answered": 1.0}}
 
 
 def answered(value):
     return Outcome(Ending.ANSWERED, value)
 
 
-def raised(said):
-    return Outcome(Ending.RAISED, said=said)
+def failed(said):
+    return Outcome(Ending.FAILED, said=said)
 
 
 def crashed(said="SIGSEGV"):
@@ -93,13 +57,13 @@ def driver(version=13000, gpus=(GPU,), code=0, name=""):
 
 
 def nvml(**changes):
-    return answered({"through": "pynvml", "driver": "580.95.05", "gpus": [{**TOLD, **changes}]})
+    return answered({"gpus": [{**TOLD, **changes}]})
 
 
-def package(version, library=None, **more):
-    path = f"/site/tensorrt_libs/libnvinfer.so.{(library or version).split('.')[0]}"
-    told = {"path": path, "version": library or version}
-    return answered({"version": version, "place": "/site/x", "libraries": [path], "library": told, **more})
+def package(version, told=None, **more):
+    path = "/site/tensorrt_libs/libnvinfer.so"
+    libraries = {"library": path, "library_version": told or version, "runtime_error": None}
+    return answered({"version": version, **libraries, **more})
 
 
 MISSING = answered({"missing": True, "error": "ModuleNotFoundError"})
@@ -107,21 +71,16 @@ MISSING = answered({"missing": True, "error": "ModuleNotFoundError"})
 HEALTHY = Facts(
     env={},
     device=None,
+    python="3.11.7",
     machine=MACHINE,
-    search_path=SearchPath((), (), ()),
     distributions={
+        "numpy": "2.4.6",
         "tensorrt-cu13": "11.4.0.106",
         "tensorrt-cu13-bindings": "11.4.0.106",
         "tensorrt-cu13-libs": "11.4.0.106",
-        "cuda-bindings": "13.0.1",
-        "cuda-core": "1.0.0",
         "onnxruntime": "1.32.0",
     },
-    libraries={
-        "libcuda.so.1": answered({"path": "/lib/libcuda.so.1", "version": "13.0"}),
-        "libcudart.so.13": answered({"path": "/cuda/libcudart.so.13", "version": "13.0"}),
-        "libcudnn.so.9": answered({"path": "/cuda/libcudnn.so.9", "version": "9.14.0", "cudart": 13000}),
-    },
+    needed={"numpy": "1.26"},
     driver=driver(),
     nvml=nvml(),
     kernel_log=answered({"xids": {}}),
@@ -131,10 +90,10 @@ HEALTHY = Facts(
         "tensorrt_dispatch": MISSING,
         "tensorrt_rtx": MISSING,
         "onnxruntime": answered({"version": "1.32.0", "providers": ["CPUExecutionProvider"]}),
-        "cuda.bindings.driver": answered({"version": None}),
+        "cuda.bindings.driver": answered({"version": "unknown"}),
+        "uvloop": answered({"version": "0.23.0"}),
     },
-    engines={"host": answered({**ENGINE, "device": "host"}), "cuda:0": answered(ENGINE)},
-    worker=answered(WORKER),
+    engines={"host": answered(ENGINE), "cuda:0": answered(COPIED), "worker": answered(ENGINE)},
 )
 
 
@@ -154,30 +113,17 @@ def report(**changes):
 
 def without_gpu(**changes):
     """Return the report about a machine without a GPU or driver."""
-    said = "OSError: libcuda.so.1: cannot open shared object file: No such file or directory"
-    machine = {"gpus_on_the_bus": 0, "device_nodes": (), "kernel_driver": None, **changes.pop("machine", {})}
+    machine = {"gpu_signs": (), **changes.pop("machine", {})}
+    missing = "OSError: {}: cannot open shared object file: No such file or directory"
     return report(
         **{
-            "driver": raised(said),
-            "nvml": answered({"through": "pynvml", "error": "NVMLError_LibraryNotFound"}),
-            "engines": {"cuda:0": raised("DeviceUnavailableError")},
+            "driver": failed(missing.format("libcuda.so.1")),
+            "nvml": failed(missing.format("libnvidia-ml.so.1")),
+            "engines": {"cuda:0": failed("DeviceUnavailableError")},
             **changes,
         },
         machine=machine,
     )
-
-
-def files(folder, **contents):
-    """Make files; return the folder. Names have two underlines for a point."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        (folder / name.replace("__", ".")).write_bytes(content)
-    return folder
-
-
-def found(*candidates):
-    """Return a search path with candidates: pairs of a path and a source."""
-    return SearchPath((), (), tuple(Candidate(path.name, path, source) for path, source in candidates))
 
 
 def compiled(folder, name, source):

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 import asynctrt
-from asynctrt.doctor.advice import ASKED, advise
 from asynctrt.doctor.children import Ending, Outcome
+from asynctrt.doctor.diagnosis import ADVICE_PROBES, advise
 from asynctrt.errors import DeviceUnavailableError
 from tests.gpu.support import gpu_is_here
 
@@ -16,20 +16,20 @@ ERROR = DeviceUnavailableError("cuda:0 cannot be used: why not.")
 def asking(outcome, asked):
     def ask(probe, *args, timeout_s, env):
         asked.append(probe)
-        return outcome if probe == "driver" else Outcome(Ending.RAISED, None, "no")
+        return outcome if probe == "driver" else Outcome(Ending.FAILED, None, "no")
 
     return ask
 
 
 def test_the_finding_and_the_way_to_all_of_them():
     asked = []
-    outcome = Outcome(Ending.RAISED, None, "OSError: libcuda.so.1: file too short")
+    outcome = Outcome(Ending.FAILED, None, "OSError: libcuda.so.1: file too short")
     error = advise(ERROR, "cuda:0", env={}, ask=asking(outcome, asked))
     assert type(error) is DeviceUnavailableError
     assert str(error).startswith("cuda:0 cannot be used: why not. asynctrt doctor: ")
     assert "file too short" in str(error)
     assert str(error).endswith("asynctrt doctor --device cuda:0")
-    assert set(asked) == set(ASKED), "no library is loaded while somebody waits for an error"
+    assert set(asked) == set(ADVICE_PROBES), "no library is loaded while somebody waits for an error"
 
 
 def test_variables_that_hide_gpus():

@@ -36,7 +36,7 @@ def test_noise_on_every_output_is_no_answer(probe):
 
 def test_an_exception_is_told_by_its_last_line(probe):
     outcome = probe("def probe(): raise OSError('libx.so: cannot open')")
-    assert (outcome.ending, outcome.said) == (Ending.RAISED, "OSError: libx.so: cannot open")
+    assert (outcome.ending, outcome.said) == (Ending.FAILED, "OSError: libx.so: cannot open")
     assert not outcome.has_answered
 
 
@@ -83,7 +83,7 @@ def ended(pid):
 @pytest.mark.parametrize("body", ["os.write(int(sys.argv[1]), b'garbage'); os._exit(0)", "os._exit(0)"])
 def test_garbage_and_silence(probe, body):
     outcome = probe(f"def probe(): {body}")
-    assert outcome.ending is Ending.GARBLED
+    assert outcome.ending is Ending.FAILED
     assert not outcome.has_answered
 
 

@@ -1,19 +1,13 @@
-"""The probes themselves, on libraries that are made for it: a driver, cuDNN, and ones that crash."""
+"""The probes themselves, on libraries and packages made for it: a driver, TensorRT, and broken ones."""
 
-import asyncio
-import json
 import os
 import sys
-from importlib import import_module
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.doctor.children import Ending, ask
-from asynctrt.doctor.probes import engine, kernel_log, library, nvml
+from asynctrt.doctor.probes import driver, engine, kernel_log, nvml, package
 from tests.doctor.support import compiled
 
 WAIT_S = 20
@@ -25,10 +19,9 @@ int cuInit(unsigned flags) { return INIT; }
 int cuDeviceGetCount(int *count) { *count = 2; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "A made-up GPU", size); return 0; }
-int cuDeviceTotalMem_v2(size_t *nbytes, int device) { *nbytes = 1 << 30; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
-    if (attribute == 16) return 1;
+    if (attribute == 20) return 1;
     *value = attribute == 75 ? 9 : 0;
     return 0;
 }
@@ -50,50 +43,127 @@ def test_the_driver_and_its_devices(tmp_path, init):
         assert value["devices"] == []
         return
     assert len(value["devices"]) == 2
-    assert value["devices"][1] == {
-        "name": "A made-up GPU",
-        "memory_nbytes": 1 << 30,
-        "major": 9,
-        "minor": 0,
-        "multiprocessors": None,
-        "integrated": 0,
-        "compute_mode": 0,
-    }
+    assert value["devices"][1] == {"name": "A made-up GPU", "major": 9, "minor": 0, "compute_mode": None}
 
 
-def test_versions_and_files_of_libraries(tmp_path):
-    compiled(
-        tmp_path,
-        "libcudnn.so.9",
-        "#include <stddef.h>\nsize_t cudnnGetVersion() { return 91400; }"
-        "size_t cudnnGetCudartVersion() { return 12040; }",
-    )
-    value = asked("library", json.dumps(["libcudnn.so.9"]), path=tmp_path).value["libcudnn.so.9"]
-    assert value == {"path": str(tmp_path / "libcudnn.so.9"), "version": "9.14.0", "cudart": 12040}
+NVML = """
+#include <string.h>
+typedef struct { unsigned long long total, free, used; } memory;
+int nvmlInit_v2() { return INIT; }
+const char *nvmlErrorString(int status) { return "Driver/library version mismatch"; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)(index + 1L); return 0; }
+int nvmlDeviceGetName(void *device, char *name, unsigned size) { strncpy(name, "A GPU", size); return 0; }
+int nvmlDeviceGetMemoryInfo(void *device, memory *told)
+{
+    told->total = 9, told->free = 5;
+    return device == (void *)1;
+}
+int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *next)
+{
+    *now = 1;
+    return device == (void *)2;
+}
+int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *count) { *count = 7; return 0; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **part) { return index > 1; }
+int nvmlDeviceGetRemappedRows(void *device, unsigned *a, unsigned *b, unsigned *c, unsigned *d)
+{
+    *a = 1, *b = 2, *c = 0, *d = 1;
+    return device == (void *)1;
+}
+"""
 
 
-def test_a_library_that_crashes_as_it_is_loaded(tmp_path):
-    compiled(
-        tmp_path, "libnvrtc.so.13", "__attribute__((constructor)) void start() { *(volatile int *)8 = 1; }"
-    )
-    outcome = asked("library", json.dumps(["libnvrtc.so.13"]), path=tmp_path)
-    assert outcome.ending is Ending.CRASHED
-    assert outcome.said.startswith("SIGSEGV, in File")
+def test_what_a_gpu_does_not_say_is_left_open(tmp_path):
+    compiled(tmp_path, "libnvidia-ml.so.1", NVML.replace("INIT", "0"))
+    first, second = asked("nvml", path=tmp_path).value["gpus"]
+    assert first["name"] == second["name"] == "A GPU"
+    assert (first["mig"], first["mig_parts"], first["remapped"]) == (1, 2, None)
+    assert first["free_nbytes"] is first["total_nbytes"] is None
+    assert (second["mig"], second["mig_parts"], second["remapped"]) == (None, 0, [1, 2, 0, 1])
+    assert (second["free_nbytes"], second["total_nbytes"]) == (5, 9)
+
+
+def test_a_management_library_that_does_not_fit_the_driver(tmp_path):
+    compiled(tmp_path, "libnvidia-ml.so.1", NVML.replace("INIT", "18"))
+    assert asked("nvml", path=tmp_path).value == {"error": "Driver/library version mismatch"}
+
+
+TENSORRT = """
+import ctypes
+ctypes.CDLL({library!r})
+__version__ = "10.3.0.26"
+
+class Logger:
+    ERROR = 1
+
+    def __init__(self, level):
+        pass
+
+class Runtime:
+    def __init__(self, logger):
+        raise TypeError("factory function returned nullptr")
+"""
+
+
+def version_of(**parts):
+    return "\n".join(f"int getInferLib{name}() {{ return {number}; }}" for name, number in parts.items())
 
 
 @pytest.mark.parametrize(
-    ("stem", "number", "version"),
+    ("source", "version"),
     [
-        ("libcudart", 12080, "12.8"),
-        ("libcuda", 13000, "13.0"),
-        ("libcudnn", 8907, "8.9.7"),
-        ("libcudnn", 91400, "9.14.0"),
-        ("libnvinfer", 8601, "8.6.1"),
-        ("libnvinfer", 101303, "10.13.3"),
+        (version_of(MajorVersion=10, MinorVersion=4, PatchVersion=0, BuildVersion=7), "10.4.0.7"),
+        (version_of(Version=101303, MajorVersion=10, MinorVersion=13, PatchVersion=3), "10.13.3"),
+        (version_of(Version=8601), "8.6.1"),
+        ("", None),
     ],
 )
-def test_versions_that_are_one_number(stem, number, version):
-    assert library._text(stem, number) == version
+def test_the_library_that_tensorrt_has_loaded(tmp_path, source, version):
+    library = compiled(tmp_path / "lib s", "libnvinfer.so.10", f"int something;\n{source}")
+    (tmp_path / "tensorrt.py").write_text(TENSORRT.format(library=str(library)))
+    value = asked("package", "tensorrt", path="", PYTHONPATH=str(tmp_path)).value
+    assert value == {
+        "version": "10.3.0.26",
+        "library": str(library),
+        "library_version": version,
+        "runtime_error": None,
+    }
+
+
+def test_a_runtime_of_tensorrt_is_made_only_if_asked_for(tmp_path):
+    library = compiled(tmp_path, "libnvinfer.so.10", "int something;")
+    (tmp_path / "tensorrt.py").write_text(TENSORRT.format(library=str(library)))
+    value = asked("package", "tensorrt", "runtime", path="", PYTHONPATH=str(tmp_path)).value
+    assert value["runtime_error"] == "TypeError: factory function returned nullptr"
+
+
+ONNXRUNTIME = """
+__version__ = "1.32.0"
+
+def get_available_providers():
+    return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+def preload_dlls():
+    print("noise")
+"""
+
+
+@pytest.mark.parametrize(
+    ("provider", "error"),
+    [
+        ("int loads;", None),
+        ("extern int Provider_GetHost(); int (*host)() = Provider_GetHost;", None),
+        ("extern int cudnnCreate(); int (*create)() = cudnnCreate;", "undefined symbol: cudnnCreate"),
+    ],
+)
+def test_onnxruntime_with_a_provider_for_cuda(tmp_path, provider, error):
+    capi = tmp_path / "onnxruntime" / "capi"
+    compiled(capi, "libonnxruntime_providers_cuda.so", provider)
+    (capi.parent / "__init__.py").write_text(ONNXRUNTIME)
+    value = asked("package", "onnxruntime", path="", PYTHONPATH=str(tmp_path)).value
+    assert value["providers"][0] == "CUDAExecutionProvider"
+    assert value["cuda_error"] is None if error is None else error in value["cuda_error"]
 
 
 def test_a_package_that_is_missing_or_broken(tmp_path):
@@ -116,84 +186,33 @@ def test_faults_in_the_log_of_the_kernel(tmp_path):
     assert kernel_log.probe(str(log)) == {"xids": {"31 PCI:0000:3b:00": 2, "79 PCI:0000:3c:00": 1}}
 
 
-@pytest.mark.parametrize("package", nvml.BINDINGS)
-def test_the_questions_have_these_names_in_the_real_packages(package):
-    module = import_module(package)
-    assert [
-        name for name in nvml.BINDINGS[package].values() if not callable(getattr(module, name, None))
-    ] == []
+def test_a_package_that_crashes_as_it_is_imported(tmp_path):
+    source = "__attribute__((constructor)) void start() { *(volatile int *)8 = 1; }"
+    library = compiled(tmp_path, "libnvinfer.so.10", source)
+    (tmp_path / "tensorrt.py").write_text(TENSORRT.format(library=str(library)))
+    outcome = asked("package", "tensorrt", path="", PYTHONPATH=str(tmp_path))
+    assert (outcome.ending, outcome.said) == (Ending.CRASHED, "SIGSEGV")
 
 
-class FakeNvml:
-    """A GPU that tells some things and refuses others, as virtual ones do."""
-
-    def __getattr__(self, name):
-        def refuse(*args):
-            raise RuntimeError("not supported")
-
-        return refuse
-
-    def nvmlSystemGetDriverVersion(self):
-        return "580.95.05"
-
-    def nvmlDeviceGetCount(self):
-        return 1
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return "handle"
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return SimpleNamespace(free=1, total=2, used=1)
-
-    def nvmlDeviceGetMigMode(self, handle):
-        return [1, 1]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
-        return 3
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
-        if index:
-            raise RuntimeError("not found")
-        return object()
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        return [1, 2]
-
-
-def test_what_a_gpu_does_not_tell_is_left_open():
-    told = nvml.read(nvml.Nvml(FakeNvml(), nvml.BINDINGS["pynvml"]))
-    (gpu,) = told["gpus"]
-    assert told["driver"] == "580.95.05"
-    assert (gpu["free_nbytes"], gpu["total_nbytes"], gpu["mig"], gpu["mig_parts"]) == (1, 2, 1, 1)
-    assert gpu["processes"] == 2
-    assert gpu["name"] is gpu["persistence"] is gpu["remapped"] is gpu["clock_mhz"] is None
-
-
-def test_the_engine_that_is_tried_on_a_gpu_is_right():
-    """On the host here, where the double takes the same way."""
+def test_what_is_copied_to_a_gpu_comes_back():
+    """On the host here, which takes the same way."""
     device = HostDevice()
-    rows = np.ones((3, 16), np.float32)
-    model, expected = engine._double(device, (9, 0), rows)
-
-    async def run():
-        async with asynctrt.open(model, device=device, contexts=2) as opened:
-            return await opened.infer(rows)
-
-    result = asyncio.run(run())
-    np.testing.assert_array_equal(result[model.outputs[0].name], expected)
-    model.close()
+    value = engine._copy(device)
+    assert value["is_right"]
+    assert device.memory().held_nbytes == 0
     device.close()
 
 
 @pytest.mark.tier2
-def test_an_engine_on_the_host():
-    value = ask("engine", "host", "1", timeout_s=WAIT_S).value
-    assert value["engine"]["is_right"]
-    assert value["event_us"] > 0
+@pytest.mark.parametrize("name", ["host", "worker"])
+def test_an_engine_on_the_host_and_in_a_worker(name):
+    value = ask("engine", name, timeout_s=WAIT_S).value
+    assert value["is_right"]
+    assert set(value["ms"]) == {"opened", "answered"}
 
 
 def test_probes_that_look_at_the_machine_need_no_other_package():
-    """They tell what is wrong even where a package is broken."""
-    for module in (kernel_log, library, nvml):
+    """They say what is wrong even where a package is broken."""
+    for module in (driver, kernel_log, nvml, package):
         names = {name.split(".")[0] for name in vars(module) if name in sys.modules}
         assert names <= set(sys.stdlib_module_names)

@@ -1,75 +1,37 @@
-"""How a round trip and a request went on each device."""
+"""Whether an engine answers on the host device and in a worker process, and whether each GPU copies."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
-from asynctrt.doctor.children import Ending, Outcome
+from asynctrt.doctor.children import Ending
 from asynctrt.doctor.facts import Facts
-from asynctrt.doctor.findings import Finding, error, ok, unknown, warning
+from asynctrt.doctor.findings import Finding, error, ok, warning
 
-EVENT_US_MAX: Final = 1000
-"""An event on an idle device that takes longer to be seen is remarkable."""
+VERBS: Final = {Ending.HUNG: "hangs", Ending.CRASHED: "crashes", Ending.ANSWERED: "gives a wrong answer"}
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Yield how each device did."""
+    """Yield how each device did, and the worker."""
     for name, outcome in facts.engines.items():
-        yield from _of_one(facts, name, outcome)
-    if not facts.gpus and not facts.expects_gpu:
-        yield unknown(
-            "engine.gpu",
-            "How events, pinned memory and an engine do on a GPU: there is none here",
-            "They are tried where there is one.",
-        )
-
-
-def _of_one(facts: Facts, name: str, outcome: Outcome) -> Iterator[Finding]:
-    if not outcome.has_answered:
-        # Without a driver there is nothing to try, and a finding says so.
-        if name == "host" or facts.driver.has_answered:
-            yield _failed(name, outcome)
-        return
-    value = outcome.value
-    if outcome.ending is not Ending.ANSWERED:
-        yield _failed(name, outcome)
-    if value["event_us"] > EVENT_US_MAX:
-        yield warning(
-            "engine.event",
-            f"{name}: an event of an idle stream is seen after {value['event_us']:,.0f} µs",
-            "Every batch waits as long before its answer is noticed.",
-            "Look for others that use the device or the cores (nvidia-smi, top), and at the clocks",
-        )
-    if value.get("module_loading") == "eager":
-        yield warning(
-            "cuda.lazy_loading",
-            f"{name}: CUDA loads every kernel of every library at once",
-            "That takes time, and hundreds of MiB of memory on the GPU and the host.",
-            "export CUDA_MODULE_LOADING=LAZY",
-        )
-    yield _engine(name, value)
-
-
-def _failed(name: str, outcome: Outcome) -> Finding:
-    verb = {Ending.HUNG: "hangs", Ending.CRASHED: "crashes"}.get(outcome.ending, "fails")
-    return error(
-        "engine.failed",
-        f"A minimal engine on {name} {verb}: {outcome.said}",
-        "Nothing can be served on this device as things are.",
-        "Mend what is found above first. If nothing is, please report it with this output",
-    )
-
-
-def _engine(name: str, value: dict[str, Any]) -> Finding:
-    engine = value["engine"]
-    if not engine["is_right"]:
-        return error(
-            "engine.wrong",
-            f"{name}: a minimal engine gave a wrong answer",
-            "Nothing that this device computes can be trusted.",
-            "Look at the GPU's memory errors (nvidia-smi -q -d ECC), and have it examined",
-        )
-    return ok(
-        "engine",
-        f"{name}: event seen after {value['event_us']:.1f} µs; 64 MiB of staging memory; an engine opened in "
-        f"{engine['open_ms']:.0f} ms and answered in {engine['answer_ms']:.1f} ms",
-    )
+        if name.startswith("cuda") and not facts.driver.has_answered:
+            continue  # Without a driver there is nothing to try, and a finding says so.
+        if outcome.ending is Ending.ANSWERED and outcome.value["is_right"]:
+            times = ", ".join(f"{what} in {ms:.1f} ms" for what, ms in outcome.value["ms"].items())
+            yield ok("workers" if name == "worker" else "engine", f"{name}: {times}")
+            continue
+        said = f"{VERBS.get(outcome.ending, 'fails')}{': ' * bool(outcome.said)}{outcome.said}"
+        if name == "worker":
+            yield warning(
+                "workers",
+                f'An engine in a worker process {said}. isolation="process" and asynctrt serve --fronts do '
+                "not work here; engines in this process do",
+                "They need Linux 5.3, memfd_create, pidfd_open, eventfd and a child process; a sandbox "
+                "(seccomp, gVisor) may forbid one of them: allow it, or use another runtime class",
+            )
+        elif outcome.ending is Ending.ANSWERED:
+            fix = "Check the memory errors of the GPU (nvidia-smi -q -d ECC), and have it examined"
+            yield error("engine.wrong", f"{name} {said}; nothing that it computes can be trusted", fix)
+        else:
+            tried = "An engine on the host" if name == "host" else f"Copying to {name} and back"
+            fix = "Fix what is found above first. If nothing is, please report it with this output"
+            yield error("engine.failed", f"{tried} {said}", fix)

@@ -1,256 +1,157 @@
-"""Python packages: TensorRT's flavours, ONNX Runtime, cuda-python, and whether their parts fit together."""
+"""Python and packages: versions, TensorRT's flavours, ONNX Runtime, cuda-python, uvloop."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from asynctrt.backends.tensorrt.flavours import EXTRAS, fix_of_import
-from asynctrt.backends.tensorrt.plan import capability_text
-from asynctrt.doctor.children import Ending, Outcome
+from asynctrt.doctor.checks.drivers import built_for
+from asynctrt.doctor.children import Ending
 from asynctrt.doctor.facts import Facts
 from asynctrt.doctor.findings import Finding, error, note, ok, warning
 from asynctrt.tensorrt_options import FLAVOURS
 
-SUFFIXES: Final = ("", "-bindings", "-libs")
-"""The wheels that a flavour of TensorRT consists of."""
+PYTHON_MAX: Final = (3, 13)
+"""The latest Python that asynctrt is tested with."""
+
+COMPATIBLE: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch")
+"""The flavours that run the same plans, if their versions agree."""
 
 CAPABILITY_MIN: Final = {13: (7, 5)}
 """The oldest GPUs that a CUDA version has code for: CUDA 13 ended with those before Turing."""
 
+ONNXRUNTIME: Final = re.compile(r"onnxruntime(-(gpu|directml|openvino|qnn|rocm|training))?")
+
 
 def check(facts: Facts) -> Iterator[Finding]:
     """Yield what is known about packages."""
-    installed = [name for name in FLAVOURS if not _is_missing(facts.packages[name])]
+    yield from _core(facts)
+    answers = {name: outcome.value or {} for name, outcome in facts.packages.items()}
+    installed = [name for name in FLAVOURS if not answers[name].get("missing")]
     for name in installed:
-        yield from _flavour(facts, name, facts.packages[name])
+        yield from _flavour(facts, name)
     if not installed:
-        make = warning if facts.gpus else note
-        yield make(
+        yield (warning if facts.gpus else note)(
             "tensorrt.missing",
-            "None of TensorRT's packages is installed",
-            "Plans cannot be opened without one.",
+            "None of TensorRT's packages is installed; plans need one",
             "pip install 'asynctrt[tensorrt]', or lean, dispatch or rtx instead of tensorrt",
         )
-    yield from _cuda_python(facts)
+    versions = {name: answers[name]["version"] for name in COMPATIBLE if "version" in answers[name]}
+    if len(set(versions.values())) > 1:
+        yield note(
+            "tensorrt.several",
+            f"TensorRT is there in several versions: {_listed(versions)}. A plan needs the one that built it",
+            "Install all in one version, or choose: TensorRTOptions(flavour=...)",
+        )
     yield from _onnxruntime(facts)
 
 
-def _is_missing(outcome: Outcome) -> bool:
-    return bool((outcome.value or {}).get("missing"))
+def _core(facts: Facts) -> Iterator[Finding]:
+    """Check Python and the packages that asynctrt cannot do without."""
+    found = {name: facts.distributions.get(name, "not installed") for name in facts.needed}
+    said = f"Python {facts.python}; {_listed(found)}"
+    if _numbers(facts.python)[:2] > PYTHON_MAX:
+        fix = f"Use Python {PYTHON_MAX[0]}.{PYTHON_MAX[1]} if something fails"
+        yield warning("python", f"{said}. asynctrt is not tested with this Python", fix)
+    else:
+        yield ok("python", said)
+    for name, least in facts.needed.items():
+        if _numbers(found[name]) < _numbers(least):
+            yield error(
+                "packages",
+                f"asynctrt needs {name} {least} or later; here it is {found[name]}",
+                f"pip install '{name}>={least}'; pip check names the package that wants another version",
+            )
+    for module, package in (("cuda.bindings.driver", "cuda_python"), ("uvloop", "uvloop")):
+        yield _broken(facts, module, package) or ok(package, f"{module} can be imported")
 
 
-def _flavour(facts: Facts, name: str, outcome: Outcome) -> Iterator[Finding]:
-    yield from _parts(facts, name)
-    value = outcome.value or {}
-    broken = _broken(name, outcome, "tensorrt.broken")
+def _broken(facts: Facts, name: str, check: str) -> Finding | None:
+    """Return an error if a package cannot be imported, or ends the process that imports it."""
+    outcome = facts.packages[name]
+    if outcome.ending is not Ending.ANSWERED:
+        verb = {Ending.HUNG: "hangs", Ending.CRASHED: "crashes"}.get(outcome.ending, "fails")
+        fix = "Reinstall it in the version that fits the driver"
+        return error(check, f"Loading {name} {verb}: {outcome.said}", fix)
+    said = outcome.value.get("error")
+    if said is None:
+        return None
+    fix = fix_of_import(name, said) if name in EXTRAS else "Install or reinstall what the message names"
+    return error(check, f"{name} cannot be imported: {said}", fix)
+
+
+def _flavour(facts: Facts, name: str) -> Iterator[Finding]:
+    value, fix = facts.packages[name].value or {}, f"pip install --force-reinstall 'asynctrt[{EXTRAS[name]}]'"
+    wheel = re.compile(rf"{name.replace('_', '-')}(-cu\d+)?(-bindings|-libs)?")
+    wheels = {one: version for one, version in facts.distributions.items() if wheel.fullmatch(one)}
+    cudas = {built_for(one, version) for one, version in wheels.items()} - {0}
+    # The metapackage may carry a suffix of its own after the fourth number.
+    if len(cudas) > 1 or len({re.split(r"\+|\.post", version)[0] for version in wheels.values()}) > 1:
+        yield error(
+            "tensorrt.parts",
+            f"The wheels of {name} do not belong together: {_listed(wheels)}. They overwrite each other's "
+            "files, or call libraries of another version and crash",
+            f"Uninstall all of them, then {fix}",
+        )
+    least = CAPABILITY_MIN.get(max(cudas, default=0), (0, 0))
+    for ordinal, gpu in enumerate(facts.gpus):
+        if (gpu["major"] or 0, gpu["minor"] or 0) < least:
+            yield error(
+                "tensorrt.gpu",
+                f"cuda:{ordinal} ({gpu['name']}) has compute capability {gpu['major']}.{gpu['minor']}; "
+                f"{name} is built for CUDA {max(cudas)}, which needs {least[0]}.{least[1]} or later",
+                "Install the package for CUDA 12 (its name ends in -cu12), or use a newer GPU",
+            )
+    broken = _broken(facts, name, "tensorrt.broken")
     if broken:
         yield broken
     if "version" not in value:
         return
-    library = value.get("library")
-    version = str(value["version"])
-    if library is None:
-        yield warning(
-            "tensorrt.library",
-            f"{name} {version} can be imported, but has loaded no library of TensorRT",
-            "Something else stands in for it, or its libraries have other names than those known here.",
-            f"pip install --force-reinstall 'asynctrt[{EXTRAS[name]}]', unless it is meant to",
-        )
-    else:
-        yield from _library(name, version, value, library)
-    yield from _gpus(facts, name, value)
-    yield from _cuda(facts, name, version)
-
-
-def _broken(name: str, outcome: Outcome, check: str) -> Finding | None:
-    """Return a finding if a package could not be imported, or ended the process."""
-    value = outcome.value or {}
-    if outcome.ending is Ending.ANSWERED and "error" not in value:
-        return None
-    said = value.get("error") or outcome.said
-    if outcome.ending is Ending.ANSWERED:
-        what, fix = f"{name} is installed but cannot be imported: {said}", _fix(name, said)
-    else:
-        verb = "hangs" if outcome.ending is Ending.HUNG else "ends the process"
-        what = f"Importing {name} {verb}: {outcome.said}"
-        fix = "Reinstall it in the version that fits the driver; look above for libraries of several versions"
-    return error(check, what, "Nothing that needs it can be opened.", fix)
-
-
-def _fix(name: str, said: str) -> str:
-    if name in EXTRAS:
-        return fix_of_import(name, said)
-    return "Find the library or package that the message names, or reinstall it"
-
-
-def _parts(facts: Facts, name: str) -> Iterator[Finding]:
-    """Compare the versions of the wheels of a flavour."""
-    for cuda in ("", "-cu11", "-cu12", "-cu13"):
-        wheels = {f"{name.replace('_', '-')}{cuda}{suffix}" for suffix in SUFFIXES}
-        found = {
-            wheel: facts.distributions[wheel] for wheel in sorted(wheels) if wheel in facts.distributions
-        }
-        # The metapackage may carry a suffix of its own after the fourth number.
-        if len({version.split("+")[0].split(".post")[0] for version in found.values()}) > 1:
-            listed = ", ".join(f"{wheel} {version}" for wheel, version in found.items())
-            yield error(
-                "tensorrt.parts",
-                f"The wheels of {name} are of different versions: {listed}",
-                "Bindings that call a library of another version crash or read wrong values.",
-                f"pip install --force-reinstall 'asynctrt[{EXTRAS[name]}]'",
-            )
-    variants = [
-        wheel
-        for cuda in ("-cu11", "-cu12", "-cu13")
-        if (wheel := f"{name.replace('_', '-')}{cuda}-bindings") in facts.distributions
-    ]
-    if len(variants) > 1:
+    version, path, told = value["version"], value["library"], value["library_version"] or "unknown"
+    if value["runtime_error"]:
+        what = f"{name} {version} was imported, but makes no runtime: {value['runtime_error']}"
         yield error(
-            "tensorrt.parts",
-            f"{name} is installed for several CUDA versions: {', '.join(variants)}",
-            "They share one folder, so that files of one have overwritten those of the other.",
-            f"Uninstall all of them, then pip install 'asynctrt[{EXTRAS[name]}]'",
+            "tensorrt.broken", what, f"Fix the driver and the GPUs first if they are at fault; then {fix}"
         )
-
-
-def _library(name: str, version: str, value: dict[str, Any], library: dict[str, Any]) -> Iterator[Finding]:
-    """Compare the bindings with the library that they have loaded."""
-    told, path = library["version"], library["path"]
-    if told and not _agree(version, told):
+    if path is None:
+        yield warning("tensorrt.library", f"{name} {version} was imported without a library of TensorRT", fix)
+    # Only numbers that both have count.
+    elif any(ours != theirs for ours, theirs in zip(_numbers(version), _numbers(told), strict=False)):
         yield error(
             "tensorrt.mismatch",
-            f"The bindings of {name} are version {version}, and the library says {told} ({path})",
-            "Bindings that call a library of another version crash or read wrong values; plans are refused "
-            "with version numbers that make no sense.",
-            f"Take the folder of that library out of LD_LIBRARY_PATH, or reinstall: pip install "
-            f"--force-reinstall 'asynctrt[{EXTRAS[name]}]'",
-        )
-        return
-    site = Path(value["place"] or "/").parent
-    if site not in Path(path).parents and value["place"]:
-        yield note(
-            "tensorrt.elsewhere",
-            f"{name} {version} has loaded {path}, which is not in its own environment ({site})",
-            "That library may be updated without the bindings.",
-            "Check that this is meant; LD_LIBRARY_PATH decides",
-        )
-    yield ok("tensorrt", f"{name} {version}, library {told or 'of unknown version'}: {path}")
-
-
-def _agree(ours: str, theirs: str) -> bool:
-    """Return whether two versions agree in the numbers that both have."""
-    pairs = zip(re.findall(r"\d+", ours), re.findall(r"\d+", theirs), strict=False)
-    return all(int(a) == int(b) for a, b in pairs)
-
-
-def _gpus(facts: Facts, name: str, value: dict[str, Any]) -> Iterator[Finding]:
-    """Compare the compute capability of each GPU with what a flavour supports."""
-    known = value.get("capabilities")
-    cuda = _cuda_of(facts, name)
-    for ordinal, gpu in enumerate(facts.gpus):
-        if gpu["major"] is None or gpu["minor"] is None:
-            continue
-        capability = (gpu["major"], gpu["minor"])
-        said = f"cuda:{ordinal} ({gpu['name']}) has compute capability {capability_text(capability)}"
-        if known is not None and f"SM{capability[0]}{capability[1]}" not in known:
-            yield warning(
-                "tensorrt.gpu",
-                f"{said}, and {name} {value['version']} is for {', '.join(known)}",
-                "It neither builds nor runs plans for this GPU.",
-                "Use TensorRT (pip install 'asynctrt[tensorrt]') or a version of it that supports the GPU",
-            )
-        least = CAPABILITY_MIN.get(cuda or 0)
-        if least and capability < least:
-            yield error(
-                "tensorrt.gpu",
-                f"{said}, and {name} is built for CUDA {cuda}",
-                f"CUDA {cuda} has no code for GPUs below {capability_text(least)}.",
-                "Install the package for CUDA 12 (its name ends in -cu12), or use a newer GPU",
-            )
-
-
-def _cuda_of(facts: Facts, name: str) -> int | None:
-    """Return the CUDA version that a flavour is built for, from the names of its wheels."""
-    found = [
-        int(match[1])
-        for wheel in facts.distributions
-        if (match := re.fullmatch(rf"{name.replace('_', '-')}-cu(\d+)(?:-bindings|-libs)?", wheel))
-    ]
-    return max(found, default=None)
-
-
-def _cuda(facts: Facts, name: str, version: str) -> Iterator[Finding]:
-    """Compare the CUDA version of a flavour with that of the driver."""
-    built_for, driver = _cuda_of(facts, name), facts.cuda_version
-    if built_for and driver and built_for > driver[0]:
-        yield error(
-            "tensorrt.driver",
-            f"{name} {version} is built for CUDA {built_for}, and the driver supports CUDA "
-            f"{driver[0]}.{driver[1]}",
-            "It cannot start: CUDA driver version is insufficient. Some calls may work before one crashes.",
-            f"Update the driver, or install the package for CUDA {driver[0]} (its name ends in "
-            f"-cu{driver[0]})",
-        )
-
-
-def _cuda_python(facts: Facts) -> Iterator[Finding]:
-    outcome = facts.packages["cuda.bindings.driver"]
-    version = facts.distributions.get("cuda-bindings", "")
-    if _is_missing(outcome):
-        yield error(
-            "cuda_python",
-            "cuda-python is not installed",
-            "asynctrt talks to GPUs through it.",
-            "pip install cuda-python cuda-core",
-        )
-        return
-    broken = _broken("cuda.bindings.driver", outcome, "cuda_python")
-    if broken:
-        yield broken
-        return
-    driver = facts.cuda_version
-    major = int(version.split(".")[0]) if version[:1].isdigit() else None
-    if major and driver and major > driver[0]:
-        yield note(
-            "cuda_python",
-            f"cuda-bindings {version} is for CUDA {major}, the driver for CUDA {driver[0]}.{driver[1]}",
-            "What both have works; what is new in the later version does not.",
-            f"Update the driver, or pip install 'cuda-python=={driver[0]}.*'",
+            f"The bindings of {name} are version {version}, and the library is {told} ({path})",
+            f"Take the folder of that library out of LD_LIBRARY_PATH, or reinstall: {fix}",
         )
     else:
-        core = facts.distributions.get("cuda-core", "not installed")
-        yield ok("cuda_python", f"cuda-bindings {version or 'of unknown version'}, cuda-core {core}")
+        yield ok("tensorrt", f"{name} {version}, library {told}: {path}")
 
 
 def _onnxruntime(facts: Facts) -> Iterator[Finding]:
-    outcome = facts.packages["onnxruntime"]
-    wheels = [name for name in sorted(facts.distributions) if name.startswith("onnxruntime")]
-    value = outcome.value or {}
+    value = facts.packages["onnxruntime"].value or {}
+    wheels = [name for name in sorted(facts.distributions) if ONNXRUNTIME.fullmatch(name)]
     if len(wheels) > 1:
         yield warning(
             "onnxruntime.several",
-            f"Several packages bring ONNX Runtime: {', '.join(wheels)}",
-            "They share one folder, so that files of one have overwritten those of the other.",
+            f"Several packages bring ONNX Runtime: {', '.join(wheels)}. They overwrite each other's files",
             "Uninstall all of them, then install one",
         )
-    if _is_missing(outcome):
-        yield note(
-            "onnxruntime",
-            "ONNX Runtime is not installed",
-            "ONNX models on the host device need it.",
-            "pip install 'asynctrt[cpu]'",
-        )
-        return
-    broken = _broken("onnxruntime", outcome, "onnxruntime")
-    if broken:
-        yield broken
+    if value.get("missing"):
+        what = "ONNX Runtime is not installed; ONNX models need it"
+        yield note("onnxruntime", what, "pip install 'asynctrt[cpu]', or 'asynctrt[gpu]' for a GPU")
         return
     if value.get("cuda_error"):
         yield warning(
             "onnxruntime.cuda",
             f"ONNX Runtime's provider for CUDA cannot be loaded: {value['cuda_error']}",
-            "It then computes on the CPU without saying so. asynctrt itself uses it on the CPU alone.",
-            "Install the CUDA and cuDNN that it was built for, or the package onnxruntime",
+            "pip install 'asynctrt[gpu]', which brings the CUDA and cuDNN that it was built for",
         )
-    yield ok("onnxruntime", f"ONNX Runtime {value['version']}: {', '.join(value['providers'])}")
+    said = f"ONNX Runtime {value.get('version')}: {', '.join(value.get('providers', ()))}"
+    yield _broken(facts, "onnxruntime", "onnxruntime") or ok("onnxruntime", said)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))

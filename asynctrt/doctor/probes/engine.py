@@ -1,6 +1,6 @@
-"""Send one request through an engine, on the host device or on a GPU with the double of TensorRT.
+"""Send a request through an engine on the host device or in a worker, or try a GPU's memory and events.
 
-Unlike the others, it is asynctrt at work, so it imports all of it.
+Unlike the other probes it imports asynctrt. A GPU is tried without a model, since TensorRT may be missing.
 """
 
 import asyncio
@@ -13,83 +13,63 @@ from asynctrt import clock
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
 from asynctrt.loading import find_device
-from asynctrt.tensors import Array
 
-PINNED_NBYTES = 64 << 20
-"""Staging memory that is allocated by way of trial."""
+STAGING_NBYTES = 64 << 20
 
-ROUNDS = 100
+TIMEOUT_S = 10
+"""How long an idle device may take for a copy."""
 
 
-def probe(name: str, with_engine: str) -> dict[str, Any]:
-    """Try memory and events of a device; then, unless ``with_engine`` is empty, a request."""
+def double() -> Model:
+    """Return a model that doubles rows of 16 values; a worker opens it by its name."""
+    x, y = (asynctrt.TensorSpec(name, np.float32, (16,)) for name in "xy")
+    return asynctrt.FunctionModel(lambda inputs: 2 * inputs["x"], inputs=x, outputs=y)
+
+
+def probe(name: str) -> dict[str, Any]:
+    """Try the device of that name, or a ``worker``: return whether the answer was right, and times."""
+    if name == "worker":
+        return asyncio.run(_infer("asynctrt.doctor.probes.engine:double", isolation="process"))
+    if name == "host":
+        return asyncio.run(_infer(double()))
     device = find_device(name)
     try:
-        found = {"device": name, **_try_device(device)}
-        if with_engine:
-            found["engine"] = asyncio.run(_try_engine(device))
-        return found
+        return _copy(device)
     finally:
         device.close()
 
 
-def _try_device(device: Device) -> dict[str, Any]:
-    device.activate()
-    pinned = device.allocate_staging(PINNED_NBYTES)
-    pinned.close()
-    stream = device.create_stream()
-    event = device.create_event()
-    took = []
-    for _ in range(ROUNDS):
-        began = clock.now_ns()
-        stream.record(event)
-        assert event.synchronize(10), "an event did not come within 10 s"
-        took.append(clock.now_ns() - began)
-    stream.close(10)
-    figures = device.memory()
-    return {
-        "event_us": float(np.median(took)) / 1000,
-        "free_nbytes": figures.free_nbytes,
-        "total_nbytes": figures.total_nbytes,
-        "module_loading": device.module_loading,
-    }
-
-
-async def _try_engine(device: Device) -> dict[str, Any]:
+async def _infer(model: Model | str, **settings: Any) -> dict[str, Any]:
     rows = np.ones((3, 16), np.float32)
-    capability = device.compute_capability
-    if capability is None:
-        model, expected = _function(rows)
-    else:
-        model, expected = _double(device, capability, rows)
     began = clock.now_ns()
-    async with asynctrt.open(model, device=device, contexts=2) as engine:
+    async with asynctrt.open(model, **settings) as engine:
         opened = clock.now_ns()
         result = await engine.infer(rows)
         answered = clock.now_ns()
-        is_right = bool(np.array_equal(result[model.outputs[0].name], expected))
-    model.close()
+    is_right = bool(np.array_equal(result["y"], 2 * rows))
     return {
-        "open_ms": (opened - began) / 1e6,
-        "answer_ms": (answered - opened) / 1e6,
         "is_right": is_right,
+        "ms": {"opened": (opened - began) / 1e6, "answered": (answered - opened) / 1e6},
     }
 
 
-def _function(rows: Array) -> tuple[Model, Array]:
-    """Return a Python function as a model, and its right answer."""
-    x, y = (asynctrt.TensorSpec(name, rows.dtype, rows.shape[1:]) for name in "xy")
-    return asynctrt.FunctionModel(lambda inputs: 2 * inputs["x"], inputs=x, outputs=y), 2 * rows
-
-
-def _double(device: Device, capability: tuple[int, int], rows: Array) -> tuple[Model, Array]:
-    """Return the double of TensorRT as a model, whose kernels are compiled here, and its right answer."""
-    # Only where there is a GPU: the host needs nothing of it.
-    from asynctrt.backends.tensorrt import TensorRTModel  # noqa: PLC0415
-    from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan  # noqa: PLC0415
-
-    spec = EngineSpec()
-    plan = double_plan(spec, compute_capability=capability)
-    double = StrictTensorRT(device, compute_capability=capability)
-    model = TensorRTModel(plan, device=device, flavour=double)
-    return model, spec.expected(rows)[model.outputs[0].name]
+def _copy(device: Device) -> dict[str, Any]:
+    """Send bytes to the GPU and back on a stream, and wait for an event behind them."""
+    device.activate()
+    sent, received = (device.allocate_staging(STAGING_NBYTES) for _ in range(2))
+    memory = device.allocate(STAGING_NBYTES)
+    stream, event = device.create_stream(), device.create_event()
+    count = STAGING_NBYTES // 4
+    there, back = (buffer.array(np.dtype(np.uint32), (count,), 0) for buffer in (sent, received))
+    there[:] = np.arange(count, dtype=np.uint32)
+    began = clock.now_ns()
+    stream.copy(memory, sent, offset=0, nbytes=STAGING_NBYTES)
+    stream.copy(received, memory, offset=0, nbytes=STAGING_NBYTES)
+    stream.record(event)
+    assert event.synchronize(TIMEOUT_S), f"copies did not end within {TIMEOUT_S} s"
+    copied = clock.now_ns()
+    is_right = bool(np.array_equal(there, back))
+    stream.close(TIMEOUT_S)
+    for buffer in (memory, sent, received):
+        buffer.close()
+    return {"is_right": is_right, "ms": {"64 MiB copied there and back": (copied - began) / 1e6}}

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from typing import Any, Final
 
 XID: Final = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
@@ -11,20 +12,16 @@ LINES_MAX: Final = 20_000
 def probe(path: str = "/dev/kmsg") -> dict[str, Any]:
     """Return how often each fault was logged for each GPU since the machine was started."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    found: dict[str, int] = {}
-    try:
-        for _ in range(LINES_MAX):
-            try:
-                line = os.read(descriptor, 8192)
-            except BrokenPipeError:
-                continue  # It was overwritten meanwhile; the next one is there.
-            except BlockingIOError:
-                break  # This was all.
-            if not line:
-                break
-            for gpu, number in XID.findall(line.decode(errors="replace")):
-                key = f"{number} {gpu}"
-                found[key] = found.get(key, 0) + 1
-    finally:
-        os.close(descriptor)
+    found: Counter[str] = Counter()
+    for _ in range(LINES_MAX):
+        try:
+            line = os.read(descriptor, 8192)
+        except BrokenPipeError:
+            continue  # It was overwritten meanwhile; the next one is there.
+        except BlockingIOError:
+            break  # This was all.
+        if not line:
+            break
+        found.update(f"{number} {gpu}" for gpu, number in XID.findall(line.decode(errors="replace")))
+    os.close(descriptor)
     return {"xids": found}
