@@ -62,7 +62,6 @@ from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import (
     BatchStatistics,
     BatchTrace,
-    ObjectiveStatistics,
     PaddingStatistics,
     Statistics,
     WorkerState,
@@ -120,7 +119,6 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "ModelNotReadyError",
-    "ObjectiveStatistics",
     "OnnxOptions",
     "Opening",
     "Options",

@@ -46,7 +46,6 @@ from asynctrt.statistics import (
     Batching,
     BatchStatistics,
     BatchTrace,
-    ObjectiveStatistics,
     PaddingStatistics,
     Statistics,
     WorkerState,
@@ -455,7 +454,6 @@ class Engine:
                 for rows, size in counters.by_rows.items()
             },
             row_ns_foreign=0.0,
-            objective=ObjectiveStatistics.of(self._scheduler.situation()),
             batching=self._parts.batching,
             padding=PaddingStatistics.of_all({} if padding is None or self._is_urgent else padding.chosen),
         )

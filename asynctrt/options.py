@@ -4,18 +4,18 @@ import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypedDict, get_args
+from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 from asynctrt.build_options import BuildOptions
 from asynctrt.errors import OptionsError, show
 from asynctrt.frozen import FrozenDict
 from asynctrt.onnx_options import OnnxOptions
 from asynctrt.pad_options import sizes_of, values_of
-from asynctrt.scheduling.target import Target
 from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensorrt_options import FLAVOURS, TensorRTOptions
 from asynctrt.validation import (
     FLAG,
+    REMOVED_OPTIONS,
     Check,
     as_int,
     changed_repr,
@@ -25,6 +25,7 @@ from asynctrt.validation import (
     documented,
     duration,
     number,
+    removed,
     setting,
     validate,
 )
@@ -71,7 +72,6 @@ class Settings(TypedDict, total=False):
     max_in_flight: int | None
     timeout: float | None
     timeout_until: TimeoutUntil
-    latency_target: str | None
     priorities: int
     weight: float | None
     urgent_share: float | None
@@ -186,15 +186,6 @@ def _share(given: Any) -> float:
     return share
 
 
-def _latency_target(given: Any) -> str:
-    if not isinstance(given, str | Target):
-        raise TypeError
-    return str(Target.parse(str(given)))
-
-
-TARGET: Final = Check(
-    "a percentile from p50 on and a time in us, ms or s, such as 'p99<20ms'", _latency_target
-)
 SHARE: Final = Check("a number above 0 and below 1", _share)
 WEIGHT: Final = number(WEIGHT_MIN, WEIGHT_MAX)
 TENSORRT: Final = Check(
@@ -303,14 +294,6 @@ class Options:
         ``answer``: it is answered, as far as can be told from what batches took so far; what cannot be any
         more is not computed. Either way a request that would be too late is refused when it comes, with
         ``DeadlineUnreachableError``.""",
-    )
-    latency_target: str | None = setting(
-        default=None,
-        check=TARGET.or_none,
-        doc="""A share of the requests, and within which time they are to be answered: ``p99<20ms``. While
-        that is missed, smaller batches, fewer at once, and batches that are held back although the device is
-        idle are tried where they are said to help, and kept while they do. No request is refused for it: see
-        ``timeout``. What was chosen, and why: ``engine.statistics().objective``.""",
     )
     priorities: int = setting(
         default=3,
@@ -469,6 +452,13 @@ class Options:
 
     __repr__ = changed_repr
 
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Make an instance, unless an option is given that earlier releases had."""
+        for name in settings:
+            if name in REMOVED_OPTIONS:
+                raise OptionsError(removed(name))
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         validate(self)
         if self.flavour is not None and isinstance(self.tensorrt, TensorRTOptions):
@@ -517,11 +507,6 @@ class Options:
                 "onnx says how ONNX Runtime loads a model, and runtime is 'tensorrt'. Leave one of them out; "
                 "options of a plan are in tensorrt, and of its build in build"
             )
-
-    @property
-    def target(self) -> Target | None:
-        """The parsed ``latency_target``."""
-        return None if self.latency_target is None else Target.parse(self.latency_target)
 
     @property
     def pads_by_choice(self) -> bool:

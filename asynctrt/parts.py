@@ -191,7 +191,6 @@ class EngineParts:
                 lanes_max=lanes_max,
                 may_enqueue_slowly=model.enqueue_may_block and not self.pool.always_replays,
                 answers_in_time=options.timeout_until == "answer",
-                target=options.target,
             ),
             shapes=self.shapes,
             queue_rows_max=options.max_queue_rows,

@@ -492,18 +492,6 @@ def _of_requests() -> Iterator[_Family]:
         "Requests refused because they would have been too late, which are among the refused.",
         lambda reading: reading.done.refused_late,
     )
-    yield _value(
-        GaugeMetricFamily,
-        "asynctrt_latency_target_met_share",
-        "Share of the last few hundred answers within latency_target, 0 to 1; absent without one.",
-        lambda reading: None if reading.done.objective is None else reading.done.objective.met_share,
-    )
-    yield _value(
-        CounterMetricFamily,
-        "asynctrt_latency_target_changes",
-        "How often batches were formed in another way for latency_target; absent without one.",
-        lambda reading: None if reading.done.objective is None else reading.done.objective.changes,
-    )
     yield _values(
         GaugeMetricFamily,
         "asynctrt_padding_sizes",
