@@ -74,7 +74,6 @@ class Settings(TypedDict, total=False):
     timeout_until: TimeoutUntil
     priorities: int
     weight: float | None
-    urgent_share: float | None
     contexts: int | None
     arenas: int | None
     arena_size: ArenaSize
@@ -179,14 +178,6 @@ def _names(given: Any) -> frozenset[str]:
     return frozenset(part.strip() for name in names for part in name.split(","))
 
 
-def _share(given: Any) -> float:
-    share = float(given)
-    if not 0 < share < 1:
-        raise ValueError
-    return share
-
-
-SHARE: Final = Check("a number above 0 and below 1", _share)
 WEIGHT: Final = number(WEIGHT_MIN, WEIGHT_MAX)
 TENSORRT: Final = Check(
     "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
@@ -308,13 +299,6 @@ class Options:
         doc="""How much of the device's time the engine gets while others have work for it, too, in proportion
         to their weights: with 3 beside one of 1, three quarters. What one leaves, the others take. It counts
         among engines that have a weight, on one event loop and one device. Default: as the device has it.""",
-    )
-    urgent_share: float | None = setting(
-        default=None,
-        check=SHARE.or_none,
-        doc="""Share of the device that requests of the highest priority have to themselves, such as 0.25: a
-        queue, contexts and arenas of their own, on multiprocessors (a GPU's, by green contexts) or threads
-        where nothing else of this engine runs. All others get the rest. Slots are with the others.""",
     )
     contexts: int | None = setting(
         default=None,
@@ -468,16 +452,6 @@ class Options:
             raise OptionsError(
                 f"max_queue_rows ({self.max_queue_rows}) must be ≥ max_rows ({self.max_rows}), or no batch "
                 "could ever fill"
-            )
-        if self.urgent_share is not None and self.priorities < 2:
-            raise OptionsError(
-                f"urgent_share gives the highest priority a share of its own, and priorities is "
-                f"{self.priorities}: there is no other. Open the engine with priorities=2 or more"
-            )
-        if self.weight is not None and self.urgent_share is not None:
-            raise OptionsError(
-                "weight divides a device among engines that take turns on all of it, and with urgent_share "
-                "this one runs on two parts of it. Leave one of them out"
             )
         if self.weight is not None and self.isolation == "process":
             raise OptionsError(

@@ -540,7 +540,7 @@ def _of_requests() -> Iterator[_Family]:
         GaugeMetricFamily,
         "asynctrt_waiting_requests",
         "Requests that wait for their client's turn, before the queue.",
-        lambda reading: sum(one.gate.waiting for one in reading.served.admissions),
+        lambda reading: reading.served.admission.gate.waiting,
     )
     yield _value(
         GaugeMetricFamily,
@@ -576,7 +576,7 @@ def _read(read: Read, reading: _Labelled) -> float:
 
 
 def _waiting_rows(reading: _Labelled) -> int:
-    return sum(one.gate.waiting_rows for one in reading.served.admissions)
+    return reading.served.admission.gate.waiting_rows
 
 
 def _handover_s(reading: _Labelled) -> float:

@@ -89,8 +89,6 @@ class IsolatedEngine(Engine):
         # What the methods of an engine ask these for, a front can tell as well.
         self._driver = self._front  # type: ignore[assignment]
         self._scheduler = _Limits(description.max_rows)  # type: ignore[assignment]
-        self._urgent = None
-        self._is_urgent = False
         self._state = "open"
         self._closing = None
         self._opened_at = _caller()
