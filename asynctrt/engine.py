@@ -50,7 +50,6 @@ from asynctrt.statistics import (
     Statistics,
     WorkerState,
 )
-from asynctrt.suspension import Suspension
 from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, Views, too_many_rows
 from asynctrt.validation import int_or_none, output_names, priority_of, timeout_ns_of
 
@@ -113,7 +112,6 @@ class Engine:
         if chooser is not None:
             self._driver.on_answer = chooser.answered
         self._state = "open"
-        self._suspension = Suspension(parts, self._driver, self._scheduler, self._check_open)
         self._closing: asyncio.Task[None] | None = None
         self._opened_at = _caller()
 
@@ -177,12 +175,12 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """``open``, ``suspending``, ``suspended``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing
+        """``open``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing
         can run on it any more."""
         if self._state != "open":
             return self._state
         is_lost = self._device.lost is not None or self._driver.lost is not None
-        return "lost" if is_lost else self._suspension.phase
+        return "lost" if is_lost else "open"
 
     @property
     def name(self) -> str:
@@ -258,7 +256,6 @@ class Engine:
             Nothing is queued then.
         :raises QueueFullError, DeadlineError: under overload.
         :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
-        :raises SuspendedError: when the engine is suspended.
         :raises ExecutionError, DeviceError: when the batch failed.
         :raises UsageError: on another event loop than the engine's, or in a process that was forked; from
             within the engine's own run of a function, or of one that it waits for.
@@ -468,34 +465,6 @@ class Engine:
             self._driver.observe = None
             self._scheduler.times_all = self._device.timing_is_free
 
-    async def suspend(self) -> None:
-        """Take the weights off the device, and keep everything else. Idempotent.
-
-        Requests that were taken are answered, and new ones refused with ``SuspendedError``. Then the model's
-        weights are unloaded in a thread, and graphs forgotten. For plans of TensorRT for RTX that were opened
-        with ``tensorrt={"suspendable": True}``, and for models of your own that can.
-
-        A caller who is cancelled while requests are still answered leaves the engine open; later, suspended.
-
-        :raises UsageError: if the model cannot, or others use it; nothing has changed then.
-        :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
-        :raises DeviceError: when it failed, or a batch still runs that was given up; the engine is open then.
-        """
-        self._check_loop()
-        await self._suspension.suspend()
-
-    async def resume(self) -> None:
-        """Load the weights again after :meth:`suspend`, capture graphs again, take requests. Idempotent.
-
-        A caller who is cancelled waits all the same.
-
-        :raises DeviceMemoryError: when there is no room any more; the engine stays suspended.
-        :raises DeviceError: when it failed; the engine stays suspended.
-        :raises EngineClosedError: when the engine is draining or closed.
-        """
-        self._check_loop()
-        await self._suspension.resume()
-
     async def drain(self) -> None:
         """Refuse new requests from now on, and return when all that were taken have been answered."""
         self._check_loop()
@@ -529,8 +498,6 @@ class Engine:
         self._slots.refuse(why)
         self._driver.fail_queued(EngineClosedError(why))
         await wait_shielded(self._driver.next_idle(), self._options.close_timeout)
-        if self._suspension.work is not None:
-            await wait_shielded(self._suspension.work)
         self._driver.close()
         given_back, _ = await see_through_in_thread(self._give_back)
         self._state = "closed"

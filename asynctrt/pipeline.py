@@ -600,20 +600,6 @@ class Pipeline(Engine):
         """
         self._lacks("batches of its own to trace")
 
-    async def suspend(self) -> None:
-        """Refuse: suspend the engines within.
-
-        :raises UsageError: always.
-        """
-        self._lacks("weights to suspend")
-
-    async def resume(self) -> None:
-        """Refuse: resume the engines within.
-
-        :raises UsageError: always.
-        """
-        self._lacks("weights to resume")
-
     def _lacks(self, what: str) -> NoReturn:
         raise UsageError(f"{self!r} has no {what}: its engines do")
 

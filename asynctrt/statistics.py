@@ -118,7 +118,7 @@ class Statistics:
     """A snapshot of an engine. Counts and sums start when it is opened."""
 
     state: str
-    """``open``, ``suspending``, ``suspended``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing can
+    """``open``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing can
     run on it any longer."""
     submitted: int
     """Requests accepted; a call that was split counts once for each part."""
@@ -317,7 +317,7 @@ class WorkerState:
 
     device: str
     state: str
-    """``starting``, ``open``, ``restarting``, ``suspended``, ``lost``, ``closed``."""
+    """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
     pid: int | None
     """Of its process; ``None`` before it has one."""
     deaths: int

@@ -45,6 +45,8 @@ REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 REMOVED_OPTIONS: Final = {
     "latency_target": "max_delay limits how long a batch waits for more requests, and timeout with "
     "timeout_until='answer' forms batches so that answers are in time",
+    "suspendable": "close the engine to free its memory, and open it again; a server does so when a model is "
+    "unloaded and loaded",
     "urgent_share": "device.partition(0.25) gives two parts of a device, for two engines on one model",
 }
 """Options that earlier releases had, each with what to use instead."""

@@ -6,7 +6,7 @@ nor differ between two runs with the same inputs.
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from asynctrt.errors import (
@@ -24,7 +24,7 @@ from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
-from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Captured, Policy
+from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.punctual import Punctuality
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import (
@@ -91,7 +91,7 @@ class Scheduler:
         self._policy = policy
         self._shapes = shapes
         self._runs_as_it_is = shapes.runs_as_many_as_it_takes and not policy.captured.sizes
-        self._queue_rows_max = self._queue_rows_limit = queue_rows_max
+        self._queue_rows_max = queue_rows_max
         self._priorities = priorities
         self._in_flight_max = in_flight_max
         self._buckets = Buckets(policy, priorities)
@@ -764,18 +764,6 @@ class Scheduler:
         """Refuse every submission from now on with an error like ``why``; the queue goes on."""
         self._closed = why
         self._queue_rows_max = -1
-
-    def accept(self, why: AsynctrtError) -> None:
-        """Take submissions again, if ``why`` is the latest reason for which they were refused."""
-        if self._closed is why:
-            self._closed = None
-            self._queue_rows_max = self._queue_rows_limit
-
-    def captured_again(self, captured: Captured) -> None:
-        """Note the batch sizes that were captured anew, while nothing is queued and nothing in flight."""
-        assert self.is_idle, "batches were decided with other sizes"
-        self._policy = replace(self._policy, captured=captured)
-        self._runs_as_it_is = self._shapes.runs_as_many_as_it_takes and not captured.sizes
 
     def close(self, why: AsynctrtError) -> list[Request]:
         """Refuse every submission from now on, and take everything that is queued, or to be tried again, and
