@@ -33,7 +33,7 @@ from asynctrt.process import DEVICE_LOST
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import FLAGS, OPTION_NAMES, SimulationSettings
 from asynctrt.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SHORT_FLAGS, nearest_name
-from asynctrt.validation import docs_of, printable, seconds_of
+from asynctrt.validation import REMOVED_OPTIONS, docs_of, printable, removed, seconds_of
 
 try:
     import typer
@@ -187,6 +187,9 @@ def _refuse_removed(name: str) -> None:
 def _suggest(error: Any, names: list[str]) -> None:
     """Let the message about an unknown flag suggest what is meant, and nothing that only looks alike."""
     given = error.option_name.lstrip("-").removeprefix("no-").replace("-", "_")
+    if given in REMOVED_OPTIONS:
+        error.message += f". T{removed(given)[1:]}"
+        return
     meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS, 0.75)
     error.possibilities = [_flag_of(meant)] if meant else []
     of_load = nearest_name(given, list(_load_signature().parameters), COMMAND_SYNONYMS, 1.0)

@@ -46,12 +46,10 @@ from asynctrt.statistics import (
     Batching,
     BatchStatistics,
     BatchTrace,
-    ObjectiveStatistics,
     PaddingStatistics,
     Statistics,
     WorkerState,
 )
-from asynctrt.suspension import Suspension
 from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, Views, too_many_rows
 from asynctrt.validation import int_or_none, output_names, priority_of, timeout_ns_of
 
@@ -70,14 +68,7 @@ logger = logging.getLogger("asynctrt")
 class Engine:
     """A model behind ``await``. Made by :func:`open`; belongs to the event loop that it was opened on."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        parts: EngineParts,
-        options: Options,
-        *,
-        is_urgent: bool = False,
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, parts: EngineParts, options: Options) -> None:
         device, model, pool, capacity = parts.device, parts.model, parts.pool, parts.capacity
         self._belong_to(loop)
         self._parts = parts
@@ -117,18 +108,10 @@ class Engine:
             limit=self._scheduler.limit,
             waiting_rows_max=options.max_queue_rows,
         )
-        self._urgent: Engine | None = None
-        if parts.urgent is not None:
-            self._urgent = Engine(loop, parts.urgent, options, is_urgent=True)
-        # Another engine opens and closes it.
-        self._is_urgent = is_urgent
-        # It is this one that says how rows are padded, urgent ones as well.
-        chooser = None if is_urgent else parts.create_size_chooser(loop.call_soon)
+        chooser = parts.create_size_chooser(loop.call_soon)
         if chooser is not None:
-            for lane in self._lanes:
-                lane._driver.on_answer = chooser.answered
+            self._driver.on_answer = chooser.answered
         self._state = "open"
-        self._suspension = Suspension(parts, self._driver, self._scheduler, self._check_open)
         self._closing: asyncio.Task[None] | None = None
         self._opened_at = _caller()
 
@@ -154,7 +137,7 @@ class Engine:
         self._thread = 0
 
     def __del__(self) -> None:
-        if getattr(self, "_state", "closed") != "closed" and not self._is_urgent and self._origin.is_here:
+        if getattr(self, "_state", "closed") != "closed" and self._origin.is_here:
             # Its threads and its memory are given back all the same. On a loop that was closed they are
             # garbage, too, and end as such.
             with suppress(RuntimeError):
@@ -192,12 +175,12 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """``open``, ``suspending``, ``suspended``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing
-        can run on it any more, or with ``urgent_share`` on one of its two parts."""
+        """``open``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing
+        can run on it any more."""
         if self._state != "open":
             return self._state
-        is_lost = self._device.lost is not None or any(lane._driver.lost for lane in self._lanes)
-        return "lost" if is_lost else self._suspension.phase
+        is_lost = self._device.lost is not None or self._driver.lost is not None
+        return "lost" if is_lost else "open"
 
     @property
     def name(self) -> str:
@@ -245,11 +228,6 @@ class Engine:
         return self._rows_max
 
     @property
-    def urgent(self) -> "Engine | None":
-        """With ``urgent_share``, the engine of the highest priority: ask it for its statistics."""
-        return self._urgent
-
-    @property
     def options(self) -> Options:
         """The options that it was opened with."""
         return self._options
@@ -278,7 +256,6 @@ class Engine:
             Nothing is queued then.
         :raises QueueFullError, DeadlineError: under overload.
         :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
-        :raises SuspendedError: when the engine is suspended.
         :raises ExecutionError, DeviceError: when the batch failed.
         :raises UsageError: on another event loop than the engine's, or in a process that was forked; from
             within the engine's own run of a function, or of one that it waits for.
@@ -289,25 +266,23 @@ class Engine:
         names = None
         if outputs is not HOST:
             key, names = self._wanted(outputs, key, rows)
-        lane = self
         if timeout is None and type(priority) is int and not priority and limits_here() is None:
             timeout_ns, run = self._timeout_ns, None
         else:
             timeout_ns, priority, run = self._checked(timeout, priority)
-            lane = self._lane(priority)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
-            requests = lane._driver.submit_parts(parts, key, priority, timeout_ns, names)
+            requests = self._driver.submit_parts(parts, key, priority, timeout_ns, names)
             if run is not None:
-                lane._wait_in(run, requests)
-            return await lane._rejoined(requests, [request.future for request in requests])
-        request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, None, names)
+                self._wait_in(run, requests)
+            return await self._rejoined(requests, [request.future for request in requests])
+        request = self._driver.submit(arrays, rows, key, priority, timeout_ns, None, names)
         if run is not None:
-            lane._wait_in(run, [request])
+            self._wait_in(run, [request])
         try:
             result: InferResult = await request.future
         except (asyncio.CancelledError, GeneratorExit):
-            lane._driver.cancel(request)
+            self._driver.cancel(request)
             raise
         return result
 
@@ -331,30 +306,28 @@ class Engine:
         names = None
         if outputs is not HOST:
             key, names = self._wanted(outputs, key, rows)
-        lane = self
         if timeout is None and type(priority) is int and not priority and limits_here() is None:
             timeout_ns, run = self._timeout_ns, None
         else:
             timeout_ns, priority, run = self._checked(timeout, priority)
-            lane = self._lane(priority)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
             # Queued here, not by the task: what was accepted is answered though the engine drains at once.
-            requests = lane._driver.submit_parts(parts, key, priority, timeout_ns, names)
+            requests = self._driver.submit_parts(parts, key, priority, timeout_ns, names)
             if run is not None:
-                lane._wait_in(run, requests)
+                self._wait_in(run, requests)
             futures = [request.future for request in requests]
-            task = self._loop.create_task(lane._rejoined(requests, futures))
+            task = self._loop.create_task(self._rejoined(requests, futures))
             # A task that is cancelled before it has begun runs no line of its own.
-            task.add_done_callback(partial(lane._give_up, requests, futures))
+            task.add_done_callback(partial(self._give_up, requests, futures))
             # Both: a request lets go of its future when it is answered.
             task.requests, task.parts = requests, futures  # type: ignore[attr-defined]
             return task
         future = _Answer(loop=self._loop)
-        future.driver = lane._driver
-        future.request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
+        future.driver = self._driver
+        future.request = self._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
         if run is not None:
-            lane._wait_in(run, [future.request])
+            self._wait_in(run, [future.request])
         return future
 
     def keep_rows_first(self) -> None:
@@ -362,8 +335,7 @@ class Engine:
         self._input_check = self._parts.create_check(self._options, self._scheduler.limit, rows_first=True)
         self._validate = self._input_check.validate
         self._axes = {}
-        for lane in self._lanes:
-            lane._driver.keep_rows_first()
+        self._driver.keep_rows_first()
 
     def _submit_for(
         self, future: Any, checked: Checked, timeout_ns: int | None, priority: int
@@ -376,8 +348,7 @@ class Engine:
         arrays, rows, key = checked
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             return None
-        driver = self._lane(priority)._driver
-        return driver, driver.submit(arrays, rows, key, priority, timeout_ns, future)
+        return self._driver, self._driver.submit(arrays, rows, key, priority, timeout_ns, future)
 
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
         """Rows of a slab to write inputs straight into: ``async with engine.slot(rows=4) as slot``.
@@ -405,10 +376,6 @@ class Engine:
     def statistics(self) -> Statistics:
         """A snapshot of what the engine has done and is doing."""
         self._origin.check(self)
-        own = self._own_statistics()
-        return own if self._urgent is None else own.joined(self._urgent.statistics())
-
-    def _own_statistics(self) -> Statistics:
         snapshot = self._scheduler.snapshot()
         counters, padding, share = snapshot.counters, self._parts.padding, self._scheduler.share
         return Statistics(
@@ -455,9 +422,8 @@ class Engine:
                 for rows, size in counters.by_rows.items()
             },
             row_ns_foreign=0.0,
-            objective=ObjectiveStatistics.of(self._scheduler.situation()),
             batching=self._parts.batching,
-            padding=PaddingStatistics.of_all({} if padding is None or self._is_urgent else padding.chosen),
+            padding=PaddingStatistics.of_all({} if padding is None else padding.chosen),
         )
 
     @contextmanager
@@ -491,67 +457,21 @@ class Engine:
                 )
             )
 
-        lanes = self._lanes
-        for lane in lanes:
-            lane._driver.observe = observe
-            lane._scheduler.times_all = timed or self._device.timing_is_free
+        self._driver.observe = observe
+        self._scheduler.times_all = timed or self._device.timing_is_free
         try:
             yield trace
         finally:
-            for lane in lanes:
-                lane._driver.observe = None
-                lane._scheduler.times_all = self._device.timing_is_free
-
-    @property
-    def _lanes(self) -> "tuple[Engine, ...]":
-        """It, and the one for urgent requests if there is one."""
-        return (self,) if self._urgent is None else (self, self._urgent)
-
-    def _lane(self, priority: int) -> "Engine":
-        """Return the engine that runs requests of this priority: this one, or its part for urgent ones."""
-        return self if self._urgent is None or priority < self._options.priorities - 1 else self._urgent
-
-    async def suspend(self) -> None:
-        """Take the weights off the device, and keep everything else. Idempotent.
-
-        Requests that were taken are answered, and new ones refused with ``SuspendedError``. Then the model's
-        weights are unloaded in a thread, and graphs forgotten. For plans of TensorRT for RTX that were opened
-        with ``tensorrt={"suspendable": True}``, and for models of your own that can.
-
-        A caller who is cancelled while requests are still answered leaves the engine open; later, suspended.
-
-        :raises UsageError: if the model cannot, or others use it; nothing has changed then.
-        :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
-        :raises DeviceError: when it failed, or a batch still runs that was given up; the engine is open then.
-        """
-        self._check_loop()
-        if self._urgent is not None:
-            raise UsageError(
-                f"{self!r} cannot be suspended with urgent_share: two engines use its weights. Close it"
-            )
-        await self._suspension.suspend()
-
-    async def resume(self) -> None:
-        """Load the weights again after :meth:`suspend`, capture graphs again, take requests. Idempotent.
-
-        A caller who is cancelled waits all the same.
-
-        :raises DeviceMemoryError: when there is no room any more; the engine stays suspended.
-        :raises DeviceError: when it failed; the engine stays suspended.
-        :raises EngineClosedError: when the engine is draining or closed.
-        """
-        self._check_loop()
-        await self._suspension.resume()
+            self._driver.observe = None
+            self._scheduler.times_all = self._device.timing_is_free
 
     async def drain(self) -> None:
         """Refuse new requests from now on, and return when all that were taken have been answered."""
         self._check_loop()
         if self._state == "open":
-            for lane in self._lanes:
-                lane._state = "draining"
-                lane._driver.refuse(EngineClosedError(f"{self.name!r} is draining: send to another engine"))
-        for lane in self._lanes:
-            await lane._driver.wait_idle()
+            self._state = "draining"
+            self._driver.refuse(EngineClosedError(f"{self.name!r} is draining: send to another engine"))
+        await self._driver.wait_idle()
 
     async def aclose(self) -> None:
         """Fail what is queued, let what is in flight finish, and give everything back. Idempotent.
@@ -574,28 +494,18 @@ class Engine:
     async def _close(self) -> None:
         """Close, and see it through although a loop that ends cancels every task, this one included."""
         why = f"{self.name!r} is closed"
-        lanes = self._lanes
-        for lane in lanes:
-            lane._state = "closing"
-            lane._slots.refuse(why)
-            lane._driver.fail_queued(EngineClosedError(why))
-        until_ns = self._now_ns() + timeout_ns_of(self._options.close_timeout)
-        for lane in lanes:
-            left_s = max(until_ns - self._now_ns(), 0) / 1e9
-            await wait_shielded(lane._driver.next_idle(), left_s)
-        if self._suspension.work is not None:
-            await wait_shielded(self._suspension.work)
-        for lane in lanes:
-            lane._driver.close()
+        self._state = "closing"
+        self._slots.refuse(why)
+        self._driver.fail_queued(EngineClosedError(why))
+        await wait_shielded(self._driver.next_idle(), self._options.close_timeout)
+        self._driver.close()
         given_back, _ = await see_through_in_thread(self._give_back)
-        for lane in lanes:
-            lane._state = "closed"
+        self._state = "closed"
         given_back.result()
 
     def _give_back(self) -> None:
         """Blocks: joins threads, frees memory, unloads the model."""
-        for lane in self._lanes:
-            lane._driver.end_threads(STREAM_END_S)
+        self._driver.end_threads(STREAM_END_S)
         abandoned = self._parts.close(STREAM_END_S, self._slots.close)
         if abandoned:
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
@@ -694,7 +604,7 @@ class Engine:
         timeout_ns, level = limits.stricter(timeout_ns, level, self._options.priorities)
         run = run_here()
         if run is not None:
-            run.check(self._lane(level)._runs)
+            run.check(self._runs)
         return timeout_ns, level, run
 
     def _wait_in(self, run: Run, requests: list[Request]) -> None:

@@ -23,7 +23,6 @@
     │       └── DeadlineUnreachableError               it would pass, as far as can be told: not queued
     ├── LifecycleError          503 UNAVAILABLE
     │   ├── EngineClosedError                          the engine is draining or closed
-    │   ├── SuspendedError                             the engine's weights are not on its device
     │   └── ModelNotReadyError                         the server's model is not loaded
     ├── ConnectionLostError     (ConnectionError)      a client lost its server: connect again
     ├── TargetError                                    the target of a load test cannot be measured
@@ -187,10 +186,6 @@ class EngineClosedError(LifecycleError):
     """The engine is draining, closing or closed."""
 
 
-class SuspendedError(LifecycleError):
-    """The engine is suspended, or about to be. It takes requests again after ``resume()``."""
-
-
 class ModelNotReadyError(LifecycleError):
     """The server knows the model but has not loaded it, or has unloaded it."""
 
@@ -240,8 +235,8 @@ class InternalError(AsynctrtError):
 def once_begun(error: BaseException) -> BaseException:
     """Return the error of a request of which a part had begun when another was refused.
 
-    ``QueueFullError``, ``SuspendedError`` and ``ModelNotReadyError`` say that nothing was begun, and clients
-    send such a request again. What is returned for them is an ``OverloadError`` or ``LifecycleError``, which
+    ``QueueFullError`` and ``ModelNotReadyError`` say that nothing was begun, and clients send such a request
+    again. What is returned for them is an ``OverloadError`` or ``LifecycleError``, which
     does not say that. Any other error is returned as it is.
     """
     for kind, base in _NOT_BEGUN.items():
@@ -377,7 +372,6 @@ def _read(read: Callable[[], str], otherwise: str) -> str:
 
 _NOT_BEGUN: Final = {
     QueueFullError: OverloadError,
-    SuspendedError: LifecycleError,
     ModelNotReadyError: LifecycleError,
 }
 

@@ -4,18 +4,18 @@ import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypedDict, get_args
+from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 from asynctrt.build_options import BuildOptions
 from asynctrt.errors import OptionsError, show
 from asynctrt.frozen import FrozenDict
 from asynctrt.onnx_options import OnnxOptions
 from asynctrt.pad_options import sizes_of, values_of
-from asynctrt.scheduling.target import Target
 from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensorrt_options import FLAVOURS, TensorRTOptions
 from asynctrt.validation import (
     FLAG,
+    REMOVED_OPTIONS,
     Check,
     as_int,
     changed_repr,
@@ -25,6 +25,7 @@ from asynctrt.validation import (
     documented,
     duration,
     number,
+    removed,
     setting,
     validate,
 )
@@ -71,10 +72,8 @@ class Settings(TypedDict, total=False):
     max_in_flight: int | None
     timeout: float | None
     timeout_until: TimeoutUntil
-    latency_target: str | None
     priorities: int
     weight: float | None
-    urgent_share: float | None
     contexts: int | None
     arenas: int | None
     arena_size: ArenaSize
@@ -179,23 +178,6 @@ def _names(given: Any) -> frozenset[str]:
     return frozenset(part.strip() for name in names for part in name.split(","))
 
 
-def _share(given: Any) -> float:
-    share = float(given)
-    if not 0 < share < 1:
-        raise ValueError
-    return share
-
-
-def _latency_target(given: Any) -> str:
-    if not isinstance(given, str | Target):
-        raise TypeError
-    return str(Target.parse(str(given)))
-
-
-TARGET: Final = Check(
-    "a percentile from p50 on and a time in us, ms or s, such as 'p99<20ms'", _latency_target
-)
-SHARE: Final = Check("a number above 0 and below 1", _share)
 WEIGHT: Final = number(WEIGHT_MIN, WEIGHT_MAX)
 TENSORRT: Final = Check(
     "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
@@ -304,14 +286,6 @@ class Options:
         more is not computed. Either way a request that would be too late is refused when it comes, with
         ``DeadlineUnreachableError``.""",
     )
-    latency_target: str | None = setting(
-        default=None,
-        check=TARGET.or_none,
-        doc="""A share of the requests, and within which time they are to be answered: ``p99<20ms``. While
-        that is missed, smaller batches, fewer at once, and batches that are held back although the device is
-        idle are tried where they are said to help, and kept while they do. No request is refused for it: see
-        ``timeout``. What was chosen, and why: ``engine.statistics().objective``.""",
-    )
     priorities: int = setting(
         default=3,
         check=count(1),
@@ -325,13 +299,6 @@ class Options:
         doc="""How much of the device's time the engine gets while others have work for it, too, in proportion
         to their weights: with 3 beside one of 1, three quarters. What one leaves, the others take. It counts
         among engines that have a weight, on one event loop and one device. Default: as the device has it.""",
-    )
-    urgent_share: float | None = setting(
-        default=None,
-        check=SHARE.or_none,
-        doc="""Share of the device that requests of the highest priority have to themselves, such as 0.25: a
-        queue, contexts and arenas of their own, on multiprocessors (a GPU's, by green contexts) or threads
-        where nothing else of this engine runs. All others get the rest. Slots are with the others.""",
     )
     contexts: int | None = setting(
         default=None,
@@ -469,6 +436,13 @@ class Options:
 
     __repr__ = changed_repr
 
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Make an instance, unless an option is given that earlier releases had."""
+        for name in settings:
+            if name in REMOVED_OPTIONS:
+                raise OptionsError(removed(name))
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         validate(self)
         if self.flavour is not None and isinstance(self.tensorrt, TensorRTOptions):
@@ -478,16 +452,6 @@ class Options:
             raise OptionsError(
                 f"max_queue_rows ({self.max_queue_rows}) must be ≥ max_rows ({self.max_rows}), or no batch "
                 "could ever fill"
-            )
-        if self.urgent_share is not None and self.priorities < 2:
-            raise OptionsError(
-                f"urgent_share gives the highest priority a share of its own, and priorities is "
-                f"{self.priorities}: there is no other. Open the engine with priorities=2 or more"
-            )
-        if self.weight is not None and self.urgent_share is not None:
-            raise OptionsError(
-                "weight divides a device among engines that take turns on all of it, and with urgent_share "
-                "this one runs on two parts of it. Leave one of them out"
             )
         if self.weight is not None and self.isolation == "process":
             raise OptionsError(
@@ -517,11 +481,6 @@ class Options:
                 "onnx says how ONNX Runtime loads a model, and runtime is 'tensorrt'. Leave one of them out; "
                 "options of a plan are in tensorrt, and of its build in build"
             )
-
-    @property
-    def target(self) -> Target | None:
-        """The parsed ``latency_target``."""
-        return None if self.latency_target is None else Target.parse(self.latency_target)
 
     @property
     def pads_by_choice(self) -> bool:

@@ -163,8 +163,6 @@ class EngineParts:
     """What is closed with it: its own arenas, then the model and the device if they were made for it."""
     padding: Padding | None = None
     """What is padded."""
-    urgent: "EngineParts | None" = None
-    """What urgent requests have to themselves."""
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
 
@@ -191,7 +189,6 @@ class EngineParts:
                 lanes_max=lanes_max,
                 may_enqueue_slowly=model.enqueue_may_block and not self.pool.always_replays,
                 answers_in_time=options.timeout_until == "answer",
-                target=options.target,
             ),
             shapes=self.shapes,
             queue_rows_max=options.max_queue_rows,
@@ -253,8 +250,6 @@ class EngineParts:
         May be called again: what was abandoned is given back once it has ended.
         """
         abandoned = self.pool.close(timeout_s)
-        if self.urgent is not None:
-            abandoned += self.urgent.close(timeout_s)
         if abandoned:
             # What runs still uses the weights and the memory, so they stay too.
             return abandoned
@@ -354,7 +349,7 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     """Make what batches need, with rows of several requests in them unless that is no good."""
 
     def make(model: Model) -> EngineParts:
-        made = _made(model, device, options, shared)
+        made = _make(model, device, options, shared)
         return made if model is given else dataclasses.replace(made, owned=(*made.owned, model))
 
     def make_and_prove(batching: Batching) -> EngineParts:
@@ -389,36 +384,6 @@ def _make_on_host(options: Options, model: Model) -> EngineParts:
         device.close()
         raise
     return dataclasses.replace(parts, owned=(*parts.owned, model, device))
-
-
-def _made(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
-    if options.urgent_share is None:
-        return _make(model, device, options, shared)
-    return _make_divided(model, device, options, options.urgent_share, shared)
-
-
-def _make_divided(
-    model: Model, device: Device, options: Options, share: float, shared: Arenas | None
-) -> EngineParts:
-    """Make what batches need on two parts of a device."""
-    if shared is not None:
-        raise OptionsError(
-            "urgent_share keeps urgent batches apart from all others, and in shared_arenas they would wait "
-            "for each other. Leave one of them out"
-        )
-    urgent, rest = device.partition(share)
-    made: EngineParts | None = None
-    try:
-        made = _make(model, urgent, dataclasses.replace(options, urgent_share=None), None)
-        parts = _make(model, rest, options, None)
-    except BaseException:
-        if made is not None:
-            made.close(UNDO_S)
-        urgent.close()
-        rest.close()
-        raise
-    made = dataclasses.replace(made, owned=(*made.owned, urgent))
-    return dataclasses.replace(parts, owned=(*parts.owned, rest), urgent=made)
 
 
 def _shapes_to_capture(

@@ -177,7 +177,6 @@ class Pipeline(Engine):
     ) -> None:
         # Nothing of Engine.__init__ applies: there is no device, and no batch is formed here.
         self._belong_to(running_loop())
-        self._is_urgent = False
         self._opened_at = _caller()
         threads = count(1)("threads", threads)
         max_in_flight = count(1)("max_in_flight", max_in_flight)
@@ -259,11 +258,6 @@ class Pipeline(Engine):
     def max_rows(self) -> int:
         """Rows that one request may have, and that may be under way."""
         return self._options.max_queue_rows
-
-    @property
-    def urgent(self) -> None:
-        """``None``: only engines have a part for urgent requests."""
-        return
 
     async def infer(
         self,
@@ -605,20 +599,6 @@ class Pipeline(Engine):
         :raises UsageError: always.
         """
         self._lacks("batches of its own to trace")
-
-    async def suspend(self) -> None:
-        """Refuse: suspend the engines within.
-
-        :raises UsageError: always.
-        """
-        self._lacks("weights to suspend")
-
-    async def resume(self) -> None:
-        """Refuse: resume the engines within.
-
-        :raises UsageError: always.
-        """
-        self._lacks("weights to resume")
 
     def _lacks(self, what: str) -> NoReturn:
         raise UsageError(f"{self!r} has no {what}: its engines do")

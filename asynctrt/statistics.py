@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from asynctrt.frozen import FrozenDict
-from asynctrt.scheduling.objective import Situation
 from asynctrt.scheduling.sizes import Sizes
 
 
@@ -38,63 +37,6 @@ class BatchStatistics:
             self.compute_ns - before.compute_ns,
             self.copy_out_ns - before.copy_out_ns,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectiveStatistics:
-    """What is done for a ``latency_target``, and why."""
-
-    target: str
-    met_share: float | None
-    """Of the last few hundred answers, the share that was in time; ``None`` before there were as many."""
-    max_rows: int | None
-    """Rows that a batch takes at most; ``None``: as many as it holds."""
-    max_in_flight: int | None
-    """Batches at once; ``None``: as many as keep the device busy."""
-    delay_s: float
-    """How long a batch that could grow is held back, although the device is idle."""
-    reason: str
-    """Why, in words."""
-    changes: int
-    """How often that has changed."""
-
-    @classmethod
-    def of(cls, situation: Situation | None) -> "ObjectiveStatistics | None":
-        """Return what the scheduler says of its objective; ``None`` without one."""
-        if situation is None:
-            return None
-        choice = situation.choice
-        return cls(
-            target=situation.target,
-            met_share=situation.share,
-            max_rows=choice.rows_max or None,
-            max_in_flight=choice.concurrency or None,
-            delay_s=choice.delay_ns / 1e9,
-            reason=situation.reason,
-            changes=situation.changes,
-        )
-
-    def joined(self, other: "ObjectiveStatistics") -> "ObjectiveStatistics":
-        """Return what two engines that share a model do together.
-
-        The share is the lower one, and of what each does the stricter is given, with the reasons of both.
-        """
-        shares = [one.met_share for one in (self, other) if one.met_share is not None]
-        rows = [one.max_rows for one in (self, other) if one.max_rows is not None]
-        batches = [one.max_in_flight for one in (self, other) if one.max_in_flight is not None]
-        return ObjectiveStatistics(
-            target=self.target,
-            met_share=min(shares, default=None),
-            max_rows=min(rows, default=None),
-            max_in_flight=min(batches, default=None),
-            delay_s=max(self.delay_s, other.delay_s),
-            reason="; ".join(dict.fromkeys(one.reason for one in (self, other) if one.reason)),
-            changes=self.changes + other.changes,
-        )
-
-    def without_gauges(self) -> "ObjectiveStatistics":
-        """Return its count alone, of an engine that is no more."""
-        return ObjectiveStatistics(self.target, None, None, None, 0.0, "", self.changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +118,7 @@ class Statistics:
     """A snapshot of an engine. Counts and sums start when it is opened."""
 
     state: str
-    """``open``, ``suspending``, ``suspended``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing can
+    """``open``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing can
     run on it any longer."""
     submitted: int
     """Requests accepted; a call that was split counts once for each part."""
@@ -257,8 +199,6 @@ class Statistics:
     part."""
     held_ns: int = 0
     """With a ``weight``: the time in which a batch of it was held, for others on the device to go first."""
-    objective: ObjectiveStatistics | None = None
-    """What is done for the ``latency_target``; ``None`` without one."""
     padding: tuple[PaddingStatistics, ...] = ()
     """What each dimension is padded to whose sizes the engine chooses."""
     batching: Batching = TRUSTED
@@ -290,9 +230,6 @@ class Statistics:
         sizes = dict(self.by_batch_rows)
         for rows, size in other.by_batch_rows.items():
             sizes[rows] = sizes[rows].joined(size) if rows in sizes else size
-        objective = self.objective or other.objective
-        if self.objective is not None and other.objective is not None:
-            objective = self.objective.joined(other.objective)
         padding = {one.dimension: one for one in self.padding}
         for one in other.padding:
             own = padding.get(one.dimension)
@@ -300,7 +237,6 @@ class Statistics:
         return replace(
             self,
             **sums,
-            objective=objective,
             padding=tuple(padding.values()),
             arena_busy_share=busy / arenas if arenas else 0.0,
             launched=launched,
@@ -321,7 +257,6 @@ class Statistics:
             arena_nbytes=0,
             arena_nbytes_private=0,
             memory_nbytes=0,
-            objective=None if self.objective is None else self.objective.without_gauges(),
             padding=tuple(one.without_gauges() for one in self.padding),
         )
 
@@ -382,7 +317,7 @@ class WorkerState:
 
     device: str
     state: str
-    """``starting``, ``open``, ``restarting``, ``suspended``, ``lost``, ``closed``."""
+    """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
     pid: int | None
     """Of its process; ``None`` before it has one."""
     deaths: int

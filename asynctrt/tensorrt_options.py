@@ -215,13 +215,6 @@ class TensorRTOptions:
         goes with graphs. Default: TensorRT's own, ``lazy``.""",
     )
 
-    suspendable: bool = setting(
-        default=False,
-        check=FLAG,
-        doc="""Whether ``Engine.suspend`` can take the weights off the GPU, and ``Engine.resume`` put them
-        back (TensorRT for RTX: ``Runtime.defer_weights_loading``). The plan stays in the host's memory.""",
-    )
-
     def __post_init__(self) -> None:
         validate(self)
         if self.lean_runtime is not None and not Path(self.lean_runtime).is_file():
@@ -233,12 +226,6 @@ class TensorRTOptions:
             raise OptionsError(
                 f"refit_from: there is no file {str(self.refit_from)!r}. Give the path of the ONNX file that "
                 "the plan was built from"
-            )
-        if self.suspendable and (self.refit_from is not None or self.weight_streaming_budget is not None):
-            other = "refit_from" if self.refit_from is not None else "weight_streaming_budget"
-            raise OptionsError(
-                f"suspendable: TensorRT does not load weights later that are refitted or streamed. Leave out "
-                f"suspendable or {other}"
             )
         self._check_cache()
         for path in self.plugins:

@@ -42,6 +42,15 @@ PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
+REMOVED_OPTIONS: Final = {
+    "latency_target": "max_delay limits how long a batch waits for more requests, and timeout with "
+    "timeout_until='answer' forms batches so that answers are in time",
+    "suspendable": "close the engine to free its memory, and open it again; a server does so when a model is "
+    "unloaded and loaded",
+    "urgent_share": "device.partition(0.25) gives two parts of a device, for two engines on one model",
+}
+"""Options that earlier releases had, each with what to use instead."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -139,9 +148,16 @@ def check_names(
     valid = f"alid {kind}s{' ' * bool(where)}{where}: {', '.join(names)}"
     for name in given:
         if name not in names:
+            if name in REMOVED_OPTIONS:
+                raise OptionsError(removed(name))
             nearest = nearest_name(str(name)[:SHOWN_MAX], names, others, 0.4)
             hint = f"did you mean {nearest!r}? V" if nearest else "v"
             raise OptionsError(f"unknown {what} {show(name)}; {hint}{valid}")
+
+
+def removed(name: str) -> str:
+    """Return the message for an option that earlier releases had."""
+    return f"the option {name!r} was removed: {REMOVED_OPTIONS[name]}"
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -21,7 +21,6 @@ from asynctrt.errors import (
     ModelNotReadyError,
     OverloadError,
     QueueFullError,
-    SuspendedError,
     TooLargeError,
     UnauthorizedError,
     UnknownModelError,
@@ -151,7 +150,6 @@ class TestWhatIsSentAgain:
             (RemoteError(), False, False),
             (OverloadError(), False, True),
             (once_begun(QueueFullError()), False, True),
-            (once_begun(SuspendedError()), False, True),
             (once_begun(EngineClosedError()), False, True),
         ],
     )

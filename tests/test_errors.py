@@ -51,7 +51,6 @@ def test_the_drawing_in_the_docstring_has_each_error_once():
         (errors.QueueFullError, Exception, 503, "UNAVAILABLE"),
         (errors.DeadlineError, TimeoutError, 503, "UNAVAILABLE"),
         (errors.EngineClosedError, Exception, 503, "UNAVAILABLE"),
-        (errors.SuspendedError, Exception, 503, "UNAVAILABLE"),
         (errors.ModelNotReadyError, errors.LifecycleError, 503, "UNAVAILABLE"),
         (errors.RequestError, errors.CallerError, 400, "INVALID_ARGUMENT"),
         (errors.UnauthorizedError, errors.RequestError, 401, "UNAUTHENTICATED"),

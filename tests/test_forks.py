@@ -109,7 +109,7 @@ async def an_engine():
         free = engine.slot()
         yield (
             calls_of(engine)
-            | {"suspend": engine.suspend, "resume": engine.resume, "slot": engine.slot}
+            | {"slot": engine.slot}
             | {"a slot": free.__aenter__, "a slot's rows": slot.infer, "tracing": lambda: trace(engine)}
         )
         await engine.infer(np.zeros((1, 4), np.float32))
@@ -125,7 +125,7 @@ async def a_pipeline():
 @asynccontextmanager
 async def a_worker_engine():
     async with asynctrt.open("tests.workers.models:kind", isolation="process") as engine:
-        yield calls_of(engine) | {"suspend": engine.suspend, "resume": engine.resume}
+        yield calls_of(engine)
         await engine.infer(np.zeros((1, 4), np.float32))
 
 

@@ -154,7 +154,7 @@ class TestValues:
             await refused(lambda: diagnose(value))
 
 
-@pytest.mark.parametrize("value", [{LONG: 1}, {"max_rows": LONG}, {"latency_target": LONG}], ids=str)
+@pytest.mark.parametrize("value", [{LONG: 1}, {"max_rows": LONG}, {"timeout": LONG}], ids=str)
 async def test_options_say_what_is_wrong(value):
     with pytest.raises(OptionsError) as caught:
         await opened(double_model(), **value)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 from decimal import Decimal
 
 import numpy as np
@@ -11,7 +12,7 @@ import asynctrt
 from asynctrt.errors import OptionsError
 from asynctrt.options import Options, Settings
 from asynctrt.synonyms import SYNONYMS
-from asynctrt.validation import docs_of
+from asynctrt.validation import REMOVED_OPTIONS, docs_of
 
 
 def test_the_keywords_of_open_are_the_options():
@@ -74,6 +75,14 @@ def test_an_unknown_option_is_refused_with_the_nearest(wrong, hint):
         OptionsError, match=f"unknown option '{wrong}'; did you mean '{hint}'[?] Valid options: "
     ):
         asynctrt.open("model.onnx", **{wrong: 1})
+
+
+@pytest.mark.parametrize(("name", "instead"), REMOVED_OPTIONS.items())
+def test_an_option_that_was_removed_names_what_to_use_instead(name, instead):
+    with pytest.raises(OptionsError, match=f"the option '{name}' was removed: {re.escape(instead)}"):
+        asynctrt.open("model.onnx", **{name: 1})
+    with pytest.raises(OptionsError, match=f"the option '{name}' was removed"):
+        Options(**{name: 1})
 
 
 def test_an_unknown_option_that_is_like_none():

@@ -295,23 +295,6 @@ async def test_batches_of_a_fixed_size(tmp_path, quick):
         await all_chosen(engine)
 
 
-async def test_urgent_requests_are_padded_to_the_same_sizes(quick):
-    ran = []
-    async with (
-        asyncio.timeout(WAIT_S),
-        asynctrt.open(seen(ran), device=HostDevice(), pad="auto", urgent_share=0.5) as engine,
-    ):
-        calls = [ids(1, 33 + n % 3) for n in range(128)]
-        answers = await asyncio.gather(*[engine.infer(call, priority=2) for call in calls])
-        for call, answer in zip(calls, answers, strict=True):
-            np.testing.assert_array_equal(answer["same"], call)
-        await all_chosen(engine)
-        [found] = engine.statistics().padding
-        assert engine.urgent.statistics().padding == ()
-        answer = await engine.infer(calls[0], priority=2)
-        assert answer["padded"].item() == found.sizes[0] < 64
-
-
 async def test_slots_and_rows_on_the_device_are_run_as_they_are(tmp_path):
     path = sequence_onnx(tmp_path / "sequence.onnx")
     device = HostDevice()

@@ -209,8 +209,6 @@ async def test_misuse():
         for misuse in (one.slot, one.tracing):
             with pytest.raises(UsageError, match="its engines do"):
                 misuse()
-        with pytest.raises(UsageError, match="weights"):
-            await one.suspend()
         assert repr(one) == "<Pipeline 'pipeline' open stages=1 in_flight=0>"
 
 

@@ -18,7 +18,7 @@ from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import FLAGS, SimulationSettings
 from tests.benchmarks import pictures, tables
 from tests.helpers import needed
-from tests.models import double_onnx, rows
+from tests.models import double_model, double_onnx, rows
 from tests.serving.test_asgi import running
 from tests.test_rows import voice_onnx
 
@@ -105,6 +105,18 @@ def running_model(engine):
     from asynctrt.serving import kserve_app
 
     return running(kserve_app(engine))
+
+
+def test_an_engine_for_urgent_requests_has_a_part_of_the_device():
+    device = asynctrt.HostDevice(threads=4)
+
+    async def run():
+        async with names_of("deadlines.md", "divided")["divided"](double_model(), device) as engines:
+            for engine in engines:
+                np.testing.assert_array_equal((await engine.infer(rows(1, 2)))["output"], 2 * rows(1, 2))
+                assert engine.statistics().succeeded == 1
+
+    bounded(run())
 
 
 def test_callers_of_a_model_with_rows_on_another_axis_share_batches(tmp_path, capsys):

@@ -12,7 +12,6 @@ import asynctrt
 from asynctrt.statistics import (
     BatchStatistics,
     FrozenDict,
-    ObjectiveStatistics,
     PaddingStatistics,
     Statistics,
 )
@@ -144,27 +143,14 @@ def test_the_share_of_busy_time():
     assert after.busy_share_since(before, 10**8) == 1.0
 
 
-def test_objectives_of_several_engines_are_told_together():
-    """As of the workers of an engine, of which one has died."""
-    strict = ObjectiveStatistics("p99<20ms", 0.9, 8, None, 0.001, "too many rows", 2)
-    free = ObjectiveStatistics("p99<20ms", 1.0, None, 1, 0.0, "it is met", 3)
-    both = ObjectiveStatistics("p99<20ms", 0.9, 8, 1, 0.001, "too many rows; it is met", 5)
-    first, second = snapshot(objective=strict), snapshot(objective=free)
-    assert first.joined(second).objective == both
-    assert snapshot(objective=None).joined(second).objective == free
-    gone = first.without_gauges()
-    assert second.joined(gone).objective == dataclasses.replace(free, changes=5)
-    assert snapshot(objective=None).without_gauges().objective is None
-
-
 def test_the_sizes_that_several_engines_pad_to_are_told_together():
     short = PaddingStatistics("text", (8, 32), "short texts", 2)
     long = PaddingStatistics("text", (32, 128), "long texts", 1)
     other = PaddingStatistics("side", (64,), "images", 1)
-    first, second = [snapshot(padding=given, objective=None) for given in ((short,), (long, other))]
+    first, second = [snapshot(padding=given) for given in ((short,), (long, other))]
     both = PaddingStatistics("text", (8, 32, 128), "short texts; long texts", 3)
     assert first.joined(second).padding == (both, other)
-    assert first.joined(snapshot(objective=None)).padding == (short,)
+    assert first.joined(snapshot()).padding == (short,)
     gone = second.without_gauges()
     assert gone.padding == (PaddingStatistics("text", (), "", 1), PaddingStatistics("side", (), "", 1))
     assert first.joined(gone).padding[0] == dataclasses.replace(short, changes=3)

@@ -96,7 +96,12 @@ def test_the_command_line_suggests_the_flag_that_is_meant(command, flag, meant):
 
 @pytest.mark.tier2
 @pytest.mark.parametrize(
-    ("flag", "says"), [("--rps", "--rps. asynctrt load has --rate"), ("--bogus", "--bogus ")]
+    ("flag", "says"),
+    [
+        ("--rps", "--rps. asynctrt load has --rate"),
+        ("--bogus", "--bogus "),
+        ("--latency-target", "max_delay"),
+    ],
 )
 def test_the_command_line_suggests_no_flag_that_only_looks_alike(flag, says):
     code, _, err = asynctrt_command("serve", "model.onnx", flag, "3")

@@ -253,33 +253,6 @@ class ReservingModel(Model, Protocol):
         """Whether a binding calls :meth:`GrowingBuffer.reserve` of its arena before it enqueues a batch."""
 
 
-@runtime_checkable
-class SuspendableModel(Model, Protocol):
-    """A model that can be taken off its device for a while, and keep its contexts."""
-
-    def check_suspendable(self, contexts: Sequence[ExecutionContext]) -> None:
-        """Check that it can, once these contexts are idle.
-
-        :param contexts: those of the caller. If there are others, which may run, it cannot.
-        :raises UsageError: if it cannot; the message says how it could.
-        """
-
-    def suspend(self, idle: Sequence[ExecutionContext]) -> None:
-        """Give back what it can load again: its weights. Blocks. Idempotent.
-
-        Graphs that were captured before are not launched again.
-
-        :param idle: the contexts of the caller, none of which runs a batch.
-        :raises UsageError: as :meth:`check_suspendable`; nothing has changed then.
-        """
-
-    def resume(self) -> None:
-        """Load what :meth:`suspend` gave back, so that the contexts can be used again. Blocks. Idempotent.
-
-        :raises DeviceMemoryError: if there is no room for it any more; it stays suspended then.
-        """
-
-
 MODEL_MEMBERS: Final = tuple(name for name in vars(Model) if not name.startswith("_"))
 """The members of :class:`Model`, in the order in which it declares them."""
 

@@ -16,7 +16,7 @@ const ARRAYS = {
 };
 
 // What says that the server has not begun with a request, so that it may be sent again whatever it does.
-const NOT_BEGUN = new Set(["NotConnectedError", "QueueFullError", "ModelNotReadyError", "SuspendedError"]);
+const NOT_BEGUN = new Set(["NotConnectedError", "QueueFullError", "ModelNotReadyError"]);
 const IF_IDEMPOTENT = new Set(["ConnectionLostError", "EngineClosedError", "LifecycleError", "OverloadError"]);
 const TIMER_MAX_MS = 2 ** 31 - 1;             // Browsers take a longer time for none.
 

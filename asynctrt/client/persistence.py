@@ -16,7 +16,6 @@ from asynctrt.errors import (
     ModelNotReadyError,
     OverloadError,
     QueueFullError,
-    SuspendedError,
     UsageError,
 )
 from asynctrt.kserve.client import AnswerError, read_specs
@@ -43,7 +42,7 @@ class NotConnectedError(ConnectionLostError):
     """There is no connection to the server, so the request was not sent."""
 
 
-NOT_BEGUN: Final = (NotConnectedError, QueueFullError, ModelNotReadyError, SuspendedError)
+NOT_BEGUN: Final = (NotConnectedError, QueueFullError, ModelNotReadyError)
 """What says that the server has not begun with the request."""
 
 TRANSIENT: Final = (ConnectionLostError, LifecycleError, OverloadError)

@@ -11,7 +11,6 @@ from typing import Final, cast
 
 from asynctrt.backends.base import (
     Binding,
-    ExecutionContext,
     Model,
     PreparedContext,
     PreparedModel,
@@ -305,10 +304,6 @@ class PooledContext:
         self._captured[shape, rows], costs = capture.finish()
         return costs
 
-    def execution_contexts(self) -> list[ExecutionContext]:
-        """Return this context's own, and those that its graphs were captured from."""
-        return [self.context, *(captured.context for captured in self._captured.values())]
-
     def forget_captured(self) -> None:
         """Forget every graph."""
         for captured in self._captured.values():
@@ -384,7 +379,6 @@ class ContextPool:
         self._shapes = (FIXED_SHAPE.shape,) if is_fixed else tuple(sorted(shapes, key=self._nbytes_of))
         self.may_grow = not self._shapes
         """Whether slabs are made, and grow, while batches run."""
-        self._forgotten: tuple[int, ...] = ()
         self.captured = Captured()
         """The batch sizes that were captured, and what launching one costs."""
         self.prepared: tuple[int, ...] = ()
@@ -530,22 +524,6 @@ class ContextPool:
         """Forget a slab of inputs that is not a context's own, and that no batch uses any more."""
         for context in self.contexts:
             context.forget_inputs(slab)
-
-    def execution_contexts(self) -> list[ExecutionContext]:
-        """Return every execution context that there is of the model."""
-        return [one for context in self.contexts for one in context.execution_contexts()]
-
-    def forget_captured(self) -> None:
-        """Forget every graph, until :meth:`capture_again`. Nothing is in flight."""
-        for context in self.contexts:
-            context.forget_captured()
-        self._forgotten, self.captured = self.captured.sizes, Captured()
-
-    def capture_again(self) -> None:
-        """Capture what :meth:`forget_captured` forgot. Blocks; without room, batches go call by call."""
-        sizes, self._forgotten = self._forgotten, ()
-        if sizes:
-            self._capture(sizes)
 
     def close(self, timeout_s: float) -> int:
         """Give everything back; returns how many contexts had to be abandoned, their work still running.

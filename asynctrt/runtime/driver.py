@@ -38,7 +38,6 @@ from asynctrt.runtime.spans import copy_out, outputs_of
 from asynctrt.runtime.staging import AheadRows, FilledSlab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.objective import Objective
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.tensors import Array, BatchRecord, InferResult, restore_axes
@@ -81,8 +80,6 @@ class Driver:
         # A model that runs in place must not see the context variables of whichever caller comes first.
         self._context = contextvars.copy_context()
         self._scheduler = scheduler
-        self._objective = scheduler.objective
-        self._changes_told = 0
         self._pool = pool
         self._now_ns = now_ns
         self._name = repr(model.name)
@@ -356,18 +353,6 @@ class Driver:
             displaced, scheduler.displaced = scheduler.displaced, []
             for request in displaced:
                 answer_error(request, displaced_error(request))
-
-    def _tell_objective(self, objective: Objective) -> None:
-        """Log that batches are formed in another way from now on, and why."""
-        self._changes_told = objective.changes
-        situation = objective.situation()
-        logger.info(
-            "%s: for %s, batches are formed so from now on: %s (%s)",
-            self._name,
-            situation.target,
-            situation.choice,
-            situation.reason,
-        )
 
     def _reject(self, rejected: RejectedBatch) -> None:
         make = typed_errors(self._name, rejected.requests, rejected.error)
@@ -768,8 +753,6 @@ class Driver:
         self._scheduler.finished(
             batch, now_ns, record.copy_in_ns, record.compute_ns, record.copy_out_ns, record.arena_wait_ns
         )
-        if self._objective is not None and self._objective.changes != self._changes_told:
-            self._tell_objective(self._objective)
         if self.observe is not None:
             self.observe(batch, record, now_ns)
         if self.on_answer is not None:

@@ -27,18 +27,14 @@ class _Times:
     __slots__ = (
         "_by_bits",
         "_by_rows",
-        "_forgotten_after",
         "_known",
         "_points",
-        "_quantile",
         "_seen",
         "_seen_at",
         "most_ns",
     )
 
-    def __init__(self, quantile: float, forgotten_after: int) -> None:
-        self._quantile = quantile
-        self._forgotten_after = forgotten_after
+    def __init__(self) -> None:
         self._by_rows: dict[int, deque[int]] = {}
         self._by_bits: dict[int, deque[tuple[int, int]]] = {}
         # How many batches were seen, and how many when each size was, the one seen longest ago first.
@@ -61,7 +57,7 @@ class _Times:
         self._seen += 1
         self._seen_at[rows] = self._seen
         self._seen_at.move_to_end(rows)
-        while self._seen - next(iter(self._seen_at.values())) > self._forgotten_after:
+        while self._seen - next(iter(self._seen_at.values())) > FORGOTTEN_AFTER:
             self._forget(self._seen_at.popitem(last=False)[0])
         if took_ns > self.most_ns:
             self.most_ns = took_ns
@@ -97,7 +93,7 @@ class _Times:
         return below_ns + (above_ns - below_ns) * (rows - below) // (above - below)
 
     def _value(self, window: "deque[int] | list[int]") -> int:
-        return sorted(window)[int(len(window) * self._quantile)]
+        return sorted(window)[int(len(window) * LATE_QUANTILE)]
 
     def points(self) -> list[tuple[int, int]]:
         """Return the sizes of which enough is known, with their times, both rising.
@@ -129,23 +125,18 @@ class ServiceCurve:
 
     More rows never take less. Between the sizes of which enough is known it is a straight line; below the
     smallest it is the time of that one, and so above the largest, of which nothing longer was ever seen.
-
-    :param quantile: which of the durations of a size counts.
-    :param forgotten_after: the batches of a shape after which a size is forgotten that was not seen again.
     """
 
-    __slots__ = ("_forgotten_after", "_quantile", "_shapes")
+    __slots__ = ("_shapes",)
 
-    def __init__(self, quantile: float = LATE_QUANTILE, forgotten_after: int = FORGOTTEN_AFTER) -> None:
-        self._quantile = quantile
-        self._forgotten_after = forgotten_after
+    def __init__(self) -> None:
         self._shapes: OrderedDict[Hashable, _Times] = OrderedDict()
 
     def observe(self, shape: Hashable, rows: int, took_ns: int) -> None:
         """Remember how long a batch took. The least recently seen shape makes room for a new one."""
         times = self._shapes.get(shape)
         if times is None:
-            times = self._shapes[shape] = _Times(self._quantile, self._forgotten_after)
+            times = self._shapes[shape] = _Times()
             if len(self._shapes) > SHAPES_MAX:
                 self._shapes.popitem(last=False)
         if len(self._shapes) > 1:
@@ -161,8 +152,3 @@ class ServiceCurve:
         """Return what no batch of any size takes longer than, as a rule; ``None`` before any was seen."""
         times = self._shapes.get(shape)
         return None if times is None else times.most_ns
-
-    def points(self, shape: Hashable) -> list[tuple[int, int]]:
-        """Return the sizes of which enough is known, with their times."""
-        times = self._shapes.get(shape)
-        return [] if times is None else times.points()

@@ -25,7 +25,6 @@ from typing import Final, NamedTuple
 
 from asynctrt.scheduling.estimates import LatencyHistory
 from asynctrt.scheduling.request import NO_DEADLINE_NS
-from asynctrt.scheduling.target import Target
 
 PART_NS_MIN: Final = 200_000
 """Rows are spread over idle cores only while each part computes for longer than a few hand-overs."""
@@ -70,7 +69,6 @@ class Policy:
     :param answers_in_time: whether deadlines are those of answers, so that batches are also formed as late as
         possible when they are full.
     :param patience_ns: after how long a request is overdue.
-    :param target: within which time a share of the requests is to be answered.
     :param is_alone: whether each request is a batch of its own, whatever else is queued.
     """
 
@@ -85,7 +83,6 @@ class Policy:
     may_enqueue_slowly: bool = False
     answers_in_time: bool = False
     patience_ns: int = PATIENCE_NS
-    target: Target | None = None
 
     def ready_ns(self, oldest_arrival_ns: int, deadline_ns: int) -> int:
         """Return when a bucket that is not full has waited long enough, in ns."""

@@ -6,7 +6,7 @@ nor differ between two runs with the same inputs.
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from asynctrt.errors import (
@@ -24,8 +24,7 @@ from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
-from asynctrt.scheduling.objective import Objective, Situation
-from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Captured, Policy
+from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.punctual import Punctuality
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import (
@@ -92,7 +91,7 @@ class Scheduler:
         self._policy = policy
         self._shapes = shapes
         self._runs_as_it_is = shapes.runs_as_many_as_it_takes and not policy.captured.sizes
-        self._queue_rows_max = self._queue_rows_limit = queue_rows_max
+        self._queue_rows_max = queue_rows_max
         self._priorities = priorities
         self._in_flight_max = in_flight_max
         self._buckets = Buckets(policy, priorities)
@@ -132,20 +131,9 @@ class Scheduler:
         self._forecast.punctuality = self._punctuality
         # Requests that are too late for any batch, to be told at the next `expire`.
         self._late: list[Request] = []
-        self._objective: Objective | None = None
-        if policy.target is not None and not policy.is_alone:
-            self._objective = Objective(
-                policy.target,
-                rows_max=policy.rows_max,
-                width=1 if policy.is_pipelined else policy.concurrency,
-                is_split=policy.is_parallel,
-                may_limit=not (policy.is_pipelined or arenas),
-            )
         self._share: Share | None = None
-        # Whether what is queued waits for company or for the objective, not for the device.
+        # Whether what is queued waits for company, not for the device.
         self._bides = False
-        # Since when a batch is held back for the objective.
-        self._held_since_ns: int | None = None
         # From the first request with a deadline on.
         self._foresees = False
         # The last batch that started with what was most overdue, and whether the last one went out of turn.
@@ -173,15 +161,6 @@ class Scheduler:
     def lanes_chosen(self) -> dict[int, int]:
         """Return how many batches compute side by side, if more than one, by the rows up to which they do."""
         return {} if self._lanes is None else self._lanes.chosen()
-
-    def situation(self) -> Situation | None:
-        """Return what is done for the latency target, and why; ``None`` without one."""
-        return None if self._objective is None else self._objective.situation()
-
-    @property
-    def objective(self) -> Objective | None:
-        """What decides how batches are formed for the latency target; ``None`` without one."""
-        return self._objective
 
     @property
     def share(self) -> Share | None:
@@ -409,9 +388,6 @@ class Scheduler:
                 self._bides = True
                 return self._next_again(now_ns)
             bucket, reason = picked
-            if self._objective is not None and self._is_held(self._objective, bucket, in_flight, now_ns):
-                self._bides = True
-                return self._next_again(now_ns)
             by_age = False
             if self._buckets.priority_max or (self._deadlines.line and self._buckets.waiting > 1):
                 bucket, reason = self._reconsider(bucket, reason, now_ns)
@@ -534,9 +510,6 @@ class Scheduler:
             Batch,
             (number, key, chosen, rows, rows_run, profile, context, arena, is_timed, reason, now_ns, lane),
         )
-        if self._objective is not None:
-            self._held_since_ns = None
-            self._objective.launched(batch, list(self._in_flight))
         self._in_flight[number] = batch
         if lanes is not None:
             lanes.launched(batch)
@@ -607,27 +580,6 @@ class Scheduler:
             self._was_part = True
             return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
         return None
-
-    def _is_held(self, objective: Objective, bucket: BucketQueue, in_flight: int, now_ns: int) -> bool:
-        """Return whether the next batch is held back for the objective; note until when."""
-        choice = objective.choice
-        if choice.concurrency and in_flight >= choice.concurrency:
-            return True  # What is in flight ends, and lets it go.
-        # Only what waits alone, is not urgent, and is not on a device that has something to do anyway.
-        may_wait = choice.delay_ns and self._buckets.waiting == 1 and not bucket.priority
-        if not may_wait or bucket.key.slab is not None or (self._lanes is not None and in_flight):
-            self._held_since_ns = None
-            return False
-        if self._held_since_ns is None:
-            self._held_since_ns = bucket.oldest_arrival_ns()
-        held_ns = objective.held_until_ns(bucket.rows, self._held_since_ns)
-        if self._deadlines.line and (deadline_ns := self._deadlines.earliest_ns()) is not None:
-            # There is time to compute it with the company that it waits for.
-            held_ns = min(held_ns, deadline_ns - choice.delay_ns - DEADLINE_MARGIN_NS)
-        if held_ns <= now_ns:
-            return False
-        self._due_ns = held_ns
-        return True
 
     def _is_early(self, bucket: BucketQueue, lanes: Lanes, now_ns: int) -> bool:
         """Return whether the next batch can still grow before the device would want it; note when that is."""
@@ -750,9 +702,6 @@ class Scheduler:
                 # Nobody has told of any: its rows and its outputs are on the device, say.
                 self._estimator.observe_copies(batch, copy_in_ns=0, copy_out_ns=0)
             self._lanes.ended(batch, compute_ns if batch.is_timed else 0)
-        if self._objective is not None:
-            took_ns = compute_ns if batch.lane is not None else now_ns - batch.launched_ns
-            self._objective.finished(batch, now_ns, took_ns, self._queued_rows)
 
     def _observe_late(
         self,
@@ -816,18 +765,6 @@ class Scheduler:
         self._closed = why
         self._queue_rows_max = -1
 
-    def accept(self, why: AsynctrtError) -> None:
-        """Take submissions again, if ``why`` is the latest reason for which they were refused."""
-        if self._closed is why:
-            self._closed = None
-            self._queue_rows_max = self._queue_rows_limit
-
-    def captured_again(self, captured: Captured) -> None:
-        """Note the batch sizes that were captured anew, while nothing is queued and nothing in flight."""
-        assert self.is_idle, "batches were decided with other sizes"
-        self._policy = replace(self._policy, captured=captured)
-        self._runs_as_it_is = self._shapes.runs_as_many_as_it_takes and not captured.sizes
-
     def close(self, why: AsynctrtError) -> list[Request]:
         """Refuse every submission from now on, and take everything that is queued, or to be tried again, and
         those that left the queue as too late and were not told yet."""
@@ -853,8 +790,6 @@ class Scheduler:
         """Expect nothing any more of a batch that failed."""
         self._estimator.forget(batch)
         self._forecast.ended(batch)
-        if self._objective is not None:
-            self._objective.forget(batch)
         if self._lanes is not None:
             self._lanes.forget(batch)
             self._being_staged.discard(batch.number)
@@ -897,12 +832,6 @@ class Scheduler:
         return bucket
 
     def _rows_to_take(self, bucket: BucketQueue, in_flight: int) -> int:
-        rows = self._rows_by_policy(bucket, in_flight)
-        if self._objective is not None and bucket.key.slab is None and (head := bucket.head()) is not None:
-            rows = max(self._objective.rows_to_take(rows), head.rows)
-        return rows
-
-    def _rows_by_policy(self, bucket: BucketQueue, in_flight: int) -> int:
         if bucket.key.slab is not None:
             # Its rows lie in one slab, which one batch runs from; there are never more than it holds.
             return bucket.rows_max
@@ -965,8 +894,6 @@ class Scheduler:
         bucket.discard(request)
         self._queued_rows -= request.rows
         self._buckets.left(bucket)
-        # It may be the one that the wait for company was counted from.
-        self._held_since_ns = None
 
     def _mask(self, request: Request) -> bool:
         """Drop the answer of a request in flight; False if it is no longer in flight."""

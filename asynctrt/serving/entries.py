@@ -12,18 +12,10 @@ from asynctrt.serving.told import without_folders
 LOST: Final = "nothing can run it now: see the log, and restart the server if that lasts"
 """Why a loaded model is not ready."""
 
-SUSPENDED: Final = "it is suspended"
-"""Why a loaded model whose engine the application has suspended is not ready."""
-
 RESTARTING: Final = "its worker process died, and another one is starting"
 """Why a loaded model is not ready for a moment. Requests for it wait."""
 
-NOT_READY: Final = {
-    "lost": LOST,
-    "restarting": RESTARTING,
-    "suspending": SUSPENDED,
-    "suspended": SUSPENDED,
-}
+NOT_READY: Final = {"lost": LOST, "restarting": RESTARTING}
 """The states of an engine in which a loaded model is not ready, and why."""
 
 LOADING: Final = "LOADING"
@@ -84,10 +76,8 @@ class Entry:
 
     @property
     def is_put_aside(self) -> bool:
-        """Whether it was unloaded or suspended on purpose, or came later and was never served."""
-        if self.served is None:
-            return self.reason == UNLOADED or not self.is_awaited
-        return self.why_not == SUSPENDED
+        """Whether it was unloaded on purpose, or came later and was never served."""
+        return self.served is None and (self.reason == UNLOADED or not self.is_awaited)
 
     @property
     def why_not(self) -> str:

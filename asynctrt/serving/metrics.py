@@ -492,18 +492,6 @@ def _of_requests() -> Iterator[_Family]:
         "Requests refused because they would have been too late, which are among the refused.",
         lambda reading: reading.done.refused_late,
     )
-    yield _value(
-        GaugeMetricFamily,
-        "asynctrt_latency_target_met_share",
-        "Share of the last few hundred answers within latency_target, 0 to 1; absent without one.",
-        lambda reading: None if reading.done.objective is None else reading.done.objective.met_share,
-    )
-    yield _value(
-        CounterMetricFamily,
-        "asynctrt_latency_target_changes",
-        "How often batches were formed in another way for latency_target; absent without one.",
-        lambda reading: None if reading.done.objective is None else reading.done.objective.changes,
-    )
     yield _values(
         GaugeMetricFamily,
         "asynctrt_padding_sizes",
@@ -552,7 +540,7 @@ def _of_requests() -> Iterator[_Family]:
         GaugeMetricFamily,
         "asynctrt_waiting_requests",
         "Requests that wait for their client's turn, before the queue.",
-        lambda reading: sum(one.gate.waiting for one in reading.served.admissions),
+        lambda reading: reading.served.admission.gate.waiting,
     )
     yield _value(
         GaugeMetricFamily,
@@ -588,7 +576,7 @@ def _read(read: Read, reading: _Labelled) -> float:
 
 
 def _waiting_rows(reading: _Labelled) -> int:
-    return sum(one.gate.waiting_rows for one in reading.served.admissions)
+    return reading.served.admission.gate.waiting_rows
 
 
 def _handover_s(reading: _Labelled) -> float:

@@ -92,7 +92,7 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model is ready that was not unloaded or suspended, and the server is not draining.
+        """Whether every model is ready that was not unloaded, and the server is not draining.
 
         Not before all places that it was started with were looked through.
         """
@@ -181,7 +181,7 @@ class Repository:
     def find_ready(self, name: str, version: str = "") -> ServedModel:
         """Return the model as :meth:`find` does, if its engine can run batches now.
 
-        :raises ModelNotReadyError: also if its device is lost, or it is suspended.
+        :raises ModelNotReadyError: also if its device is lost.
         """
         served = self.find(name, version)
         why_not = NOT_READY.get(served.engine.state)

@@ -103,7 +103,6 @@ class ServedModel:
             pad=engine.options.pad,
         )
         self.admission = Admission(engine, waiting_max)
-        self._urgent = None if engine.urgent is None else Admission(engine.urgent, waiting_max)
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)
         self.failed_ns = 0
@@ -143,15 +142,12 @@ class ServedModel:
         :raises AsynctrtError: as :meth:`Engine.submit`, and if its client has too much waiting.
         """
         priority = request.layout.priority
-        admission = self.admission
         if priority:
             # On the wire 1 is the most urgent. Priorities beyond the last level mean the default.
             priority = max(0, self.engine.options.priorities - priority)
-            if self._urgent is not None and priority == self.engine.options.priorities - 1:
-                admission = self._urgent
-        lane = caller.lane(admission.gate, name)
-        inference = Inference(self, request, began_ns, headers, lane, admission, priority, on_end)
-        admission.submit(inference)
+        lane = caller.lane(self.admission.gate, name)
+        inference = Inference(self, request, began_ns, headers, lane, self.admission, priority, on_end)
+        self.admission.submit(inference)
         self.pending += 1
         if inference.rows > self._rows_unsplit:
             self._divisible.add(inference)
@@ -159,27 +155,20 @@ class ServedModel:
 
     async def drain(self) -> None:
         """Refuse new requests, and return once the accepted ones are answered."""
-        for admission in self.admissions:
-            await admission.drain()
+        await self.admission.drain()
         await self.engine.drain()
 
     async def aclose(self) -> None:
         """Close the engine. What has not reached it fails."""
-        for admission in self.admissions:
-            admission.fail()
+        self.admission.fail()
         await self.engine.aclose()
-
-    @property
-    def admissions(self) -> tuple[Admission, ...]:
-        """The ways into its engine, one for urgent requests included if they have one of their own."""
-        return (self.admission,) if self._urgent is None else (self.admission, self._urgent)
 
     @property
     def refused(self) -> dict[str, int]:
         """How many requests were refused before the engine's queue, by reason."""
         return {
-            "crowded": sum(one.crowded for one in self.admissions),
-            "expired": sum(one.expired for one in self.admissions),
+            "crowded": self.admission.crowded,
+            "expired": self.admission.expired,
         }
 
     def ended(self, inference: Inference) -> BaseException | None:

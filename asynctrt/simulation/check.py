@@ -11,7 +11,6 @@ from typing import Any, Final
 from asynctrt.errors import DeviceLostError, EngineClosedError, InternalError
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.replay import WORK_CONSERVING
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -119,8 +118,6 @@ class World:
             arena_users=self._users if scenario.arenas else None,
             times_all=scenario.times_all,
         )
-        if scenario.choice is not None and scheduler.objective is not None:
-            scheduler.objective.impose(scenario.choice)
         rules = Rules(
             scheduler,
             Limits(
@@ -136,7 +133,6 @@ class World:
                 batch_ns=scenario.latency().cost((), scenario.rows_max).total_ns,
                 times_all=scenario.times_all,
                 keeps_promises=scenario.keeps_promises,
-                choice=scenario.choice or WORK_CONSERVING,
                 users=self._users,
                 others_have_work=partial(self._others_have_work, number),
             ),

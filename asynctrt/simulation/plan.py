@@ -385,7 +385,6 @@ def _fleet(plan: Plan, timeline: Timeline, collected: Collected) -> _Fleet:
         is_pipelined=arenas > 0,
         lanes_max=lanes_max,
         answers_in_time=options.timeout_until == "answer",
-        target=options.target,
     )
     rng = random.Random(plan.seed)  # noqa: S311  (a simulation, not a secret)
 
@@ -517,7 +516,6 @@ def described(plan: Plan) -> dict[str, Any]:
         "priorities": options.priorities,
         "timeout": options.timeout,
         "timeout_until": options.timeout_until,
-        "latency_target": options.latency_target,
     }
     own = {name: getattr(settings, name) for name in SimulationSettings.__dataclass_fields__}
     own |= {"slo": list(settings.slo), "seconds": plan.load.seconds, "seed": plan.seed}

@@ -20,7 +20,6 @@ from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import ALONE_FIRST, ALONE_TO_LEARN, PROBE_BATCHES
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX, TURNS_KEPT
-from asynctrt.scheduling.replay import WORK_CONSERVING, Choice
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.simulation.device import Flight
@@ -55,8 +54,6 @@ class Limits:
     """Whether the device times every batch."""
     keeps_promises: bool = False
     """Whether the scheduler can know whatever a batch takes and waits for on the device."""
-    choice: Choice = WORK_CONSERVING
-    """How batches are to be formed for an objective."""
     users: Sequence[int] = ()
     """The batches in each arena, over all engines that share them."""
     others_have_work: Callable[[], bool] = bool
@@ -417,9 +414,6 @@ class Rules:
         elif batch.key.slab is not None and batch.reason is not Reason.AGAIN:
             mates = [request for request in self._waiting() if request.key == batch.key]
             _hold(set(mates) == set(batch.requests), "the rows of a slab were launched in parts")
-        most = limits.choice.rows_max
-        if most and batch.key.slab is None and batch.reason not in (Reason.AGAIN, Reason.AGED):
-            _hold(rows <= most or len(batch.requests) == 1, "a batch is larger than the objective wants it")
         _hold(batch.rows_run in allowed, f"{rows} rows were padded to {batch.rows_run}")
         profile = None if limits.profile_of is None else limits.profile_of(batch.rows_run)
         _hold(batch.profile == profile, f"{batch.rows_run} rows run with profile {batch.profile}")
@@ -612,12 +606,7 @@ class Rules:
         wakeup_ns = scheduler.next_wakeup()
         if deadline_ns != NO_DEADLINE_NS:
             _hold(wakeup_ns is not None and wakeup_ns <= deadline_ns, "nobody watches a deadline")
-        choice = limits.choice
-        if not has_room or (choice.concurrency and in_flight >= choice.concurrency):
-            return
-        held_ns = self._held_until_ns(oldest)
-        if held_ns > now_ns and (not in_flight or not policy.is_pipelined):
-            _hold(wakeup_ns is not None and wakeup_ns <= held_ns, "nobody watches what is held back")
+        if not has_room:
             return
         _hold(bool(in_flight), "work waits while nothing is in flight")
         # What has its turn may be a batch that still grows, until the device wants it.
@@ -648,15 +637,6 @@ class Rules:
         _hold(wakeup_ns is not None and now_ns < wakeup_ns, "nobody watches what is left to others")
         _hold(self._limits.others_have_work(), "the device is left to others that have no work for it")
         return True
-
-    def _held_until_ns(self, oldest: Request) -> int:
-        """Return until when an objective may hold back what waits; 0 if it may not."""
-        choice, waiting = self._limits.choice, self._waiting()
-        is_wanted = choice.delay_ns and len(self._rows) == 1 and oldest.key.slab is None
-        rows = sum(request.rows for request in waiting)
-        if not is_wanted or rows >= (choice.rows_max or self._limits.policy.rows_max):
-            return 0
-        return 0 if any(request.priority for request in waiting) else oldest.arrival_ns + choice.delay_ns
 
     def _some_full(self) -> bool:
         return any(rows >= self._limits.rows_max(key) for key, rows in self._rows.items())

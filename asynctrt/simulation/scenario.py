@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS, Captured, Policy
-from asynctrt.scheduling.replay import Choice
-from asynctrt.scheduling.target import Target
 from asynctrt.simulation.arrivals import Arrival
 from asynctrt.simulation.engine import FAULTS
 from asynctrt.simulation.latency import CostTable, Entry, LatencyModel
@@ -65,8 +63,6 @@ class Scenario:
     answers_in_time: bool = False
     patience_ns: int = PATIENCE_NS
     times_all: bool = False
-    choice: Choice | None = None
-    """How batches are to be formed, as if for a latency target."""
     captured: tuple[int, ...] = ()
     rows_fixed: bool = False
     batch_nbytes_max: int = 0
@@ -140,7 +136,6 @@ class Scenario:
             lanes_max=lanes_max,
             answers_in_time=self.answers_in_time,
             patience_ns=self.patience_ns,
-            target=None if self.choice is None else Target(0.99, 20 * MS),
         )
 
     def described(self) -> list[str]:
@@ -261,8 +256,6 @@ def scenario_of(seed: int) -> Scenario:
         base = dataclasses.replace(base, weights=((1.0, 1.0), (3.0, 1.0), (0.01, 20.0))[seed % 3])
     if is_promised := seed % 12 == 7:
         base, requests = _promised(rng, base, is_pipelined=seed % 24 == 7)
-    if seed % 12 == 11 and not base.is_alone:
-        base = dataclasses.replace(base, choice=_choice(seed, base))
     if seed % 5 > 2:
         patience_ns = rng.randrange(1, 20) * base.latency().cost((), rows_max).total_ns
         base = dataclasses.replace(base, patience_ns=patience_ns)
@@ -282,17 +275,6 @@ def scenario_of(seed: int) -> Scenario:
             disturbances.append(Disturbance(rng.randrange(last_ns + 1), what, much_ns))
     return dataclasses.replace(
         base, requests=tuple(requests), faults=tuple(faults), disturbances=tuple(disturbances)
-    )
-
-
-def _choice(seed: int, world: Scenario) -> Choice:
-    """Return how batches are to be formed, with nothing drawn of what others are drawn from."""
-    rng = random.Random(seed ^ 0xC401CE)  # noqa: S311  (a simulation, not a secret)
-    may_limit = not (world.is_pipelined or world.arenas)
-    return Choice(
-        rows_max=rng.choice([0, rng.randint(1, world.rows_max)]),
-        concurrency=rng.choice([0, 1]) if may_limit else 0,
-        delay_ns=rng.choice([0, MS // 2, 5 * MS]),
     )
 
 

@@ -32,7 +32,6 @@ OPTION_NAMES: Final = (
     "max_in_flight",
     "timeout",
     "timeout_until",
-    "latency_target",
     "priorities",
     "contexts",
     "arenas",

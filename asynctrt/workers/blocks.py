@@ -142,8 +142,7 @@ class Blocks:
         if shared.batches:
             return
         for slab in shared.slabs.values():
-            for lane in self._engine._lanes:
-                lane._pool.forget_inputs(slab)
+            self._engine._pool.forget_inputs(slab)
         shared.slabs.clear()
         shared.address = None
         nbytes, unpin = self._unpin.pop(shared, (0, None))

@@ -400,8 +400,7 @@ class Worker:
         self._attached: list[Served] = []
         self._told: Statistics | None = None
         self.closing: asyncio.Event = asyncio.Event()
-        for lane in engine._lanes:
-            lane._driver.on_launch = _launched
+        engine._driver.on_launch = _launched
         self._beat()
 
     def hear(self, message: Any, fds: list[int]) -> None:

@@ -31,7 +31,6 @@ from asynctrt.workers.messages import Description
 from asynctrt.workers.original import Original
 from asynctrt.workers.spawn import SPAWNER, OwnWorkers
 from asynctrt.workers.stand_ins import StandIns
-from asynctrt.workers.suspension import WorkerSuspension
 
 SHARE_OF_MEMORY: Final = 0.5
 """Of the machine's memory, what a front's shared memory may grow to. Only what is used is taken."""
@@ -83,14 +82,9 @@ class IsolatedEngine(Engine):
         for link in links:
             link.owner = self._front
         self._front.stand_ins = StandIns(loop, self._front, stand_in, options.close_timeout)
-        self._workers_suspension = WorkerSuspension(
-            loop, description.name, self._front, options.close_timeout, self._check_open
-        )
         # What the methods of an engine ask these for, a front can tell as well.
         self._driver = self._front  # type: ignore[assignment]
         self._scheduler = _Limits(description.max_rows)  # type: ignore[assignment]
-        self._urgent = None
-        self._is_urgent = False
         self._state = "open"
         self._closing = None
         self._opened_at = _caller()
@@ -105,8 +99,6 @@ class IsolatedEngine(Engine):
             return self._state
         if self._front.lost is not None:
             return "lost"
-        if self._workers_suspension.phase != "open":
-            return self._workers_suspension.phase
         return "open" if any(link.state == "open" for link in self._front.links) else "restarting"
 
     @property
@@ -163,31 +155,6 @@ class IsolatedEngine(Engine):
         """
         raise self._not_here("tracing")
 
-    async def suspend(self) -> None:
-        """End the workers, spares as well, so that nothing of the engine is on its devices. Idempotent.
-
-        Requests that were taken are answered, and new ones refused with ``SuspendedError``. Any model can do
-        that. What is left is this process's part, without CUDA.
-
-        A caller who is cancelled while requests are still answered leaves the engine open; later, suspended.
-
-        :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
-        :raises DeviceLostError: when it is lost.
-        """
-        self._check_loop()
-        await self._workers_suspension.suspend()
-
-    async def resume(self) -> None:
-        """Start the workers again after :meth:`suspend`, which takes as long as opening did. Idempotent.
-
-        A caller who is cancelled waits all the same.
-
-        :raises AsynctrtError: whatever opening the model would raise; the engine stays suspended.
-        :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
-        """
-        self._check_loop()
-        await self._workers_suspension.resume()
-
     def _not_here(self, name: str) -> UsageError:
         return UsageError(
             f"{self!r} runs in worker processes and has no {name}. Open it with isolation='none' for that"
@@ -199,8 +166,9 @@ class IsolatedEngine(Engine):
             "or open the engine with isolation='none'"
         )
 
-    def _own_statistics(self) -> Statistics:
+    def statistics(self) -> Statistics:
         """What the workers last told of batches, at most 0.1 s ago, and what the front knows of requests."""
+        self._origin.check(self)
         joined = reduce(Statistics.joined, [link.counts for link in self._front.links if link.has_counts])
         front = self._front.counters
         own = {
@@ -226,7 +194,6 @@ class IsolatedEngine(Engine):
         front = self._front
         front.fail_queued(EngineClosedError(why))
         await wait_shielded(front.next_idle(), self._options.close_timeout)
-        await self._workers_suspension.give_up()
         closing = [self._loop.create_task(link.aclose(self._options.close_timeout)) for link in front.links]
         for task in closing:
             await wait_shielded(task)

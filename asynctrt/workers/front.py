@@ -243,11 +243,6 @@ class Front:
         """Take no new request; answer those that were taken."""
         self._refusing = why
 
-    def accept(self, why: AsynctrtError) -> None:
-        """Take requests again, if they are refused for this reason."""
-        if self._refusing is why:
-            self._refusing = None
-
     def fail_queued(self, why: EngineClosedError) -> None:
         """Take no new request, and fail those that were not launched. What was launched goes on."""
         self._refusing = self._closed = why

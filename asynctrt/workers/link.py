@@ -177,7 +177,7 @@ class Link:
         self.place = place
         self.owner: Owner | None = None
         self.state = "starting"
-        """``starting``, ``open``, ``restarting``, ``suspended``, ``lost``, ``closed``."""
+        """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
         self.lost: DeviceLostError | None = None
         self.is_stand_in = False
         """Whether it has a second worker on its device, for as long as the first takes nothing."""
@@ -392,25 +392,6 @@ class Link:
             if not process.how_it_ended:
                 logger.error("%r does not end, although it was killed", process)
         self._detach()
-
-    async def suspend(self, timeout_s: float) -> None:
-        """End the worker and its spare, as :meth:`aclose` does, so that another can be started."""
-        await self.aclose(timeout_s)
-        if self._worker is not None:
-            self._keep_counts(self._worker)
-        self._worker = self._spare = None
-        # Nobody waits for what is left: who is suspended waits until everybody has an answer.
-        groups, self.groups, self._rows = list(self.groups.values()), {}, 0
-        if self.owner is not None:
-            self.owner.hold([*groups, *self.take_suspects()])
-        self.state = "suspended"
-
-    def resume(self) -> None:
-        """Start a worker after :meth:`suspend`; ``first`` is done when it is ready or has failed."""
-        self.state = "restarting"
-        self.first = self._loop.create_future()
-        self._failed_starts = self._vain_deaths = 0
-        self.start()
 
     async def _all_ended(self, processes: list[Worker], timeout_s: float) -> None:
         end_s = self._loop.time() + timeout_s

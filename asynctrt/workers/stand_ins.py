@@ -79,12 +79,6 @@ class StandIns:
         elif stand_in is None and link not in self._in_vain:
             self._start(link)
 
-    def forget(self) -> None:
-        """Have none: all workers have been ended."""
-        self._front.links[:] = [link for link in self._front.links if not link.is_stand_in]
-        self._of.clear()
-        self._in_vain.clear()
-
     async def wait_closed(self) -> None:
         """Wait until those that are not needed any more have ended."""
         if self._tasks:

@@ -41,12 +41,6 @@ WAYS = {
     "work-conserving": {},
     "timeout until launch": TIMEOUT,
     "timeout until answer": {**TIMEOUT, "timeout_until": "answer"},
-    "latency target": {"latency_target": f"p99<{TARGET_MS}ms"},
-    "target, timeout until answer": {
-        **TIMEOUT,
-        "timeout_until": "answer",
-        "latency_target": f"p99<{TARGET_MS}ms",
-    },
 }
 DEVICES = {
     "one thread": {"contexts": 2},

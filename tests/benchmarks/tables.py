@@ -473,8 +473,8 @@ def gpu_urgent():
     for name, said in (
         ("alone", "nothing else runs"),
         ("priority", "beside a flood, `priority=2`"),
-        ("a share of 0.12", "the same, `urgent_share=0.12`"),
-        ("a share of 0.25", "the same, `urgent_share=0.25`"),
+        ("a share of 0.12", "on a part of the GPU, `partition(0.12)`"),
+        ("a share of 0.25", "on a part of the GPU, `partition(0.25)`"),
     ):
         case = cases[name]
         flood = thousands(case["flood_per_s"]) if case["flood_per_s"] else "none"
@@ -523,7 +523,7 @@ def six():
     urgent = figures("gpu-urgent")["cases"]
     before, after = (urgent[name]["p99_us"] / 1e3 for name in ("priority", "a share of 0.25"))
     yield (
-        "H200: p99 of an urgent request beside a flood, without and with a share of its own",
+        "H200: p99 of an urgent request beside a flood, without and with a part of the GPU for it",
         f"{before:.1f} → {after:.1f} ms",
     )
 

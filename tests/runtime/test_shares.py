@@ -154,7 +154,6 @@ async def test_what_takes_none_of_the_device_has_no_weight_there():
     [
         ({"weight": 0}, "weight must be a number ≥ 0.001 and ≤ 1000"),
         ({"weight": float("nan")}, "weight must be a number"),
-        ({"weight": 2, "urgent_share": 0.5}, "with urgent_share"),
         ({"weight": 2, "isolation": "process"}, "with isolation"),
     ],
 )

@@ -28,7 +28,6 @@ def told(curve, *sizes):
 def test_nothing_is_said_of_too_few():
     curve = seen((4, 100), times=SAMPLES_MIN - 1)
     assert told(curve, 4) == [None]
-    assert curve.points("other") == []
     curve.observe("s", 4, 100)
     assert told(curve, 4) == [100]
 
@@ -58,14 +57,12 @@ def test_it_is_on_the_late_side():
 def test_sizes_that_are_alike_say_something_together():
     curve = seen((33, 100), (40, 110), (50, 130), (60, 140), times=1)
     assert told(curve, 40, 60) == [140, 140]
-    assert curve.points("s") == [(60, 140)]
 
 
 def test_those_that_are_known_by_themselves_need_no_others():
     curve = seen((33, 100), times=SAMPLES_MIN)
     curve.observe("s", 60, 900)
     assert told(curve, 33, 60) == [100, 100]
-    assert curve.points("s") == [(33, 100)]
 
 
 def test_what_is_not_seen_again_is_forgotten():

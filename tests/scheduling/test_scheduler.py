@@ -18,7 +18,6 @@ from asynctrt.errors import (
     InputError,
     InternalError,
     QueueFullError,
-    SuspendedError,
 )
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.counters import ARENA_WAIT_NS_MIN
@@ -577,17 +576,6 @@ class TestRowsRun:
         submit(plan, rows=3, shape=FIXED_SHAPE._replace(**variant))
         assert plan.next_batch(0).rows_run == 8
 
-    def test_what_is_captured_anew_counts_from_then_on(self):
-        plan = scheduler(rows_max=8, captured=Captured((1, 8)))
-        for sizes, rows_run in (((), 2), ((4,), 4), ((1, 8), 8)):
-            plan.captured_again(Captured(sizes))
-            submit(plan, rows=2, shape=FIXED_SHAPE)
-            batch = plan.next_batch(0)
-            assert batch.rows_run == rows_run
-            with pytest.raises(AssertionError):
-                plan.captured_again(Captured())
-            finish(plan, batch)
-
     def test_rows_of_other_shapes_are_not_captured(self):
         plan = scheduler(rows_max=8, captured=Captured((1, 8)))
         submit(plan, rows=3)
@@ -623,30 +611,6 @@ class TestClosing:
         with pytest.raises(EngineClosedError, match="draining"):
             submit(plan)
         assert plan.next_batch(0) is not None
-
-    def test_what_was_refused_for_a_while_is_taken_again(self):
-        plan = scheduler(rows_max=8)
-        for _ in range(2):
-            why = SuspendedError("suspended")
-            plan.refuse(why)
-            with pytest.raises(SuspendedError):
-                submit(plan)
-            plan.accept(SuspendedError("suspended"))
-            with pytest.raises(SuspendedError):
-                submit(plan)
-            plan.accept(why)
-            plan.accept(why)
-            submit(plan, rows=8)
-            finish(plan, plan.next_batch(0))
-
-    def test_another_reason_holds(self):
-        plan = scheduler()
-        why = SuspendedError("suspended")
-        plan.refuse(why)
-        plan.refuse(EngineClosedError("draining"))
-        plan.accept(why)
-        with pytest.raises(EngineClosedError, match="draining"):
-            submit(plan)
 
     def test_closing_takes_what_was_to_be_tried_again(self):
         plan = scheduler()

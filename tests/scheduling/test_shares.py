@@ -2,12 +2,7 @@
 
 import pytest
 
-from asynctrt.scheduling.policy import NOT_CAPTURED, Policy
-from asynctrt.scheduling.replay import Choice
-from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import SLACK_NS, DeviceShares
-from asynctrt.scheduling.target import Target
 from tests.scheduling.support import KEY, scheduler, submit
 
 MS = 1_000_000
@@ -270,32 +265,6 @@ def test_a_part_of_a_batch_that_failed_waits_for_its_turn_too(shares):
     submit(theirs, rows=4)
     assert ours.next_batch(0) is None
     assert ours.next_wakeup() is not None
-
-
-def test_who_holds_a_batch_back_for_an_objective_keeps_nobody_else_waiting(shares):
-    ours = make(shares)
-    policy = Policy(4, 0, 1, is_parallel=False, captured=NOT_CAPTURED, target=Target(0.99, 20 * MS))
-    theirs = Scheduler(
-        policy=policy,
-        shapes=Shapes(rows_max=4, profiles=None),
-        contexts=2,
-        queue_rows_max=64,
-        priorities=1,
-        arenas=0,
-        in_flight_max=2,
-    )
-    theirs.divide(shares.join(1.0, width=1, overlaps=False, wake=lambda: None))
-    theirs.objective.impose(Choice(0, 0, 5 * MS))
-    for _ in range(8):
-        submit(ours, rows=4)
-    end(ours, ours.next_batch(0), 9, 9)
-    assert ours.next_batch(9 * MS) is not None
-    submit(theirs, now_ns=9 * MS)
-    assert theirs.next_batch(9 * MS) is None
-    assert ours.next_batch(9 * MS) is not None, "the other one would launch nothing"
-    assert theirs.next_batch(14 * MS) is not None
-    submit(theirs, now_ns=14 * MS)
-    assert ours.next_batch(14 * MS) is None
 
 
 def test_the_end_of_a_delay_wakes_nobody_who_is_held(shares):

@@ -12,7 +12,6 @@ from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
-from asynctrt.scheduling.objective import Objective
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.punctual import Punctual, Punctuality
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
@@ -387,25 +386,6 @@ def who_is_given_up_is_not_told(original, self, *more, **how):
     return found
 
 
-def batches_of_any_size_for_an_objective(original, self, rows):
-    return rows
-
-
-def what_is_held_back_waits_twice_as_long(original, self, rows, arrival_ns):
-    held_ns = original(self, rows, arrival_ns)
-    return held_ns + self.choice.delay_ns if held_ns else 0
-
-
-def what_cannot_grow_is_held_back_too(original, self, rows, arrival_ns):
-    return original(self, 0, arrival_ns)
-
-
-def nobody_looks_for_what_is_held_back(original, self, *more):
-    is_held = original(self, *more)
-    self._due_ns = None
-    return is_held
-
-
 def each_slab_is_learned_anew(original, self):
     return self.shape, self.slab
 
@@ -507,10 +487,6 @@ PLANTED = [
     (Punctuality, "_is_hopeless", everybody_is_given_up),
     (ServiceCurve, "late_ns", batches_are_told_to_take_half_as_long),
     (Scheduler, "_choose_in_time", who_is_given_up_is_not_told),
-    (Objective, "rows_to_take", batches_of_any_size_for_an_objective),
-    (Objective, "held_until_ns", what_is_held_back_waits_twice_as_long),
-    (Objective, "held_until_ns", what_cannot_grow_is_held_back_too),
-    (Scheduler, "_is_held", nobody_looks_for_what_is_held_back),
     (Lanes, "landed", a_lane_is_never_left),
     (BatchKey, "cost_key", each_slab_is_learned_anew),
     (DeviceShares, "missing_ns", the_device_is_left_to_the_idle),

@@ -1,7 +1,6 @@
 """Predictions, held to what queueing theory and arithmetic say."""
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -261,60 +260,3 @@ def test_the_report_is_that_of_a_load_test():
     content = as_json(made, found, "poisson:4000")
     assert content["settings"]["max_rows"] == 8
     assert parse_latency(content["latency_model"], "x").as_json() == made.latency.as_json()
-
-
-@pytest.mark.tier2
-@pytest.mark.parametrize("device", [{}, {"arenas": 1, "contexts": 4}])
-def test_a_latency_target_holds_batches_back_where_that_raises_what_is_in_time(tmp_path, device):
-    """Eight requests within a ms, every 11 ms, and batches of 7 ms whatever their rows: alone, the first of
-    them makes all others too late."""
-    rng, times = random.Random(1), []
-    for clump in range(1500):
-        times += [clump * 0.011 + rng.random() * 0.001 for _ in range(8)]
-    trace = tmp_path / "clumps.csv"
-    trace.write_text("time\n" + "".join(f"{time}\n" for time in sorted(times)))
-    latency = table((1, 7.0), (16, 7.5))
-    good = [
-        predict(str(trace), latency, {"max_rows": 16, **device, **more}, slo=("p99<9ms",)).goodput
-        for more in ({}, {"latency_target": "p99<9ms"})
-    ]
-    assert good[1] > 4 * good[0]
-    assert good[1] > 0.85 * 8 / 0.011
-
-
-def _any_case(seed):
-    """Return a random device with a load and a target: a curve that rises in steps, threads that hinder one
-    another, loads up to more than it can do."""
-    rng = random.Random(seed)
-    rows_max, rows, took_ms, batches = rng.choice([4, 8, 16, 32]), 1, rng.uniform(1, 5), []
-    while rows <= rows_max:
-        batches.append((rows, took_ms))
-        rows, took_ms = 2 * rows, took_ms * rng.choice([1.0, 1.1, 1.3, 1.6, 2.0, 2.6])
-    lanes, interference = rng.choice([1, 1, 2, 4]), rng.choice([0, 0.5, 1.0])
-    latency = table(*batches, lanes=lanes, interference=interference, jitter=rng.choice([0, 0.1, 0.3]))
-    rate = max(size / took for size, took in batches) * 1e3 * (1 if interference else lanes)
-    rate *= rng.choice([0.3, 0.6, 0.8, 0.9, 1.0, 1.1])
-    load = rng.choice(["poisson:{:f}", "bursts:{:f},factor=3,share=0.2,period=0.3"]).format(rate)
-    target_ms = round(batches[-1][1] * rng.choice([1.2, 1.6, 2, 3]), 3)
-    device, split = ({"arenas": 1, "contexts": 4}, False) if rng.random() < 0.3 else ({}, rng.random() < 0.5)
-    seconds = max(6000 / rate, 2.0)
-    return load, latency, target_ms, {"max_rows": rows_max, **device}, {"split": split, "seconds": seconds}
-
-
-@pytest.mark.tier2
-@pytest.mark.parametrize("block", range(4))
-def test_with_a_latency_target_no_less_is_in_time_than_without(block):
-    """But for what is lost while something is tried that does not help."""
-    shares = []
-    for seed in range(12 * block, 12 * block + 12):
-        load, latency, target_ms, options, settings = _any_case(seed)
-        slo = f"p99<{target_ms}ms"
-        plain, aimed = (
-            predict(load, latency, {**options, **more}, slo=(slo,), **settings)
-            for more in ({}, {"latency_target": slo})
-        )
-        shares.append((aimed.goodput - plain.goodput) / plain.throughput)
-        assert shares[-1] > -0.07, seed
-        assert aimed.latency["p99"] < 1.15 * plain.latency["p99"], seed
-        assert aimed.throughput > 0.98 * plain.throughput, seed
-    assert sum(shares) > -0.01 * len(shares)

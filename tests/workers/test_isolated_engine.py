@@ -165,18 +165,6 @@ async def test_what_is_wrong_with_a_call_is_said_at_once():
         assert engine.statistics().submitted == 0
 
 
-async def test_an_engine_that_is_suspended_leaves_nothing_on_its_device():
-    async with opened(warm_spare=True) as engine:
-        await engine.infer(rows(1))
-        await engine.suspend()
-        assert not workers_left()
-        assert engine.state == "suspended"
-        assert engine.statistics().batches == 1
-        await engine.resume()
-        assert np.array_equal((await engine.infer(rows(2)))["y"], 2 * rows(2))
-        await until(lambda: engine.statistics().batches == 2)
-
-
 async def test_a_row_that_makes_the_model_fail_fails_alone():
     async with opened(max_rows=32) as engine:
         firsts = [RAISE if number in (5, 17) else number + 1 for number in range(40)]

@@ -20,7 +20,6 @@ from asynctrt.errors import (
     EngineClosedError,
     InputError,
     PoisonError,
-    SuspendedError,
 )
 from asynctrt.runtime.jobs import Copiers
 from asynctrt.workers import front, groups, link, spares
@@ -242,21 +241,19 @@ async def test_a_suspect_of_an_engine_that_is_being_closed_is_answered_and_leave
         assert engine._front._heap.blocks == 0
 
 
-@pytest.mark.parametrize("waits", ["drain", "suspend"])
-async def test_who_waits_for_the_answers_of_an_engine_is_told_if_it_is_closed_without_them(waits):
+async def test_who_waits_for_the_answers_of_an_engine_goes_on_if_it_is_closed_without_them():
     async with workers(KIND) as made, opened(close_timeout=0.05) as engine:
         made.all[0].holds = True
         call = engine.submit(rows(1))
         await until(lambda: engine.workers[0].groups)
         (group,) = engine._front.links[0].groups.values()
         engine._memory.words[group.launched] = 1
-        waiting = asyncio.create_task(getattr(engine, waits)())
+        waiting = asyncio.create_task(engine.drain())
         await until(lambda: engine._front._idle_waiters)
         await engine.aclose()
         with pytest.raises(EngineClosedError):
             await call
-        (told,) = await asyncio.gather(waiting, return_exceptions=True)
-        assert isinstance(told, EngineClosedError) == (waits == "suspend")
+        await waiting
 
 
 async def opening_with_workers_that_do_not_attach(made):
@@ -428,97 +425,3 @@ async def test_later_it_is_tried_a_few_times():
         with pytest.raises(DeviceLostError, match="cannot have it, as did the 4 before it"):
             await engine.infer(rows(1))
         assert len(made.all) == 1 + 5
-
-
-async def test_an_engine_that_is_suspended_has_no_workers():
-    async with workers(KIND) as made, opened(warm_spare=True, device="host,host") as engine:
-        await until(lambda: len(made.all) == 4)
-        made.all[0].holds = made.all[1].holds = True
-        call = engine.submit(rows(1))
-        await asyncio.sleep(0)
-        suspending = asyncio.create_task(engine.suspend())
-        await until(lambda: engine.state == "suspending")
-        with pytest.raises(SuspendedError, match=r"resume\(\)"):
-            await engine.infer(rows(2))
-        for worker in made.all[:2]:
-            worker.holds = False
-            worker.look()
-        assert np.array_equal((await call)["y"], 2 * rows(1))
-        await suspending
-        assert engine.state == "suspended"
-        assert all(worker.how_it_ended for worker in made.all), "workers are left"
-        assert [worker.state for worker in engine.workers] == ["suspended", "suspended"]
-        assert engine.statistics().contexts == 0
-        await engine.suspend()
-        with pytest.raises(SuspendedError):
-            await engine.infer(rows(2))
-        await engine.resume()
-        assert engine.state == "open"
-        assert np.array_equal((await engine.infer(rows(2)))["y"], 2 * rows(2))
-        assert [worker.deaths for worker in engine.workers] == [0, 0]
-    assert engine._front._heap.blocks == 0
-
-
-async def test_a_worker_that_cannot_be_started_again_leaves_the_engine_suspended():
-    async with workers(KIND) as made, opened() as engine:
-        await engine.suspend()
-        made.why_not = "cannot have it"
-        with pytest.raises(DeviceUnavailableError, match="cannot have it"):
-            await engine.resume()
-        assert engine.state == "suspended"
-        made.why_not = ""
-        await engine.resume()
-        assert np.array_equal((await engine.infer(rows(2)))["y"], 2 * rows(2))
-
-
-async def test_who_left_before_it_was_suspended_leaves_nothing_behind():
-    async with workers(KIND) as made, opened() as engine:
-        made.all[0].holds = True
-        call = engine.submit(rows(1))
-        await until(lambda: engine.workers[0].groups)
-        call.cancel()
-        await asyncio.sleep(0)
-        await engine.suspend()
-        assert engine._front._heap.blocks == 0
-        await engine.resume()
-        assert np.array_equal((await engine.infer(rows(2)))["y"], 2 * rows(2))
-
-
-@pytest.mark.parametrize("when", ["suspending", "suspended", "resuming"])
-async def test_an_engine_that_is_closed_while_it_is_suspended(when):
-    async with workers(KIND) as made, opened() as engine:
-        made.all[0].holds = when == "suspending"
-        call = engine.submit(rows(1))
-        await asyncio.sleep(0)
-        changing = asyncio.create_task(engine.suspend())
-        if when == "suspending":
-            await until(lambda: engine.state == "suspending")
-            made.all[0].end("ended by SIGKILL")
-            made.starts = False
-        else:
-            await changing
-        if when == "resuming":
-            made.starts = False
-            changing = asyncio.create_task(engine.resume())
-            await until(lambda: len(made.all) == 2)
-        await engine.aclose()
-        (error,) = await asyncio.gather(changing, return_exceptions=True)
-        assert isinstance(error, EngineClosedError) == (when != "suspended")
-        assert engine.state == "closed"
-        assert all(worker.how_it_ended for worker in made.all), "workers are left"
-        await asyncio.gather(call, return_exceptions=True)
-
-
-async def test_who_is_cancelled_while_requests_are_answered_leaves_it_open():
-    async with workers(KIND) as made, opened() as engine:
-        made.all[0].holds = True
-        call = engine.submit(rows(1))
-        suspending = asyncio.create_task(engine.suspend())
-        await until(lambda: engine.state == "suspending")
-        suspending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await suspending
-        assert engine.state == "open"
-        made.all[0].holds = False
-        made.all[0].look()
-        await call

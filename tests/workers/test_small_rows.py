@@ -44,7 +44,7 @@ async def test_a_row_that_fails_is_in_no_batch_that_was_launched_before_it_came(
         inner,
         workers,
     ):
-        copiers = inner._lanes[0]._driver._copiers
+        copiers = inner._driver._copiers
         for _ in range(copiers.threads_max):
             copiers.assist(lambda: latch.wait(WAIT_S))
         gone, mate = engine.submit(rows(1)), engine.submit(rows(2))

@@ -71,8 +71,6 @@ class Loaded:
     """The library's runtime, followed by the lean runtime if it loaded one."""
     engine: Any
     abilities: Abilities
-    plan: bytes | None = None
-    """The whole plan, if its weights can be taken off the device and loaded again."""
     cache: KernelCache | None = None
     """Where TensorRT for RTX keeps what it compiles."""
     is_streaming: bool = False

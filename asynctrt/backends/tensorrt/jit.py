@@ -31,7 +31,6 @@ def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
         "refit_from": hasattr(module, "OnnxParserRefitter"),
         "runtime_cache": hasattr(config, "create_runtime_cache"),
         "kernel_specialization": hasattr(config, SPECIALIZATION),
-        "suspendable": hasattr(module.ICudaEngine, "unload_weights"),
     }
     for name, is_there in has.items():
         if getattr(options, name) and not is_there:

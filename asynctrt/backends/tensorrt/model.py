@@ -5,12 +5,11 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt.backends.base import ExecutionContext
 from asynctrt.backends.tensorrt.abilities import Abilities, check_lean_runtime
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
 from asynctrt.backends.tensorrt.details import EngineDetails, read_details
@@ -111,8 +110,6 @@ class TensorRTModel:
         self._loaded: Loaded | None = _load(read, found, device, options)
         try:
             refit(read, self._loaded)
-            if self._loaded.plan is not None:
-                _load_weights(self.name, self._loaded)
             self._loaded.cache = _create_cache(self._loaded)
             self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
             found_out = _examine(self.name, self._loaded, _names_of_dims(read))
@@ -229,52 +226,6 @@ class TensorRTModel:
         """
         return self._open().memory.statistics()
 
-    def check_suspendable(self, contexts: Sequence[ExecutionContext]) -> None:
-        """Check that the weights can be taken off the device, once these contexts are idle.
-
-        :raises UsageError: if the plan was not opened for that, has other contexts, or is closed.
-        """
-        others = self._contexts - len(contexts)
-        if self._open().plan is None:
-            raise UsageError(
-                f"{self!r} cannot be suspended: its plan was not opened for that. Open it with "
-                "tensorrt={'suspendable': True} (TensorRTOptions), which TensorRT for RTX alone can"
-            )
-        if others:
-            raise UsageError(
-                f"{self!r} cannot be suspended: {others} of its contexts belong to somebody else, and may "
-                "run. Open the plan once for each engine"
-            )
-
-    def suspend(self, idle: Sequence[ExecutionContext]) -> None:
-        """Take the weights off the device, until :meth:`resume`. Blocks. Idempotent.
-
-        Graphs that were captured before must not be launched again, even after :meth:`resume`.
-
-        :param idle: all contexts there are, none of which runs a batch.
-        :raises UsageError: if the plan was not opened for that, or has other contexts, which may run.
-        :raises DeviceLostError, ExecutionError: if TensorRT cannot.
-        """
-        with self._lock:
-            self.check_suspendable(idle)
-            loaded = self._open()
-            if not loaded.engine.weights_loaded:
-                return
-            loaded.device.activate()
-            if not loaded.engine.unload_weights() or loaded.engine.weights_loaded:
-                raise loaded.failed(f"unloading the weights of {self.name!r}", loaded.recorder.take())
-
-    def resume(self) -> None:
-        """Load the weights again after :meth:`suspend`. Blocks. Idempotent.
-
-        :raises DeviceMemoryError: if they do not fit any more; nothing has changed then.
-        :raises DeviceLostError, ExecutionError: if TensorRT cannot.
-        """
-        with self._lock:
-            loaded = self._open()
-            if loaded.plan is not None and not loaded.engine.weights_loaded:
-                _load_weights(self.name, loaded)
-
     def create_context(self, device: Device) -> TensorRTContext:
         loaded = self._open()
         if device.whole is not self.device.whole:
@@ -354,9 +305,6 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
         keep_alive(lean, runtimes[0])
         _configure_runtime(lean, recorder, allocator, options)
         runtimes = (*runtimes, lean)
-    if options.suspendable:
-        # The one way to have weights that can be unloaded: to load them after the engine.
-        runtimes[-1].defer_weights_loading = True
     engine = runtimes[-1].deserialize_cuda_engine(plan.content)
     errors = recorder.take()
     if engine is None:
@@ -377,15 +325,7 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
         runtimes,
         engine,
         Abilities.of(flavour, plan.header),
-        plan=plan.content if options.suspendable else None,
     )
-
-
-def _load_weights(name: str, loaded: Loaded) -> None:
-    """Load the weights of an engine that has none yet, or none any more."""
-    loaded.device.activate()
-    if not loaded.engine.load_weights(loaded.plan) or not loaded.engine.weights_loaded:
-        raise loaded.failed(f"loading the weights of {name!r}", loaded.recorder.take())
 
 
 def _create_cache(loaded: Loaded) -> KernelCache | None:

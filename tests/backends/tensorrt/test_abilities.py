@@ -249,12 +249,6 @@ async def test_an_older_engine_whose_profiles_are_not_shared(old):
         await check(engine, spec)
 
 
-async def test_urgent_requests_have_no_context_to_themselves_where_there_is_one(old):
-    made = old(EngineSpec(shares_profiles=False))
-    with pytest.raises(UsageError, match="has its only context already"):
-        await asynctrt.open(made.model, device=made.device, urgent_share=0.5)
-
-
 def test_an_older_engine_is_not_asked_what_it_does_not_know(old):
     made = old()
     details = made.model.details()

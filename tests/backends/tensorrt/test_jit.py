@@ -164,9 +164,7 @@ def test_contexts_capture_nothing_by_themselves(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("double", ["tensorrt", "tensorrt_lean", "tensorrt_dispatch"])
-@pytest.mark.parametrize(
-    "option", [{"runtime_cache": "kernels"}, {"kernel_specialization": "eager"}, {"suspendable": True}]
-)
+@pytest.mark.parametrize("option", [{"runtime_cache": "kernels"}, {"kernel_specialization": "eager"}])
 def test_the_other_packages_have_none_of_this(bench, double, option):
     made = bench(double=double, model=False, **option)
     (name,) = option

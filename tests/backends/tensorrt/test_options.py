@@ -53,7 +53,6 @@ def test_it_is_frozen_and_has_keywords_alone():
         {"verbosity": None},
         {"nvtx": "all"},
         {"kernel_specialization": "LAZY"},
-        {"suspendable": 2},
         {"runtime_cache": 7},
     ],
 )
@@ -89,9 +88,11 @@ def test_they_are_an_option_of_an_engine():
     assert Options(tensorrt=["allow_host_code=true", "memory_watermark=0.5"]).tensorrt == TensorRTOptions(
         allow_host_code=True, memory_watermark=0.5
     )
-    assert Options(tensorrt=["suspendable=true", "kernel_specialization=eager"]).tensorrt == TensorRTOptions(
-        suspendable=True, kernel_specialization="eager"
+    assert Options(tensorrt=["kernel_specialization=eager"]).tensorrt == TensorRTOptions(
+        kernel_specialization="eager"
     )
+    with pytest.raises(OptionsError, match="the option 'suspendable' was removed: close the engine"):
+        Options(tensorrt={"suspendable": True})
     assert Options().tensorrt is None
     hash(Options(tensorrt=mapping))
 

@@ -107,7 +107,6 @@ for options in (
     {"refit_from": sys.argv[0]},
     {"runtime_cache": "cache"},
     {"kernel_specialization": "eager"},
-    {"suspendable": True},
 ):
     try:
         check_options(here, TensorRTOptions(**options))
@@ -131,10 +130,10 @@ def test_what_the_real_packages_have(tmp_path, flavour):
     )
     lines = done.stdout.splitlines()
     there = "is there" if flavour == "tensorrt_rtx" else "OptionsError"
-    assert lines[:4] == [
-        f"{name} {there}" for name in ("refit_from", "runtime_cache", "kernel_specialization", "suspendable")
+    assert lines[:3] == [
+        f"{name} {there}" for name in ("refit_from", "runtime_cache", "kernel_specialization")
     ]
-    offsets = dict(line.split() for line in lines[4:])
+    offsets = dict(line.split() for line in lines[3:])
     assert "0" not in offsets.values()
     has_all = flavour == "tensorrt_rtx"
     assert (offsets["OnnxParserRefitter"] != "None", offsets["IRuntimeCache"] != "None") == (has_all, has_all)

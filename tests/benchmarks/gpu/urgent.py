@@ -1,15 +1,17 @@
-"""What does `urgent_share` give a request of the highest priority beside a flood of others?
+"""What does a part of the device give an urgent request beside a flood of others?
 
 ResNet-50 in half precision, uint8 images, torch as the engine. The flood: callers who fill three batches of
 32 and send again as soon as they are answered. Beside it, one urgent image every 5 ms, whose latency counts
 from the time at which it was due. In turn: urgent images alone; beside the flood with the highest priority,
-which launches them first but cannot make them overtake what the GPU is computing; and beside it with a share
-of the multiprocessors of their own. For each the urgent latency and the images a second of the flood.
+which launches them first but cannot make them overtake what the GPU is computing; and beside it with a part
+of the multiprocessors and an engine of their own. For each the urgent latency and the images a second of the
+flood.
 
 On the host device a model that sleeps stands in for it, and threads are shared.
 """
 
 import asyncio
+import contextlib
 import statistics
 
 import uvloop
@@ -62,20 +64,29 @@ async def measure(device, subject, share, is_flooded, options):
         while not is_over:
             await engine.infer(image)
 
-    async with asynctrt.open(
-        model, device=device, contexts=4, max_rows=ROWS, urgent_share=share, waiting=options.waiting
-    ) as engine:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def opened(part):
+            return await stack.enter_async_context(
+                asynctrt.open(model, device=part, contexts=4, max_rows=ROWS, waiting=options.waiting)
+            )
+
+        parts = () if share is None else device.partition(share)
+        for part in parts:
+            stack.callback(part.close)
+        engine = await opened(parts[1] if parts else device)
+        urgent = await opened(parts[0]) if parts else engine
         flooding = [
             asyncio.create_task(flood(images[number % len(images)]))
             for number in range(BATCHES * ROWS if is_flooded else 0)
         ]
-        await urgent_requests(engine, images, 0.3, subject.check)
+        await urgent_requests(urgent, images, 0.3, subject.check)
         before, start_ns = engine.statistics(), clock.now_ns()
-        latencies_ns = await urgent_requests(engine, images, options.seconds, subject.check)
+        latencies_ns = await urgent_requests(urgent, images, options.seconds, subject.check)
         after, seconds = engine.statistics(), (clock.now_ns() - start_ns) / 1e9
         is_over = True
         await asyncio.gather(*flooding)
-    flooded = after.rows - before.rows - len(latencies_ns)
+    flooded = after.rows - before.rows - (len(latencies_ns) if urgent is engine else 0)
     return quantiles_us(latencies_ns) | {"flood_per_s": flooded / seconds}
 
 
