@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -491,34 +491,3 @@ def percentiles(took_ns: Ints) -> dict[str, float]:
     found["mean"] = float(took_ns.mean()) / 1e6
     found["max"] = float(took_ns[-1]) / 1e6
     return found
-
-
-def as_json(plan: Plan, made: Prediction, arrivals: str) -> dict[str, Any]:
-    """Return a prediction as JSON values, with what it follows from."""
-    return {
-        "format": 1,
-        "simulated": True,
-        "arrivals": arrivals,
-        "settings": described(plan),
-        "latency_model": plan.latency.as_json(),
-        **{name: value for name in Prediction.__slots__ if (value := getattr(made, name)) is not None},
-    }
-
-
-def described(plan: Plan) -> dict[str, Any]:
-    """Return the settings that the prediction follows from."""
-    settings, options = plan.settings, plan.options
-    engine = {
-        "max_rows": plan.rows_max,
-        "max_delay": options.max_delay,
-        "contexts": plan.contexts,
-        "arenas": plan.arenas,
-        "max_queue_rows": options.max_queue_rows,
-        "priorities": options.priorities,
-        "timeout": options.timeout,
-        "timeout_until": options.timeout_until,
-        "latency_target": options.latency_target,
-    }
-    own = {name: getattr(settings, name) for name in SimulationSettings.__dataclass_fields__}
-    own |= {"slo": list(settings.slo), "seconds": plan.load.seconds, "seed": plan.seed}
-    return {name: value for name, value in {**own, **engine}.items() if value is not None}

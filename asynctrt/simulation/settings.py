@@ -1,7 +1,6 @@
 """The settings of a simulated load. The command's flags have the same names."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal, get_args
 
 from asynctrt.errors import OptionsError
@@ -25,50 +24,6 @@ from asynctrt.validation import (
 Balance = Literal["least", "round-robin"]
 
 DEVICES_MAX: Final = 100_000
-OPTION_NAMES: Final = (
-    "max_rows",
-    "max_delay",
-    "max_queue_rows",
-    "max_in_flight",
-    "timeout",
-    "timeout_until",
-    "latency_target",
-    "priorities",
-    "contexts",
-    "arenas",
-)
-"""The options of an engine that a simulated one has, too."""
-
-
-FLAGS: Final = (
-    ("seeds", int, 100, "Check mode: how many worlds to run, from --seed on."),
-    ("seed", int, 0, "The first seed that is checked; the seed of a predicted load."),
-    (
-        "arrivals",
-        str | None,
-        None,
-        (
-            "Predict this load: poisson:RATE or constant:RATE in requests/s (1000, a ramp 100..2000, steps "
-            "100,500); bursts:RATE,factor=5,share=0.1,period=1; day:RATE,swing=0.5,period=86400 (periods in "
-            "s); or a trace, CSV or JSON Lines with time in s, and optionally rows, shape, priority, and "
-            "deadline in s after the arrival."
-        ),
-    ),
-    (
-        "latency",
-        Path | None,
-        None,
-        "What batches cost, in ms by rows: a JSON table, or the --json report of `load MODEL` or `bench`.",
-    ),
-    ("json", Path | None, None, "Write the prediction to this file as JSON; - is standard output."),
-    (
-        "plot",
-        Path | None,
-        None,
-        "Write plots as for load tests: a page FILE.html, the percentiles FILE.png, or all into a folder.",
-    ),
-)
-"""Flags of the command besides the settings and the options of an engine: name, kind, default, help."""
 
 
 @documented

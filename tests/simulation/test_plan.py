@@ -1,17 +1,14 @@
 """Predictions, held to what queueing theory and arithmetic say."""
 
-import math
 import random
 
 import numpy as np
 import pytest
 
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.histogram import Counts
 from asynctrt.options import Options
-from asynctrt.simulation.drawing import pieces, report_of
 from asynctrt.simulation.latency import parse_latency
-from asynctrt.simulation.plan import as_json, make_plan, percentiles, simulate_plan
+from asynctrt.simulation.plan import make_plan, percentiles, simulate_plan
 from asynctrt.simulation.settings import SimulationSettings
 
 
@@ -242,25 +239,6 @@ def test_it_stops_when_told_with_the_figures_of_what_there_is():
 def test_requests_that_an_engine_would_split_are_refused():
     with pytest.raises(OptionsError, match="a request has 100 rows and a batch holds 64"):
         plan("poisson:10", table((1, 1.0)), rows="100")
-
-
-def test_the_report_is_that_of_a_load_test():
-    made = plan("poisson:4000", table((1, 1.0), (8, 4.5)), {"max_rows": 8, "max_queue_rows": 64}, seconds=2.0)
-    found, collected = simulate_plan(made)
-    report = report_of(made, found, collected, "poisson:4000")
-    (run,) = report.runs
-    assert len(Counts.decode(run.histogram)) == run.answered == found.answered
-    assert sum(moment.errors for moment in run.moments) == sum(found.shed.values())
-    assert sum(moment.sent * moment.seconds for moment in run.moments) == pytest.approx(
-        found.requests, abs=70
-    )
-    assert run.timeline
-    assert all(bar.begin <= bar.copied_in <= bar.started <= bar.computed <= bar.end for bar in run.timeline)
-    parts = list(pieces(collected, 0.0, found.seconds, 7))
-    assert math.isclose(sum(part[1] for part in parts), found.seconds)
-    content = as_json(made, found, "poisson:4000")
-    assert content["settings"]["max_rows"] == 8
-    assert parse_latency(content["latency_model"], "x").as_json() == made.latency.as_json()
 
 
 @pytest.mark.tier2
