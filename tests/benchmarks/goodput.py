@@ -21,10 +21,10 @@ import asynctrt
 from asynctrt import loadtest
 from asynctrt.devices.host import HostDevice
 from asynctrt.options import Options
-from asynctrt.simulation.latency import parse_latency
-from asynctrt.simulation.plan import make_plan, simulate_plan
-from asynctrt.simulation.settings import SimulationSettings
 from tests.benchmarks.common import arguments, save, show
+from tests.simulation.latency import parse_latency
+from tests.simulation.plan import make_plan, simulate_plan
+from tests.simulation.settings import SimulationSettings
 
 ROWS = 16
 BASE_MS, ROW_MS = 3.6, 0.4

@@ -6,11 +6,11 @@ or ends. What it is merely asked (for the next batch, for when to look again) is
 
 from asynctrt import clock
 from asynctrt.options import Options
-from asynctrt.simulation.check import Failure, check_seed
-from asynctrt.simulation.latency import parse_latency
-from asynctrt.simulation.plan import make_plan, simulate_plan
-from asynctrt.simulation.settings import SimulationSettings
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+from tests.simulation.check import Failure, check_seed
+from tests.simulation.latency import parse_latency
+from tests.simulation.plan import make_plan, simulate_plan
+from tests.simulation.settings import SimulationSettings
 
 LATENCY = {"batches": [{"rows": 1, "compute_ms": 1.0}, {"rows": 64, "compute_ms": 4.0}], "lanes": 2}
 DEVICES = 1000

@@ -7,7 +7,7 @@ import pytest
 
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.simulation.arrivals import Arrival, Mix, parse_load, parse_mix
+from tests.simulation.arrivals import Arrival, Mix, parse_load, parse_mix
 
 MIX = Mix()
 

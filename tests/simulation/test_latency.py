@@ -8,7 +8,7 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import OptionsError, UsageError
-from asynctrt.simulation.latency import Cost, parse_latency, read_latency
+from tests.simulation.latency import Cost, parse_latency, read_latency
 
 TABLE = [
     {"rows": 1, "compute_ms": 1.0},

@@ -7,9 +7,9 @@ import pytest
 
 from asynctrt.errors import OptionsError
 from asynctrt.options import Options
-from asynctrt.simulation.latency import parse_latency
-from asynctrt.simulation.plan import make_plan, percentiles, simulate_plan
-from asynctrt.simulation.settings import SimulationSettings
+from tests.simulation.latency import parse_latency
+from tests.simulation.plan import make_plan, percentiles, simulate_plan
+from tests.simulation.settings import SimulationSettings
 
 
 def table(*batches, **more):

@@ -11,8 +11,8 @@ from asynctrt.scheduling.queues import BucketQueue, Buckets
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from asynctrt.simulation.device import Flight
-from asynctrt.simulation.rules import Limits, ModelDefectError, Rules
+from tests.simulation.device import Flight
+from tests.simulation.rules import Limits, ModelDefectError, Rules
 
 
 def made(policy=None, priorities=1, **more):

@@ -7,10 +7,10 @@ import pytest
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import State
-from asynctrt.simulation.check import Failure, Outcome, broken_by, check_seed, check_seeds, shrink
-from asynctrt.simulation.engine import FAULTS
-from asynctrt.simulation.scenario import Scenario, scenario_of
+from tests.simulation.check import Failure, Outcome, broken_by, check_seed, check_seeds, shrink
 from tests.simulation.defects import PLANTED, last_come_first_served, plant
+from tests.simulation.engine import FAULTS
+from tests.simulation.scenario import Scenario, scenario_of
 
 SEEDS_MAX = 200
 """Worlds in which a planted defect has to be found."""

@@ -11,10 +11,10 @@ from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS, Captured, Policy
 from asynctrt.scheduling.replay import Choice
 from asynctrt.scheduling.target import Target
-from asynctrt.simulation.arrivals import Arrival
-from asynctrt.simulation.engine import FAULTS
-from asynctrt.simulation.latency import CostTable, Entry, LatencyModel
-from asynctrt.simulation.rules import ModelDefectError
+from tests.simulation.arrivals import Arrival
+from tests.simulation.engine import FAULTS
+from tests.simulation.latency import CostTable, Entry, LatencyModel
+from tests.simulation.rules import ModelDefectError
 
 MS: Final = 1_000_000
 
@@ -216,7 +216,7 @@ class DefectiveProfiles:
 
 def scenario_of(seed: int) -> Scenario:
     """Return the world of a seed. Every kind of world comes up within some dozens of seeds."""
-    rng = random.Random(seed)  # noqa: S311  (a simulation, not a secret)
+    rng = random.Random(seed)
     choose = rng.choice
     rows_max = choose([1, 2, 8, 8, 64])
     contexts = rng.randint(1, 6)
@@ -287,7 +287,7 @@ def scenario_of(seed: int) -> Scenario:
 
 def _choice(seed: int, world: Scenario) -> Choice:
     """Return how batches are to be formed, with nothing drawn of what others are drawn from."""
-    rng = random.Random(seed ^ 0xC401CE)  # noqa: S311  (a simulation, not a secret)
+    rng = random.Random(seed ^ 0xC401CE)
     may_limit = not (world.is_pipelined or world.arenas)
     return Choice(
         rows_max=rng.choice([0, rng.randint(1, world.rows_max)]),

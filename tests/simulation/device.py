@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 
 from asynctrt.scheduling.batch import Batch
-from asynctrt.simulation.latency import LatencyModel
-from asynctrt.simulation.timeline import Timeline
+from tests.simulation.latency import LatencyModel
+from tests.simulation.timeline import Timeline
 
 
 class Flight:

@@ -23,7 +23,7 @@ from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX, TURNS_
 from asynctrt.scheduling.replay import WORK_CONSERVING, Choice
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.simulation.device import Flight
+from tests.simulation.device import Flight
 
 ENDS: Final = (State.DONE, State.FAILED, State.CANCELLED, State.EXPIRED)
 STARVED_BATCHES: Final = 200
@@ -716,6 +716,6 @@ class ModelDefectError(Exception):
     """What the simulated model raises when it is asked about its profiles."""
 
 
-def _hold(condition: bool, broken: str) -> None:  # noqa: FBT001  (reads as an assertion)
+def _hold(condition: bool, broken: str) -> None:
     if not condition:
         raise InternalError(broken)

@@ -6,7 +6,6 @@ from typing import Final, Literal, get_args
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.criteria import Criterion, parse_slo
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.simulation.arrivals import Load, Mix, parse_load, parse_mix
 from asynctrt.validation import (
     FLAG,
     TEXT,
@@ -20,6 +19,7 @@ from asynctrt.validation import (
     setting,
     validate,
 )
+from tests.simulation.arrivals import Load, Mix, parse_load, parse_mix
 
 Balance = Literal["least", "round-robin"]
 

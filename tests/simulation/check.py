@@ -16,12 +16,12 @@ from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import DeviceShares
-from asynctrt.simulation.arrivals import Arrival
-from asynctrt.simulation.device import VirtualDevice
-from asynctrt.simulation.engine import VirtualEngine
-from asynctrt.simulation.rules import Limits, Rules
-from asynctrt.simulation.scenario import DefectiveProfiles, Disturbance, Scenario, row_nbytes, scenario_of
-from asynctrt.simulation.timeline import Timeline
+from tests.simulation.arrivals import Arrival
+from tests.simulation.device import VirtualDevice
+from tests.simulation.engine import VirtualEngine
+from tests.simulation.rules import Limits, Rules
+from tests.simulation.scenario import DefectiveProfiles, Disturbance, Scenario, row_nbytes, scenario_of
+from tests.simulation.timeline import Timeline
 
 STEPS_MAX: Final = 50_000
 """Things that may happen in one small world before it counts as one that never ends."""
@@ -85,7 +85,7 @@ class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.timeline = Timeline()
-        rng = random.Random(scenario.seed ^ 0x5EED)  # noqa: S311  (a simulation, not a secret)
+        rng = random.Random(scenario.seed ^ 0x5EED)
         device = VirtualDevice(self.timeline, scenario.latency(), scenario.arenas, rng)
         self._users = [0] * scenario.arenas
         self._submitted = [0] * scenario.engines

@@ -21,12 +21,12 @@ from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from asynctrt.simulation.arrivals import Arrival, Load
-from asynctrt.simulation.device import Flight, VirtualDevice
-from asynctrt.simulation.engine import VirtualEngine
-from asynctrt.simulation.latency import LatencyModel
-from asynctrt.simulation.settings import SimulationSettings
-from asynctrt.simulation.timeline import Timeline
+from tests.simulation.arrivals import Arrival, Load
+from tests.simulation.device import Flight, VirtualDevice
+from tests.simulation.engine import VirtualEngine
+from tests.simulation.latency import LatencyModel
+from tests.simulation.settings import SimulationSettings
+from tests.simulation.timeline import Timeline
 
 GPU_CONCURRENCY: Final = 2
 """Batches that keep a GPU busy, as ``CudaDevice`` has it."""
@@ -387,7 +387,7 @@ def _fleet(plan: Plan, timeline: Timeline, collected: Collected) -> _Fleet:
         answers_in_time=options.timeout_until == "answer",
         target=options.target,
     )
-    rng = random.Random(plan.seed)  # noqa: S311  (a simulation, not a secret)
+    rng = random.Random(plan.seed)
 
     def make() -> VirtualEngine:
         scheduler = Scheduler(
