@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class Failure:
     @property
     def command(self) -> str:
         """The command that repeats it."""
-        return f"asynctrt simulate --seeds 1 --seed {self.seed}"
+        return f"python -m tests.simulation.check {self.seed}"
 
     def lines(self) -> list[str]:
         """Return all of it in words."""
@@ -378,3 +379,16 @@ def check_seeds(seeds: Iterable[int], advance: Callable[[Outcome | Failure], boo
         if not advance(found):
             break
     return failures
+
+
+def main(first: str = "0", count: str = "1") -> bool:
+    """Check the worlds of seeds, show those in which a rule is broken, and return whether there are any."""
+    failures = check_seeds(range(int(first), int(first) + int(count)), lambda _: True)
+    for failure in failures:
+        print(*failure.lines(), sep="\n")
+    print(f"{int(count):,} worlds from seed {first} on: {len(failures)} broke a rule")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -84,7 +84,7 @@ def test_a_failing_seed_is_shrunk_and_named_with_its_command(monkeypatch):
     assert len(failure.scenario.requests) <= 4 < failure.requests
     assert not failure.scenario.faults
     text = "\n".join(failure.lines())
-    assert f"asynctrt simulate --seeds 1 --seed {failure.seed}" in text
+    assert f"python -m tests.simulation.check {failure.seed}" in text
     assert failure.broken in text
     assert failure.log
     assert failure == check_seed(failure.seed), "shrinking repeats itself"
