@@ -31,7 +31,6 @@ from asynctrt.plans.opened import open_file
 from asynctrt.plans.text import lines_of, lines_of_opened
 from asynctrt.process import DEVICE_LOST
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.simulation.settings import FLAGS, OPTION_NAMES, SimulationSettings
 from asynctrt.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SHORT_FLAGS, nearest_name
 from asynctrt.validation import REMOVED_OPTIONS, docs_of, printable, removed, seconds_of
 
@@ -77,10 +76,6 @@ EXAMPLES: Final = {
         "asynctrt load http://127.0.0.1:8000/v2/models/m --rate 500 --slo 'p99<20ms'",
         "asynctrt load model.onnx --search --slo 'p99<20ms' --json -",
     ),
-    "simulate": (
-        "asynctrt simulate --seeds 1000",
-        "asynctrt simulate --arrivals poisson:800 --latency model.json",
-    ),
 }
 """What the help of each command ends with: lines that fit 80 columns."""
 
@@ -88,6 +83,7 @@ REMOVED: Final = {
     "keys": "Make keys with `ssh-keygen -t ed25519`, and list the trusted ones in an allowed-signers file.",
     "sign": "Use `ssh-keygen -Y sign -n asynctrt -f KEY PLAN`.",
     "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
+    "simulate": "Use `asynctrt load`, which measures the engine itself.",
     "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
 }
 """Commands and flags that were removed, and what to use instead."""
@@ -689,60 +685,6 @@ app.command(
     help=_help_of(_load),
     context_settings={"auto_envvar_prefix": "ASYNCTRT_LOAD", "token_normalize_func": _in_own_words},
 )(_load)
-
-
-def _simulate(ctx: typer.Context, **given: Any) -> None:
-    """Check the scheduler in simulated worlds with faults, or predict what a load does to devices.
-
-    Without --arrivals, the worlds of --seeds are run in virtual time: batches are refused, slow or hang,
-    devices are lost, clocks leap. A seed in which a rule of the scheduler is broken is shown, shrunk, with
-    the command that repeats it, and the exit status is 1.
-
-    With --arrivals and --latency, throughput, latency, goodput and what is shed are predicted. The exit
-    status is 3 if the --slo is missed. For example:
-    asynctrt simulate --arrivals poisson:8000 --latency model.json --arenas 1 --contexts 4 --slo 'p99<20ms'
-    """
-    from asynctrt.simulation import command, terminal  # noqa: PLC0415  (NumPy takes a while to load.)
-
-    passed = {name: value for name, value in given.items() if _is_given(ctx, name)}
-    job = command.make_job(passed)
-    if job.plan is None:
-        assert job.seeds is not None
-        with _progress() as progress:
-            task = progress.add_task("checking worlds", total=len(job.seeds))
-            done, failures, was_interrupted = command.check(job.seeds, lambda _: progress.advance(task))
-        for failure in failures:
-            for line in failure.lines():
-                out.print(line, highlight=False, markup=False, soft_wrap=True)
-        first, last = job.seeds[0], job.seeds[0] + done - 1
-        out.print(f"{done:,} worlds, seeds {first} to {last}: {len(failures)} broke a rule", highlight=False)
-        _end(was_interrupted)
-        raise typer.Exit(bool(failures))
-    with _progress() as progress:
-        task = progress.add_task("simulating, %", total=100)
-        made, collected = command.predict(
-            job.plan, lambda share: progress.update(task, completed=round(100 * share))
-        )
-    if str(job.json) != "-":
-        terminal.show(out, job.plan, made, job.arrivals)
-    for path in command.write(job, made, collected):
-        err.print(f"written: {escape(str(path))}", highlight=False, soft_wrap=True)
-    _end(was_interrupted=not made.complete)
-    raise typer.Exit(command.exit_status(made))
-
-
-def _simulate_signature() -> inspect.Signature:
-    """Return the flags of ``simulate``: its own, its settings, and the options that count there."""
-    parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    parameters += [_flag(name, kind, default, text) for name, kind, default, text in FLAGS]
-    parameters += _field_flags(SimulationSettings, "The load and the devices")
-    engine = _field_flags(Options, "Their engines")
-    parameters += [parameter for parameter in engine if parameter.name in OPTION_NAMES]
-    return inspect.Signature(parameters)
-
-
-_simulate.__signature__ = _simulate_signature()  # type: ignore[attr-defined]  # Typer reads it.
-app.command("simulate", help=_help_of(_simulate))(_simulate)
 
 
 def _variables() -> dict[str, str]:

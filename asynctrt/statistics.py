@@ -29,15 +29,6 @@ class BatchStatistics:
             self.copy_out_ns + other.copy_out_ns,
         )
 
-    def since(self, before: "BatchStatistics") -> "BatchStatistics":
-        """Return the difference from an earlier snapshot."""
-        return BatchStatistics(
-            self.count - before.count,
-            self.copy_in_ns - before.copy_in_ns,
-            self.compute_ns - before.compute_ns,
-            self.copy_out_ns - before.copy_out_ns,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PaddingStatistics:

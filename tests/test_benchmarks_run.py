@@ -33,7 +33,6 @@ LEAST = {
     "loop_pauses": ["--repeats", "1", "--sizes", "1", "--only", "JSON numbers"],
     "lateness": ["--seconds", "0.4", "--repeats", "1"],
     "simulation": ["--seconds", "0.1", "--repeats", "1", "--seeds", "3"],
-    "prediction": ["--seconds", "0.3", "--fit-seconds", "0.1", "--repeats", "1"],
     "goodput": ["--seconds", "0.8", "--seeds", "1", "--real-seconds", "0.3", "--repeats", "1"],
     "bad_rows": ["--seconds", "0.3", "--shares", "0,12/256"],
     "truth": ["--seconds", "2"],

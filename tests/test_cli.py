@@ -152,6 +152,7 @@ def test_the_help_that_is_printed_is_that_one(command):
     ("arguments", "code", "says"),
     [
         (["nonsense"], 2, "No such command"),
+        (["simulate", "--seeds", "3"], 1, "`asynctrt simulate` was removed. Use `asynctrt load`"),
         (["bench"], 2, "Missing argument"),
         (["bench", "missing.onnx"], 1, "ModelNotFoundError: there is no file 'missing.onnx'"),
         (["bench", __file__], 1, "ModelError"),

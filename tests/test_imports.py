@@ -46,7 +46,6 @@ OPTIONAL = {
         "command_help.py",
         "demo_terminal.py",
         "loadtest/terminal.py",
-        "simulation/terminal.py",
     },  # Two bring it.
     "threadpoolctl": {"demo_parts.py"},
     "magika": set(),  # The demo reads its files and never imports it.

@@ -1,7 +1,6 @@
 """The README and the pages of docs/ are right: snippets run, tables are of the code, links lead somewhere."""
 
 import asyncio
-import dataclasses
 import re
 import tomllib
 from pathlib import Path
@@ -15,7 +14,6 @@ from asynctrt.loadtest.session import SETTING_NAMES
 from asynctrt.options import Options
 from asynctrt.serving.command import configure, read_config
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.simulation.settings import FLAGS, SimulationSettings
 from tests.benchmarks import pictures, tables
 from tests.helpers import needed
 from tests.models import double_model, double_onnx, rows
@@ -353,14 +351,6 @@ def test_a_load_test_in_an_applications_tests(tmp_path):
 def test_every_flag_of_a_load_test_that_is_named_is_there():
     known = {*SETTING_NAMES, *(flag[0] for flag in LOAD_FLAGS)}
     flags = re.findall(r"--([a-z][\w-]*)", DOCUMENTS["load-testing.md"])
-    assert len(flags) > 25
-    assert {flag.replace("-", "_") for flag in flags} <= known
-
-
-def test_every_flag_of_a_simulation_that_is_named_is_there():
-    fields = {field.name for cls in (SimulationSettings, Options) for field in dataclasses.fields(cls)}
-    known = {*fields, *(flag[0] for flag in FLAGS), "sweep"}
-    flags = re.findall(r"--([a-z][\w-]*)", DOCUMENTS["simulation.md"])
     assert len(flags) > 25
     assert {flag.replace("-", "_") for flag in flags} <= known
 

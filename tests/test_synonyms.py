@@ -13,10 +13,7 @@ from asynctrt.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SYNONYMS, nearest_
 from tests.models import double_onnx
 from tests.test_cli import asynctrt_command
 
-FLAGS = {
-    name: set(inspect.signature(getattr(cli, f"_{name}")).parameters)
-    for name in ("serve", "load", "simulate")
-}
+FLAGS = {name: set(inspect.signature(getattr(cli, f"_{name}")).parameters) for name in ("serve", "load")}
 LOAD_TESTERS = {
     "users": "callers",
     "vus": "callers",

@@ -204,7 +204,6 @@ def test_tests_mirror_the_package():
         "kserve",
         "serving",
         "loadtest",
-        "simulation",
         "workers",
     ):
         tests = [path for top in (folder, "contract") for path in (ROOT / "tests" / top).rglob("test_*.py")]

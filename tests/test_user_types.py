@@ -16,7 +16,6 @@ from asynctrt import loadtest, serving
 from asynctrt.client import connect, connect_blocking
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.simulation.settings import SimulationSettings
 from tests.helpers import needed
 
 ROOT = Path(__file__).parent.parent
@@ -194,7 +193,6 @@ def test_a_users_project_is_checked_strictly(checker, tmp_path):
         asynctrt.OnnxOptions,
         ServerSettings,
         LoadSettings,
-        SimulationSettings,
     ],
 )
 def test_help_shows_each_setting(cls):
@@ -211,15 +209,11 @@ def test_blocking_clients_take_what_the_others_take():
     ]
 
 
-@pytest.mark.parametrize(
-    "settings", [asynctrt.Options, asynctrt.BuildOptions, LoadSettings, ServerSettings, SimulationSettings]
-)
+@pytest.mark.parametrize("settings", [asynctrt.Options, asynctrt.BuildOptions, LoadSettings, ServerSettings])
 def test_a_repr_shows_what_was_changed_and_no_more(settings):
     made = settings()
     assert repr(made) == f"{settings.__name__}()"
-    name = {"SimulationSettings": "devices", "LoadSettings": "rows", "ServerSettings": "http_port"}.get(
-        settings.__name__, "max_rows"
-    )
+    name = {"LoadSettings": "rows", "ServerSettings": "http_port"}.get(settings.__name__, "max_rows")
     assert repr(dataclasses.replace(made, **{name: 7})) == f"{settings.__name__}({name}=7)"
 
 

@@ -239,7 +239,7 @@ def read_trace(path: Path) -> list[TraceEntry]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the trace {str(path)!r} cannot be read: {error}") from error
     entries = []
-    for number, item in trace_records(path, text):
+    for number, item in _trace_records(path, text):
         try:
             extra = {
                 name: _whole(size) for name, size in item.items() if name not in ("time", "rows", "priority")
@@ -265,7 +265,7 @@ def read_trace(path: Path) -> list[TraceEntry]:
     return [TraceEntry(entry.seconds - first, entry.rows, entry.priority, entry.dims) for entry in entries]
 
 
-def trace_records(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+def _trace_records(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     """Yield the raw entries of a trace with their line numbers."""
     lines = text.splitlines()
     if lines and lines[0].lstrip().startswith("{"):

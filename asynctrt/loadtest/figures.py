@@ -313,7 +313,6 @@ def batch_figures(counters: BatchCounters | None) -> BatchFigures | None:
         compute=counters.compute_ns / requests / 1e6,
         copy_out=counters.copy_out_ns / requests / 1e6,
         by_rows=dict(counters.by_rows),
-        costs=dict(counters.costs),
     )
 
 

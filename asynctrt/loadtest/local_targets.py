@@ -67,7 +67,6 @@ def engine_counters(statistics: Statistics) -> BatchCounters:
         statistics.compute_ns,
         statistics.copy_out_ns,
         {rows: size.count for rows, size in statistics.by_batch_rows.items()},
-        statistics.by_batch_rows,
     )
 
 

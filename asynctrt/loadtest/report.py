@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from asynctrt.files import write_whole
 from asynctrt.loadtest.criteria import FIGURES
-from asynctrt.statistics import BatchStatistics
 
 FORMAT: Final = 1
 
@@ -83,8 +82,6 @@ class BatchFigures:
     copy_out: float
     by_rows: Mapping[int, int]
     """Batches by their number of rows."""
-    costs: Mapping[int, BatchStatistics] = field(default_factory=dict)
-    """What these took, for ``asynctrt simulate``; empty if the target does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

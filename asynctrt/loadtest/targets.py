@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from asynctrt.errors import UsageError
 from asynctrt.options import Options
-from asynctrt.statistics import BatchStatistics, BatchTrace
+from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array, TensorSpec
 
 ANSWER_NBYTES_MAX: Final = 256 << 20
@@ -54,13 +54,9 @@ class BatchCounters:
     copy_out_ns: int
     by_rows: Mapping[int, int]
     """Batches by their number of rows."""
-    costs: Mapping[int, BatchStatistics] = field(default_factory=dict)
-    """What these took; empty if the target does not tell."""
 
     def since(self, before: "BatchCounters") -> "BatchCounters":
         """Return the difference from an earlier reading."""
-        none = BatchStatistics(0, 0, 0, 0)
-        costs = {rows: cost.since(before.costs.get(rows, none)) for rows, cost in self.costs.items()}
         sizes = {rows: count - before.by_rows.get(rows, 0) for rows, count in self.by_rows.items()}
         return BatchCounters(
             self.requests - before.requests,
@@ -71,7 +67,6 @@ class BatchCounters:
             self.compute_ns - before.compute_ns,
             self.copy_out_ns - before.copy_out_ns,
             {rows: count for rows, count in sorted(sizes.items()) if count},
-            {rows: cost for rows, cost in costs.items() if cost.count},
         )
 
 

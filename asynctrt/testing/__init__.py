@@ -2,8 +2,7 @@
 
 ``LatchDevice`` is a device whose batches end when the test says so; ``StrictModel`` puts your own model on a
 strict double of TensorRT (``asynctrt.testing.tensorrt``), without a GPU; ``serve_locally`` is a server on a
-free port; ``asynctrt.testing.plugin`` has them as fixtures of pytest. The scheduler's own simulator is
-``asynctrt simulate``.
+free port; ``asynctrt.testing.plugin`` has them as fixtures of pytest.
 """
 
 from typing import TYPE_CHECKING, Any

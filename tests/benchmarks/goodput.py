@@ -14,17 +14,17 @@ away that would be late loses the fewest.
 import statistics
 import time
 from collections import deque
+from functools import partial
 
 import uvloop
 
 import asynctrt
 from asynctrt import loadtest
 from asynctrt.devices.host import HostDevice
-from asynctrt.options import Options
-from asynctrt.simulation.latency import parse_latency
-from asynctrt.simulation.plan import make_plan, simulate_plan
-from asynctrt.simulation.settings import SimulationSettings
 from tests.benchmarks.common import arguments, save, show
+from tests.simulation.arrivals import at_random, in_bursts, requests
+from tests.simulation.latency import linear
+from tests.simulation.load import simulate
 
 ROWS = 16
 BASE_MS, ROW_MS = 3.6, 0.4
@@ -35,7 +35,7 @@ CAPACITY = ROWS / FULL_MS * 1e3
 LOADS = (0.5, 0.75, 0.9, 1.0, 1.2, 1.5)
 REAL_LOADS = (0.5, 0.9, 1.5)
 WARMUP_S = 0.5
-KINDS = {"Poisson": "poisson:{rate:f}", "bursts": "bursts:{rate:f},factor=5,share=0.1,period=0.5"}
+KINDS = {"Poisson": at_random, "bursts": partial(in_bursts, period_s=0.5)}
 TIMEOUT = {"timeout": TARGET_MS / 1e3}
 WAYS = {
     "work-conserving": {},
@@ -53,24 +53,21 @@ def took_ms(rows):
     return BASE_MS + ROW_MS * rows
 
 
-def latency():
-    batches = [{"rows": rows, "compute_ms": took_ms(rows)} for rows in (1, ROWS)]
-    return parse_latency({"batches": batches, "lanes": 1}, "the table")
-
-
-def plan(kind, load, seconds, seed, **options):
-    settings = SimulationSettings(seconds=seconds, warmup=WARMUP_S, slo=(f"p99<{TARGET_MS}ms",))
-    arrivals = KINDS[kind].format(rate=load * CAPACITY)
-    return make_plan(arrivals, latency(), settings, Options(max_rows=ROWS, **options), seed)
-
-
 def simulated(kind, load, seconds, seed, **options):
-    made, _ = simulate_plan(plan(kind, load, seconds, seed, **options))
-    return {"goodput": made.goodput / CAPACITY, "p99_ms": made.latency.get("p99", 0.0)}
+    made = simulate(
+        requests(KINDS[kind](load * CAPACITY, seconds, seed), timeout_s=options.get("timeout")),
+        linear((1, took_ms(1)), (ROWS, took_ms(ROWS))),
+        {"max_rows": ROWS, **options},
+        seconds=seconds,
+        warmup=WARMUP_S,
+        limit_ms=TARGET_MS,
+        seed=seed,
+    )
+    return {"goodput": made.goodput / CAPACITY, "p99_ms": made.ms(99)}
 
 
 def arrivals_ms(kind, load, seconds, seed):
-    return [item.due_ns / 1e6 for item in plan(kind, load, seconds, seed, contexts=1).load.arrivals()]
+    return [due_ns / 1e6 for due_ns in KINDS[kind](load * CAPACITY, seconds, seed)]
 
 
 def share_in_time(kept, seconds):

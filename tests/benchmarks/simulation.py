@@ -1,39 +1,32 @@
-"""How many scheduler events a second does the simulator get through? And a fleet, and worlds with faults?
+"""How many scheduler events a second does the simulator get through? And worlds with faults?
 
 An event is something that happens to a scheduler: a request comes, leaves or is answered, a batch is launched
 or ends. What it is merely asked (for the next batch, for when to look again) is not counted.
 """
 
 from asynctrt import clock
-from asynctrt.options import Options
-from asynctrt.simulation.check import Failure, check_seed
-from asynctrt.simulation.latency import parse_latency
-from asynctrt.simulation.plan import make_plan, simulate_plan
-from asynctrt.simulation.settings import SimulationSettings
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+from tests.simulation.arrivals import at_random, in_bursts, requests
+from tests.simulation.check import Failure, check_seed
+from tests.simulation.latency import linear
+from tests.simulation.load import simulate
 
-LATENCY = {"batches": [{"rows": 1, "compute_ms": 1.0}, {"rows": 64, "compute_ms": 4.0}], "lanes": 2}
-DEVICES = 1000
+BATCHES = (1, 1.0), (64, 4.0)
 
 
-def plan(arrivals, seconds, options=None, **settings):
+def load(times_ns, seconds, options=None, *, timeout_s=None, interference=0.0):
     """Return a function that simulates a load and says how fast that was."""
-    made = make_plan(
-        arrivals,
-        parse_latency(LATENCY, "the table"),
-        SimulationSettings(seconds=seconds, **settings),
-        Options(**options or {}),
-        seed=0,
-    )
+    sent = list(requests(times_ns, timeout_s=timeout_s))
+    latency = linear(*BATCHES, lanes=2, interference=interference)
 
     def run():
-        found, _ = simulate_plan(made)
+        found = simulate(sent, latency, options, seconds=seconds)
         return {
-            "events_per_s": found.events / found.took_s,
+            "events_per_s": found.events / found.real_s,
             "events": found.events,
             "requests": found.requests,
             "mean_rows": found.mean_rows,
-            "took_s": found.took_s,
+            "took_s": found.real_s,
         }
 
     return run
@@ -59,16 +52,14 @@ def check(seeds):
 def main():
     options = arguments(__doc__, seconds=10.0, repeats=5, seeds=200)
     seconds = options.seconds
-    gpu = {"arenas": 4, "contexts": 8, "timeout": 0.05}
+    gpu = {"arenas": 4, "contexts": 8}
     cases = {
-        "poisson, half of capacity": plan("poisson:15000", seconds),
-        "poisson, 80%": plan("poisson:25000", seconds),
-        "bursts": plan("bursts:15000", seconds),
-        "lone requests": plan("poisson:500", 10 * seconds),
-        "4 arenas that hinder each other, deadlines": plan("poisson:8000", seconds, gpu, interference=0.3),
-        f"{DEVICES} devices, the least loaded": plan("poisson:1000000", seconds / 20, devices=DEVICES),
-        f"{DEVICES} devices, in turn": plan(
-            "poisson:1000000", seconds / 20, devices=DEVICES, balance="round-robin"
+        "poisson, half of capacity": load(at_random(15_000, seconds, 0), seconds),
+        "poisson, 80%": load(at_random(25_000, seconds, 0), seconds),
+        "bursts": load(in_bursts(15_000, seconds, 0, period_s=seconds / 10), seconds),
+        "lone requests": load(at_random(500, 10 * seconds, 0), 10 * seconds),
+        "4 arenas that hinder each other, deadlines": load(
+            at_random(8_000, seconds, 0), seconds, gpu, timeout_s=0.05, interference=0.3
         ),
         f"{options.seeds} worlds with faults and all rules": lambda: check(options.seeds),
     }

@@ -17,7 +17,6 @@ from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
 from asynctrt.serving import model_config
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.simulation.settings import SimulationSettings
 from asynctrt.synonyms import COMMAND_SYNONYMS, SYNONYMS
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.validation import docs_of
@@ -547,7 +546,7 @@ EXTRAS = {
     "client": "`asynctrt.client`, which calls a server",
     "serve": "`asynctrt serve`, `asynctrt.serving`",
     "load": "`asynctrt load`, `asynctrt.loadtest`",
-    "plots": "plots as PNG, those of `asynctrt simulate`",
+    "plots": "plots as PNG, and more of them on the page of a load test",
     "nvml": "figures of GPUs in a server's metrics",
     "otel": "spans of requests for OpenTelemetry",
     "ray": "`asynctrt.ray`: engines on the machines of a Ray cluster",
@@ -683,7 +682,6 @@ TABLES = {
     "onnx-options": settings_of(OnnxOptions),
     "server-settings": settings_of(ServerSettings, flag=True),
     "load-settings": settings_of(LoadSettings, flag=True),
-    "simulation-settings": settings_of(SimulationSettings, flag=True),
     "config-pbtxt": config_pbtxt,
     "errors": typed_errors,
     "synonyms": other_words,

@@ -4,15 +4,14 @@ import pytest
 
 from asynctrt.errors import DeadlineUnreachableError, InternalError, QueueFullError
 from asynctrt.scheduling.batch import Reason, RejectedBatch
-from asynctrt.scheduling.estimates import QUANTILE
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.policy import AGED_EVERY, Policy
+from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue, Buckets
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from asynctrt.simulation.device import Flight
-from asynctrt.simulation.rules import Limits, ModelDefectError, Rules
+from tests.simulation.device import Flight
+from tests.simulation.rules import OVERDUE_PAUSE_MAX, OVERDUE_PAUSE_MIN, Limits, ModelDefectError, Rules
 
 
 def made(policy=None, priorities=1, **more):
@@ -99,7 +98,7 @@ def launched(*rows, how=None, **more):
         ({"reason": Reason.TURN}, "a turn on a device that has room"),
         ({"reason": Reason.AHEAD}, "called ahead of none"),
         ({"reason": Reason.AGED}, "the overdue go first too often"),
-        ({"reason": Reason.AGED, "number": AGED_EVERY}, "called aged in which nothing is"),
+        ({"reason": Reason.AGED, "number": OVERDUE_PAUSE_MIN}, "called aged in which nothing is"),
         ({"is_timed": False}, "not timed although all are"),
     ],
 )
@@ -148,9 +147,9 @@ def test_a_launch_after_the_deadline_is_found():
 @pytest.mark.parametrize(
     ("predicted_s", "known", "broken"),
     [
-        (1e-10, QUANTILE, "refused that would be in time"),
-        (1.0, 0, "before there was anything to make it from"),
-        (1.0, QUANTILE, "an idle engine refused"),
+        (1e-10, 2, "refused that would be in time"),
+        (1.0, 0, "before there was enough to make it from"),
+        (1.0, 2, "an idle engine refused"),
     ],
 )
 def test_a_refusal_for_being_late_that_cannot_be_right_is_found(predicted_s, known, broken):
@@ -338,7 +337,7 @@ def test_what_is_less_overdue_than_another_and_goes_first_is_found(monkeypatch):
 
     monkeypatch.setattr(Buckets, "overdue", overdue)
     scheduler, rules = made(Policy(rows_max=4, patience_ns=10), priorities=2)
-    scheduler._number = AGED_EVERY
+    scheduler._number = OVERDUE_PAUSE_MAX
     submit(scheduler, rules, key=BatchKey("first"), arrival_ns=5)
     submit(scheduler, rules, key=BatchKey("second"), arrival_ns=6, priority=1)
     batch = scheduler.next_batch(20)

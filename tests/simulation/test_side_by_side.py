@@ -15,11 +15,11 @@ from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from asynctrt.simulation.arrivals import Arrival
-from asynctrt.simulation.device import VirtualDevice
-from asynctrt.simulation.engine import VirtualEngine
-from asynctrt.simulation.latency import CostTable, Entry, LatencyModel
-from asynctrt.simulation.timeline import Timeline
+from tests.simulation.arrivals import Arrival
+from tests.simulation.device import VirtualDevice
+from tests.simulation.engine import VirtualEngine
+from tests.simulation.latency import CostTable, Entry, LatencyModel
+from tests.simulation.timeline import Timeline
 
 ROWS_MAX = 16
 COPY_MS = 0.02

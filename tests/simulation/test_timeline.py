@@ -1,6 +1,6 @@
 """Virtual time: order, and a loop that stands still."""
 
-from asynctrt.simulation.timeline import Timeline
+from tests.simulation.timeline import Timeline
 
 
 def test_things_happen_in_order_of_time_and_of_when_they_were_set():

@@ -7,10 +7,10 @@ import pytest
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import State
-from asynctrt.simulation.check import Failure, Outcome, broken_by, check_seed, check_seeds, shrink
-from asynctrt.simulation.engine import FAULTS
-from asynctrt.simulation.scenario import Scenario, scenario_of
+from tests.simulation.check import Failure, Outcome, broken_by, check_seed, check_seeds, shrink
 from tests.simulation.defects import PLANTED, last_come_first_served, plant
+from tests.simulation.engine import FAULTS
+from tests.simulation.scenario import Scenario, scenario_of
 
 SEEDS_MAX = 200
 """Worlds in which a planted defect has to be found."""
@@ -84,7 +84,7 @@ def test_a_failing_seed_is_shrunk_and_named_with_its_command(monkeypatch):
     assert len(failure.scenario.requests) <= 4 < failure.requests
     assert not failure.scenario.faults
     text = "\n".join(failure.lines())
-    assert f"asynctrt simulate --seeds 1 --seed {failure.seed}" in text
+    assert f"python -m tests.simulation.check {failure.seed}" in text
     assert failure.broken in text
     assert failure.log
     assert failure == check_seed(failure.seed), "shrinking repeats itself"

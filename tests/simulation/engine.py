@@ -12,9 +12,9 @@ from asynctrt.errors import (
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.simulation.arrivals import Arrival
-from asynctrt.simulation.device import Flight, VirtualDevice
-from asynctrt.simulation.timeline import Timeline
+from tests.simulation.arrivals import Arrival
+from tests.simulation.device import Flight, VirtualDevice
+from tests.simulation.timeline import Timeline
 
 FAULTS: Final = ("refused", "memory", "row", "slow", "hang", "lost")
 """What can happen to a batch: the device refuses it, has no memory for it, one of its rows is bad, it takes

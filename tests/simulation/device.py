@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 
 from asynctrt.scheduling.batch import Batch
-from asynctrt.simulation.latency import LatencyModel
-from asynctrt.simulation.timeline import Timeline
+from tests.simulation.latency import LatencyModel
+from tests.simulation.timeline import Timeline
 
 
 class Flight:
@@ -210,4 +210,4 @@ class VirtualDevice:
         if flight.copy_out_ns:
             self._copied_out_ns = copied_ns = max(self._copied_out_ns, now_ns) + flight.copy_out_ns
         # The loop notices it as one more event, also where that takes no time.
-        timeline.at(copied_ns + self._latency.overhead_ns, flight.landed, flight)
+        timeline.at(copied_ns, flight.landed, flight)

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS, Captured, Policy
-from asynctrt.simulation.arrivals import Arrival
-from asynctrt.simulation.engine import FAULTS
-from asynctrt.simulation.latency import CostTable, Entry, LatencyModel
-from asynctrt.simulation.rules import ModelDefectError
+from tests.simulation.arrivals import Arrival
+from tests.simulation.engine import FAULTS
+from tests.simulation.latency import CostTable, Entry, LatencyModel
+from tests.simulation.rules import ModelDefectError
 
 MS: Final = 1_000_000
 
@@ -211,7 +211,7 @@ class DefectiveProfiles:
 
 def scenario_of(seed: int) -> Scenario:
     """Return the world of a seed. Every kind of world comes up within some dozens of seeds."""
-    rng = random.Random(seed)  # noqa: S311  (a simulation, not a secret)
+    rng = random.Random(seed)
     choose = rng.choice
     rows_max = choose([1, 2, 8, 8, 64])
     contexts = rng.randint(1, 6)

@@ -1,4 +1,7 @@
-"""What must hold of a scheduler at every step, whatever happens in its world."""
+"""What must hold of a scheduler at every step, whatever happens in its world.
+
+The bounds are the checker's own, and wider than what the scheduler does: they say what callers may rely on.
+"""
 
 from bisect import bisect_left
 from collections import Counter, deque
@@ -8,25 +11,41 @@ from typing import Final
 
 from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, InternalError, QueueFullError
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
-from asynctrt.scheduling.curve import SAMPLES_MIN
-from asynctrt.scheduling.estimates import (
-    QUANTILE,
-    TIMED_ALWAYS_NS,
-    TIMED_EVERY,
-    WINDOW,
-)
-from asynctrt.scheduling.forecast import PROBE_NS_MIN, PROBE_TIMES
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import ALONE_FIRST, ALONE_TO_LEARN, PROBE_BATCHES
-from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
-from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX, TURNS_KEPT
+from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.simulation.device import Flight
+from tests.simulation.device import Flight
 
 ENDS: Final = (State.DONE, State.FAILED, State.CANCELLED, State.EXPIRED)
 STARVED_BATCHES: Final = 200
 """Batches of other buckets that may go first where they wait for a delay, too."""
+PASSED_OVER_MAX: Final = 6
+"""Batches, for each bucket there has been, that may go before one that is as urgent as they are."""
+OVERDUE_PAUSE_MIN: Final = 4
+"""Batches from one that starts with what is overdue to the next: the urgent have most turns."""
+OVERDUE_PAUSE_MAX: Final = 16
+"""Batches after which one has to start with what is overdue."""
+ORDER_CHECKED_MAX: Final = 8
+"""Requests of a bucket whose order is held; a scheduler need not look for gaps behind more of them."""
+DISPLACING_BUCKETS: Final = 8
+"""Buckets up to which a less urgent request has to make room, whichever it is in."""
+ALONE_AT_FIRST: Final = 16
+"""Batches that may compute alone to show what they take; later no more than every second one."""
+TIMED_AT_FIRST: Final = 20
+"""Batches of a size that may be timed for what that tells; later no more than every second one."""
+SHORT_NS: Final = 2_000_000
+"""What takes less is short: to time it costs too much for every batch to be timed."""
+KNOWN_AFTER: Final = 8
+"""Batches of a size after which a scheduler has to know what they take."""
+TRIED_AFTER_NS: Final = 50_000_000
+TRIED_AFTER_BATCHES: Final = 16
+"""How long a scheduler may refuse all that is late before it tries whether that is still so, in ns and in
+times of the longest batch, whichever is longer."""
+LAUNCHED_BEFORE_NS: Final = 1_000_000
+"""How long before its deadline a request may be launched that otherwise waits for company, at most."""
+WATCHED_BEFORE_NS: Final = 100_000
+"""And how long before it it has to be launched, at least."""
 THOROUGH_EVERY: Final = 16
 """One step in this many has its statistics checked as well, which takes longer than all else."""
 LOG_MAX: Final = 12
@@ -82,6 +101,8 @@ class Rules:
         self._told: set[int] = set()
         # How many batches of a shape and a size were timed, and the profile that each context had last.
         self._timed: Counter[tuple[Hashable, int]] = Counter()
+        self._launched: Counter[tuple[Hashable, int]] = Counter()
+        self._asked_times: Counter[tuple[Hashable, int]] = Counter()
         # By what it takes to copy them, and their size, the batches of which that was measured.
         self._copied: set[tuple[Hashable, int]] = set()
         self._profile_of: dict[int, int | None] = {}
@@ -95,10 +116,6 @@ class Rules:
         self._aged_number = 0
         self.quarantined: set[int] = set()
         self._passed_over: Counter[BatchKey] = Counter()
-        # Batches so far, and at which of them each bucket had its turn.
-        self._turns = 0
-        self._had_turn: dict[BatchKey, int] = {}
-        self._last_turn: BatchKey | None = None
         self._keys: set[BatchKey] = set()
         self.ends: Counter[State] = Counter()
         self.reasons: Counter[Reason] = Counter()
@@ -145,7 +162,7 @@ class Rules:
         self.refusals += 1
         if isinstance(error, QueueFullError):
             queued = sum(self._rows.values())
-            if len(self._rows) <= DISPLACED_FROM_MAX:
+            if len(self._rows) <= DISPLACING_BUCKETS:
                 queued = sum(other.rows for other in self._queued if other.priority >= request.priority)
             _hold(queued + request.rows > self._limits.queue_rows_max, "a request was refused with room left")
             self._taken_ns = request.arrival_ns  # It would not have been refused for being late.
@@ -203,15 +220,13 @@ class Rules:
 
     def _note_launch(self, batch: Batch) -> None:
         self.in_flight[batch.number] = batch
-        # Those that fail and those that hang are no more than there are contexts.
         self._launched_alone += self._scheduler.wants_one_alone
-        trials = 1 + batch.number // PROBE_BATCHES
-        most = ALONE_FIRST + ALONE_TO_LEARN * trials + self._limits.contexts
+        most = ALONE_AT_FIRST + batch.number // 2
         _hold(self._launched_alone <= most, "one batch after the other is to compute alone")
         self.reasons[batch.reason] += 1
         limits = self._limits
         if limits.keeps_promises and limits.policy.answers_in_time:
-            is_known = self._timed[batch.key.shape, batch.rows_run] >= SAMPLES_MIN
+            is_known = self._timed[batch.key.shape, batch.rows_run] >= KNOWN_AFTER
             is_known &= (batch.key.copy_key, batch.rows_run) in self._copied
             if is_known and self._told.issuperset(set(self.in_flight) - {batch.number}):
                 self._told.add(batch.number)
@@ -432,7 +447,7 @@ class Rules:
         _hold(self._limits.policy.answers_in_time, "a request expired before its deadline")
         # Whatever is on the device goes first, and none of it takes longer than the longest so far.
         batches = 1 + len(self.in_flight)
-        least_ns = batches * (self._longest_seen_ns + 2 * DEADLINE_MARGIN_NS)
+        least_ns = batches * (self._longest_seen_ns + LAUNCHED_BEFORE_NS)
         until_ns = request.deadline_ns + request.reserve_ns
         _hold(now_ns + least_ns >= until_ns, "a request was given up that could have been in time")
 
@@ -446,12 +461,12 @@ class Rules:
         for (shape, _), count in self._timed.items():
             known[shape] += count
         _hold(
-            max(known.values(), default=0) >= QUANTILE,
-            "a prediction was made before there was anything to make it from",
+            max(known.values(), default=0) > 1,
+            "a prediction was made before there was enough to make it from",
         )
         is_idle = not self._queued and not self.in_flight
         _hold(limits.policy.answers_in_time or not is_idle, "an idle engine refused what it could launch")
-        pause_ns = max(PROBE_NS_MIN, PROBE_TIMES * self._longest_ns)
+        pause_ns = max(TRIED_AFTER_NS, TRIED_AFTER_BATCHES * self._longest_ns)
         _hold(now_ns - self._taken_ns < pause_ns, "everything is refused for being late, again and again")
         # All that is ahead one after the other, each as long as the longest so far.
         batches = 1 + len(self.in_flight) + self._rows[request.key] // limits.rows_max(request.key)
@@ -483,7 +498,7 @@ class Rules:
             if request in inside:
                 continue
             passed[request.priority] += 1
-            if passed[request.priority] > LOOKAHEAD_MAX:
+            if passed[request.priority] > ORDER_CHECKED_MAX:
                 continue
             for other in inside:
                 _hold(
@@ -501,28 +516,19 @@ class Rules:
             waiting[request.key] = max(waiting.get(request.key, 0), request.priority)
         self._passed_over.pop(batch.key, None)
         delay_ns = self._limits.policy.delay_ns_max
-        # Every second turn may be that of the earliest deadline, and one in some that of the most overdue.
-        turns = 5 * len(self._keys) + (STARVED_BATCHES if delay_ns else 0)
-        # Whoever fills batches may keep the turn for a while, of those that have had theirs lately.
-        # What has the earliest deadline of all goes out of turn, and only every second time.
-        is_kept = batch.key == self._last_turn and batch.reason is Reason.FULL
-        is_kept = is_kept and all(request.deadline_ns == NO_DEADLINE_NS for request in batch.requests)
-        lately = self._turns - TURNS_KEPT * len(waiting)
-        self._turns += 1
-        self._last_turn = batch.key
-        self._had_turn[batch.key] = self._turns
+        most = PASSED_OVER_MAX * len(self._keys) + (STARVED_BATCHES if delay_ns else 0)
         for key, priority in waiting.items():
             if key != batch.key and priority >= urgency:
                 _hold(priority == urgency or bool(delay_ns), "a less urgent bucket went first")
-                self._passed_over[key] += not is_kept or self._had_turn.get(key, lately) <= lately
-                _hold(self._passed_over[key] <= turns, "a bucket is passed over again and again")
+                self._passed_over[key] += 1
+                _hold(self._passed_over[key] <= most, "a bucket is passed over again and again")
 
     def _check_age(self, batch: Batch, now_ns: int) -> None:
         """Nothing waits for ever for what is more urgent: one batch in some starts with the most overdue."""
         policy = self._limits.policy
         due_ns = {request: self._due_ns(request) for request in self._waiting()}
         if batch.reason is Reason.AGED:
-            _hold(batch.number - self._aged_number >= AGED_EVERY, "the overdue go first too often")
+            _hold(batch.number - self._aged_number >= OVERDUE_PAUSE_MIN, "the overdue go first too often")
             self._aged_number = batch.number
             its_ns = min(due_ns[request] for request in batch.requests)
             _hold(its_ns <= now_ns, "a batch is called aged in which nothing is")
@@ -531,7 +537,7 @@ class Rules:
         elif not policy.delay_ns_max:
             urgent = max(request.priority for request in self._waiting())
             starves = any(its <= now_ns and request.priority < urgent for request, its in due_ns.items())
-            is_long = batch.number - self._aged_number >= AGED_EVERY
+            is_long = batch.number - self._aged_number >= OVERDUE_PAUSE_MAX
             _hold(not (starves and is_long), "a request starves behind more urgent ones")
 
     def _check_context(self, batch: Batch) -> None:
@@ -555,13 +561,15 @@ class Rules:
             self._profile_of[batch.context] = batch.profile
 
     def _check_times(self, batch: Batch) -> None:
-        if self._limits.times_all:
+        """Every batch is timed where that costs nothing; else few of those that are short and well known."""
+        limits, size = self._limits, (batch.key.shape, batch.rows_run)
+        self._launched[size] += 1
+        self._asked_times[size] += batch.is_timed
+        if limits.times_all:
             _hold(batch.is_timed, "a batch is not timed although all are")
-        elif batch.number % TIMED_EVERY and self._timed[batch.key.shape, batch.rows_run] >= WINDOW:
-            scheduler = self._scheduler
-            is_told = scheduler.is_trying_lanes or scheduler.shows_alone(batch)
-            has_reason = is_told or scheduler.usual_ns(batch)[1] >= TIMED_ALWAYS_NS
-            _hold(not batch.is_timed or has_reason, "a known size is timed out of turn")
+        elif limits.batch_ns < SHORT_NS and limits.policy.lanes_max == 1:
+            most = TIMED_AT_FIRST + self._launched[size] // 2
+            _hold(self._asked_times[size] <= most, "every batch is timed although most need not be")
 
     def _check_reason(self, batch: Batch, now_ns: int) -> None:
         policy, in_flight = self._limits.policy, len(self.in_flight)
@@ -584,7 +592,7 @@ class Rules:
             has_left |= any(request.state is State.EXPIRED for request in self._queued)  # Not told yet.
             mates = [request for request in self._queued if request.key == batch.key]
             oldest_ns = min(request.arrival_ns for request in mates)
-            due_ns = min(request.deadline_ns for request in mates) - DEADLINE_MARGIN_NS
+            due_ns = min(request.deadline_ns for request in mates) - LAUNCHED_BEFORE_NS
             is_over = oldest_ns + policy.delay_ns_max <= now_ns or due_ns <= now_ns
             _hold(is_over or bool(has_left), "a batch was launched before its delay was over")
 
@@ -625,7 +633,7 @@ class Rules:
         end_ns = oldest.arrival_ns + policy.delay_ns_max
         _hold(now_ns < end_ns, "work waits although the device has room and its delay is over")
         if deadline_ns != NO_DEADLINE_NS:
-            end_ns = min(end_ns, deadline_ns - DEADLINE_MARGIN_NS)
+            end_ns = min(end_ns, deadline_ns - WATCHED_BEFORE_NS)
         _hold(wakeup_ns is not None and wakeup_ns <= max(end_ns, now_ns), "nobody watches the end of a delay")
 
     def _is_left_to_others(self, now_ns: int) -> bool:
@@ -696,6 +704,6 @@ class ModelDefectError(Exception):
     """What the simulated model raises when it is asked about its profiles."""
 
 
-def _hold(condition: bool, broken: str) -> None:  # noqa: FBT001  (reads as an assertion)
+def _hold(condition: bool, broken: str) -> None:
     if not condition:
         raise InternalError(broken)
