@@ -31,9 +31,8 @@ from asynctrt.errors import (
     UnsupportedError,
 )
 from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest
-from asynctrt.kserve.datatypes import Buffer, brief
-from asynctrt.kserve.json_codec import dump, mapping, parse_object
-from asynctrt.kserve.json_pieces import Pause, no_pause
+from asynctrt.kserve.datatypes import Buffer, Pause, brief, no_pause
+from asynctrt.kserve.json_codec import dump, mapping, parse_object, parsed_nbytes
 from asynctrt.serving.admission import Caller
 from asynctrt.serving.coding import (
     COMPRESS_NBYTES_MIN,
@@ -238,8 +237,7 @@ class Api:
             codec = self.repository.find(route.name, route.version).codec
         except AsynctrtError:
             return False
-        length = headers.get(b"inference-header-content-length", b"")
-        return codec.is_slow(body, int(length) if length.isdigit() and len(length) < 19 else len(body))
+        return codec.is_slow(body, _json_nbytes_of(headers, body))
 
     async def begin_slow(
         self,
@@ -259,8 +257,9 @@ class Api:
         served = self.repository.find(route.name, route.version)
         try:
             decoding = partial(_decoded, served, headers, body, pause)
+            nbytes = parsed_nbytes(min(_json_nbytes_of(headers, body), self.settings.max_json))
             del body  # Nothing else may keep it while the request waits.
-            running = self.worker.run(decoding, self.client(caller, headers), hold)
+            running = self.worker.run(decoding, self.client(caller, headers), hold, nbytes)
             del decoding, hold
             request = await running
             return self.submit(served, request, began_ns, headers, caller, then)
@@ -674,6 +673,12 @@ class Api:
         body = await self.packer.run(work, client) if nbytes >= OFF_LOOP_NBYTES_MIN else work()
         added = (("Content-Encoding", coding), ("Vary", "Accept-Encoding"))
         return Answer(answer.status, answer.headers + added, (body,))
+
+
+def _json_nbytes_of(headers: Headers, body: Body) -> int:
+    """Return how much of a body is JSON."""
+    length = headers.get(b"inference-header-content-length", b"")
+    return int(length) if length.isdigit() and len(length) < 19 else len(body)
 
 
 def _decoded(served: ServedModel, headers: Headers, body: Body, between: Pause) -> DecodedRequest:

@@ -366,7 +366,7 @@ class TestLimits:
     async def test_json_that_would_hold_the_loop(self):
         async with serving(max_json=2000) as server:
             status, _, body = await ask(server, INFER, json_body(*range(200)))
-            assert (status, "send tensors raw" in json.loads(body)["error"]) == (413, True)
+            assert (status, "send tensors as binary data" in json.loads(body)["error"]) == (413, True)
             async with connected(server) as raw:
                 raw.send(infer(*range(2000)))
                 assert len(outputs(await raw.answer())) == 2000
