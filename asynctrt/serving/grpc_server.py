@@ -110,7 +110,11 @@ DETAILS_LENGTH_MAX: Final = 2000
 """Characters of an error message that are sent; clients refuse trailers over 8 KiB."""
 
 HANDSHAKE_MS: Final = 10_000
-"""Time for a client's TLS handshake."""
+"""Time for a new connection until it has spoken: TLS, and HTTP/2's first frame."""
+
+PING_MS: Final = 5_000
+"""Clients may ping this often, with or without calls. The shortest interval that clients in Go have is 10 s,
+and others are often told the same."""
 
 FIELDS_MAX: Final = 64
 """Fields of a large request besides its tensors."""
@@ -305,6 +309,9 @@ class GrpcServer:
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             # A client whose machine is gone sends nothing; a failed ping cancels its requests.
             ("grpc.keepalive_time_ms", idle_ms),
+            # By default clients may ping every 5 min, and every 2 h without a call: others are cut off.
+            ("grpc.http2.min_ping_interval_without_data_ms", PING_MS),
+            ("grpc.keepalive_permit_without_calls", 1),
         ]
 
     def _credentials(self) -> Any:

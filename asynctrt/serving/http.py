@@ -56,7 +56,7 @@ REFUSED_S: Final = 2.0
 PROBE_S: Final = 0.01
 """How long after its end a client is asked whether it is still there, and how soon after that is looked."""
 TCP_CLOSED: Final = 7
-"""The state of a connection that its client has reset, of which the loop hears only when it reads or writes."""
+"""The state of a connection that its client has reset. The loop hears of it only when it reads or writes."""
 
 COPIED_NBYTES: Final = 4
 """Bytes that are read in a nanosecond: what is only dropped takes time as well."""
