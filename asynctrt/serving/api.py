@@ -45,11 +45,9 @@ from asynctrt.serving.coding import (
 )
 from asynctrt.serving.memory import SMALL_NBYTES, Account, Hold, Memory, default_limit
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.request_id import HEADER, RequestIds
-from asynctrt.serving.retry import retry_after
+from asynctrt.serving.responses import ID_HEADER, RequestIds, retry_after, told
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.told import told
 from asynctrt.serving.turns import Turns
 from asynctrt.serving.worker import Worker, pause
 
@@ -715,7 +713,7 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
     :param asked: the request's headers, with its id.
     """
     if not isinstance(error, AsynctrtError):
-        known = (asked or {}).get(HEADER, b"").decode("latin-1")
+        known = (asked or {}).get(ID_HEADER, b"").decode("latin-1")
         extra = {"request_id": known} if known else None
         logger.error("a request failed with an internal error", exc_info=error, extra=extra)
         return json_answer({"error": "internal error; see the server's log"}, 500)

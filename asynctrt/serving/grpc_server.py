@@ -49,8 +49,7 @@ from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.memory import SMALL_NBYTES, Hold
 from asynctrt.serving.places import Places
-from asynctrt.serving.request_id import METADATA
-from asynctrt.serving.retry import pushback
+from asynctrt.serving.responses import ID_METADATA, pushback
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import pause
@@ -388,7 +387,7 @@ class GrpcServer:
     def _named(self, context: Any) -> dict[bytes, bytes]:
         """Return a call's metadata as headers, with its id, which goes back with its answer."""
         headers = _headers(context)
-        context.set_trailing_metadata(((METADATA, self._api.ids.of(headers).decode()),))
+        context.set_trailing_metadata(((ID_METADATA, self._api.ids.of(headers).decode()),))
         return headers
 
     def _let_in(self, name: str, context: Any) -> tuple[Headers, Caller]:

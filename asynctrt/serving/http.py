@@ -33,7 +33,7 @@ from asynctrt.serving.log import AccessLog
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, Account, Hold, Pace
 from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.places import Places
-from asynctrt.serving.request_id import HEADER
+from asynctrt.serving.responses import ID_HEADER
 from asynctrt.serving.served import Inference
 
 SWEEP_S: Final = 0.25
@@ -755,7 +755,9 @@ class HttpConnection(asyncio.Protocol):
             start = BINARY_HEAD % (len(head), nbytes)
             if head is layout.answer:
                 layout.http_head = start
-        self._write((start, request.headers[HEADER], b"\r\n", self._hub.end_of_head, head), tensors, nbytes)
+        self._write(
+            (start, request.headers[ID_HEADER], b"\r\n", self._hub.end_of_head, head), tensors, nbytes
+        )
         self._done(200, nbytes, inference)
 
     async def _answer_slowly(self, inference: Inference, request: HttpRequest) -> None:

@@ -33,8 +33,8 @@ from asynctrt.serving.entries import (
     is_name,
     is_version,
 )
+from asynctrt.serving.responses import without_folders
 from asynctrt.serving.served import ServedModel
-from asynctrt.serving.told import without_folders
 
 ALONE_S: Final = 60.0
 """How long a model is opened alone at the start. If one hangs, the others are served all the same."""
