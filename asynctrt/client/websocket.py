@@ -33,7 +33,7 @@ from asynctrt.kserve.client import (
 )
 from asynctrt.kserve.codec import PlacedTensor, remember
 from asynctrt.kserve.datatypes import Buffer, write_tensor
-from asynctrt.kserve.json_codec import dump, parse_object, split_id
+from asynctrt.kserve.json_codec import dump, parse_object
 from asynctrt.tensors import Array
 
 try:
@@ -311,23 +311,22 @@ class WebSocketClient(Client):
         else:
             stop = PREFIX_NBYTES + int.from_bytes(message[:PREFIX_NBYTES], "little")
             head = message[PREFIX_NBYTES:stop]
-        request_id, rest = split_id(head)
-        known = self._answers.get(rest)
-        content = {}
-        if known is None:
-            content = parse_object(head, "the answer")
-            request_id = content.get("id", request_id)
-            if "error" in content:
-                error = remote_error(content.get("type"), content.get("status"), str(content["error"]))
-                self._settle(request_id, error=error)
-                return
-            if "metadata" in content:
-                self._settle(request_id, content["metadata"])
-                return
+        content = parse_object(head, "the answer")
+        request_id = content.pop("id", "")
+        if "error" in content:
+            error = remote_error(content.get("type"), content.get("status"), str(content["error"]))
+            self._settle(request_id, error=error)
+            return
+        if "metadata" in content:
+            self._settle(request_id, content["metadata"])
+            return
         try:
+            # All but the id is usually that of an earlier answer.
+            key = dump(content)
+            known = self._answers.get(key)
             if known is None:
                 known = place_outputs(content)
-                remember(self._answers, rest, known)
+                remember(self._answers, key, known)
             outputs = read_outputs(known, message, stop)
         except AnswerError as error:  # Of one request: the next message begins where it begins.
             self._settle(request_id, error=error)

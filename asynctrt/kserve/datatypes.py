@@ -4,14 +4,13 @@ import contextlib
 import importlib
 import reprlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
 from asynctrt.errors import ExecutionError, InputError, MissingExtraError, ModelError, RequestError
-from asynctrt.kserve.json_pieces import Pause, no_pause
 from asynctrt.tensors import Array, TensorSpec, cast, convert, shape_text
 
 DATATYPES: Final = {
@@ -47,8 +46,14 @@ PIECE: Final = 4096
 DIMS_MAX: Final = 32
 """The largest number of dimensions of a tensor, and of nested lists in one that is given as JSON."""
 
-
 Buffer = bytes | bytearray | memoryview
+
+Pause = Callable[[], None]
+"""Called between pieces of work, to let the event loop run if it is another thread's."""
+
+
+def no_pause() -> None:
+    """Do nothing between pieces of work: there are too few of them to hold anybody up."""
 
 
 def size_of(shape: Sequence[int]) -> int:
@@ -315,17 +320,7 @@ def to_json(array: Array) -> Any:
     :raises RequestError: if JSON cannot hold them.
     :raises ExecutionError: for objects that are not strings.
     """
-    return _jsonable(np.ascontiguousarray(array).reshape(-1))
-
-
-def pieces_for_json(array: Array) -> Iterator[Any]:
-    """Yield the values of a tensor as :func:`to_json` returns them, up to :data:`PIECE` at a time."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    for start in range(0, max(1, flat.size), PIECE):
-        yield _jsonable(flat[start : start + PIECE])
-
-
-def _jsonable(flat: Array) -> Any:
     if flat.dtype.kind in TEXT:
         try:
             return [_utf8(item).decode() for item in flat.tolist()]

@@ -5,35 +5,39 @@ HTTP bodies and the websocket's binary messages share this form.
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.codec import (
     ANSWER_NBYTES_MAX,
-    FAST_NBYTES,
     LAYOUT_NBYTES_MAX,
     DecodedRequest,
     ModelCodec,
     PlacedTensor,
     RequestLayout,
     Specs,
+    characters_of,
+    nbytes_of,
     read_inputs,
     read_scheduling,
     refuse_shared_memory,
     remember,
+    symbols_of,
 )
 from asynctrt.kserve.datatypes import (
     LENGTH_NBYTES,
-    PIECE,
+    TEXT,
     Buffer,
+    Pause,
     brief,
     check_nbytes,
     from_json,
-    pieces_for_json,
+    no_pause,
     size_of,
+    to_json,
     write_tensor,
 )
-from asynctrt.kserve.json_pieces import Pause, loads_in_pieces, no_pause
 from asynctrt.tensors import Array, InferResult, TensorSpec
 
 try:
@@ -42,23 +46,31 @@ except ImportError as error:
     raise MissingExtraError("serving needs orjson: pip install 'asynctrt[serve]'") from error
 
 JSON_NBYTES_MAX: Final = 4 << 20
-"""Default limit for the JSON of one request."""
+"""Default limit for the JSON of one request, and of one answer. The parser holds Python's lock, and with it
+the event loop, from beginning to end: for 9 ms if that is full of numbers, for 12 ms if it is full of short
+strings."""
 
 JSON_LISTS_MAX: Final = 16_384
 JSON_VALUES_MAX: Final = 262_144
-"""Lists and objects, and values, that the JSON of one request may have. A list costs as much time as ten
-numbers, and the garbage collector looks at each: 4 MiB of empty ones took 0.7 s."""
+"""Lists, objects and names in them, and values, that the JSON of one request may have. A list or a name costs
+as much time as ten numbers, and the garbage collector looks at each list: 4 MiB of empty ones took 0.7 s."""
 
-FAST_TEXT_NBYTES: Final = 256 << 10
-"""JSON of few values is parsed by the event loop up to this size: long strings take little."""
+FAST_JSON_NBYTES: Final = 32 << 10
+"""JSON up to this size is parsed by the event loop, and without being counted: it takes 0.4 ms at most, and
+as long again until its values are a tensor."""
 
-COUNT_NBYTES_MIN: Final = 32 << 10
-"""JSON up to this size is parsed without being counted."""
+VALUE_NBYTES: Final = 96
+"""Memory that a parsed value takes at most, besides its text."""
+VALUE_TEXT_NBYTES: Final = 3
+"""The shortest text of a value that takes that much, with its comma: ``{},``."""
+
+NUMBER_FACTOR: Final = 4
+"""How many times its raw bytes a number takes in JSON, with its comma: 8 to 16 for a ``float32``."""
 
 COPIED_NBYTES_MAX: Final = 4096
 """Tensors of numbers up to this size are copied for the answer, which takes less time than to view them."""
 
-ID_START: Final = re.compile(rb'\{"id":"([\w-]+)"(?=,)')
+NAME_END: Final = re.compile(rb'"[ \t\r\n]*:')
 
 
 class JsonCodec(ModelCodec):
@@ -98,9 +110,7 @@ class JsonCodec(ModelCodec):
 
         Then :meth:`decode` belongs in a thread, with a ``pause`` that lets the loop run.
         """
-        if len(body) - head_nbytes > self._slow_nbytes:
-            return True
-        return is_slow_json(body, head_nbytes)
+        return is_slow_json(head_nbytes) or len(body) - head_nbytes > self._slow_nbytes
 
     def decode(self, body: Buffer, head_nbytes: int, pause: Pause = no_pause) -> DecodedRequest:
         """Decode a request: ``head_nbytes`` of JSON, then raw tensors. ``pause`` is called on the way.
@@ -112,39 +122,38 @@ class JsonCodec(ModelCodec):
             raise RequestError(
                 f"the JSON header should be {head_nbytes} bytes long, but the message has {len(body)}"
             )
-        if head_nbytes > self.json_max:
-            check_json_nbytes(head_nbytes, "the request", self.json_max)
-        head = body[:head_nbytes] if type(body) is bytes else bytes(memoryview(body)[:head_nbytes])
-        if head in self._layouts and not head.startswith(b","):
-            # One that is remembered as a whole has no id, so that there is none to look for.
-            request_id, rest = "", head
-        else:
-            request_id, rest = split_id(head)
-        return self.decode_split(head, request_id, rest, body, head_nbytes, pause)
+        content = parse_object(memoryview(body)[:head_nbytes], "the request", self.json_max)
+        return self.decode_parsed(content, head_nbytes, body, head_nbytes, pause)
 
-    def decode_split(
+    def decode_parsed(
         self,
-        head: bytes,
-        request_id: str,
-        rest: bytes,
+        content: dict[str, Any],
+        head_nbytes: int,
         body: Buffer,
         start: int,
         pause: Pause = no_pause,
     ) -> DecodedRequest:
-        """Decode as :meth:`decode` a head that :func:`split_id` has split; the tensors begin at ``start``."""
-        layout = self._layouts.get(rest)
+        """Decode a request whose head was parsed already, and had ``head_nbytes``.
+
+        :param start: where its raw tensors begin in ``body``.
+        :raises AsynctrtError: as :meth:`decode` does.
+        """
+        request_id = content.pop("id", "")
+        if not isinstance(request_id, str):
+            raise RequestError(f"id must be a string, not {brief(request_id)}")
+        # However it was written, the rest is usually that of an earlier request.
+        key = _key_of(content) if head_nbytes <= LAYOUT_NBYTES_MAX else None
+        layout = None if key is None else self._layouts.get(key)
         if layout is None:
-            request_id, layout = self._parse(head, rest, pause)
+            layout = self._layout(content, pause)
+            if key is not None and layout.is_reusable:
+                remember(self._layouts, key, layout)
         if layout.binary_nbytes != len(body) - start:
             raise RequestError(
                 f"the inputs declare {layout.binary_nbytes} bytes of tensors after the header, but "
                 f"{len(body) - start} follow it"
             )
         return DecodedRequest(layout, request_id, read_inputs(layout, body, start, pause))
-
-    def knows(self, rest: bytes) -> bool:
-        """Return whether the layout of a head is remembered, given its rest from :func:`split_id`."""
-        return rest in self._layouts
 
     def decode_raw(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
         """Decode a body that is one row of the model's only input, and nothing else.
@@ -192,29 +201,12 @@ class JsonCodec(ModelCodec):
         if key == layout.answer_key:
             head = layout.answer
         else:
-            head = self._answer(layout, values, tensors, pause)
+            head = self._answer(layout, values, tensors)
             if layout.is_simple:
                 layout.answer_key, layout.answer, layout.http_head = key, head, b""
         if request.id:
             head = b"".join((b'{"id":', orjson.dumps(request.id), b",", memoryview(head)[1:]))
         return head, tensors
-
-    def _parse(self, head: bytes, rest: bytes, pause: Pause) -> tuple[str, RequestLayout]:
-        content = parse_object(head, "the request", self.json_max, pause)
-        request_id = content.get("id", "")
-        if not isinstance(request_id, str):
-            raise RequestError(f"id must be a string, not {brief(request_id)}")
-        layout = self._layout(content, pause)
-        # `rest` stands for this layout only if the id, and the whole id, is what was cut off.
-        is_same = rest is head or (b'"id"' not in rest and b"\\" not in rest)
-        if (
-            is_same
-            and layout.is_reusable
-            and len(rest) <= LAYOUT_NBYTES_MAX
-            and (rest is not head or not request_id)
-        ):
-            remember(self._layouts, rest, layout)
-        return request_id, layout
 
     def _layout(self, content: dict[str, Any], pause: Pause) -> RequestLayout:
         parameters = mapping(content, "parameters", "the request")
@@ -233,7 +225,19 @@ class JsonCodec(ModelCodec):
         )
         if not outputs:
             outputs = tuple([(spec, binary_default) for spec, _ in self._outputs.values()])
-        return self._checked_layout(placed, outputs, *read_scheduling(parameters))
+        layout = self._checked_layout(placed, outputs, *read_scheduling(parameters))
+        written = [spec for spec, binary in outputs if not binary and spec.dtype.kind not in TEXT]
+        if written:
+            self._check_answer(NUMBER_FACTOR * nbytes_of(placed, written, symbols_of(placed, {})))
+        return layout
+
+    def _check_answer(self, nbytes: int) -> None:
+        """Refuse an answer with much JSON, before it is computed if its size is known by then."""
+        if nbytes > self.json_max:
+            raise TooLargeError(
+                f"the outputs take about {nbytes} bytes of JSON; at most {self.json_max} are sent: ask for "
+                'them as binary data ("parameters": {"binary_data_output": true}), or raise max_json'
+            )
 
     def _items(
         self, content: dict[str, Any], side: str, specs: Specs
@@ -279,13 +283,13 @@ class JsonCodec(ModelCodec):
         check_nbytes(spec, shape, nbytes)
         return spec, shape, nbytes, None
 
-    def _answer(
-        self, layout: RequestLayout, values: list[Array], tensors: list[Buffer], pause: Pause
-    ) -> bytes:
-        answer = {"model_name": self.name, "model_version": self.version}
-        parts = [orjson.dumps(answer)[:-1], b',"outputs":[']
+    def _answer(self, layout: RequestLayout, values: list[Array], tensors: list[Buffer]) -> bytes:
+        written = [value for (_, binary), value in zip(layout.outputs, values, strict=True) if not binary]
+        if written:
+            self._check_answer(sum(map(_json_nbytes_of, written)))
         sizes = iter(tensors)
-        for number, ((spec, binary), value) in enumerate(zip(layout.outputs, values, strict=True)):
+        outputs = []
+        for (spec, binary), value in zip(layout.outputs, values, strict=True):
             output: dict[str, Any] = {
                 "name": spec.name,
                 "datatype": self._outputs[spec.name][1],
@@ -293,17 +297,25 @@ class JsonCodec(ModelCodec):
             }
             if binary:
                 output["parameters"] = {"binary_data_size": len(next(sizes))}
-            parts += (b"," if number else b"", orjson.dumps(output))
-            if not binary:
-                parts[-1] = parts[-1][:-1]
-                comma = b',"data":['
-                for piece in pieces_for_json(value):
-                    parts += (comma, dump(piece)[1:-1])
-                    comma = b","
-                    pause()
-                parts.append(b"]}")
-        parts.append(b"]}")
-        return b"".join(parts)
+            else:
+                output["data"] = to_json(value)
+            outputs.append(output)
+        return dump({"model_name": self.name, "model_version": self.version, "outputs": outputs})
+
+
+def _key_of(content: dict[str, Any]) -> bytes | None:
+    """Return what is the same for the same content; ``None`` for what is nested too deep to be written."""
+    try:
+        return orjson.dumps(content)
+    except TypeError:
+        return None
+
+
+def _json_nbytes_of(array: Array) -> int:
+    """Return about how many bytes of JSON a tensor takes, quickly."""
+    if array.dtype.kind == "O":
+        return LENGTH_NBYTES * array.size + characters_of(array)
+    return array.nbytes if array.dtype.kind in TEXT else NUMBER_FACTOR * array.nbytes
 
 
 def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool) -> bool:
@@ -317,39 +329,32 @@ def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool
     return binary
 
 
-def is_slow_json(raw: Buffer, nbytes: int) -> bool:
-    """Return whether parsing ``nbytes`` of JSON would hold the event loop for a millisecond or more."""
-    if nbytes <= FAST_NBYTES:
-        return False
-    return nbytes > FAST_TEXT_NBYTES or bytes(raw[:nbytes]).count(b",") > PIECE
+def is_slow_json(nbytes: int) -> bool:
+    """Return whether parsing JSON could hold the event loop for a millisecond or more."""
+    return nbytes > FAST_JSON_NBYTES
 
 
-def check_json_nbytes(nbytes: int, what: str, nbytes_max: int) -> None:
-    """Check the size of JSON.
-
-    :raises TooLargeError: if it has more than ``nbytes_max`` bytes.
-    """
-    if nbytes > nbytes_max:
-        raise TooLargeError(
-            f"{what} has {nbytes} bytes of JSON; at most {nbytes_max} are accepted: send tensors raw"
-        )
+def parsed_nbytes(nbytes: int) -> int:
+    """Return how much memory JSON takes at most while it is parsed."""
+    return 2 * nbytes + VALUE_NBYTES * min(nbytes // VALUE_TEXT_NBYTES, JSON_VALUES_MAX)
 
 
-def parse_object(
-    raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX, pause: Pause = no_pause
-) -> dict[str, Any]:
+def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> dict[str, Any]:
     """Parse a JSON object. Messages call it ``what``.
 
-    :param pause: called between pieces of work.
-    :raises TooLargeError: if it has more than ``nbytes_max`` bytes.
+    :raises TooLargeError: if it has more than ``nbytes_max`` bytes, or too many values.
     :raises RequestError: if it is anything else.
     """
-    check_json_nbytes(len(raw), what, nbytes_max)
-    if len(raw) > COUNT_NBYTES_MIN:
+    if len(raw) > nbytes_max:
+        raise TooLargeError(
+            f"{what} has {len(raw)} bytes of JSON; at most {nbytes_max} are accepted: send tensors as binary "
+            "data (Inference-Header-Content-Length over HTTP, a binary message over a websocket), or raise "
+            "max_json"
+        )
+    if len(raw) > FAST_JSON_NBYTES:
         _check_values(bytes(raw), what)
     try:
-        is_cut = pause is not no_pause
-        content = loads_in_pieces(bytes(raw), orjson.loads, pause) if is_cut else orjson.loads(raw)
+        content = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raw = bytes(raw)
         is_rich = b"NaN" in raw or b"Infinity" in raw
@@ -366,13 +371,17 @@ def _check_values(raw: bytes, what: str) -> None:
     if lists > JSON_LISTS_MAX:
         raise TooLargeError(
             f"{what} has {lists} lists and objects of JSON; at most {JSON_LISTS_MAX} are accepted: send the "
-            "values of a tensor as one flat list, or raw"
+            "values of a tensor as one flat list, or as binary data"
         )
     values = raw.count(b",")
     if values > JSON_VALUES_MAX:
         raise TooLargeError(
-            f"{what} has {values} values of JSON; at most {JSON_VALUES_MAX} are accepted: send tensors raw"
+            f"{what} has {values} values of JSON; at most {JSON_VALUES_MAX} are accepted: send tensors as "
+            "binary data"
         )
+    # Text may have any number of colons, and seldom one after a quote.
+    if raw.count(b":") > JSON_LISTS_MAX and any(islice(NAME_END.finditer(raw), JSON_LISTS_MAX, None)):
+        raise TooLargeError(f"{what} has more than {JSON_LISTS_MAX} names in its JSON objects")
 
 
 def dump(content: object) -> bytes:
@@ -391,15 +400,3 @@ def mapping(content: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name} of {where} must be an object, not {type(value).__name__}")
     return value
-
-
-def split_id(head: bytes) -> tuple[str, bytes]:
-    """Split an id at the very beginning off a head. Without one, return "" and the head itself.
-
-    The rest is only looked up among heads that were parsed whole, so it need not be JSON.
-    """
-    found = ID_START.match(head)
-    if found is None:
-        # What begins like the rest of another head is not JSON, and must not be taken for that rest.
-        return "", b"" if head.startswith(b",") else head
-    return found[1].decode(), head[found.end() :]

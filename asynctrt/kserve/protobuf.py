@@ -37,8 +37,17 @@ from asynctrt.kserve.codec import (
     refuse_shared_memory,
     remember,
 )
-from asynctrt.kserve.datatypes import PIECE, Buffer, check_nbytes, read_tensor, size_of, strings, write_tensor
-from asynctrt.kserve.json_pieces import Pause, no_pause
+from asynctrt.kserve.datatypes import (
+    PIECE,
+    Buffer,
+    Pause,
+    check_nbytes,
+    no_pause,
+    read_tensor,
+    size_of,
+    strings,
+    write_tensor,
+)
 from asynctrt.tensors import Array, InferResult, TensorSpec, convert
 
 try:

@@ -31,9 +31,8 @@ from asynctrt.errors import (
     UnsupportedError,
 )
 from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest
-from asynctrt.kserve.datatypes import Buffer, brief
-from asynctrt.kserve.json_codec import dump, mapping, parse_object
-from asynctrt.kserve.json_pieces import Pause, no_pause
+from asynctrt.kserve.datatypes import Buffer, Pause, brief, no_pause
+from asynctrt.kserve.json_codec import dump, mapping, parse_object, parsed_nbytes
 from asynctrt.serving.admission import Caller
 from asynctrt.serving.coding import (
     COMPRESS_NBYTES_MIN,
@@ -46,11 +45,9 @@ from asynctrt.serving.coding import (
 )
 from asynctrt.serving.memory import SMALL_NBYTES, Account, Hold, Memory, default_limit
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.request_id import HEADER, RequestIds
-from asynctrt.serving.retry import retry_after
+from asynctrt.serving.responses import ID_HEADER, RequestIds, retry_after, told
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.told import told
 from asynctrt.serving.turns import Turns
 from asynctrt.serving.worker import Worker, pause
 
@@ -238,8 +235,7 @@ class Api:
             codec = self.repository.find(route.name, route.version).codec
         except AsynctrtError:
             return False
-        length = headers.get(b"inference-header-content-length", b"")
-        return codec.is_slow(body, int(length) if length.isdigit() and len(length) < 19 else len(body))
+        return codec.is_slow(body, _json_nbytes_of(headers, body))
 
     async def begin_slow(
         self,
@@ -259,8 +255,9 @@ class Api:
         served = self.repository.find(route.name, route.version)
         try:
             decoding = partial(_decoded, served, headers, body, pause)
+            nbytes = parsed_nbytes(min(_json_nbytes_of(headers, body), self.settings.max_json))
             del body  # Nothing else may keep it while the request waits.
-            running = self.worker.run(decoding, self.client(caller, headers), hold)
+            running = self.worker.run(decoding, self.client(caller, headers), hold, nbytes)
             del decoding, hold
             request = await running
             return self.submit(served, request, began_ns, headers, caller, then)
@@ -676,6 +673,12 @@ class Api:
         return Answer(answer.status, answer.headers + added, (body,))
 
 
+def _json_nbytes_of(headers: Headers, body: Body) -> int:
+    """Return how much of a body is JSON."""
+    length = headers.get(b"inference-header-content-length", b"")
+    return int(length) if length.isdigit() and len(length) < 19 else len(body)
+
+
 def _decoded(served: ServedModel, headers: Headers, body: Body, between: Pause) -> DecodedRequest:
     """Decode an inference request as its headers say; ``between`` is called between pieces of work."""
     length = headers.get(b"inference-header-content-length")
@@ -710,7 +713,7 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
     :param asked: the request's headers, with its id.
     """
     if not isinstance(error, AsynctrtError):
-        known = (asked or {}).get(HEADER, b"").decode("latin-1")
+        known = (asked or {}).get(ID_HEADER, b"").decode("latin-1")
         extra = {"request_id": known} if known else None
         logger.error("a request failed with an internal error", exc_info=error, extra=extra)
         return json_answer({"error": "internal error; see the server's log"}, 500)

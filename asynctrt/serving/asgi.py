@@ -14,7 +14,7 @@ from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import Api, Headers, ModelRoute, error_answer
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.request_id import HEADER
+from asynctrt.serving.responses import ID_HEADER
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.websocket import (
     MESSAGE_TOO_BIG,
@@ -173,7 +173,7 @@ class KServeApp:
         answer = api.with_cors(headers, answer)
         raw = b"".join(answer.body)
         lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in answer.headers]
-        lines += [(b"content-length", str(len(raw)).encode()), (HEADER, request_id)]
+        lines += [(b"content-length", str(len(raw)).encode()), (ID_HEADER, request_id)]
         await send({"type": "http.response.start", "status": answer.status, "headers": lines})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else raw})
 

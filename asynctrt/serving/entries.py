@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from asynctrt.engine import Engine
+from asynctrt.serving.responses import without_folders
 from asynctrt.serving.served import ServedModel
-from asynctrt.serving.told import without_folders
 
 LOST: Final = "nothing can run it now: see the log, and restart the server if that lasts"
 """Why a loaded model is not ready."""

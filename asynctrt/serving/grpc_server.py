@@ -49,8 +49,7 @@ from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.memory import SMALL_NBYTES, Hold
 from asynctrt.serving.places import Places
-from asynctrt.serving.request_id import METADATA
-from asynctrt.serving.retry import pushback
+from asynctrt.serving.responses import ID_METADATA, pushback
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import pause
@@ -110,7 +109,11 @@ DETAILS_LENGTH_MAX: Final = 2000
 """Characters of an error message that are sent; clients refuse trailers over 8 KiB."""
 
 HANDSHAKE_MS: Final = 10_000
-"""Time for a client's TLS handshake."""
+"""Time for a new connection until it has spoken: TLS, and HTTP/2's first frame."""
+
+PING_MS: Final = 5_000
+"""Clients may ping this often, with or without calls. The shortest interval that clients in Go have is 10 s,
+and others are often told the same."""
 
 FIELDS_MAX: Final = 64
 """Fields of a large request besides its tensors."""
@@ -305,6 +308,9 @@ class GrpcServer:
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             # A client whose machine is gone sends nothing; a failed ping cancels its requests.
             ("grpc.keepalive_time_ms", idle_ms),
+            # By default clients may ping every 5 min, and every 2 h without a call: others are cut off.
+            ("grpc.http2.min_ping_interval_without_data_ms", PING_MS),
+            ("grpc.keepalive_permit_without_calls", 1),
         ]
 
     def _credentials(self) -> Any:
@@ -381,7 +387,7 @@ class GrpcServer:
     def _named(self, context: Any) -> dict[bytes, bytes]:
         """Return a call's metadata as headers, with its id, which goes back with its answer."""
         headers = _headers(context)
-        context.set_trailing_metadata(((METADATA, self._api.ids.of(headers).decode()),))
+        context.set_trailing_metadata(((ID_METADATA, self._api.ids.of(headers).decode()),))
         return headers
 
     def _let_in(self, name: str, context: Any) -> tuple[Headers, Caller]:

@@ -7,6 +7,7 @@ awaits :meth:`Api.respond`.
 
 import asyncio
 import fcntl
+import socket
 import sys
 import termios
 from collections import deque
@@ -32,7 +33,7 @@ from asynctrt.serving.log import AccessLog
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, Account, Hold, Pace
 from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.places import Places
-from asynctrt.serving.request_id import HEADER
+from asynctrt.serving.responses import ID_HEADER
 from asynctrt.serving.served import Inference
 
 SWEEP_S: Final = 0.25
@@ -51,6 +52,11 @@ SPARE: Final = 32
 """Connections beyond ``max_connections``: for health checks, and to tell clients that there are too many."""
 REFUSED_S: Final = 2.0
 """Time for a client that is refused to read why, and to close."""
+
+PROBE_S: Final = 0.01
+"""How long after its end a client is asked whether it is still there, and how soon after that is looked."""
+TCP_CLOSED: Final = 7
+"""The state of a connection that its client has reset. The loop hears of it only when it reads or writes."""
 
 COPIED_NBYTES: Final = 4
 """Bytes that are read in a nanosecond: what is only dropped takes time as well."""
@@ -310,6 +316,15 @@ def unsent_nbytes(transport: Any) -> int:
     return int.from_bytes(raw, sys.byteorder)
 
 
+def is_reset(transport: Any) -> bool:
+    """Return whether a client has reset the connection."""
+    try:
+        state = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    except (OSError, AttributeError):
+        return False
+    return bool(state[0] == TCP_CLOSED)
+
+
 def end_writing(transport: Any) -> None:
     """Tell the client that nothing more comes, and go on reading."""
     try:
@@ -358,6 +373,8 @@ class HttpConnection(asyncio.Protocol):
         """Until when its client's turn lasts."""
         self._is_ending = False
         self._is_handed_over = False
+        self._is_half_closed = False
+        """Whether its client sends no more, and waits for answers."""
         self._is_refused = False
         self._writing = Writing()
         self._touched = hub.tick
@@ -429,7 +446,37 @@ class HttpConnection(asyncio.Protocol):
         return not (self._is_throttled or self._is_short) and self._hub.now_ns() < self._until_ns
 
     def eof_received(self) -> bool:
-        return self._hub.close_soon(self._transport)
+        # A client that has closed its side alone cannot be told from one that has gone.
+        is_half_closed = self._has_unanswered and not self._is_ending
+        if not is_half_closed or self._transport.get_extra_info("ssl_object") is not None:
+            return self._hub.close_soon(self._transport)
+        self._is_half_closed = True
+        self._hub.loop.call_later(PROBE_S, self._probe)
+        return True
+
+    @property
+    def _has_unanswered(self) -> bool:
+        return self._current is not None or self._has_next
+
+    @property
+    def _has_next(self) -> bool:
+        """Whether requests were read behind the one that is being answered."""
+        return bool(self._waiting or (self._reader is not None and self._reader.rest))
+
+    def _probe(self) -> None:
+        """Send a client that has ended something that it skips, but that a client that has gone resets."""
+        request = self._current
+        if request is None or self._transport.is_closing():
+            return
+        if request.version == "1.0":  # That knows no such answers.
+            self._hub.close_soon(self._transport)
+            return
+        self._transport.write(CONTINUE)
+        self._hub.loop.call_later(PROBE_S, self._look_for_reset)
+
+    def _look_for_reset(self) -> None:
+        if not self._transport.is_closing() and is_reset(self._transport):
+            self._hub.close_soon(self._transport)
 
     def pause_writing(self) -> None:
         self._writing.pause(self._hub.tick)
@@ -457,6 +504,8 @@ class HttpConnection(asyncio.Protocol):
             # It reads before it can look whose turn it is.
             self._turns.charge(self._account, UNCOUNTED_NBYTES // COPIED_NBYTES)
         self._set_reading()
+        if self._is_half_closed and not self._has_unanswered:
+            self._close()
 
     @property
     def _is_held(self) -> bool:
@@ -469,7 +518,7 @@ class HttpConnection(asyncio.Protocol):
         if has_rest and not self._is_held and not self._is_resting:
             self._rest()
             return
-        should_read = not (self._is_resting or self._is_held or has_rest)
+        should_read = not (self._is_resting or self._is_held or has_rest or self._is_half_closed)
         if should_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = should_read
             if should_read:
@@ -696,7 +745,7 @@ class HttpConnection(asyncio.Protocol):
             self._task = self._hub.loop.create_task(self._compress(answer, inference, request))
             return
         has_origin = self._hub.has_cors and b"origin" in request.headers
-        is_usual = request.keep_alive and request.version != "1.0"
+        is_usual = request.keep_alive and request.version != "1.0" and not self._is_half_closed
         if not tensors or not is_usual or self._hub.is_draining or has_origin:
             self._send(encoded_answer(head, tensors), inference)
             return
@@ -706,7 +755,9 @@ class HttpConnection(asyncio.Protocol):
             start = BINARY_HEAD % (len(head), nbytes)
             if head is layout.answer:
                 layout.http_head = start
-        self._write((start, request.headers[HEADER], b"\r\n", self._hub.end_of_head, head), tensors, nbytes)
+        self._write(
+            (start, request.headers[ID_HEADER], b"\r\n", self._hub.end_of_head, head), tensors, nbytes
+        )
         self._done(200, nbytes, inference)
 
     async def _answer_slowly(self, inference: Inference, request: HttpRequest) -> None:
@@ -752,7 +803,8 @@ class HttpConnection(asyncio.Protocol):
         lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in answer.headers]
         if status != 204:  # Which has no body, and must not say how long it is.
             lines.append(b"Content-Length: %d\r\n" % nbytes)
-        if not request.keep_alive or self._hub.is_draining:
+        is_last = self._hub.is_draining or (self._is_half_closed and not self._has_next)
+        if not request.keep_alive or is_last:
             request.keep_alive = False
             lines.append(b"Connection: close\r\n")
         elif request.version == "1.0":
@@ -783,7 +835,7 @@ class HttpConnection(asyncio.Protocol):
         if self._hub.log is not None:
             peer = self._transport.get_extra_info("peername")
             self._hub.log.write(peer, request, status, nbytes, inference)
-        if request.is_broken and self._transport.can_write_eof():
+        if request.is_broken and not self._is_half_closed and self._transport.can_write_eof():
             # The client may still be sending. Closing now would discard the answer, so input is read and
             # dropped until the client closes or the sweep's timeout passes.
             self._end()
@@ -819,6 +871,8 @@ class HttpConnection(asyncio.Protocol):
     def check_times(self, tick: int) -> None:
         """Close the connection if a timeout has passed."""
         hub = self._hub
+        if self._is_half_closed:
+            self._look_for_reset()
         if self._writing.since is not None:
             self._writing.count(self._transport, self._new_hold)
             if self._writing.is_stalled(tick, hub, self._transport, 0):

@@ -11,7 +11,7 @@ from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.admission import has_result
 from asynctrt.serving.api import CANCELLED_STATUS
 from asynctrt.serving.line_writer import LineWriter
-from asynctrt.serving.request_id import HEADER
+from asynctrt.serving.responses import ID_HEADER
 from asynctrt.serving.served import Inference
 
 FLUSH_NBYTES: Final = 64 << 10
@@ -80,7 +80,7 @@ class AccessLog:
             "peer": peer[0] if isinstance(peer, tuple) else None,
             "method": request.method.decode("latin-1"),
             "path": request.path.decode("latin-1"),
-            "request_id": request.headers.get(HEADER, b"").decode("latin-1"),
+            "request_id": request.headers.get(ID_HEADER, b"").decode("latin-1"),
             "status": status,
             "nbytes": nbytes,
             "duration_us": (now_ns - request.began_ns) // 1000 if request.began_ns else None,
@@ -99,7 +99,7 @@ class AccessLog:
             "time": clock.wall_ns(now_ns) / 1e9,
             "peer": peer[0] if isinstance(peer, tuple | list) else peer,
             "method": protocol,
-            "request_id": inference.headers.get(HEADER, b"").decode("latin-1"),
+            "request_id": inference.headers.get(ID_HEADER, b"").decode("latin-1"),
             "status": status,
             "duration_us": (now_ns - inference.began_ns) // 1000,
         }

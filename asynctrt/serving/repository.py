@@ -33,8 +33,8 @@ from asynctrt.serving.entries import (
     is_name,
     is_version,
 )
+from asynctrt.serving.responses import without_folders
 from asynctrt.serving.served import ServedModel
-from asynctrt.serving.told import without_folders
 
 ALONE_S: Final = 60.0
 """How long a model is opened alone at the start. If one hangs, the others are served all the same."""
@@ -175,7 +175,7 @@ class Repository:
         """
         served = self._served.get((name, version))
         if served is None:
-            served = self._served[name, version] = self._find(name, version)
+            served = self._served[name, version] = self.find_in_thread(name, version)
         return served
 
     def find_ready(self, name: str, version: str = "") -> ServedModel:
@@ -189,10 +189,11 @@ class Repository:
             raise ModelNotReadyError(f"version {served.version} of {name!r} is not served: {why_not}")
         return served
 
-    def _find(self, name: str, version: str) -> ServedModel:
+    def find_in_thread(self, name: str, version: str) -> ServedModel:
+        """Return what :meth:`find` does, in any thread: nothing is remembered, which may be changing."""
         model = self._models.get(name)
         if model is None:
-            known = ", ".join(repr(known) for known in self._models)
+            known = ", ".join(map(repr, list(self._models)))
             raise UnknownModelError(f"unknown model {name!r:.200}; known models: {known or 'none'}")
         versions = model.versions
         if version:
@@ -204,7 +205,7 @@ class Repository:
             if entry.served is None:
                 raise ModelNotReadyError(f"version {version} of {name!r} is not served: {entry.reason}")
             return entry.served
-        newest = [entry.served for entry in versions.values() if entry.served is not None]
+        newest = [entry.served for entry in list(versions.values()) if entry.served is not None]
         if not newest:
             reasons = "; ".join(entry.reason for entry in model.entries)
             raise ModelNotReadyError(f"{name!r} is not served: {reasons}")

@@ -17,7 +17,7 @@ from asynctrt import clock
 from asynctrt.errors import DeviceError, InternalError
 from asynctrt.serving.line_writer import LineWriter, standard_error
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.request_id import HEADER
+from asynctrt.serving.responses import ID_HEADER
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import LogFormat, LogLevel
 
@@ -198,7 +198,7 @@ class Failures:
 
 def _id_of(inference: Inference) -> str:
     """Return what names a request: its own id, if it has one, and that of its HTTP request or gRPC call."""
-    given = inference.headers.get(HEADER, b"").decode("latin-1")
+    given = inference.headers.get(ID_HEADER, b"").decode("latin-1")
     own = inference.request.id
     return f"{given}/{own}" if given and own else given or own or "-"
 

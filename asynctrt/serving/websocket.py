@@ -35,9 +35,9 @@ from asynctrt.errors import (
     RequestError,
     UnknownModelError,
 )
-from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest, remember
-from asynctrt.kserve.datatypes import Buffer, brief
-from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, split_id
+from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest
+from asynctrt.kserve.datatypes import Buffer, Pause, brief, no_pause
+from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, parsed_nbytes
 from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, ModelRoute, logger
 from asynctrt.serving.coding import Body
@@ -101,8 +101,6 @@ class WebSocketSession:
         self._was_full = False
         self._flights: dict[str | int, Inference] = {}
         self._number = 0
-        # The model of each header seen before, without its id: headers repeat.
-        self._routes: dict[bytes, ModelRoute] = {}
         # The message that is being decoded in a thread: no other is taken meanwhile, so they stay in order.
         self._decoding: asyncio.Task[None] | None = None
         self._hold: Hold | None = None
@@ -159,7 +157,7 @@ class WebSocketSession:
             self._hold = None
 
     def _handle(self, message: Message | bytearray | memoryview) -> None:
-        request_id = ""
+        binary, seen, began_ns = not isinstance(message, str), _Seen(), clock.now_ns()
         try:
             raw: Body
             if isinstance(message, str):
@@ -168,73 +166,82 @@ class WebSocketSession:
             else:
                 raw = message
                 head, start = _head_of(message), PREFIX_NBYTES
-            if is_slow_json(head, len(head)):
-                self._decode(self._receive_slowly(raw, head, start))
+            reading = partial(self._read, seen, head, raw, start)
+            if is_slow_json(len(head)) or (len(raw) > FAST_NBYTES and self._is_slow(head, raw, start)):
+                del raw
+                running = self._api.worker.run(
+                    partial(reading, pause),
+                    self._caller.client,
+                    self._hold or self.new_hold(),
+                    parsed_nbytes(min(len(head), self._api.settings.max_json)),
+                )
+                del reading
+                work = self._handle_slowly(seen, running, began_ns, binary=binary)
+                self._decoding = asyncio.get_running_loop().create_task(work)
+                self._decoding.add_done_callback(self._decoded)
                 return
-            request_id, rest = split_id(head)
-            route = self._routes.get(rest)
-            if route is None or len(request_id) > ID_CHARS_MAX:
-                content = parse_object(head, "the message", self._api.settings.max_json)
-                request_id = _id_of(content)
-                if self._control(content, binary=start != 0):
-                    return
-                route = self._route or _route_of(content)
-            if len(raw) > FAST_NBYTES:
-                codec = self._api.repository.find(route.name, route.version).codec
-                if codec.is_slow(raw, start + len(head)):
-                    self._decode(self._infer_slowly(route, raw, head, start, request_id, rest))
-                    return
-            self._infer(route, raw, head, start, request_id, rest)
+            self._act(seen, reading(no_pause), began_ns, binary=binary)
         except Exception as error:
-            self._failed(request_id, error, binary=not isinstance(message, str))
-
-    def _decode(self, work: Coroutine[Any, Any, None]) -> None:
-        """Decode a message in a thread."""
-        self._decoding = asyncio.get_running_loop().create_task(work)
-        self._decoding.add_done_callback(self._decoded)
+            self._refuse(seen, error, began_ns, binary=binary)
 
     def _decoded(self, task: "asyncio.Task[None]") -> None:
         self._decoding = self._hold = None
         if not task.cancelled():
             self._room()
 
-    async def _receive_slowly(self, raw: Body, head: bytes, start: int) -> None:
-        """Handle a message with much JSON."""
-        request_id = ""
-        try:
-            nbytes_max = self._api.settings.max_json
-            parsing = partial(parse_object, head, "the message", nbytes_max, pause)
-            content = await self._api.worker.run(parsing, self._caller.client, self._hold)
-            request_id = _id_of(content)
-            if self._control(content, binary=start != 0):
-                return
-            route = self._route or _route_of(content)
-            del content, parsing
-        except Exception as error:
-            self._failed(request_id, error, binary=start != 0)
-            return
-        await self._infer_slowly(route, raw, head, start, request_id, split_id(head)[1])
-
-    async def _infer_slowly(
-        self, route: ModelRoute, raw: Body, head: bytes, start: int, request_id: str, rest: bytes
+    async def _handle_slowly(
+        self,
+        seen: "_Seen",
+        running: Coroutine[Any, Any, DecodedRequest | None],
+        began_ns: int,
+        *,
+        binary: bool,
     ) -> None:
-        """Begin an inference that is decoded in a thread."""
+        """Handle a message that is parsed and decoded in a thread."""
         try:
-            began_ns = clock.now_ns()
-            served = self._api.repository.find(route.name, route.version)
-            decode = served.codec.decode_split
-            try:
-                request = await self._api.worker.run(
-                    partial(decode, head, request_id, rest, raw, start + len(head), pause),
-                    self._caller.client,
-                    self._hold,
-                )
-                self._submit(served, request, began_ns, binary=start != 0)
-            except AsynctrtError as error:
-                served.count_failure(error, clock.now_ns() - began_ns)
-                raise
+            self._act(seen, await running, began_ns, binary=binary)
         except Exception as error:
-            self._failed(request_id, error, binary=start != 0)
+            self._refuse(seen, error, began_ns, binary=binary)
+
+    def _is_slow(self, head: bytes, raw: Body, start: int) -> bool:
+        """Return whether reading the tensors of a message would hold the event loop."""
+        try:
+            route = self._route or _route_of(parse_object(head, "the message"))
+            codec = self._api.repository.find(route.name, route.version).codec
+        except AsynctrtError:
+            return False
+        return codec.is_slow(raw, start + len(head))
+
+    def _read(
+        self, seen: "_Seen", head: bytes, raw: Body, start: int, between: Pause
+    ) -> DecodedRequest | None:
+        """Parse and decode a message, on the event loop or in a thread; ``None`` if it is not a request.
+
+        At once, as what is parsed takes several times the memory of its text, and must not wait.
+        """
+        content = parse_object(head, "the message", self._api.settings.max_json)
+        seen.request_id = _id_of(content)
+        if _is_control(content):
+            seen.content = content
+            return None
+        route = self._route or _route_of(content)
+        find = self._api.repository.find if between is no_pause else self._api.repository.find_in_thread
+        seen.served = served = find(route.name, route.version)
+        return served.codec.decode_parsed(content, len(head), raw, start + len(head), between)
+
+    def _act(self, seen: "_Seen", request: DecodedRequest | None, began_ns: int, *, binary: bool) -> None:
+        """Do what a message asks for."""
+        if request is None:
+            self._control(seen.content, binary=binary)
+        else:
+            assert seen.served is not None
+            self._submit(seen.served, request, began_ns, binary=binary)
+
+    def _refuse(self, seen: "_Seen", error: Exception, began_ns: int, *, binary: bool) -> None:
+        """Answer a message that could not be handled, and count the failure of its model."""
+        if seen.served is not None and isinstance(error, AsynctrtError):
+            seen.served.count_failure(error, clock.now_ns() - began_ns)
+        self._failed(seen.request_id, error, binary=binary)
 
     def _failed(self, request_id: str, error: BaseException | None, *, binary: bool) -> None:
         """Answer a message that could not be handled."""
@@ -255,20 +262,6 @@ class WebSocketSession:
             task.cancel()
         for inference in list(self._flights.values()):
             inference.cancel()
-
-    def _infer(
-        self, route: ModelRoute, raw: Body, head: bytes, start: int, request_id: str, rest: bytes
-    ) -> None:
-        began_ns = clock.now_ns()
-        served = self._api.repository.find(route.name, route.version)
-        try:
-            request = served.codec.decode_split(head, request_id, rest, raw, start + len(head))
-            self._submit(served, request, began_ns, binary=start != 0)
-        except AsynctrtError as error:
-            served.count_failure(error, clock.now_ns() - began_ns)
-            raise
-        if served.codec.knows(rest) and rest not in self._routes:
-            remember(self._routes, rest, route)
 
     def _submit(self, served: ServedModel, request: DecodedRequest, began_ns: int, *, binary: bool) -> None:
         if self.is_draining:
@@ -346,30 +339,26 @@ class WebSocketSession:
         if self._was_full or not self._flights:
             self._room()
 
-    def _control(self, content: Mapping[str, Any], *, binary: bool) -> bool:
-        """Handle a message that is not a request; return False if it is one."""
+    def _control(self, content: Mapping[str, Any], *, binary: bool) -> None:
+        """Handle a message that is not a request."""
         if "ping" in content:
             try:
                 pong = dump({"pong": content["ping"]})
             except TypeError as error:  # orjson parses deeper nesting than it writes.
                 raise RequestError("the value of ping is nested too deep") from error
             self._send_json(pong, binary=binary)
-            return True
-        if content.get("metadata") is True and "inputs" not in content:
+        elif _asks_for_metadata(content):
             route = self._route or _route_of(content)
             found = self._api.repository.find(route.name, route.version)
             metadata = found.metadata(self._api.repository.versions(found.name))
             self._say({"id": _id_of(content), "metadata": metadata}, binary=binary)
-            return True
-        if "cancel" in content:
+        else:
             cancel = content["cancel"]
             if not isinstance(cancel, str):
                 raise RequestError(f"cancel must be the id of a request, a string, not {brief(cancel)}")
             inference = self._flights.get(cancel)
             if inference is not None:
                 inference.cancel()
-            return True
-        return False
 
     def _fail(self, request_id: str, error: AsynctrtError, *, binary: bool) -> None:
         content = {"error": str(error), "status": error.http_status, "type": type(error).__name__}
@@ -383,6 +372,27 @@ class WebSocketSession:
             self._send(len(raw).to_bytes(PREFIX_NBYTES, "little") + raw)
         else:
             self._send(raw.decode())
+
+
+class _Seen:
+    """What is known of a message when it is refused."""
+
+    __slots__ = ("content", "request_id", "served")
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.served: ServedModel | None = None
+        self.content: dict[str, Any] = {}
+        """All of it, if it is not a request."""
+
+
+def _is_control(content: Mapping[str, Any]) -> bool:
+    """Return whether a message is not a request."""
+    return "ping" in content or "cancel" in content or _asks_for_metadata(content)
+
+
+def _asks_for_metadata(content: Mapping[str, Any]) -> bool:
+    return content.get("metadata") is True and "inputs" not in content
 
 
 def _id_of(content: Mapping[str, Any]) -> str:

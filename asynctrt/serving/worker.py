@@ -31,7 +31,7 @@ def pause() -> None:
     clock.sleep_s(PAUSE_S)
 
 
-def holding(work: Callable[[], T], _: Hold | None) -> T:
+def holding(work: Callable[[], T], *_: Hold | None) -> T:
     """Work, and hold the memory for it: its client may have gone, and others would be given the same."""
     return work()
 
@@ -56,13 +56,17 @@ class Worker:
     def __repr__(self) -> str:
         return f"<Worker {self._name} serves={len(self._served)} waiting={len(self._waiting)}>"
 
-    async def run(self, work: Callable[[], T], client: Hashable, hold: Hold | None = None) -> T:
+    async def run(
+        self, work: Callable[[], T], client: Hashable, hold: Hold | None = None, nbytes: int = 0
+    ) -> T:
         """Return what ``work`` returns; it calls :func:`pause` between pieces.
 
         Whoever is cancelled meanwhile goes on at once. What a thread has begun then ends for nothing.
 
         :param client: for whom it is.
-        :param hold: memory of the work, which is held until the thread has let go of it.
+        :param hold: memory of what is worked on, which is held until the thread has let go of it.
+        :param nbytes: what the work takes besides, for as long as it is done. It is counted before it begins,
+            and not waited for: there is one of these for each thread at most.
         :raises EngineClosedError: after :meth:`close`.
         """
         loop = asyncio.get_running_loop()
@@ -80,8 +84,9 @@ class Worker:
         self._served.add(client)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix=self._name)
-        job = self._executor.submit(partial(holding, work, hold))
-        del work, hold
+        more = Hold(hold.account, nbytes) if hold is not None and nbytes else None
+        job = self._executor.submit(partial(holding, work, hold, more))
+        del work, hold, more
         job.add_done_callback(partial(self._end_soon, loop, client))
         return await asyncio.wrap_future(job)
 

@@ -8,7 +8,7 @@ import pytest
 
 from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.codec import LAYOUTS_MAX, STRINGS_MAX
-from asynctrt.kserve.json_codec import JsonCodec, split_id
+from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.tensors import BatchRecord, InferResult, TensorSpec
 
 X = TensorSpec("x", "float32", (2,))
@@ -270,22 +270,30 @@ class TestRaw:
             codec.decode_raw(bytes(8))
 
 
-@pytest.mark.parametrize(
-    ("head", "expected"),
-    [
-        (b'{"id":"7","x":1}', ("7", b',"x":1}')),
-        (b'{"id":"a-b_c","x":1}', ("a-b_c", b',"x":1}')),
-        (b'{"id":"7"}', None),
-        (b'{"id":"","x":1}', None),
-        (b'{"id":"a\\"b","x":1}', None),
-        (b'{"id": "7","x":1}', None),
-        (b'{"x":1,"id":"7"}', None),
-        (b'{"id":"7" ,"x":1}', None),
-        (b"", None),
-    ],
-)
-def test_split_id(head, expected):
-    assert split_id(head) == (expected or ("", head))
+@pytest.mark.parametrize("blank", ["", " ", "\n  "])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_request_is_the_same_however_it_is_written_and_whatever_its_id(codec, blank, is_first):
+    body, length = build()
+    content = json.loads(body[:length])
+    layouts = []
+    for request_id in ("a", "b", "", "c d"):
+        stated = {"id": request_id}
+        head = json.dumps(
+            stated | content if is_first else content | stated, separators=("," + blank, ":" + blank)
+        )
+        call = codec.decode(head.encode() + body[length:], len(head))
+        assert call.id == request_id
+        layouts.append(call.layout)
+    assert len(set(map(id, layouts))) == 1
+    assert codec.decode(body, length).layout is layouts[0]
+
+
+def test_what_is_nested_deeper_than_can_be_written_is_decoded_and_not_remembered(codec):
+    body, length = build(more=[])
+    nested = b"[" * 600 + b"]" * 600
+    head = body[:length].replace(b"[]", nested)
+    calls = [codec.decode(head + body[length:], len(head)) for _ in range(2)]
+    assert calls[0].layout is not calls[1].layout
 
 
 def test_an_id_that_is_said_twice_is_not_remembered_wrongly(codec):

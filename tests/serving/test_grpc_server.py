@@ -6,7 +6,7 @@ import logging
 import threading
 import tracemalloc
 from collections import Counter
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import ml_dtypes
@@ -21,6 +21,7 @@ import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.kserve.protobuf import message_classes
+from asynctrt.serving import grpc_server
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, WOKEN_MAX, GrpcServer, _Stream
@@ -867,6 +868,66 @@ class TestListening:
                 assert answer == b"\x08\x01"
         except UsageError as error:
             pytest.skip(f"there is no IPv6 here: {error}")
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+PING = bytes((0, 0, 8, 6, 0, 0, 0, 0, 0)) + bytes(8)
+
+
+class TestConnections:
+    """Connections below gRPC: those that only ping, and those that say nothing."""
+
+    @staticmethod
+    async def opened(served, said):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(said)
+        return reader, writer
+
+    @pytest.mark.parametrize(("at_once", "is_cut_off"), [(1, False), (8, True)])
+    async def test_a_client_may_ping_though_it_has_no_call_and_may_not_flood(
+        self, monkeypatch, at_once, is_cut_off
+    ):
+        assert 2 * grpc_server.PING_MS <= 10_000, "as often as clients in Go, with some that come early"
+        monkeypatch.setattr(grpc_server, "PING_MS", 100)
+        async with serving() as served:
+            reader, writer = await self.opened(served, PREFACE + SETTINGS)
+            for _ in range(8 // at_once):
+                await asyncio.sleep(0.2)
+                writer.write(PING * at_once)
+            heard = b""
+            async with asyncio.timeout(WAIT_S):
+                while heard.count(PING[:4] + b"\1") < 8 and b"too_many_pings" not in heard:
+                    piece = await reader.read(1 << 16)
+                    assert piece
+                    heard += piece
+            assert (b"too_many_pings" in heard) == is_cut_off
+            writer.close()
+
+    @pytest.mark.parametrize("said", [b"", PREFACE[:3], PREFACE], ids=["nothing", "half", "preface"])
+    async def test_connections_that_say_nothing_make_room(self, monkeypatch, said):
+        monkeypatch.setattr(grpc_server, "HANDSHAKE_MS", 300)
+        async with serving(max_connections=4) as served:
+            silent = [await self.opened(served, said) for _ in range(8)]
+            async with asyncio.timeout(WAIT_S):
+                for reader, _ in silent:
+                    with suppress(ConnectionResetError):
+                        while await reader.read(1 << 16):
+                            pass
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{served.port}")
+            call = channel.unary_unary(f"/{SERVICE}/ServerLive")
+            assert await call(b"", timeout=WAIT_S, wait_for_ready=True) == b"\x08\x01"
+            await channel.close()
+            for _, writer in silent:
+                writer.close()
+
+    async def test_connections_without_a_call_are_closed_after_a_while(self):
+        async with serving(idle_timeout=1) as served:
+            reader, writer = await self.opened(served, PREFACE + SETTINGS)
+            async with asyncio.timeout(WAIT_S):
+                while await reader.read(1 << 16):
+                    pass
+            writer.close()
 
 
 class TestStopping:

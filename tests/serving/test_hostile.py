@@ -284,7 +284,7 @@ class TestTheLoopIsNotHeld:
             parse_object(raw, "the request")
 
     async def test_json_of_many_values(self):
-        with pytest.raises(TooLargeError, match="send tensors raw"):
+        with pytest.raises(TooLargeError, match="send tensors as binary data"):
             parse_object(b'{"a":[' + b"0," * (JSON_VALUES_MAX + 1) + b"0]}", "the request")
         assert len(parse_object(b'{"a":[' + b"0," * 200_000 + b"0]}", "the request")["a"]) == 200_001
 

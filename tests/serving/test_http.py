@@ -14,7 +14,7 @@ import pytest
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.serving.api import Api
-from asynctrt.serving.http import SWEEP_CONNECTIONS, Hub
+from asynctrt.serving.http import SWEEP_CONNECTIONS, SWEEP_S, Hub
 from asynctrt.serving.repository import Repository
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
@@ -366,7 +366,7 @@ class TestLimits:
     async def test_json_that_would_hold_the_loop(self):
         async with serving(max_json=2000) as server:
             status, _, body = await ask(server, INFER, json_body(*range(200)))
-            assert (status, "send tensors raw" in json.loads(body)["error"]) == (413, True)
+            assert (status, "send tensors as binary data" in json.loads(body)["error"]) == (413, True)
             async with connected(server) as raw:
                 raw.send(infer(*range(2000)))
                 assert len(outputs(await raw.answer())) == 2000
@@ -547,6 +547,70 @@ class TestLimits:
                 await until(lambda: not server._hub.connections)
             assert server.repository.find("double").engine.statistics().succeeded < 20
             assert (await ask(server, "/v2"))[0] == 200
+
+
+class TestHalfClosed:
+    """A client that sends no more and waits for its answers."""
+
+    @pytest.mark.parametrize("count", [1, 3, 200])
+    async def test_it_is_answered_all_it_has_asked_for_and_then_the_connection_is_closed(self, count):
+        async with serving() as server, connected(server) as raw:
+            raw.send(b"".join(infer(number) for number in range(count)))
+            raw.writer.write_eof()
+            for number in range(count):
+                answer = await raw.answer()
+                if answer[0] == 100:
+                    answer = await raw.answer()
+                assert outputs(answer) == [2 * number]
+            assert answer[1]["connection"] == "close"
+            assert await raw.ended() == b""
+            await until(lambda: not server._hub.connections)
+
+    async def test_what_is_no_inference_and_what_is_refused_is_answered_too(self):
+        async with serving() as server:
+            for sent, expected in (
+                (request("/v2/health/live"), 200),
+                (request(INFER, b"no JSON"), 400),
+                (request("/v2/models/double/infer", method="POST", Content_Length=1 << 40), 413),
+                (b"no HTTP\r\n\r\n", 400),
+            ):
+                async with connected(server) as raw:
+                    raw.send(sent)
+                    raw.writer.write_eof()
+                    assert (await raw.answer())[0] == expected
+                    assert await raw.ended() == b""
+            await until(lambda: not server._hub.connections)
+
+    async def test_it_waits_as_long_as_it_takes_and_the_rest_of_a_request_is_dropped(self):
+        device = LatchDevice(concurrency=1)
+        async with serving(engine={"device": device, "contexts": 1, "max_rows": 1}) as server:
+            async with connected(server) as raw:
+                raw.send(infer(1) + infer(2)[:-3])
+                await until(lambda: device.held == 1)
+                raw.writer.write_eof()
+                assert (await raw.answer())[0] == 100, "whoever has gone resets it, and is cancelled"
+                await asyncio.sleep(2 * SWEEP_S)
+                device.open()
+                assert outputs(await raw.answer()) == [2]
+                assert await raw.ended() == b""
+            assert engine_of(server).statistics().rows == 1
+
+    async def test_one_of_http_1_0_cannot_be_told_from_one_that_has_gone(self):
+        device = LatchDevice(concurrency=1)
+        async with serving(engine={"device": device, "contexts": 1, "max_rows": 1}) as server:
+            async with connected(server) as raw:
+                raw.send(infer(1).replace(b"HTTP/1.1", b"HTTP/1.0"))
+                await until(lambda: device.held == 1)
+                raw.writer.write_eof()
+                assert await raw.ended() == b""
+            device.open()
+
+    async def test_a_client_that_does_nothing_is_closed(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(infer(1))
+            assert outputs(await raw.answer()) == [2]
+            raw.writer.write_eof()
+            assert await raw.ended() == b""
 
 
 class TestHangUps:

@@ -12,7 +12,7 @@ from websockets.asyncio.client import connect
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import EngineClosedError
 from asynctrt.kserve.codec import FAST_BOOLS_NBYTES, FAST_NBYTES
-from asynctrt.kserve.json_codec import JsonCodec
+from asynctrt.kserve.json_codec import JsonCodec, parsed_nbytes
 from asynctrt.kserve.protobuf import ProtobufCodec, message_classes
 from asynctrt.serving.worker import Worker, pause
 from asynctrt.tensors import TensorSpec
@@ -21,7 +21,7 @@ from tests.serving.support import WAIT_S, ask, connected, request, serving
 
 pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"
-COUNT = 9000
+COUNT = 40_000
 SMALL = 4
 
 
@@ -53,7 +53,7 @@ def values_of(body):
 def threads(monkeypatch):
     """Which codec's methods ran with which thread, in order: by name, and whether it was the loop's."""
     found = []
-    for kind, name in ((JsonCodec, "decode"), (JsonCodec, "decode_split"), (JsonCodec, "encode"),
+    for kind, name in ((JsonCodec, "decode"), (JsonCodec, "decode_parsed"), (JsonCodec, "encode"),
                        (ProtobufCodec, "decode"), (ProtobufCodec, "encode")):  # fmt: skip
         watch(monkeypatch, kind, name, found)
     return found
@@ -75,7 +75,7 @@ class Gate:
     def __init__(self, monkeypatch):
         self.reached = threading.Event()
         self.opened = threading.Event()
-        method = JsonCodec.decode_split
+        method = JsonCodec.decode_parsed
 
         def gated(codec, *arguments):
             if threading.current_thread() is not threading.main_thread():
@@ -83,7 +83,7 @@ class Gate:
                 assert self.opened.wait(WAIT_S)
             return method(codec, *arguments)
 
-        monkeypatch.setattr(JsonCodec, "decode_split", gated)
+        monkeypatch.setattr(JsonCodec, "decode_parsed", gated)
 
 
 @pytest.fixture
@@ -118,6 +118,45 @@ class TestWorker:
         opened.set()
         assert await worker.run(lambda: 7, "a") == 7
         worker.close()
+
+
+class TestMemoryOfJson:
+    """What JSON takes while it is parsed is its client's."""
+
+    async def test_it_is_counted_before_it_is_parsed_and_until_the_thread_is_done(self, gate):
+        async with serving({"double": model()}) as server, connected(server) as raw:
+            memory, body = server.api.memory, json_body().encode()
+            raw.send(request(INFER, body))
+            await until(gate.reached.is_set)
+            assert memory.nbytes >= parsed_nbytes(len(body))
+            assert {account.nbytes for account in memory._accounts.values()} == {memory.nbytes}
+            gate.opened.set()
+            assert (await raw.answer())[0] == 200
+            await until(lambda: memory.nbytes == 0)
+
+    async def test_a_websocket_s_is_too(self, gate):
+        async with serving({"double": model()}) as server, opened(server) as socket:
+            memory, body = server.api.memory, json_body()
+            await socket.send(body)
+            await until(gate.reached.is_set)
+            assert memory.nbytes >= parsed_nbytes(len(body))
+            gate.opened.set()
+            assert values_of(await said(socket)) == [0.5] * COUNT
+            await until(lambda: memory.nbytes == 0)
+
+    async def test_it_is_held_when_its_client_has_gone_and_for_one_document_of_a_client_at_a_time(self, gate):
+        async with serving({"double": model()}) as server:
+            memory, body = server.api.memory, json_body().encode()
+            async with connected(server) as one, connected(server) as other:
+                one.send(request(INFER, body))
+                other.send(request(INFER, body))
+                await until(gate.reached.is_set)
+                await until(lambda: server.api.worker._waiting)
+                assert memory.nbytes <= 2 * len(body) + parsed_nbytes(len(body))
+            await until(lambda: not server._hub.connections)
+            assert memory.nbytes >= parsed_nbytes(len(body))
+            gate.opened.set()
+            await until(lambda: memory.nbytes == 0)
 
 
 class TestTurns:
@@ -174,11 +213,25 @@ class TestHttp:
         async with serving({"double": model()}) as server:
             status, _, body = await ask(server, INFER, json_body().encode())
             assert (status, values_of(body)) == (200, [0.5] * COUNT)
-            assert threads == [("decode", False), ("decode_split", False), ("encode", False)]
+            assert threads == [("decode", False), ("decode_parsed", False), ("encode", False)]
             threads.clear()
             status, _, body = await ask(server, INFER, json_body(SMALL).encode())
             assert (status, values_of(body)) == (200, [0.5] * SMALL)
-            assert threads == [("decode", True), ("decode_split", True), ("encode", True)]
+            assert threads == [("decode", True), ("decode_parsed", True), ("encode", True)]
+
+    async def test_an_answer_of_too_much_json_is_refused_before_it_is_computed(self):
+        tensor = {"name": "input", "datatype": "FP32", "shape": [1, COUNT]}
+        tensor["parameters"] = {"binary_data_size": 4 * COUNT}
+        async with serving({"double": model()}, max_json=16 * COUNT - 1) as server:
+            for is_binary, expected in ((False, 413), (True, 200)):
+                content = {"inputs": [tensor], "parameters": {"binary_data_output": is_binary}}
+                head = json.dumps(content).encode()
+                length = {"Inference_Header_Content_Length": len(head)}
+                status, _, body = await ask(server, INFER, head + bytes(4 * COUNT), **length)
+                assert status == expected
+                if not is_binary:
+                    assert '"binary_data_output": true' in json.loads(body)["error"]
+                    assert server.repository.find("double").engine.statistics().succeeded == 0
 
     async def test_byte_strings(self, threads):
         raw = b"\3\0\0\0abc" * COUNT
@@ -194,7 +247,7 @@ class TestHttp:
             length |= {"Accept_Encoding": "gzip"}
             status, headers, _ = await ask(server, INFER, head + raw, **length)
             assert (status, headers["content-encoding"]) == (200, "gzip")
-        assert threads == [("decode", False), ("decode_split", False), ("encode", False)] * 2
+        assert threads == [("decode", False), ("decode_parsed", False), ("encode", False)] * 2
 
     @pytest.mark.parametrize("nbytes", [1000, FAST_BOOLS_NBYTES + 1])
     async def test_booleans_of_which_each_is_looked_at(self, threads, nbytes):
@@ -271,7 +324,7 @@ class TestWebsocket:
             answer = await said(socket)
             assert json.loads(answer)["id"] == "7"
             assert values_of(answer) == [0.5] * COUNT
-            assert threads == [("decode_split", False), ("encode", False)]
+            assert threads == [("decode_parsed", False), ("encode", False)]
             session = session_of(server)
             assert (session.in_flight, session._answer_nbytes, session.is_full) == (0, 0, False)
 

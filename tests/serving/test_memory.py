@@ -18,6 +18,7 @@ from websockets.frames import Frame, Opcode
 
 import asynctrt
 from asynctrt.errors import OptionsError
+from asynctrt.kserve.json_codec import parsed_nbytes
 from asynctrt.serving import api as api_module
 from asynctrt.serving import memory as memory_module
 from asynctrt.serving.asgi import kserve_app
@@ -552,9 +553,9 @@ class TestServer:
     async def test_threads_have_the_memory_of_what_they_decode_by_every_protocol(self, monkeypatch):
         counts, run = [], Worker.run
 
-        async def noted(worker, work, client, hold=None):
-            counts.append(0 if hold is None else hold.nbytes)
-            return await run(worker, work, client, hold)
+        async def noted(worker, work, client, hold=None, nbytes=0):
+            counts.append((0 if hold is None else hold.nbytes, nbytes))
+            return await run(worker, work, client, hold, nbytes)
 
         monkeypatch.setattr(Worker, "run", noted)
         columns = 100_000
@@ -586,7 +587,9 @@ class TestServer:
                     headers = {"Content_Encoding": "gzip"} if packed else {}
                     raw.send(request(path, gzip.compress(text) if packed else text, **headers))
                     assert (await raw.answer())[0] == 200
-                assert counts[0] >= 4 * columns, ask
+                assert counts[0][0] >= 4 * columns, ask
+                parsed = 0 if ask == "gRPC" else parsed_nbytes(len(text))
+                assert max(nbytes for _, nbytes in counts) == parsed, ask
             await until(lambda: not server.api.memory.nbytes)
 
     async def test_what_a_thread_decodes_for_a_client_that_has_gone_is_counted(self):

@@ -9,7 +9,7 @@ import pytest
 import asynctrt
 from asynctrt.kserve.protobuf import message_classes
 from asynctrt.serving import kserve_app
-from asynctrt.serving.request_id import HEADER, RequestIds
+from asynctrt.serving.responses import ID_HEADER, RequestIds
 from asynctrt.serving.server_log import TextFormatter
 from tests.models import double_model, failing_model
 from tests.serving.support import WAIT_S, ask, connected, request, serving
@@ -20,16 +20,16 @@ BAD = (b"", b"a b", b"a\tb", b"x" * 129, "\u00e4".encode(), b"a,b", b"${jndi}", 
 
 @pytest.mark.parametrize("given", [b"a", b"x" * 128, b"7f3e-1", b"a.b:c/d+e=f@g~h_i"])
 def test_one_that_is_fit_is_taken(given):
-    headers = {HEADER: given}
-    assert RequestIds().of(headers) == headers[HEADER] == given
+    headers = {ID_HEADER: given}
+    assert RequestIds().of(headers) == headers[ID_HEADER] == given
 
 
 @pytest.mark.parametrize("given", [None, *BAD])
 def test_of_any_other_one_is_made_that_stays(given):
     ids = RequestIds()
-    headers = {} if given is None else {HEADER: given}
+    headers = {} if given is None else {ID_HEADER: given}
     made = ids.of(headers)
-    assert made == headers[HEADER] == ids.of(headers) != given
+    assert made == headers[ID_HEADER] == ids.of(headers) != given
     assert ids.of({}) != made != RequestIds().of({})
 
 
@@ -152,4 +152,4 @@ async def test_an_application():
             async with asyncio.timeout(WAIT_S):
                 await app({"path": path.decode(), **scope}, receive, send)
     starts = [dict(event["headers"]) for event in sent if event["type"] == "http.response.start"]
-    assert [headers[HEADER] for headers in starts] == [b"app", b"app"]
+    assert [headers[ID_HEADER] for headers in starts] == [b"app", b"app"]

@@ -10,7 +10,7 @@ import pytest
 from asynctrt.errors import DeadlineError, DeadlineUnreachableError, QueueFullError
 from asynctrt.serving.api import error_answer
 from asynctrt.serving.grpc_server import SERVICE
-from asynctrt.serving.retry import PUSHBACK, pushback
+from asynctrt.serving.responses import PUSHBACK, pushback
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.serving.support import WAIT_S, serving

@@ -8,7 +8,7 @@ import pytest
 import asynctrt
 from asynctrt.errors import ModelNotFoundError
 from asynctrt.serving import Repository, Server, ServerSettings
-from asynctrt.serving.told import told, without_folders
+from asynctrt.serving.responses import told, without_folders
 from tests.serving.support import WAIT_S, connected, request
 
 pytestmark = pytest.mark.anyio
