@@ -145,7 +145,7 @@ def load_model(
     return _onnx_model(path, device, runtime, onnx, rows)
 
 
-def _given(model: Model | Made) -> Model:
+def _given(model: object) -> Model:
     """The model that was given as an object."""
     if isinstance(model, Made):
         return _checked(model.model)

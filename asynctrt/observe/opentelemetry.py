@@ -89,7 +89,7 @@ def add_outcome(span: Span, outcome: InferResult | BaseException) -> None:
 
 def _rows(engine: Engine, inputs: Inputs) -> int | None:
     """Return the rows of inputs that an engine has taken; ``None`` if none of them has rows."""
-    named = inputs if isinstance(inputs, Mapping) else {engine.inputs[0].name: inputs}
+    named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {engine.inputs[0].name: inputs}
     for spec in engine.inputs:
         if spec.axis is not None and (array := named.get(spec.name)) is not None:
             return int(array.shape[spec.axis] if hasattr(array, "shape") else len(array))

@@ -325,7 +325,7 @@ def _handover_s(reading: Reading) -> float:
     return max(0, done.total_ns - done.queue_ns - done.copy_in_ns - done.compute_ns - done.copy_out_ns) / 1e9
 
 
-def family_of(kind: Any, name: str, text: str, read: Callable[[Reading], float | None]) -> Family:
+def family_of(kind: Any, name: str, text: str, read: Callable[[Any], float | None]) -> Family:
     """Return a metric with a value a model, or none where ``read`` knows none."""
 
     def add(family: Any, reading: Reading) -> None:
@@ -336,7 +336,7 @@ def family_of(kind: Any, name: str, text: str, read: Callable[[Reading], float |
     return Family(lambda: kind(name, text, labels=MODEL), add)
 
 
-def family_by(kind: Any, name: str, text: str, label: str, read: Callable[[Reading], Any]) -> Family:
+def family_by(kind: Any, name: str, text: str, label: str, read: Callable[[Any], Any]) -> Family:
     """Return a metric with values by one more label."""
 
     def add(family: Any, reading: Reading) -> None:

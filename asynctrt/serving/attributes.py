@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from os import PathLike
 from types import UnionType
-from typing import Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -43,7 +43,7 @@ async def open_attribute(where: str, device: str, settings: Mapping[str, Any]) -
         except Exception as error:
             raise ModelError(f"{where!r} raised {describe(error)}") from error
         if isinstance(thing, Made | str | PathLike):
-            engine = await asynctrt.open(thing, device=device, options=Options(**settings))
+            engine = await asynctrt.open(cast("Any", thing), device=device, options=Options(**settings))
         elif not isinstance(thing, Engine):
             raise ModelError(f"{where!r} is {show(thing)}, which cannot be served. It must be {ACCEPTED}")
         elif settings:
