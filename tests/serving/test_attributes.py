@@ -1,7 +1,11 @@
 """``asynctrt serve module:attribute``: what a module may have, from the command line and from TOML."""
 
+import asyncio
 import os
+import shlex
 import sys
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -9,9 +13,11 @@ import asynctrt
 from asynctrt.client import connect
 from asynctrt.errors import ModelError, OptionsError
 from asynctrt.serving.attributes import open_attribute
+from asynctrt.serving.command import curl_line
 from asynctrt.serving.models import ModelSource
-from tests.models import double_onnx, rows
-from tests.serving.test_server import ROOT, command
+from tests.models import double_model, double_onnx, rows
+from tests.serving.support import serving
+from tests.serving.test_server import ROOT, WAIT_S, command
 
 MODULE = """
 from contextlib import asynccontextmanager
@@ -91,6 +97,16 @@ async def asked(url, model, inputs):
         return output.tolist()
 
 
+def posted(url, body):
+    """Return the status of what curl would post."""
+    try:
+        with urllib.request.urlopen(url, body.encode(), timeout=WAIT_S) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.status
+
+
 @pytest.mark.anyio
 async def test_over_http_by_the_command_line_and_toml(module):
     tables = "".join(f'[[models]]\npath = "things:{name}"\n' for name in DOUBLES)
@@ -99,6 +115,10 @@ async def test_over_http_by_the_command_line_and_toml(module):
     path = os.pathsep.join([str(ROOT), str(module)])
     with command(*arguments, env={"PYTHONPATH": path}, cwd=module) as (_, line):
         url = line(r"(http://\S+)")
+        for _ in (*DOUBLES, "words"):
+            *_, where, flag, body = shlex.split(line(r"try +(curl -s .*)"))
+            status = await asyncio.to_thread(posted, where, body)
+            assert (flag, status) == ("-d", 500 if "/words/" in where else 200)
         for name in DOUBLES:
             assert await asked(url, name, {"input": rows(1, 2)}) == rows(2, 4).tolist()
         said = await asked(url, "words", {"words": ["a", "bc"], "times": [3, 1]})
@@ -163,3 +183,11 @@ async def test_a_model_of_a_coroutine_function_takes_settings(module):
     engine = await open_attribute("things:of_a_model", "host", {"max_rows": 3})
     assert engine.max_rows == 3
     await engine.aclose()
+
+
+@pytest.mark.anyio
+async def test_how_to_ask_a_model_whose_inputs_are_too_many_for_a_line():
+    async with serving({"wide": double_model(dims=(64,))}, tokens=("s3cret",)) as server:
+        (served,) = server.repository
+        url = f"{server.http_url}/v2/models/wide/versions/1"
+        assert curl_line(server, served) == f"curl -s -H 'Authorization: Bearer TOKEN' {url}"
