@@ -401,8 +401,9 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     """Serve models over HTTP and gRPC (KServe V2) and websockets, with metrics and a dashboard.
 
     MODEL is PATH, NAME=PATH or NAME:VERSION=PATH, where PATH is an .onnx file, a TensorRT plan or
-    module:attribute; or a folder of models in Triton's layout, NAME/VERSION/model.onnx or model.plan, each
-    model with a config.pbtxt if it needs one.
+    module:attribute (a model, an engine, a pipeline, a @batch function, or a function that makes one); or a
+    folder of models in Triton's layout, NAME/VERSION/model.onnx or model.plan, each model with a config.pbtxt
+    if it needs one.
 
     A setting is a flag, an environment variable (--http-port is ASYNCTRT_SERVE_HTTP_PORT), or a name in the
     TOML file of --config (http_port). Flags win over the environment, which wins over the file. Models with

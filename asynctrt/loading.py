@@ -5,12 +5,14 @@ import os
 import re
 from collections import Counter
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Final, cast
 
 from asynctrt.backends.base import Model, missing_members
+from asynctrt.backends.function import is_coroutine_function
 from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
@@ -19,6 +21,7 @@ from asynctrt.errors import (
     ModelError,
     ModelNotFoundError,
     OptionsError,
+    UsageError,
     describe,
     show,
 )
@@ -41,6 +44,17 @@ the same share their workers, and no others do."""
 GPU_NBYTES: Final = number(1, 2**62, unit="bytes")
 
 _gpu_memory_nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A model that was made for one engine, which closes it as one that it has loaded itself."""
+
+    model: Model
+    where: str
+
+    def __repr__(self) -> str:
+        return show(self.where)
 
 
 def find_device(device: str | Device) -> Device:
@@ -89,7 +103,7 @@ def gpu_memory_limit() -> int | None:
 
 
 def load_model(
-    model: str | os.PathLike[str] | OnnxObject | Model,
+    model: str | os.PathLike[str] | OnnxObject | Model | Made,
     device: Device,
     flavour: str | None = None,
     tensorrt: TensorRTOptions | None = None,
@@ -98,6 +112,8 @@ def load_model(
     onnx: OnnxOptions | None = None,
 ) -> Model:
     """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
+    if is_attribute(model):
+        model = _made(str(model))
     _check_options(model, tensorrt, onnx, rows)
     if is_onnx_object(model):
         return _onnx_model(model, device, runtime, onnx, rows)
@@ -107,15 +123,7 @@ def load_model(
             "outputs=...)"
         )
     if not isinstance(model, str | os.PathLike):
-        if not isinstance(model, Model):
-            raise ModelError(
-                f"{shown(model)} is not a path and not a model: it lacks {', '.join(missing_members(model))}"
-                ". A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
-                "and adds name, inputs, outputs, create_context and close"
-            )
-        return _checked(model)
-    if is_attribute(model):
-        return _checked(_attribute(str(model)))
+        return _given(model)
     path = Path(model)
     if path.suffix in PLAN_SUFFIXES:
         if runtime == "onnxruntime":
@@ -135,6 +143,19 @@ def load_model(
     if is_there(path) and path.is_dir():
         raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
     return _onnx_model(path, device, runtime, onnx, rows)
+
+
+def _given(model: object) -> Model:
+    """The model that was given as an object."""
+    if isinstance(model, Made):
+        return _checked(model.model)
+    if not isinstance(model, Model):
+        raise ModelError(
+            f"{shown(model)} is not a path and not a model: it lacks {', '.join(missing_members(model))}"
+            ". A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
+            "and adds name, inputs, outputs, create_context and close"
+        )
+    return _checked(model)
 
 
 def _check_options(
@@ -202,8 +223,13 @@ def name_of(model: str) -> str:
     return model.partition(":")[2] if ATTRIBUTE.fullmatch(model) else Path(model).stem
 
 
-def _attribute(where: str) -> Model:
-    """The model that a module has, or that a function in it makes."""
+def make(where: str) -> Any:
+    """Return what ``module:attribute`` is or, if it is a function and no coroutine function, what it returns.
+
+    A model that a module has, or that a function in it makes, is returned as :class:`Made`.
+
+    :raises ModelNotFoundError, ModelError: if it cannot be imported, or the function raises.
+    """
     module_name, _, attribute = where.partition(":")
     try:
         found: Any = import_module(module_name)
@@ -220,14 +246,32 @@ def _attribute(where: str) -> Model:
         if not hasattr(found, name):
             raise ModelNotFoundError(f"{where!r}: {show(found)} has no {name!r}")
         found = getattr(found, name)
-    if not isinstance(found, Model) and callable(found):
+    if not isinstance(found, Model) and callable(found) and not is_coroutine_function(found):
         try:
             found = found()
+        except UsageError as error:
+            raise ModelError(
+                f"{where!r} made no model: {error}. If it needs an event loop, make it a coroutine function"
+            ) from error
         except Exception as error:
             raise ModelError(f"{where!r} made no model: {describe(error)}") from error
-    if not isinstance(found, Model):
-        raise ModelError(f"{where!r} is not a model, nor a function that makes one, but {show(found)}")
-    return found
+    return owned(found, where)
+
+
+def owned(thing: Any, where: str) -> Any:
+    """Return a model that ``where`` has or makes as :class:`Made`, and anything else as it is."""
+    return Made(thing, where) if isinstance(thing, Model) else thing
+
+
+def _made(where: str) -> "Made | str | os.PathLike[str]":
+    """Return the model, or the path, that a module has, or that a function in it makes."""
+    made = make(where)
+    if not isinstance(made, Made | str | os.PathLike):
+        raise ModelError(
+            f"{where!r} is not a model or a path, nor a function that makes one, but {show(made)}. An "
+            "engine, or what makes one, is for asynctrt serve without isolation='process'"
+        )
+    return made
 
 
 def _checked(model: Model) -> Model:

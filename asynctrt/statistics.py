@@ -3,6 +3,7 @@
 They are values: frozen, comparable, hashable; ``pickle``, ``copy`` and ``dataclasses.asdict`` work on them.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Final
@@ -296,6 +297,19 @@ class Statistics:
         """
         busy_ns = [sum(size.compute_ns for size in one.by_batch_rows.values()) for one in (before, self)]
         return min(1.0, (busy_ns[1] - busy_ns[0]) / elapsed_ns / max(1, self.parallel_batches))
+
+
+def batch_bounds(rows_max: int) -> list[int]:
+    """Return the upper bounds of the batch size histogram: powers of two below ``rows_max``, then it."""
+    return [1 << bits for bits in range((rows_max - 1).bit_length())] + [rows_max]
+
+
+def batch_counts(done: Statistics, bounds: list[int]) -> list[int]:
+    """Count the batches within each bound and above the previous one."""
+    counts = [0] * len(bounds)
+    for rows, batches in done.by_batch_rows.items():
+        counts[bisect_left(bounds, rows)] += batches.count
+    return counts
 
 
 def _batch_ns(batches: BatchStatistics) -> float:

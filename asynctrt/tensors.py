@@ -247,6 +247,11 @@ class InferResult(Mapping[str, Array]):
         return max(batch.rows for batch in self._batches)
 
     @property
+    def launched_ns(self) -> int:
+        """When its batch was launched, the first one if it was split, as :attr:`BatchTrace.launched_ns`."""
+        return self._arrival_ns + self._queue_ns
+
+    @property
     def timing(self) -> Timing:
         """Where the time of this request went."""
         batches = self._batches

@@ -32,9 +32,9 @@ OPTIONAL = {
     },  # aiohttp depends on it.
     "httptools": {"serving/http_reader.py"},
     "onnx": {"backends/onnxruntime_weights.py", "plans/onnx_file.py"},  # Where weights lie, and all else.
-    "opentelemetry": {"serving/telemetry.py"},
+    "opentelemetry": {"observe/opentelemetry.py"},
     "orjson": {"kserve/json_codec.py"},
-    "prometheus_client": {"serving/metrics.py"},
+    "prometheus_client": {"observe/prometheus.py"},
     "starlette": set(),  # Only applications import it: our endpoints are plain ASGI.
     "typer": {"cli.py"},
     "uvicorn": set(),
@@ -138,6 +138,11 @@ def test_workers_see_the_engine_and_not_what_runs_it(path):
     assert {name for name in names if name.split(".")[0] not in seen} <= modules
 
 
+@pytest.mark.parametrize("path", files("observe"), ids=lambda path: path.name)
+def test_what_observes_engines_sees_them_alone(path):
+    assert own(imports(path)) <= {"engine", "errors", "inputs", "statistics", "tensors"}
+
+
 @pytest.mark.parametrize("path", files("serving"), ids=lambda path: path.name)
 def test_serving_sees_the_engine_and_nothing_under_it(path):
     seen = {
@@ -151,6 +156,7 @@ def test_serving_sees_the_engine_and_nothing_under_it(path):
         "kserve",
         "loading",
         "loops",
+        "observe",
         "onnx_options",
         "options",
         "pipeline",

@@ -15,7 +15,7 @@ from asynctrt.options import Options
 from asynctrt.serving.command import configure, read_config
 from asynctrt.serving.settings import ServerSettings
 from tests.benchmarks import pictures, tables
-from tests.helpers import needed
+from tests.helpers import needed, until
 from tests.models import double_model, double_onnx, rows
 from tests.serving.test_asgi import running
 from tests.test_rows import voice_onnx
@@ -181,6 +181,62 @@ def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
                 assert answer.status == 200
 
     bounded(run())
+
+
+def test_what_a_client_of_fastapi_is_told(tmp_path, monkeypatch):
+    import aiohttp
+
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(asynctrt, "tune_process", lambda: None)
+    device, opened = asynctrt.testing.LatchDevice(), asynctrt.open
+
+    def open_held(path, **options):
+        return opened(path, device=device, **options | {"max_queue_rows": 1, "max_rows": 1, "contexts": 1})
+
+    monkeypatch.setattr(asynctrt, "open", open_held)
+    app = names_of("embedding.md", "FastAPI")["app"]
+
+    async def run():
+        async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
+
+            async def told(values):
+                async with client.post("/predict", json=values) as answer:
+                    return answer.status, answer.headers.get("Retry-After"), await answer.json()
+
+            in_flight = asyncio.create_task(told([1, 2, 3, 4]))
+            await device.wait_held(1)
+            queued = asyncio.create_task(told([1, 2, 3, 4]))
+            engine = app.state.engine
+            await until(lambda: engine.statistics().queued_requests == 1)
+            full = await told([1, 2, 3, 4])
+            late = await queued
+            device.open()
+            return full, late, await in_flight, await told([1, 2]), await told(["a"])
+
+    full, late, answered, wrong, unread = bounded(run())
+    assert (full[0], full[1]) == (503, "1")
+    assert (late[0], late[1], "timeout" in late[2]["error"]) == (504, None, True)
+    assert answered == (200, None, [2.0, 4.0, 6.0, 8.0])
+    assert (wrong[0], "'input'" in wrong[2]["error"]) == (400, True)
+    assert unread[0] == 422
+
+
+def test_metrics_and_spans_of_an_application(tmp_path, monkeypatch):
+    import aiohttp
+
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    app = names_of("observability.md", "FastAPI")["app"]
+
+    async def run():
+        async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
+            async with client.post("/predict", json=[1, 2, 3, 4]) as answer:
+                assert await answer.json() == [2.0, 4.0, 6.0, 8.0]
+            async with client.get("/metrics/") as answer:
+                return await answer.text()
+
+    assert 'nv_inference_count{model="classifier",version="1"} 1.0' in bounded(run())
 
 
 def test_a_model_in_starlette(tmp_path, monkeypatch):

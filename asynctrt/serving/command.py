@@ -3,18 +3,24 @@
 import asyncio
 import dataclasses
 import ipaddress
+import json
 import logging
 import os
+import shlex
 import signal
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from asynctrt.cgroup import memory_nbytes
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
 from asynctrt.files import read_regular
+from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.loading import ATTRIBUTE, is_attribute
 from asynctrt.onnx_options import relative_to
 from asynctrt.options import Options
@@ -29,9 +35,11 @@ from asynctrt.serving.entries import Place
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server import Server
 from asynctrt.serving.server_log import ESCAPES, set_up_logging
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.warmup import filled
 from asynctrt.synonyms import ALL_SYNONYMS
 from asynctrt.validation import check_names
 
@@ -47,6 +55,12 @@ PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 
 HURRIED_S: Final = 0.6
 """How long a server that is to stop at once may take: a second signal ends it within a second."""
+
+TRIED_MAX: Final = 8
+"""Models for which the start shows how to ask them: the lines of a terminal."""
+
+TRIED_SIZE_MAX: Final = 16
+"""Elements of an input that such a line can show."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -358,8 +372,36 @@ async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) 
     if settings.fronts > 1:
         return  # The parent has the metrics of all fronts, and says what there is to warn of.
     say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
+    for served in islice(server.repository, TRIED_MAX):
+        say(f"try                         {curl_line(server, served)}")
     for warning in warnings_of(settings):
         logger.warning("%s", warning)
+
+
+def curl_line(server: Server, served: ServedModel) -> str:
+    """Return a command that asks a model with zeros; about its inputs, if they are too many for a line."""
+    settings = server.settings
+    words = ["curl", "-s"]
+    if settings.tls_certificate is not None:
+        words.append("-k")
+    if settings.tokens or settings.tokens_file is not None:
+        words += ["-H", "Authorization: Bearer TOKEN"]
+    url = f"{server.http_url}/v2/models/{quote(served.name, safe='')}/versions/{served.version}"
+    inputs = [
+        {
+            "name": spec.name,
+            "datatype": datatype_of(spec),
+            "shape": shape,
+            "data": filled(spec, shape).tolist(),
+        }
+        for spec in served.engine.inputs
+        if prod(shape := [1 if isinstance(size, str) else size for size in spec.shape(1)]) <= TRIED_SIZE_MAX
+    ]
+    if len(inputs) == len(served.engine.inputs):
+        words += [f"{url}/infer", "-d", json.dumps({"inputs": inputs})]
+    else:
+        words.append(url)
+    return shlex.join(words)
 
 
 async def _load_models(server: Server, say: Callable[[str], None]) -> None:

@@ -9,8 +9,9 @@ import asynctrt
 from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.sampler import Sampler, batch_bounds, key_of
+from asynctrt.serving.sampler import Sampler, key_of
 from asynctrt.serving.served import ServedModel
+from asynctrt.statistics import batch_bounds
 
 STATIC: Final = Path(__file__).parent / "static"
 

@@ -1,5 +1,4 @@
-"""Expose a server's metrics to Prometheus, under Triton's names and asynctrt's own. The only importer of
-``prometheus_client``.
+"""Expose a server's metrics to Prometheus: those of its engines, and its own.
 
 Metrics are computed at each scrape from counters. A scrape gives the event loop back after
 :data:`SLICE_NS`, again and again, so that one of many models does not hold it. Rendering in a thread instead
@@ -9,124 +8,47 @@ would hold it longer: the loop would wait for the GIL each time that it had let 
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import asynctrt
 from asynctrt import clock
-from asynctrt.errors import MissingExtraError
+from asynctrt.observe.prometheus import (
+    MODEL,
+    READY,
+    Collector,
+    CollectorRegistry,
+    CounterMetricFamily,
+    Exemplar,
+    Family,
+    GaugeMetricFamily,
+    GCCollector,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    PlatformCollector,
+    ProcessCollector,
+    Reading,
+    UnknownMetricFamily,
+    engine_families,
+    exposition,
+    family_by,
+    family_of,
+    lost_devices,
+    openmetrics,
+    text_string_to_metric_families,
+)
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.gpus import Gpu
 from asynctrt.serving.latency import BOUNDS_S, Latencies
 from asynctrt.serving.latency import Exemplar as Traced
 from asynctrt.serving.memory import Memory
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.sampler import (
-    batch_bounds,
-    batch_counts,
-    resident_nbytes,
-)
+from asynctrt.serving.sampler import resident_nbytes
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.stalls import Stalls
-from asynctrt.statistics import Statistics
-
-try:
-    from prometheus_client import GCCollector, PlatformCollector, ProcessCollector, exposition
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-        InfoMetricFamily,
-        Metric,
-        UnknownMetricFamily,
-    )
-    from prometheus_client.openmetrics import exposition as openmetrics
-    from prometheus_client.parser import text_string_to_metric_families
-    from prometheus_client.registry import Collector, CollectorRegistry
-    from prometheus_client.samples import Exemplar
-except ImportError as error:
-    raise MissingExtraError("serving needs prometheus-client: pip install 'asynctrt[serve]'") from error
-
-Read = Callable[[Statistics], float]
-
-TRITON: Final[tuple[tuple[str, str, Read], ...]] = (
-    ("nv_inference_count", "Rows answered.", lambda done: done.rows),
-    ("nv_inference_exec_count", "Batches run.", lambda done: done.batches),
-    (
-        "nv_inference_request_duration_us",
-        "Time from arrival to answer, summed over answered requests, in microseconds.",
-        lambda done: done.total_ns / 1e3,
-    ),
-    (
-        "nv_inference_queue_duration_us",
-        "Time in the queue, summed over answered requests, in microseconds.",
-        lambda done: done.queue_ns / 1e3,
-    ),
-    (
-        "nv_inference_compute_input_duration_us",
-        "Time to copy a batch's inputs, summed over answered requests, in microseconds.",
-        lambda done: done.copy_in_ns / 1e3,
-    ),
-    (
-        "nv_inference_compute_infer_duration_us",
-        "Time to compute a batch, summed over answered requests, in microseconds.",
-        lambda done: done.compute_ns / 1e3,
-    ),
-    (
-        "nv_inference_compute_output_duration_us",
-        "Time to copy a batch's outputs, summed over answered requests, in microseconds.",
-        lambda done: done.copy_out_ns / 1e3,
-    ),
-)
-"""Counters under Triton's names, which users chart already and which lack the ``_total`` of OpenMetrics."""
-
-GAUGES: Final[tuple[tuple[str, str, Read], ...]] = (
-    (
-        "nv_inference_pending_request_count",
-        "Requests in the queue.",
-        lambda done: done.queued_requests,
-    ),
-    ("asynctrt_queued_requests", "Requests in the queue.", lambda done: done.queued_requests),
-    (
-        "asynctrt_queued_rows",
-        "Rows of the requests in the queue.",
-        lambda done: done.queued_rows,
-    ),
-    ("asynctrt_in_flight_batches", "Batches in flight.", lambda done: done.in_flight_batches),
-    ("asynctrt_contexts", "Execution contexts.", lambda done: done.contexts),
-    (
-        "asynctrt_contexts_quarantined",
-        "Contexts abandoned because their work did not end.",
-        lambda done: done.contexts_quarantined,
-    ),
-    ("asynctrt_arenas", "Arenas of enqueue memory shared by the contexts.", lambda done: done.arenas),
-    (
-        "asynctrt_arena_bytes",
-        "Enqueue memory of the arenas, in bytes.",
-        lambda done: done.arena_nbytes,
-    ),
-    (
-        "asynctrt_arena_private_bytes",
-        "Enqueue memory that private workspaces, one a context, would take, in bytes.",
-        lambda done: done.arena_nbytes_private,
-    ),
-    (
-        "asynctrt_arena_busy_share",
-        "Share of the time since the model was loaded in which its arenas were computing.",
-        lambda done: done.arena_busy_share,
-    ),
-    (
-        "asynctrt_memory_bytes",
-        "Memory of slabs, on the host and the device, and of arenas, in bytes.",
-        lambda done: done.memory_nbytes,
-    ),
-    (
-        "asynctrt_parallel_batches",
-        "Batches that can compute at once: one an arena, or a context where there are no arenas.",
-        lambda done: done.parallel_batches,
-    ),
-)
 
 SECONDS: Final[tuple[tuple[str, str, Callable[[Latencies], list[int]]], ...]] = (
     ("asynctrt_queue_seconds", "Answered requests by their time in the queue.", lambda known: known.queue),
@@ -159,9 +81,6 @@ GPU: Final[tuple[tuple[str, str, Callable[[Gpu], float | None]], ...]] = (
 )
 """Gauges under Triton's names."""
 
-STATES: Final = ("succeeded", "failed", "cancelled", "expired", "refused")
-"""Outcomes of requests, by their names in :class:`asynctrt.Statistics`."""
-
 SLICE_NS: Final = 100_000
 """How long a scrape holds the event loop at a time, plus one piece of work."""
 
@@ -171,28 +90,17 @@ PIECE_SAMPLES: Final = 8
 JOIN_NBYTES: Final = 64 << 10
 """Bytes of a piece of the answer's body."""
 
-MODEL: Final = ("model", "version")
 OPENMETRICS: Final = b"application/openmetrics-text"
 END: Final = b"# EOF\n"
 
 _UNTYPED: Final = re.compile(rb"^(# TYPE nv_\w+) untyped$", re.MULTILINE)
 
 
-class _Labelled(NamedTuple):
-    """A model's statistics with the labels of its metrics."""
+@dataclass(frozen=True, slots=True)
+class ServedReading(Reading):
+    """A served model's statistics with the labels of its metrics."""
 
-    labels: list[str]
-    served: ServedModel
-    done: Statistics
-    answered: int
-    """Answered requests, counted when ``done`` was read."""
-
-
-class _Family(NamedTuple):
-    """One metric: ``make`` makes it without samples, ``add`` adds those of one model's :class:`_Labelled`."""
-
-    make: Callable[[], Metric]
-    add: Callable[[Any, Any], None]
+    served: ServedModel = field(kw_only=True)
 
 
 class _Only(NamedTuple):
@@ -235,7 +143,7 @@ class Metrics:
         self._stalls = stalls
         self._memory = memory
         self._gpus = gpus
-        self._families = list(_families(busy_share))
+        self._families = [*engine_families(), *_families(busy_share)]
         self._process = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
@@ -283,13 +191,22 @@ class Metrics:
         readings = []
         for served in list(self._repository):
             done = served.engine.statistics()
-            labels = [served.name, served.version]
-            readings.append(_Labelled(labels, served, done, served.succeeded(done)))
+            waiting_rows = served.admission.gate.waiting_rows
+            readings.append(
+                ServedReading(
+                    [served.name, served.version],
+                    served.engine,
+                    done,
+                    served.succeeded(done),
+                    waiting_rows,
+                    served=served,
+                )
+            )
             yield b""
         for family in self._families:
             yield from _texts_of(render, family, readings)
         yield from _texts_of(render, READY, self._repository.index())
-        yield render(_Only([_lost(readings), *self._server()]))
+        yield render(_Only([lost_devices(readings), *self._server()]))
 
     def _server(self) -> Iterator[Metric]:
         if self._connections is not None:
@@ -361,7 +278,7 @@ def _rendered_open(collector: Collector) -> bytes:
     return text.removesuffix(END)
 
 
-def _texts_of(render: Callable[[Any], bytes], family: _Family, items: Sequence[Any]) -> Iterator[bytes]:
+def _texts_of(render: Callable[[Any], bytes], family: Family, items: Sequence[Any]) -> Iterator[bytes]:
     """Render one metric in pieces."""
     metric, is_first = family.make(), True
     for item in items:
@@ -380,15 +297,6 @@ def _piece(render: Callable[[Any], bytes], metric: Metric, *, is_first: bool) ->
         return text
     # Newlines in names and help are escaped, so these are the lines of HELP and TYPE.
     return text.split(b"\n", 2)[2]
-
-
-def _lost(readings: list[_Labelled]) -> Metric:
-    devices = {reading.served.engine.device_name for reading in readings if reading.done.state == "lost"}
-    return GaugeMetricFamily(
-        "asynctrt_lost_devices",
-        "Devices that are lost to this process, which only a new one can recover.",
-        len(devices),
-    )
 
 
 def _of_memory(memory: Memory) -> Iterator[Metric]:
@@ -433,17 +341,9 @@ def _of_gpus(gpus: list[Gpu]) -> Iterator[Metric]:
             yield gauge
 
 
-def _families(busy_share: Callable[[ServedModel], float | None] | None) -> Iterator[_Family]:
-    """Yield the metrics of models."""
-    for name, text, read in TRITON:
-        yield _value(UnknownMetricFamily, name, text, partial(_read, read))
-    yield _value(
-        UnknownMetricFamily,
-        "nv_inference_request_success",
-        "Requests answered.",
-        lambda reading: reading.answered,
-    )
-    yield _values(
+def _families(busy_share: Callable[[ServedModel], float | None] | None) -> Iterator[Family]:
+    """Yield the metrics of models that only a server knows."""
+    yield family_by(
         UnknownMetricFamily,
         "nv_inference_request_failure",
         "Requests that failed, by reason: REJECTED under overload, CANCELED by the client, BACKEND if the "
@@ -451,104 +351,32 @@ def _families(busy_share: Callable[[ServedModel], float | None] | None) -> Itera
         "reason",
         lambda reading: reading.served.failures,
     )
-    for name, text, read in GAUGES:
-        yield _value(GaugeMetricFamily, name, text, partial(_read, read))
-    yield _value(
-        GaugeMetricFamily,
-        "asynctrt_drain_seconds",
-        "Estimated seconds until all that waits, is queued or in flight is answered; absent at first.",
-        lambda reading: reading.done.drain_s(_waiting_rows(reading)),
-    )
     if busy_share is not None:
-        yield _value(
+        yield family_of(
             GaugeMetricFamily,
             "asynctrt_busy_share",
             "Share of the last second in which the model computed as many batches as it can at once, 0 to 1.",
             lambda reading: busy_share(reading.served),
         )
-    yield from _of_requests()
-    yield _Family(
-        lambda: HistogramMetricFamily("asynctrt_batch_rows", "Batches by number of rows.", labels=MODEL),
-        _add_batches,
-    )
-    for name, text, which in SECONDS:
-        yield _Family(
-            partial(HistogramMetricFamily, name, text, labels=MODEL),
-            partial(_add_seconds, which),
-        )
-
-
-def _of_requests() -> Iterator[_Family]:
-    yield _values(
-        CounterMetricFamily,
-        "asynctrt_requests",
-        "Requests by outcome; expired: timed out in the queue; refused: never queued.",
-        "state",
-        lambda reading: {state: getattr(reading.done, state) for state in STATES},
-    )
-    yield _value(
-        CounterMetricFamily,
-        "asynctrt_requests_refused_late",
-        "Requests refused because they would have been too late, which are among the refused.",
-        lambda reading: reading.done.refused_late,
-    )
-    yield _values(
-        GaugeMetricFamily,
-        "asynctrt_padding_sizes",
-        "Sizes that a dimension is padded to, as the engine has chosen them; 0: the next power of two; "
-        "absent without pad='auto'.",
-        "dimension",
-        lambda reading: {one.dimension: len(one.sizes) for one in reading.done.padding},
-    )
-    yield _values(
-        CounterMetricFamily,
-        "asynctrt_padding_changes",
-        "How often the sizes that a dimension is padded to have changed; absent without pad='auto'.",
-        "dimension",
-        lambda reading: {one.dimension: one.changes for one in reading.done.padding},
-    )
-    yield _value(
-        CounterMetricFamily,
-        "asynctrt_device_seconds",
-        "Time of the device that batches took, each its part of what computed at once; absent without "
-        "weight.",
-        lambda reading: reading.done.device_ns / 1e9 if reading.done.device_ns else None,
-    )
-    yield _value(
-        CounterMetricFamily,
-        "asynctrt_held_seconds",
-        "Time in which a batch was held for other models on the device, by weight; absent without.",
-        lambda reading: reading.done.held_ns / 1e9 if reading.done.device_ns else None,
-    )
-    yield _values(
-        CounterMetricFamily,
-        "asynctrt_batches_launched",
-        "Batches by why they were launched; full: no more rows fitted; idle: the device had room; delay: "
-        "max_delay was over; deadline: a timeout was near; turn: another bucket was full, but it was this "
-        "one's turn; ahead: the device was about to be done with the one before; again: a part of one that "
-        "failed.",
-        "reason",
-        lambda reading: reading.done.launched,
-    )
-    yield _value(
+    yield family_of(
         GaugeMetricFamily,
         "asynctrt_pending_requests",
         "Requests accepted and not answered yet, queued or running.",
         lambda reading: reading.served.pending,
     )
-    yield _value(
+    yield family_of(
         GaugeMetricFamily,
         "asynctrt_waiting_requests",
         "Requests that wait for their client's turn, before the queue.",
         lambda reading: reading.served.admission.gate.waiting,
     )
-    yield _value(
+    yield family_of(
         GaugeMetricFamily,
         "asynctrt_waiting_rows",
         "Rows of the requests that wait for their client's turn.",
-        _waiting_rows,
+        lambda reading: reading.waiting_rows,
     )
-    yield _values(
+    yield family_by(
         CounterMetricFamily,
         "asynctrt_waiting_refused",
         "Requests refused before the queue, by reason; crowded: their client had the most waiting; expired: "
@@ -556,64 +384,14 @@ def _of_requests() -> Iterator[_Family]:
         "reason",
         lambda reading: reading.served.refused,
     )
-    yield _value(
-        CounterMetricFamily,
-        "asynctrt_worker_deaths",
-        "Worker processes of the model that died; 0 for an engine in the server's own process.",
-        lambda reading: reading.done.worker_deaths,
-    )
-    yield _value(
-        CounterMetricFamily,
-        "asynctrt_handover_seconds",
-        "Time of answered requests outside queue, copies and compute, in seconds: waiting for a busy device "
-        "after launch, and for the event loop to notice the result.",
-        _handover_s,
-    )
+    for name, text, which in SECONDS:
+        yield Family(
+            partial(HistogramMetricFamily, name, text, labels=MODEL),
+            partial(_add_seconds, which),
+        )
 
 
-def _read(read: Read, reading: _Labelled) -> float:
-    return read(reading.done)
-
-
-def _waiting_rows(reading: _Labelled) -> int:
-    return reading.served.admission.gate.waiting_rows
-
-
-def _handover_s(reading: _Labelled) -> float:
-    done = reading.done
-    return max(0, done.total_ns - done.queue_ns - done.copy_in_ns - done.compute_ns - done.copy_out_ns) / 1e9
-
-
-def _value(kind: Any, name: str, text: str, read: Callable[[_Labelled], float | None]) -> _Family:
-    """Return a metric with a value a model, or none where ``read`` knows none."""
-
-    def add(family: Any, reading: _Labelled) -> None:
-        value = read(reading)
-        if value is not None:
-            family.add_metric(reading.labels, value)
-
-    return _Family(lambda: kind(name, text, labels=MODEL), add)
-
-
-def _values(kind: Any, name: str, text: str, label: str, read: Callable[[_Labelled], Any]) -> _Family:
-    """Return a metric with values by one more label."""
-
-    def add(family: Any, reading: _Labelled) -> None:
-        for key, value in read(reading).items():
-            family.add_metric([*reading.labels, key], value)
-
-    return _Family(lambda: kind(name, text, labels=(*MODEL, label)), add)
-
-
-def _add_batches(family: Any, reading: _Labelled) -> None:
-    bounds = batch_bounds(reading.served.engine.max_rows)
-    counts = list(accumulate(batch_counts(reading.done, bounds)))
-    buckets = [(str(float(bound)), count) for bound, count in zip(bounds, counts, strict=True)]
-    rows = sum(size * batches.count for size, batches in reading.done.by_batch_rows.items())
-    family.add_metric(reading.labels, [*buckets, ("+Inf", counts[-1])], rows)
-
-
-def _add_seconds(which: Callable[[Latencies], list[int]], family: Any, reading: _Labelled) -> None:
+def _add_seconds(which: Callable[[Latencies], list[int]], family: Any, reading: ServedReading) -> None:
     known = reading.served.latencies
     values = which(known)
     if reading.done.succeeded and not any(known.total):
@@ -626,16 +404,6 @@ def _add_seconds(which: Callable[[Latencies], list[int]], family: Any, reading: 
     ]
     family.add_metric(reading.labels, buckets, values[-1] / 1e9)
 
-
-def _add_ready(family: Any, item: dict[str, str]) -> None:
-    family.add_metric([item["name"], item["version"]], float(item["state"] == "READY"))
-
-
-READY: Final = _Family(
-    partial(GaugeMetricFamily, "asynctrt_model_ready", "Whether the model is ready: 1, or 0.", labels=MODEL),
-    _add_ready,
-)
-"""The one metric of models that has those which are not loaded."""
 
 _LES: Final = (*(str(bound) for bound in BOUNDS_S), "+Inf")
 

@@ -11,8 +11,9 @@ from typing import Any, Final, Self
 import asynctrt
 from asynctrt.engine import Engine
 from asynctrt.errors import ModelError, OptionsError, show
-from asynctrt.loading import ENGINE_NAME, name_of
+from asynctrt.loading import ENGINE_NAME, is_attribute, name_of
 from asynctrt.options import Options
+from asynctrt.serving.attributes import open_attribute
 from asynctrt.serving.warmup import WARMUP, warm_all_sizes
 
 FILES_MAX: Final = 10_000
@@ -111,9 +112,11 @@ class ModelSource:
         async def opened() -> Engine:
             token = ENGINE_NAME.set(f"{self.name}:{self.version}")
             try:
-                engine = await asynctrt.open(
-                    self.path, device=self.device or device, options=Options(**self.settings)
-                )
+                on = self.device or device
+                if is_attribute(self.path) and self.settings.get("isolation") != "process":
+                    engine = await open_attribute(self.path, on, self.settings)
+                else:
+                    engine = await asynctrt.open(self.path, device=on, options=Options(**self.settings))
             finally:
                 ENGINE_NAME.reset(token)
             try:

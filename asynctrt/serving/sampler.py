@@ -5,7 +5,6 @@ it costs requests nothing.
 """
 
 import os
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from asynctrt import clock
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.served import ServedModel
-from asynctrt.statistics import Statistics
+from asynctrt.statistics import Statistics, batch_bounds, batch_counts
 
 SAMPLES_MAX: Final = 300
 """Samples that are kept: five minutes."""
@@ -184,19 +183,6 @@ class Sampler:
 def key_of(served: ServedModel) -> str:
     """Return the key of a model and version in samples."""
     return f"{served.name}:{served.version}"
-
-
-def batch_bounds(rows_max: int) -> list[int]:
-    """Return the upper bounds of the batch size histogram: powers of two below ``rows_max``, then it."""
-    return [1 << bits for bits in range((rows_max - 1).bit_length())] + [rows_max]
-
-
-def batch_counts(done: Statistics, bounds: list[int]) -> list[int]:
-    """Count the batches within each bound and above the previous one."""
-    counts = [0] * len(bounds)
-    for rows, batches in done.by_batch_rows.items():
-        counts[bisect_left(bounds, rows)] += batches.count
-    return counts
 
 
 def resident_nbytes() -> int | None:

@@ -1,8 +1,9 @@
-"""Make spans for requests if OpenTelemetry is set up. The only importer of ``opentelemetry``.
+"""Make spans for a server's requests if OpenTelemetry is set up.
 
 If it is not installed, or has no provider, requests pay nothing.
 """
 
+from asyncio import CancelledError
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +13,7 @@ from asynctrt.serving.latency import Exemplar
 from asynctrt.serving.served import Inference
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    from asynctrt.observe.opentelemetry import Tracer
 
 SCOPE: Final = "asynctrt.serving"
 
@@ -21,7 +22,7 @@ def find_tracing() -> Callable[[Inference], None] | None:
     """Return a function that makes an ended request's spans; ``None`` if tracing is not set up."""
     if find_spec("opentelemetry") is None:
         return None
-    from opentelemetry import trace  # noqa: PLC0415  (it is optional)
+    from asynctrt.observe.opentelemetry import trace  # noqa: PLC0415  (it is optional)
 
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None
@@ -35,13 +36,13 @@ class Tracing:
     """
 
     def __init__(self, tracer: "Tracer") -> None:
-        from opentelemetry import propagate, trace  # noqa: PLC0415
+        from asynctrt.observe.opentelemetry import add_outcome, propagate, trace  # noqa: PLC0415
 
         self._tracer = tracer
         self._extract = propagate.extract
         self._in_span = trace.set_span_in_context
         self._kind = trace.SpanKind.SERVER
-        self._error = trace.StatusCode.ERROR
+        self._add_outcome = add_outcome
 
     def __call__(self, inference: Inference) -> None:
         now_ns = clock.now_ns()
@@ -63,14 +64,12 @@ class Tracing:
                 "asynctrt.request_id": inference.request.id,
             },
         )
-        if future.cancelled():
-            span.set_status(self._error, "cancelled")
-        elif (error := future.exception()) is not None:
-            span.record_exception(error)
-            span.set_status(self._error, f"{type(error).__name__}: {error}")
+        error = CancelledError() if future.cancelled() else future.exception()
+        if error is not None:
+            self._add_outcome(span, error)
         else:
             result = future.result()
-            span.set_attribute("asynctrt.batch_rows", result.batch_rows)
+            self._add_outcome(span, result)
             self._parts(span, result.timing, inference.began_ns + offset_ns)
             about = span.get_span_context()
             if about.trace_flags.sampled:

@@ -540,7 +540,8 @@ async def test_the_extra_is_named_where_it_is_missing(monkeypatch):
             raise ImportError(name)
         return real(name, *rest, **kw)
 
-    monkeypatch.delitem(sys.modules, "asynctrt.serving.metrics")
+    for name in ("asynctrt.observe.prometheus", "asynctrt.serving.metrics"):
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", no_prometheus)
     with pytest.raises(MissingExtraError, match=r"pip install 'asynctrt\[serve\]'"):
         importlib.import_module("asynctrt.serving.metrics")

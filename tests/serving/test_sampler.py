@@ -12,7 +12,8 @@ from asynctrt.kserve.json_codec import dump
 from asynctrt.serving import sampler as module
 from asynctrt.serving.admission import Caller
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.sampler import MODEL_FIELDS, Sampler, batch_bounds, percentiles_ms, resident_nbytes
+from asynctrt.serving.sampler import MODEL_FIELDS, Sampler, percentiles_ms, resident_nbytes
+from asynctrt.statistics import batch_bounds
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, failing_model, rows

@@ -1,0 +1,1 @@
+"""Observe the engines of an application: metrics for Prometheus, spans for OpenTelemetry."""

@@ -1,0 +1,96 @@
+"""Make spans for OpenTelemetry of what an engine is asked. The only importer of ``opentelemetry``.
+
+::
+
+    trace_requests(engine)  # From now on each engine.infer has a span.
+"""
+
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any, Final
+
+from asynctrt.engine import Engine
+from asynctrt.errors import MissingExtraError, UsageError
+from asynctrt.inputs import Inputs
+from asynctrt.tensors import InferResult
+
+try:
+    from opentelemetry import propagate, trace
+    from opentelemetry.trace import Span, Tracer, TracerProvider
+except ImportError as error:
+    raise MissingExtraError("spans need opentelemetry-api: pip install 'asynctrt[otel]'") from error
+
+__all__ = ["Span", "Tracer", "add_outcome", "propagate", "trace", "trace_requests"]
+"""With what a server's spans are made of, which takes it from here."""
+
+SCOPE: Final = "asynctrt"
+
+
+def trace_requests(
+    engine: Engine, *, name: str | None = None, tracer_provider: TracerProvider | None = None
+) -> None:
+    """Make a span for each later call of ``engine.infer``, as a child of the span that it is made in.
+
+    Its attributes are ``asynctrt.model``, ``asynctrt.rows``, ``asynctrt.batch_rows``, ``asynctrt.queue_s``,
+    ``asynctrt.compute_s``, and ``asynctrt.launched_ns``, which the requests of a batch have in common: see
+    :attr:`InferResult.launched_ns`. The span of a request that failed, or was cancelled, has an error. An
+    engine that is not traced pays nothing.
+
+    :param name: what the model is called; the engine's name by default.
+    :param tracer_provider: where spans go; OpenTelemetry's global provider by default.
+    :raises UsageError: for an engine that is traced already.
+    """
+    if "infer" in vars(engine):
+        raise UsageError(f"the requests of {engine!r} are traced already")
+    model = engine.name if name is None else name
+    tracer = trace.get_tracer(SCOPE, tracer_provider=tracer_provider)
+    infer = engine.infer
+
+    @wraps(infer)
+    async def traced(inputs: Inputs, **options: Any) -> InferResult:
+        with tracer.start_as_current_span(
+            f"infer {model}",
+            attributes={"asynctrt.model": model},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            try:
+                result = await infer(inputs, **options)
+            except BaseException as raised:
+                add_outcome(span, raised)
+                raise
+            if span.is_recording():
+                add_outcome(span, result)
+                if (rows := _rows(engine, inputs)) is not None:
+                    span.set_attribute("asynctrt.rows", rows)
+            return result
+
+    vars(engine)["infer"] = traced
+
+
+def add_outcome(span: Span, outcome: InferResult | BaseException) -> None:
+    """Add to a request's span how it went: in which batches and how long, or why it failed."""
+    if isinstance(outcome, InferResult):
+        timing = outcome.timing
+        span.set_attributes(
+            {
+                "asynctrt.batch_rows": outcome.batch_rows,
+                "asynctrt.launched_ns": outcome.launched_ns,
+                "asynctrt.queue_s": timing.queue_ns / 1e9,
+                "asynctrt.compute_s": timing.compute_ns / 1e9,
+            }
+        )
+    elif isinstance(outcome, Exception):
+        span.record_exception(outcome)
+        span.set_status(trace.StatusCode.ERROR, f"{type(outcome).__name__}: {outcome}")
+    else:  # asyncio.CancelledError, or what ends the process.
+        span.set_status(trace.StatusCode.ERROR, "cancelled")
+
+
+def _rows(engine: Engine, inputs: Inputs) -> int | None:
+    """Return the rows of inputs that an engine has taken; ``None`` if none of them has rows."""
+    named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {engine.inputs[0].name: inputs}
+    for spec in engine.inputs:
+        if spec.axis is not None and (array := named.get(spec.name)) is not None:
+            return int(array.shape[spec.axis] if hasattr(array, "shape") else len(array))
+    return None

@@ -1,0 +1,123 @@
+"""Spans of what an application asks of its engines, with OpenTelemetry's own SDK."""
+
+import asyncio
+import importlib
+import sys
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+import asynctrt
+from asynctrt.errors import MissingExtraError, UsageError
+from asynctrt.observe.opentelemetry import trace_requests
+from asynctrt.tensors import TensorSpec
+from asynctrt.testing import LatchDevice
+from tests.models import double_model, failing_model, rows
+
+
+@pytest.fixture
+def recorded():
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    yield provider, exporter.get_finished_spans
+    provider.shutdown()
+
+
+@pytest.mark.anyio
+async def test_a_request_has_a_span_within_its_callers(recorded):
+    provider, spans = recorded
+    async with asynctrt.open(double_model()) as engine:
+        trace_requests(engine, name="doubler", tracer_provider=provider)
+        with provider.get_tracer("application").start_as_current_span("handler") as handler:
+            result = await engine.infer(rows(1, 2, 3), timeout=5)
+    span, _ = spans()
+    assert (span.name, span.status.status_code) == ("infer doubler", StatusCode.UNSET)
+    assert span.parent.span_id == handler.get_span_context().span_id
+    timing = result.timing
+    assert dict(span.attributes) == {
+        "asynctrt.model": "doubler",
+        "asynctrt.rows": 3,
+        "asynctrt.batch_rows": 3,
+        "asynctrt.launched_ns": result.launched_ns,
+        "asynctrt.queue_s": timing.queue_ns / 1e9,
+        "asynctrt.compute_s": timing.compute_ns / 1e9,
+    }
+
+
+@pytest.mark.anyio
+async def test_requests_of_a_batch_say_when_it_was_launched(recorded):
+    provider, spans = recorded
+    device = LatchDevice()
+    async with asynctrt.open(double_model(), device=device, max_rows=8, contexts=1) as engine:
+        trace_requests(engine, tracer_provider=provider)
+        first = asyncio.create_task(engine.infer(rows(1)))
+        await device.wait_held(1)
+        others = [asyncio.create_task(engine.infer({"input": rows(1, 2).tolist()})) for _ in range(2)]
+        with engine.tracing() as batches:
+            await asyncio.sleep(0)  # Those that are to share a batch are queued.
+            device.open()
+            await asyncio.gather(first, *others)
+    found = sorted(
+        (span.attributes["asynctrt.launched_ns"], span.attributes["asynctrt.rows"]) for span in spans()
+    )
+    launched = [batch.launched_ns for batch in batches]
+    assert found == [(launched[0], 1), (launched[1], 2), (launched[1], 2)]
+
+
+@pytest.mark.anyio
+async def test_a_request_that_fails_or_is_cancelled_has_an_error(recorded):
+    provider, spans = recorded
+    device = LatchDevice()
+    async with asynctrt.open(failing_model(), device=device) as engine:
+        trace_requests(engine, tracer_provider=provider)
+        with pytest.raises(asynctrt.InputError):
+            await engine.infer(rows(1, dims=(3,)))
+        gone = asyncio.create_task(engine.infer(rows(1)))
+        await device.wait_held(1)
+        gone.cancel()
+        await asyncio.wait([gone])
+        device.open()
+        with pytest.raises(asynctrt.ExecutionError):
+            await engine.infer(rows(-1))
+    wrong, left, broken = spans()
+    assert [span.status.status_code for span in spans()] == [StatusCode.ERROR] * 3
+    assert wrong.status.description.startswith("InputError: ")
+    assert left.status.description == "cancelled"
+    assert broken.events[0].attributes["exception.type"].endswith("ExecutionError")
+
+
+@pytest.mark.anyio
+async def test_stages_of_a_pipeline_are_within_its_request(recorded):
+    provider, spans = recorded
+    spec = TensorSpec("input", np.float32, (4,)), TensorSpec("output", np.float32, (4,))
+    async with (
+        asynctrt.open(double_model()) as engine,
+        asynctrt.Pipeline(engine, inputs=spec[0], outputs=spec[1]) as pipeline,
+    ):
+        trace_requests(engine, name="stage", tracer_provider=provider)
+        trace_requests(pipeline, tracer_provider=provider)
+        await pipeline.infer(rows(1))
+    stage, whole = spans()
+    assert [stage.name, whole.name] == ["infer stage", "infer pipeline"]
+    assert stage.parent.span_id == whole.context.span_id
+
+
+@pytest.mark.anyio
+async def test_without_a_provider_or_twice():
+    async with asynctrt.open(double_model()) as engine:
+        assert "infer" not in vars(engine), "it costs nothing"
+        trace_requests(engine)
+        assert (await engine.infer(rows(1)))["output"].tolist() == rows(2).tolist()
+        with pytest.raises(UsageError, match="are traced already"):
+            trace_requests(engine)
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "asynctrt.observe.opentelemetry")
+    with pytest.raises(MissingExtraError, match=r"pip install 'asynctrt\[otel\]'"):
+        importlib.import_module("asynctrt.observe.opentelemetry")
