@@ -84,6 +84,7 @@ REMOVED: Final = {
     "sign": "Use `ssh-keygen -Y sign -n asynctrt -f KEY PLAN`.",
     "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
     "simulate": "Use `asynctrt load`, which measures the engine itself.",
+    "load --png": "Use --report FILE.html, which writes a page with the charts.",
     "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
 }
 """Commands and flags that were removed, and what to use instead."""
@@ -641,8 +642,7 @@ LOAD_FLAGS: Final = (
         "Compare with another value, such as max_delay=0.002, in turns: A B A B.",
     ),
     ("json", Path | None, None, "Write the report to this file as JSON; - is standard output."),
-    ("report", Path | None, None, "Write the report to this file as an HTML page with plots."),
-    ("png", Path | None, None, "Write the plots as PNG to this folder."),
+    ("report", Path | None, None, "Write the report to this file as an HTML page with charts."),
     ("baseline", Path | None, None, "A JSON report for --fail-if to compare with."),
     (
         "fail_if",

@@ -153,6 +153,7 @@ def test_the_help_that_is_printed_is_that_one(command):
     [
         (["nonsense"], 2, "No such command"),
         (["simulate", "--seeds", "3"], 1, "`asynctrt simulate` was removed. Use `asynctrt load`"),
+        (["load", "m.onnx", "--png", "x"], 1, "`asynctrt load --png` was removed. Use --report FILE.html"),
         (["bench"], 2, "Missing argument"),
         (["bench", "missing.onnx"], 1, "ModelNotFoundError: there is no file 'missing.onnx'"),
         (["bench", __file__], 1, "ModelError"),

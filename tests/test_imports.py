@@ -20,7 +20,6 @@ OPTIONAL = {
     "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # The server's side and the client's.
     "hdrh": {"loadtest/histogram.py"},
     "jinja2": {"loadtest/page.py"},
-    "matplotlib": {"loadtest/plots.py"},
     "psutil": {"loadtest/machine.py"},
     "pynvml": {"loadtest/machine.py", "serving/gpus.py"},
     "ray": {"ray.py"},
@@ -289,7 +288,7 @@ def test_the_extra_of_ray_is_named():
 
 
 def test_the_other_commands_need_nothing_of_a_load_test():
-    heavy = {"aiohttp", "hdrh", "jinja2", "matplotlib", "psutil", "pynvml", "scipy"}
+    heavy = {"aiohttp", "hdrh", "jinja2", "psutil", "pynvml", "scipy"}
     assert not loaded_by("import asynctrt.cli, asynctrt.loadtest") & heavy
 
 

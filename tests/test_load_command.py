@@ -221,8 +221,7 @@ def test_a_scenario_of_mlperf_is_judged_by_its_rules(model):
 
 
 @pytest.mark.tier2
-def test_the_demo(tmp_path):
-    code, out, err = load("demo", "--seconds", "1", "--warmup", "0.2", "--callers", "8", "--png", tmp_path)
+def test_the_demo():
+    code, out, err = load("demo", "--seconds", "1", "--warmup", "0.2", "--callers", "8")
     assert code == 0, err
     assert "8 callers" in out
-    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")

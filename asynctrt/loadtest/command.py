@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,18 +53,13 @@ class LoadPlan:
     job: LoadJob
     json: Path | None = None
     report: Path | None = None
-    png: Path | None = None
     fail_if: tuple[Criterion, ...] = ()
     baseline: Mapping[str, Any] | None = None
 
     @property
     def outputs(self) -> list[Path]:
-        """The files and folders that will be written."""
-        return [
-            path
-            for path in (None if self.prints_json else self.json, self.report, self.png)
-            if path is not None
-        ]
+        """The files that will be written."""
+        return [path for path in (None if self.prints_json else self.json, self.report) if path is not None]
 
     @property
     def prints_json(self) -> bool:
@@ -126,11 +120,9 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         raise OptionsError(
             "a relative --fail-if needs a --baseline: give one, or an absolute value such as p99>20ms"
         )
-    made = LoadPlan(job, given.get("json"), given.get("report"), given.get("png"), fail_if, baseline)
+    made = LoadPlan(job, given.get("json"), given.get("report"), fail_if, baseline)
     for path in made.outputs:
         _check_writable(path)
-    if made.png is not None:
-        plotting()  # What is missing is said before the test.
     return made
 
 
@@ -189,12 +181,6 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
         pages.append((planned.json, report.as_text))
     if planned.report is not None:
         pages.append((planned.report, lambda: interactive(report)))
-    if planned.png is not None:
-        plots = plotting()
-        pages += [
-            (planned.png / f"{plot.name}.png", partial(plots.as_png, plot.figure))
-            for plot in plots.figures(report)
-        ]
     for path, make in pages:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,16 +194,6 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
         there = f". Written: {', '.join(map(str, written))}" if written else ""
         raise UsageError(f"{failed[0]}{there}")
     return written
-
-
-def plotting() -> Any:
-    """Return what draws plots as pictures.
-
-    :raises MissingExtraError: without matplotlib.
-    """
-    from asynctrt.loadtest import plots  # noqa: PLC0415  (It needs matplotlib.)
-
-    return plots
 
 
 def gate(planned: LoadPlan, report: Report) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import MissingExtraError
-from asynctrt.loadtest.charts import NAMES, Chart
+from asynctrt.loadtest.charts import Chart
 from asynctrt.loadtest.charts import charts as all_charts
 from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
 from asynctrt.loadtest.report import Interval, Report, Run
@@ -91,25 +91,14 @@ class Script:
 
 
 def interactive(report: Report) -> str:
-    """Return the page with charts and, if matplotlib is installed, the plots that no chart replaces."""
-    try:
-        from asynctrt.loadtest.plots import figures  # noqa: PLC0415  (It needs matplotlib.)
-    except MissingExtraError:
-        return render(report, [], all_charts(report))
-    return render(report, [plot for plot in figures(report) if plot.name not in NAMES], all_charts(report))
+    """Return the page with its charts."""
+    return render(report, all_charts(report))
 
 
-def render(report: Report, plots: Sequence[Any], charts: Sequence[Chart] = ()) -> str:
+def render(report: Report, charts: Sequence[Chart] = ()) -> str:
     """Return the page. It loads nothing, and has no script but that of its charts; everything from outside
     is escaped.
-
-    :param plots: of :func:`asynctrt.loadtest.plots.figures`, drawn by matplotlib.
     """
-    drawn = []
-    if plots:
-        from asynctrt.loadtest.plots import as_svg  # noqa: PLC0415
-
-        drawn = [(plot, as_svg(plot.figure)) for plot in plots]
     environment = Environment(
         loader=FileSystemLoader(STATIC),
         autoescape=True,
@@ -127,7 +116,6 @@ def render(report: Report, plots: Sequence[Any], charts: Sequence[Chart] = ()) -
         tiles=tiles(report) if report.comparison is None else [],
         tiles_of=main.label if is_several and main is not None else "",
         results=[table for table in (_search(report), _comparison(report), _scenario(report)) if table],
-        plots=drawn,
         charts=charts,
         chart_style=(UPLOT / "uPlot.min.css").read_text("utf-8") if charts else "",
         scripts=[Script(path.read_text("utf-8")) for path in SCRIPTS] if charts else [],
@@ -424,8 +412,8 @@ def _inside(report: Report) -> Table | None:
     note += f" The GPU is {', '.join(gpus)}." if gpus else ""
     if "://" not in str(report.target.get("where") or "") and _lacks_timeline(report.runs):
         note += (
-            " There is no timeline of the batches: trace_batches (--trace-batches) records one. On a GPU it "
-            "makes the engine time every batch, which slows it."
+            " trace_batches (--trace-batches) records a timeline of the batches in the report's JSON. On a "
+            "GPU it makes the engine time every batch, which slows it."
         )
     return _table("Generator, device and batches", columns, report, note)
 

@@ -546,7 +546,6 @@ EXTRAS = {
     "client": "`asynctrt.client`, which calls a server",
     "serve": "`asynctrt serve`, `asynctrt.serving`",
     "load": "`asynctrt load`, `asynctrt.loadtest`",
-    "plots": "plots as PNG, and more of them on the page of a load test",
     "nvml": "figures of GPUs in a server's metrics",
     "otel": "spans of requests for OpenTelemetry",
     "ray": "`asynctrt.ray`: engines on the machines of a Ray cluster",

@@ -326,7 +326,7 @@ def hostile():
 
 
 def sweep_of_hostile_names():
-    """Names that reach the plots: markup, mathematics, and letters that XML does not have."""
+    """Names that reach the charts: markup, mathematics, and letters that XML does not have."""
     names = (XSS, "$x_1$ & 'y' \"z\"", 'bell \x07 id="a" url(#b)')
     runs = [make_run(name, rate=300, seed=n, parameters={"model": name}) for n, name in enumerate(names)]
     return make_report(*runs, kind="sweep")

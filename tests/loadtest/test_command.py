@@ -78,7 +78,7 @@ def test_an_engines_options_are_a_servers_own():
         command.plan("http://127.0.0.1:1/v2/models/x", {"max_rows": 4})
 
 
-@pytest.mark.parametrize("name", ["json", "report", "png"])
+@pytest.mark.parametrize("name", ["json", "report"])
 def test_a_file_that_cannot_be_written_is_said_before_the_test(name, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
@@ -89,10 +89,10 @@ def test_a_file_that_cannot_be_written_is_said_before_the_test(name, tmp_path):
 
 
 def test_everything_is_written(report, tmp_path):
-    given = {"json": tmp_path / "new" / "a.json", "report": tmp_path / "a.html", "png": tmp_path / "plots"}
+    given = {"json": tmp_path / "new" / "a.json", "report": tmp_path / "a.html"}
     planned = command.plan("model.onnx", given)
     written = command.write(planned, report)
-    assert {path.name for path in written} >= {"a.json", "a.html", "latency.png"}
+    assert {path.name for path in written} == {"a.json", "a.html"}
     assert all(path.stat().st_size for path in written)
     assert json.loads((tmp_path / "new" / "a.json").read_text()) == json.loads(json.dumps(report.as_json()))
 

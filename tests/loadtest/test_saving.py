@@ -33,10 +33,7 @@ async def test_files_of_every_kind(report, tmp_path):
     text = page.read_text()
     assert content["made"]["host"] in text
     assert content["made"]["at"] in text
-    pictures = report.save(tmp_path / "r.png")
-    assert {path.name for path in pictures} >= {"r-latency.png", "r-percentiles.png", "r-batches.png"}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
-    with pytest.raises(UsageError, match=r"'r.pdf' is not a \.json, \.html or \.png"):
+    with pytest.raises(UsageError, match=r"'r.pdf' is not a \.json or \.html file"):
         report.save("r.pdf")
     with pytest.raises(UsageError, match="cannot be written"):
         report.save(tmp_path / "none" / "r.json")
