@@ -7,12 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import anyio
 
 import asynctrt
-from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
 from asynctrt.backends.tensorrt.signatures import VARIABLE as ALLOWED_SIGNERS
 from asynctrt.build_options import BuildOptions
@@ -42,7 +41,6 @@ try:
     from rich.progress import Progress
     from rich.segment import Segment
 
-    from asynctrt.bench_terminal import show_model, show_overhead
     from asynctrt.build_terminal import BuildBar, builds_shown, progress_on
     from asynctrt.command_help import show_help
     from asynctrt.demo_terminal import DemoView
@@ -62,7 +60,6 @@ LEVEL_STYLES: Final = {
 
 EXAMPLES: Final = {
     "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --limit 200"),
-    "bench": ("asynctrt bench overhead", "asynctrt bench model.onnx --max-rows 32 --dims length=128"),
     "env": ("asynctrt env", "asynctrt env --all"),
     "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
     "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open --contexts 8"),
@@ -80,6 +77,7 @@ EXAMPLES: Final = {
 """What the help of each command ends with: lines that fit 80 columns."""
 
 REMOVED: Final = {
+    "bench": "Use `asynctrt load MODEL --sweep callers=1,32,256`.",
     "keys": "Make keys with `ssh-keygen -t ed25519`, and list the trusted ones in an allowed-signers file.",
     "sign": "Use `ssh-keygen -Y sign -n asynctrt -f KEY PLAN`.",
     "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
@@ -256,54 +254,6 @@ def demo(
     with _progress() as progress:
         was_interrupted = _run(lambda: course.run(model, DemoView(out, progress, course)))
     _end(was_interrupted)
-
-
-@app.command()
-def bench(
-    model: Annotated[str, typer.Argument(help="An .onnx file, or the word [bold]overhead[/bold].")],
-    seconds: Annotated[float, _time_option(0.05, "How long each case runs in each repetition.")] = 0.5,
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of all cases.")] = 5,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="The most rows in a batch.")] = None,
-    max_delay: Annotated[float, _time_option(0, "How long a batch may wait for more rows.")] = 0.0,
-    contexts: Annotated[int | None, typer.Option(min=1, help="Execution contexts.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that compute one batch. Default: 1.")
-    ] = None,
-    dims: Annotated[
-        list[str] | None, typer.Option(help="The size of a dynamic dimension: NAME=SIZE.")
-    ] = None,
-    loop: Annotated[Literal["uvloop", "asyncio"], typer.Option(help="The event loop.")] = "uvloop",
-    device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
-    onnx: Annotated[
-        list[str] | None, typer.Option(help="How ONNX Runtime loads it: NAME=VALUE, once for each.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Compare a model with plain ONNX Runtime; or measure [bold]overhead[/bold], the engine alone."""
-    options = Options(max_rows=max_rows, max_delay=max_delay, contexts=contexts, onnx=onnx)  # type: ignore[arg-type]  # Its check converts it.
-    if model == "overhead":
-        report = benchmarks.overhead_report(options, repeats)
-    else:
-        report = benchmarks.model_report(Path(model), options, _dims(dims or []), threads, repeats, device)
-    report.settings["loop"] = loop
-    was_interrupted = _run(lambda: _bench(report, seconds), use_uvloop=loop == "uvloop")
-    if as_json:
-        out.print_json(json.dumps(report.as_json()))
-    elif model == "overhead":
-        show_overhead(out, report)
-    else:
-        show_model(out, report)
-    _end(was_interrupted)
-
-
-async def _bench(report: benchmarks.BenchReport, seconds: float) -> None:
-    with _progress() as progress, builds_shown(err, progress):
-        task = progress.add_task(report.title, total=len(report.cases) * report.repeats)
-
-        def advance(case: benchmarks.BenchCase) -> None:
-            progress.update(task, advance=1, description=case.name)
-
-        await benchmarks.run_cases(report, seconds, advance)
 
 
 def _help_of(command: Callable[..., None]) -> str:
@@ -587,14 +537,14 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     the load generator was the bottleneck, or MLPerf's rules were not met.
     """
     # They need the extra `load`, which the other commands do not.
-    from asynctrt.loadtest import command, terminal  # noqa: PLC0415
+    from asynctrt.loadtest import command, saving, terminal  # noqa: PLC0415
 
     check_values(os.environ, _variables())
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     for line in misspelt(os.environ, _variables()):
         err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
     planned = command.plan(target, settings)
-    command.check_baseline(planned, benchmarks.describe_machine(), any_machine=given["any_machine"])
+    command.check_baseline(planned, saving.describe_machine(), any_machine=given["any_machine"])
     reports: list[Any] = []
 
     async def measure() -> None:
@@ -727,10 +677,10 @@ def _env(
 app.command("env", help=_help_of(_env))(_env)
 
 
-def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = True) -> bool:
+def _run(job: Callable[[], Coroutine[Any, Any, None]]) -> bool:
     """Run a job on a new event loop; return whether Ctrl-C interrupted it. The job still cleans up."""
     try:
-        anyio.run(job, backend="asyncio", backend_options={"use_uvloop": use_uvloop})
+        anyio.run(job, backend="asyncio", backend_options={"use_uvloop": True})
     except KeyboardInterrupt:
         return True
     except ExceptionGroup as group:
@@ -752,13 +702,3 @@ def _end(was_interrupted: bool) -> None:
 
 def _progress() -> Progress:
     return progress_on(err)
-
-
-def _dims(given: list[str]) -> dict[str, int]:
-    dims = {}
-    for item in given:
-        name, _, size = item.partition("=")
-        if not size.isdigit() or not int(size):
-            raise typer.BadParameter(f"--dims must be NAME=SIZE, such as --dims seq=128, not {item!r}")
-        dims[name] = int(size)
-    return dims

@@ -145,7 +145,7 @@ def test_a_time_has_a_unit_where_one_is_given():
 
 
 @pytest.mark.tier2
-@pytest.mark.parametrize("command", ["bench", "doctor", "serve", "load"])
+@pytest.mark.parametrize("command", ["doctor", "serve", "load"])
 def test_each_command_has_a_short_help_examples_and_the_version(command):
     code, out, _ = asynctrt_command(command, "-h", columns=80)
     assert code == 0

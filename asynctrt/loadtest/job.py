@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from asynctrt.bench import describe_machine
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.criteria import FIGURES
 from asynctrt.loadtest.report import Comparison, Interval, Run
-from asynctrt.loadtest.saving import LoadReport, describe_making
+from asynctrt.loadtest.saving import LoadReport, describe_machine, describe_making
 from asynctrt.loadtest.search import Search
 from asynctrt.loadtest.session import LoadCase, LoadSession
 from asynctrt.loadtest.settings import Arrays, LoadSettings

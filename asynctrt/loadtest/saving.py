@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from asynctrt.devices.host import cores
 from asynctrt.errors import UsageError
 from asynctrt.files import write_whole
 from asynctrt.loadtest.report import Report
@@ -75,6 +77,31 @@ class LoadReport(Report):
         from asynctrt.loadtest import page  # noqa: PLC0415
 
         return page.headline(self)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Describe the machine and the versions on which figures were taken."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    versions = {"python": platform.python_version()}
+    for package in ("asynctrt", "numpy", "uvloop", "onnxruntime"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    loaded = sys.modules.get("onnxruntime")
+    if loaded is not None:
+        # What runs is not always what that package says: onnxruntime-gpu installs the same module.
+        versions["onnxruntime"] = loaded.__version__
+    return {
+        "cpu": cpu,
+        "cores": cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": versions,
+    }
 
 
 def describe_making() -> dict[str, str]:

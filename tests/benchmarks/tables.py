@@ -61,7 +61,7 @@ def overhead():
     )
     measured = {
         (case["device"], case["callers"], case["max_delay"]): case["median"]
-        for case in results("overhead")["cases"]
+        for case in figures("overhead")["cases"]
     }
     for label, device in (("events done at once", "immediate"), ("host device, on the loop", "host")):
         cells = [f"asynctrt, {label}"]
@@ -500,7 +500,7 @@ def six():
     yield "question", "figure"
     host = {
         (case["device"], case["callers"], case["max_delay"]): case["median"]
-        for case in results("overhead")["cases"]
+        for case in figures("overhead")["cases"]
     }
     yield (
         "requests/s through `await infer`, 256 callers, a model that does nothing, one core",

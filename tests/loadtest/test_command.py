@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asynctrt.bench import describe_machine
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest import command
 from asynctrt.loadtest.report import Report
+from asynctrt.loadtest.saving import describe_machine
 from tests.loadtest import reports
 
 

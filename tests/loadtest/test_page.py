@@ -366,7 +366,8 @@ class TestPage:
 
     @pytest.mark.tier2
     def test_it_is_small(self):
-        assert max(len(interactive(EVERY[kind]())) for kind in EVERY) < 400_000
+        assert max(len(page_of(kind)) for kind in EVERY) < 50_000
+        assert max(len(interactive(EVERY[kind]())) for kind in EVERY) < 500_000
 
 
 @contextlib.asynccontextmanager
