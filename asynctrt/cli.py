@@ -22,7 +22,7 @@ from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.environment import check_values, misspelt, shown, variables
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
 from asynctrt.loadtest.settings import SYNONYMS as THEIR_WORDS
-from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.settings import WITHOUT_SCENARIOS, LoadSettings
 from asynctrt.options import Options
 from asynctrt.plans.inspection import as_json as as_plain
 from asynctrt.plans.inspection import inspect as inspect_file
@@ -82,6 +82,7 @@ REMOVED: Final = {
     "sign": "Use `ssh-keygen -Y sign -n asynctrt -f KEY PLAN`.",
     "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
     "simulate": "Use `asynctrt load`, which measures the engine itself.",
+    "load --scenario": f"Use what it stood for: {WITHOUT_SCENARIOS}",
     "load --png": "Use --report FILE.html, which writes a page with the charts.",
     "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
 }
@@ -534,7 +535,7 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     --users, --duration, --rps.
 
     The exit status is 3 if an --slo is missed or a --fail-if is true, and 4 if the figures are void because
-    the load generator was the bottleneck, or MLPerf's rules were not met.
+    the load generator was the bottleneck.
     """
     # They need the extra `load`, which the other commands do not.
     from asynctrt.loadtest import command, saving, terminal  # noqa: PLC0415

@@ -149,6 +149,7 @@ def test_the_help_that_is_printed_is_that_one(command):
     [
         (["nonsense"], 2, "No such command"),
         (["simulate", "--seeds", "3"], 1, "`asynctrt simulate` was removed. Use `asynctrt load`"),
+        (["load", "m.onnx", "--scenario", "server"], 1, "was removed. Use what it stood for: single-stream"),
         (["load", "m.onnx", "--png", "x"], 1, "`asynctrt load --png` was removed. Use --report FILE.html"),
         (["bench", "m.onnx"], 1, "`asynctrt bench` was removed. Use `asynctrt load MODEL --sweep"),
         (["load"], 2, "Missing argument"),

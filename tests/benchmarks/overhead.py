@@ -1,9 +1,9 @@
 """The overhead of the engine: throughput and CPU time of requests to a no-op model.
 
 The model runs on the event loop, on a host device that computes in place and on the default one, and in a
-thread, as functions do by default; each under 1, 32 and 256 callers, and under a lone caller with a configured
-delay of 2 ms. The cases run in turn, and all are repeated (A B A B ...), so that a machine whose speed drifts
-favours none of them.
+thread, as functions do by default; each under 1, 32 and 256 callers, and under a lone caller with a
+configured delay of 2 ms. The cases run in turn, and all are repeated (A B A B ...), so that a machine whose
+speed drifts favours none of them.
 """
 
 import asyncio

@@ -349,13 +349,6 @@ def empty():
     return make_report()
 
 
-def mlperf():
-    """One of MLPerf's scenarios, too short for its rules."""
-    told = {"name": "server", "requests_per_s": 1999.2, "valid": False, "why": ["it took 10.0 s, not 600"]}
-    run = make_run(slo=("p99<20ms",), scenario=told)
-    return make_report(run, settings={"scenario": "server", "slo": ["p99<20ms"]})
-
-
 def stalled():
     """A target that answers nothing for more than a second."""
     slo = ("p99<20ms", "errors<0.1%")
@@ -389,7 +382,6 @@ EVERY = {
         few,
         unanswered,
         empty,
-        mlperf,
         stalled,
         long_sweep,
         search_in_vain,

@@ -191,7 +191,7 @@ def test_something_that_is_no_baseline(content, tmp_path):
 
 
 def test_exit_statuses(report):
-    good = replace(report.runs[0], void=(), slo={"p99<1s": True}, scenario=None)
+    good = replace(report.runs[0], void=(), slo={"p99<1s": True})
 
     def status(failed=(), kind="run", **changes):
         made: Report = replace(report, kind=kind, runs=(replace(good, **changes),), search=None)
@@ -202,8 +202,6 @@ def test_exit_statuses(report):
     assert status(slo={"p99<1s": False}) == 3
     assert status(slo={"p99<1s": False}, kind="sweep") == 0
     assert status(void=("late",)) == 4
-    assert status(scenario={"name": "server", "valid": False, "why": ["short"]}) == 4
-    assert status(scenario={"name": "server", "valid": True, "why": []}) == 0
 
 
 def test_the_machine_of_a_report_is_this_one():

@@ -196,14 +196,6 @@ class TestBanners:
     def test_of_a_sweep_or_a_search_one_run_has_to_hold(self):
         assert self.levels(reports.search_in_vain()) == [("bad", "p99<1ms is not held by any run")]
 
-    def test_mlperf(self):
-        assert self.levels(reports.mlperf()) == [
-            ("bad", "MLPerf server: not valid by its rules"),
-            ("good", "p99<20ms is held"),
-        ]
-        run = replace(reports.mlperf().runs[0], scenario={"name": "server", "valid": True, "why": []})
-        assert ("good", "MLPerf server: valid by its rules") in self.levels(make_report(run))
-
 
 class TestFigures:
     def test_shares(self):
@@ -355,7 +347,6 @@ class TestPage:
             ({"rate": None, "callers": 8}, "closed loop, 8 callers"),
             ({"rate": None}, "closed loop, 64 callers"),
             ({"rate": None, "trace": Path("day.csv")}, "recorded trace"),
-            ({"scenario": "offline"}, "MLPerf offline"),
         ],
     )
     def test_the_load(self, settings, words):
