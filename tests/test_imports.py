@@ -39,10 +39,8 @@ OPTIONAL = {
     "uvicorn": set(),
     "websockets": {"client/websocket.py", "serving/frames.py"},
     "rich": {
-        "bench_terminal.py",
         "build_terminal.py",
         "cli.py",
-        "command_help.py",
         "demo_terminal.py",
         "loadtest/terminal.py",
     },  # Two bring it.

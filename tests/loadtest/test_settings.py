@@ -231,7 +231,5 @@ def test_any_value_is_taken_or_refused(name, value):
 
 
 def test_mlperfs_scenarios_were_removed():
-    with pytest.raises(
-        OptionsError, match="scenario was removed: single-stream is --callers 1,"
-    ):
+    with pytest.raises(OptionsError, match="scenario was removed: single-stream is --callers 1,"):
         in_own_words({"scenario": "server", "rate": 3})
