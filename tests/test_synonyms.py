@@ -96,7 +96,7 @@ def test_the_command_line_suggests_the_flag_that_is_meant(command, flag, meant):
     ("flag", "says"),
     [
         ("--rps", "--rps. asynctrt load has --rate"),
-        ("--bogus", "--bogus "),
+        ("--bogus", "No such option: --bogus\n"),
         ("--latency-target", "max_delay"),
     ],
 )
