@@ -7,23 +7,21 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import anyio
 
 import asynctrt
-from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
 from asynctrt.backends.tensorrt.signatures import VARIABLE as ALLOWED_SIGNERS
 from asynctrt.build_options import BuildOptions
-from asynctrt.command_messages import reword
 from asynctrt.demo_parts import Course
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.environment import check_values, misspelt, shown, variables
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
 from asynctrt.loadtest.settings import SYNONYMS as THEIR_WORDS
-from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.settings import WITHOUT_SCENARIOS, LoadSettings
 from asynctrt.options import Options
 from asynctrt.plans.inspection import as_json as as_plain
 from asynctrt.plans.inspection import inspect as inspect_file
@@ -42,9 +40,7 @@ try:
     from rich.progress import Progress
     from rich.segment import Segment
 
-    from asynctrt.bench_terminal import show_model, show_overhead
     from asynctrt.build_terminal import BuildBar, builds_shown, progress_on
-    from asynctrt.command_help import show_help
     from asynctrt.demo_terminal import DemoView
 except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
@@ -62,7 +58,6 @@ LEVEL_STYLES: Final = {
 
 EXAMPLES: Final = {
     "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --limit 200"),
-    "bench": ("asynctrt bench overhead", "asynctrt bench model.onnx --max-rows 32 --dims length=128"),
     "env": ("asynctrt env", "asynctrt env --all"),
     "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
     "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open --contexts 8"),
@@ -80,13 +75,26 @@ EXAMPLES: Final = {
 """What the help of each command ends with: lines that fit 80 columns."""
 
 REMOVED: Final = {
+    "bench": "Use `asynctrt load MODEL --sweep callers=1,32,256`.",
     "keys": "Make keys with `ssh-keygen -t ed25519`, and list the trusted ones in an allowed-signers file.",
     "sign": "Use `ssh-keygen -Y sign -n asynctrt -f KEY PLAN`.",
     "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
     "simulate": "Use `asynctrt load`, which measures the engine itself.",
+    "load --scenario": f"Use what it stood for: {WITHOUT_SCENARIOS}",
+    "load --png": "Use --report FILE.html, which writes a page with the charts.",
     "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
 }
 """Commands and flags that were removed, and what to use instead."""
+
+WRONG_VALUES: Final = {
+    "int_parsing": "is not a whole number",
+    "int_from_float": "is not a whole number",
+    "float_parsing": "is not a number",
+    "bool_parsing": "is not true or false",
+    "greater_than_equal": "is less than {ge}",
+    "less_than_equal": "is more than {le}",
+}
+"""What is said of a wrong value, by pydantic's kind of error. Newer versions of typer show its message."""
 
 
 def _seconds(given: Any) -> float:
@@ -118,8 +126,8 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    help="A model behind [bold]await[/bold]: batching inference for asyncio.",
-    rich_markup_mode="rich",
+    help="A model behind await: batching inference for asyncio.",
+    rich_markup_mode=None,
 )
 
 
@@ -153,9 +161,6 @@ err = _console(stderr=True)
 class _Command(typer.core.TyperCommand):
     """A command that knows others' words for its flags, and ``--version``."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        show_help(out, self, ctx)
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args == ["--version"]:
             _root(version=True)
@@ -167,7 +172,7 @@ class _Command(typer.core.TyperCommand):
                 _refuse_removed(f"{ctx.info_name} {error.option_name}")  # type: ignore[attr-defined]
                 _suggest(error, [name for item in self.params if (name := item.name)])
             elif type(error).__name__ == "BadParameter":
-                reword(error)
+                _reword(error)
             raise
 
 
@@ -178,6 +183,20 @@ def _refuse_removed(name: str) -> None:
     """
     if name in REMOVED:
         raise UsageError(f"`asynctrt {name}` was removed. {REMOVED[name]}")
+
+
+def _reword(error: Any) -> None:
+    """Say in plain English what is wrong with a value, in an error of typer's that pydantic caused."""
+    cause = error.__cause__
+    if not callable(getattr(cause, "errors", None)):
+        return
+    first = cause.errors()[0]
+    limits = first.get("ctx", {})
+    if (kind := WRONG_VALUES.get(first["type"])) is not None:
+        shown = first["input"] if limits else repr(first["input"])
+        error.message = f"{shown} {kind.format(**limits)}"
+    else:
+        error.message = error.message.removeprefix("Value error, ")
 
 
 def _suggest(error: Any, names: list[str]) -> None:
@@ -235,7 +254,7 @@ def demo(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="The most files to identify: a random sample.")] = 500,
     seconds: Annotated[float, _time_option(0.05, "How long each way is measured.")] = 3.0,
-    device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
+    device: Annotated[str, typer.Option(help="host or cuda:0.")] = "host",
     dashboard: Annotated[
         bool | None,
         typer.Option(
@@ -257,63 +276,10 @@ def demo(
     _end(was_interrupted)
 
 
-@app.command()
-def bench(
-    model: Annotated[str, typer.Argument(help="An .onnx file, or the word [bold]overhead[/bold].")],
-    seconds: Annotated[float, _time_option(0.05, "How long each case runs in each repetition.")] = 0.5,
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of all cases.")] = 5,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="The most rows in a batch.")] = None,
-    max_delay: Annotated[float, _time_option(0, "How long a batch may wait for more rows.")] = 0.0,
-    contexts: Annotated[int | None, typer.Option(min=1, help="Execution contexts.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that compute one batch. Default: 1.")
-    ] = None,
-    dims: Annotated[
-        list[str] | None, typer.Option(help="The size of a dynamic dimension: NAME=SIZE.")
-    ] = None,
-    loop: Annotated[Literal["uvloop", "asyncio"], typer.Option(help="The event loop.")] = "uvloop",
-    device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
-    onnx: Annotated[
-        list[str] | None, typer.Option(help="How ONNX Runtime loads it: NAME=VALUE, once for each.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Compare a model with plain ONNX Runtime; or measure [bold]overhead[/bold], the engine alone."""
-    options = Options(max_rows=max_rows, max_delay=max_delay, contexts=contexts, onnx=onnx)  # type: ignore[arg-type]  # Its check converts it.
-    if model == "overhead":
-        report = benchmarks.overhead_report(options, repeats)
-    else:
-        report = benchmarks.model_report(Path(model), options, _dims(dims or []), threads, repeats, device)
-    report.settings["loop"] = loop
-    was_interrupted = _run(lambda: _bench(report, seconds), use_uvloop=loop == "uvloop")
-    if as_json:
-        out.print_json(json.dumps(report.as_json()))
-    elif model == "overhead":
-        show_overhead(out, report)
-    else:
-        show_model(out, report)
-    _end(was_interrupted)
-
-
-async def _bench(report: benchmarks.BenchReport, seconds: float) -> None:
-    with _progress() as progress, builds_shown(err, progress):
-        task = progress.add_task(report.title, total=len(report.cases) * report.repeats)
-
-        def advance(case: benchmarks.BenchCase) -> None:
-            progress.update(task, advance=1, description=case.name)
-
-        await benchmarks.run_cases(report, seconds, advance)
-
-
-def _help_of(command: Callable[..., None]) -> str:
-    """Return a docstring with one line a paragraph: rich would keep the source's line breaks."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
-
-
 def _doctor(
     device: Annotated[
         str | None,
-        typer.Option(help="The device that has to work, [bold]host[/bold] or [bold]cuda:0[/bold]."),
+        typer.Option(help="The device that has to work, host or cuda:0."),
     ] = None,
     timeout: Annotated[float, _time_option(0.1, "How long each probe may take.")] = DOCTOR_TIMEOUT_S,
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
@@ -336,7 +302,7 @@ def _doctor(
     raise typer.Exit(report.status(strict=strict))
 
 
-app.command("doctor", help=_help_of(_doctor))(_doctor)
+app.command("doctor")(_doctor)
 
 
 def _inspect(
@@ -390,7 +356,7 @@ def _inspect(
         raise typer.Exit(1)
 
 
-app.command("inspect", help=_help_of(_inspect))(_inspect)
+app.command("inspect")(_inspect)
 
 
 def _say(line: str) -> None:
@@ -407,7 +373,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
 
     A setting is a flag, an environment variable (--http-port is ASYNCTRT_SERVE_HTTP_PORT), or a name in the
     TOML file of --config (http_port). Flags win over the environment, which wins over the file. Models with
-    options of their own are tables of the file, \\[\\[models]], each with a path.
+    options of their own are tables of the file, [[models]], each with a path.
 
     Times are in seconds, or have a unit: 0.5, 500ms, 1m30s.
     """
@@ -464,16 +430,23 @@ def _serve_signature() -> inspect.Signature:
                 show_envvar=False,
             ),
         ),
-        _parameter("config", Path | None, None, typer.Option(help="A TOML file of settings and models.")),
-        _parameter("device", str, "host", typer.Option(help="The device that models run on.")),
+        _parameter(
+            "config",
+            Path | None,
+            None,
+            typer.Option(help="A TOML file of settings and models.", show_envvar=False),
+        ),
+        _parameter(
+            "device", str, "host", typer.Option(help="The device that models run on.", show_envvar=False)
+        ),
         _flag("check", bool, False, "Load everything, say whether it could be served, and exit: 0 or 1."),
     ]
-    parameters += _field_flags(ServerSettings, "The server")
-    parameters += _field_flags(Options, "Engines, unless a model overrides it")
+    parameters += _field_flags(ServerSettings)
+    parameters += _field_flags(Options)
     return inspect.Signature(parameters)
 
 
-def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
+def _field_flags(cls: type[Any]) -> list[inspect.Parameter]:
     """Return a flag for each field of a class of settings, with the field's documentation as its help."""
     kinds, texts = get_type_hints(cls), docs_of(cls)
     flags = []
@@ -487,24 +460,20 @@ def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
             kind = str | None  # A rate, for example, is a number or a text.
         check = item.metadata["check"]
         is_time = check is not None and "of seconds" in check.expected
-        flags.append(_flag(item.name, kind, default, texts[item.name], panel, is_time=is_time))
+        flags.append(_flag(item.name, kind, default, texts[item.name], is_time=is_time))
     return flags
 
 
-def _flag(
-    name: str, kind: Any, default: Any, text: str, panel: str | None = None, *, is_time: bool = False
-) -> inspect.Parameter:
-    """Return a flag that the help shows in a panel of this name.
+def _flag(name: str, kind: Any, default: Any, text: str, *, is_time: bool = False) -> inspect.Parameter:
+    """Return a flag of a command.
 
     :param is_time: whether its value is a number of seconds, or a time with a unit.
     """
-    # A flag that is off by default is named here, so that it gets no --no- form: in a narrow terminal the
-    # column of these forms would leave too little room for the names and the texts.
+    # A flag that is off by default is named here, so that it gets no --no- form.
     names = [_flag_of(name)] if default is False else []
     info = typer.Option(
         *names,
         help=text,
-        rich_help_panel=panel,
         show_envvar=False,
         show_default=default is not None and default is not False,
         metavar="<seconds>" if is_time else None,
@@ -520,7 +489,7 @@ def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Paramet
 
 
 _serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]  # Typer reads it.
-app.command("serve", help=_help_of(_serve), context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"})(_serve)
+app.command("serve", context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"})(_serve)
 
 
 def _build(ctx: typer.Context, model: str, **given: Any) -> None:
@@ -565,11 +534,11 @@ def _build_signature() -> inspect.Signature:
         ),
         _flag("device", str | None, None, "The GPU to build on, such as cuda:0."),
     ]
-    return inspect.Signature([*parameters, *_field_flags(BuildOptions, "The plan")])
+    return inspect.Signature([*parameters, *_field_flags(BuildOptions)])
 
 
 _build.__signature__ = _build_signature()  # type: ignore[attr-defined]  # Typer reads it.
-app.command("build", help=_help_of(_build))(_build)
+app.command("build")(_build)
 
 
 def _load(ctx: typer.Context, target: str, **given: Any) -> None:
@@ -584,17 +553,17 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     --users, --duration, --rps.
 
     The exit status is 3 if an --slo is missed or a --fail-if is true, and 4 if the figures are void because
-    the load generator was the bottleneck, or MLPerf's rules were not met.
+    the load generator was the bottleneck.
     """
     # They need the extra `load`, which the other commands do not.
-    from asynctrt.loadtest import command, terminal  # noqa: PLC0415
+    from asynctrt.loadtest import command, saving, terminal  # noqa: PLC0415
 
     check_values(os.environ, _variables())
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     for line in misspelt(os.environ, _variables()):
         err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
     planned = command.plan(target, settings)
-    command.check_baseline(planned, benchmarks.describe_machine(), any_machine=given["any_machine"])
+    command.check_baseline(planned, saving.describe_machine(), any_machine=given["any_machine"])
     reports: list[Any] = []
 
     async def measure() -> None:
@@ -642,8 +611,7 @@ LOAD_FLAGS: Final = (
         "Compare with another value, such as max_delay=0.002, in turns: A B A B.",
     ),
     ("json", Path | None, None, "Write the report to this file as JSON; - is standard output."),
-    ("report", Path | None, None, "Write the report to this file as an HTML page with plots."),
-    ("png", Path | None, None, "Write the plots as PNG to this folder."),
+    ("report", Path | None, None, "Write the report to this file as an HTML page with charts."),
     ("baseline", Path | None, None, "A JSON report for --fail-if to compare with."),
     (
         "fail_if",
@@ -666,8 +634,8 @@ def _load_signature() -> inspect.Signature:
     ]
     for name, kind, default, text in LOAD_FLAGS:
         parameters.append(_flag(name, kind, default, text))
-    parameters += _field_flags(LoadSettings, "The load")
-    parameters += _field_flags(Options, "The engine of a model that is opened for the test")
+    parameters += _field_flags(LoadSettings)
+    parameters += _field_flags(Options)
     return inspect.Signature(parameters)
 
 
@@ -683,7 +651,6 @@ def _in_own_words(flag: str) -> str:
 
 app.command(
     "load",
-    help=_help_of(_load),
     context_settings={"auto_envvar_prefix": "ASYNCTRT_LOAD", "token_normalize_func": _in_own_words},
 )(_load)
 
@@ -725,13 +692,13 @@ def _env(
         err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
 
 
-app.command("env", help=_help_of(_env))(_env)
+app.command("env")(_env)
 
 
-def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = True) -> bool:
+def _run(job: Callable[[], Coroutine[Any, Any, None]]) -> bool:
     """Run a job on a new event loop; return whether Ctrl-C interrupted it. The job still cleans up."""
     try:
-        anyio.run(job, backend="asyncio", backend_options={"use_uvloop": use_uvloop})
+        anyio.run(job, backend="asyncio", backend_options={"use_uvloop": True})
     except KeyboardInterrupt:
         return True
     except ExceptionGroup as group:
@@ -753,13 +720,3 @@ def _end(was_interrupted: bool) -> None:
 
 def _progress() -> Progress:
     return progress_on(err)
-
-
-def _dims(given: list[str]) -> dict[str, int]:
-    dims = {}
-    for item in given:
-        name, _, size = item.partition("=")
-        if not size.isdigit() or not int(size):
-            raise typer.BadParameter(f"--dims must be NAME=SIZE, such as --dims seq=128, not {item!r}")
-        dims[name] = int(size)
-    return dims

@@ -28,7 +28,7 @@ CALLERS: Final = 32
 """Requests in flight at once."""
 
 MAX_ROWS: Final = 4
-"""On a CPU this model is fastest in small batches: `asynctrt bench` on it shows by how much."""
+"""On a CPU this model is fastest in small batches: `asynctrt load demo --sweep max_rows=1,4,32` shows it."""
 
 
 LOOKED_AT_MAX: Final = 100_000

@@ -110,7 +110,7 @@ class DemoView:
         tries = [
             ("demo ~/Downloads", "your own files"),
             (f"load {address}/v2/models/layers --callers 64", "a load, to be seen on the dashboard"),
-            ("bench overhead", "what the engine itself costs"),
+            ("doctor", "whether this machine is ready for a GPU"),
         ]
         if url is None:
             tries[1:2] = [

@@ -20,7 +20,6 @@ OPTIONAL = {
     "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # The server's side and the client's.
     "hdrh": {"loadtest/histogram.py"},
     "jinja2": {"loadtest/page.py"},
-    "matplotlib": {"loadtest/plots.py"},
     "psutil": {"loadtest/machine.py"},
     "pynvml": {"loadtest/machine.py", "serving/gpus.py"},
     "ray": {"ray.py"},
@@ -40,10 +39,8 @@ OPTIONAL = {
     "uvicorn": set(),
     "websockets": {"client/websocket.py", "serving/frames.py"},
     "rich": {
-        "bench_terminal.py",
         "build_terminal.py",
         "cli.py",
-        "command_help.py",
         "demo_terminal.py",
         "loadtest/terminal.py",
     },  # Two bring it.
@@ -174,8 +171,9 @@ def test_serving_sees_the_engine_and_nothing_under_it(path):
 
 @pytest.mark.parametrize("path", files("loadtest"), ids=lambda path: path.name)
 def test_loadtest_sees_the_engine_the_client_and_the_protocol(path):
-    seen = {"alarm", "bench", "client", "clock", "demo", "engine", "errors", "kserve", "loading", "loadtest"}
+    seen = {"alarm", "client", "clock", "demo", "engine", "errors", "kserve", "loading", "loadtest"}
     assert own(imports(path)) <= seen | {
+        "devices",  # The host device says how many cores there are.
         "files",
         "opening",
         "options",
@@ -259,8 +257,8 @@ MISSING = [
     *[("serve", "model.onnx", name, "serve") for name in ("google", "grpc", "httptools", "orjson")],
     *[("serve", "model.onnx", name, "serve") for name in ("prometheus_client", "websockets")],
     *[("load", "model.onnx", name, "load") for name in ("hdrh", "jinja2", "psutil", "pynvml")],
-    *[("bench", __file__, name, "cli") for name in ("typer", "rich")],
-    ("bench", __file__, "onnxruntime", "cpu"),
+    *[("inspect", __file__, name, "cli") for name in ("typer", "rich")],
+    ("serve", __file__, "onnxruntime", "cpu"),
 ]
 """A command, its argument, a package that is not installed, and the extra that would bring it."""
 
@@ -295,7 +293,7 @@ def test_the_extra_of_ray_is_named():
 
 
 def test_the_other_commands_need_nothing_of_a_load_test():
-    heavy = {"aiohttp", "hdrh", "jinja2", "matplotlib", "psutil", "pynvml", "scipy"}
+    heavy = {"aiohttp", "hdrh", "jinja2", "psutil", "pynvml", "scipy"}
     assert not loaded_by("import asynctrt.cli, asynctrt.loadtest") & heavy
 
 

@@ -212,17 +212,7 @@ def test_a_server_over_all_three_protocols(tmp_path):
 
 
 @pytest.mark.tier2
-def test_a_scenario_of_mlperf_is_judged_by_its_rules(model):
-    code, out, _ = load(model, "--scenario", "single-stream", "--seconds", "1")
-    assert code == 4
-    assert "MLPerf single-stream: INVALID" in out
-    assert "the rules demand at least 600" in out
-    assert "p90_ms" in out
-
-
-@pytest.mark.tier2
-def test_the_demo(tmp_path):
-    code, out, err = load("demo", "--seconds", "1", "--warmup", "0.2", "--callers", "8", "--png", tmp_path)
+def test_the_demo():
+    code, out, err = load("demo", "--seconds", "1", "--warmup", "0.2", "--callers", "8")
     assert code == 0, err
     assert "8 callers" in out
-    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")

@@ -74,8 +74,5 @@ def test_a_part_of_the_suite_passes(python):
 def test_the_command_and_the_adapter_for_gpus_work(python, tmp_path):
     command = [python, "-m", "asynctrt"]
     elsewhere = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": "", "COLUMNS": "80"}}
-    assert "--http-port <number>" in run(*command, "serve", "--help", **elsewhere)
-    assert "median of 1;" in run(
-        *command, "bench", "overhead", "--seconds", "0.05", "--repeats", "1", **elsewhere
-    )
+    assert "--http-port" in run(*command, "serve", "--help", **elsewhere)
     run(python, "-c", "import asynctrt.devices.cuda, asynctrt.backends.tensorrt", **elsewhere)

@@ -53,7 +53,6 @@ CASES = {
     "serve-with-fronts": (*COMMAND, "serve", "MODEL", "--fronts=2", *PORTS),
     "load": (*COMMAND, "load", "MODEL", "--seconds=0.3", "--callers=1"),
     "load-in-workers": (*COMMAND, "load", "MODEL", "--seconds=0.3", "--callers=1", "--isolation=process"),
-    "bench": (*COMMAND, "bench", "MODEL", "--seconds=0.05", "--repeats=1"),
     "inspect": (*COMMAND, "inspect", "MODEL", "--open"),
     "doctor": (*COMMAND, "doctor"),
     "application": (sys.executable, "APPLICATION"),

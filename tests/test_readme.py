@@ -444,7 +444,7 @@ class TestFiguresInSentences:
     def test_overhead(self):
         (delayed,) = [
             case["median"]["round_trip_us"]
-            for case in tables.results("overhead")["cases"]
+            for case in tables.figures("overhead")["cases"]
             if (case["device"], case["callers"], case["max_delay"]) == ("host", 1, 0.002)
         ]
         assert f"configured, the lone caller's round trip is {delayed:.0f} µs" in TEXT

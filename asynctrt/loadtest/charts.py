@@ -1,7 +1,4 @@
-"""The charts of a report's page, as data for the script that draws them. Pure.
-
-What a chart cannot show is in the page's tables; with matplotlib more plots stand beside the charts.
-"""
+"""The charts of a report's page, as data for the script that draws them. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,35 +7,13 @@ from typing import Any, Final
 
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import Moment, Report, Run
-from asynctrt.loadtest.views import (
-    CAPTIONS as PLOT_CAPTIONS,
-)
-from asynctrt.loadtest.views import (
-    MARKS,
-    groups,
-    main_groups,
-    marks_for,
-    odds,
-    sizes,
-    words,
-)
-
-NAMES: Final = ("throughput-latency", "latency", "throughput", "percentiles", "batches")
-"""The plots of which there are charts."""
+from asynctrt.loadtest.views import MARKS, groups, main_groups, marks_for, odds, sizes, words
 
 LOG_FROM: Final = 30.0
 """Ratio of the largest value to the smallest from which an axis is logarithmic."""
 
 FIGURES: Final = (("p50", ""), ("p99", ""), ("max", "dotted"), ("late_p99", "thin"))
 """What is drawn over time of a single group, and how."""
-CAPTIONS: Final = {
-    "throughput-latency": "Each point is one run that is not void: its throughput and its latency.",
-    "latency": "Latency of the requests that were due at each moment. A gap is a moment with too few "
-    "requests for the figure, and a red mark one with errors.",
-    "percentiles": "The latency that this share of the requests did not exceed. Dots count from when a "
-    "request was sent, and so leave out how long it had waited before.",
-}
-"""What is said of a chart where it shows other things than the plot of its name."""
 LABELS: Final = {"late_p99": "generator's lateness, p99"}
 
 Points = Mapping[float, float | None]
@@ -63,14 +38,7 @@ def charts(report: Report) -> list[Chart]:
         "percentiles": _percentiles(report),
         "batches": _batches(report),
     }
-    found = []
-    for name, data in made.items():
-        if data is not None:
-            title, caption = words(report, name)
-            # What is said beyond the plot's own caption is which runs it shows.
-            own = CAPTIONS.get(name, PLOT_CAPTIONS[name])
-            found.append(Chart(name, title, own + caption.removeprefix(PLOT_CAPTIONS[name]), data))
-    return found
+    return [Chart(name, *words(report, name), data) for name, data in made.items() if data is not None]
 
 
 def _chart(

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +42,7 @@ ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILED_SHARE: Final = 0.5
 """The share of failed requests from which a run says that its target fails, whatever else there is to say."""
 
-SAME_TEST: Final = ("rate", "callers", "scenario", "arrivals", "rows", "dims", "think", "burst", "swing")
+SAME_TEST: Final = ("rate", "callers", "arrivals", "rows", "dims", "think", "burst", "swing")
 """Settings in which a run and its baseline must agree."""
 
 
@@ -54,18 +53,13 @@ class LoadPlan:
     job: LoadJob
     json: Path | None = None
     report: Path | None = None
-    png: Path | None = None
     fail_if: tuple[Criterion, ...] = ()
     baseline: Mapping[str, Any] | None = None
 
     @property
     def outputs(self) -> list[Path]:
-        """The files and folders that will be written."""
-        return [
-            path
-            for path in (None if self.prints_json else self.json, self.report, self.png)
-            if path is not None
-        ]
+        """The files that will be written."""
+        return [path for path in (None if self.prints_json else self.json, self.report) if path is not None]
 
     @property
     def prints_json(self) -> bool:
@@ -126,11 +120,9 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         raise OptionsError(
             "a relative --fail-if needs a --baseline: give one, or an absolute value such as p99>20ms"
         )
-    made = LoadPlan(job, given.get("json"), given.get("report"), given.get("png"), fail_if, baseline)
+    made = LoadPlan(job, given.get("json"), given.get("report"), fail_if, baseline)
     for path in made.outputs:
         _check_writable(path)
-    if made.png is not None:
-        plotting()  # What is missing is said before the test.
     return made
 
 
@@ -189,12 +181,6 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
         pages.append((planned.json, report.as_text))
     if planned.report is not None:
         pages.append((planned.report, lambda: interactive(report)))
-    if planned.png is not None:
-        plots = plotting()
-        pages += [
-            (planned.png / f"{plot.name}.png", partial(plots.as_png, plot.figure))
-            for plot in plots.figures(report)
-        ]
     for path, make in pages:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,16 +194,6 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
         there = f". Written: {', '.join(map(str, written))}" if written else ""
         raise UsageError(f"{failed[0]}{there}")
     return written
-
-
-def plotting() -> Any:
-    """Return what draws plots as pictures.
-
-    :raises MissingExtraError: without matplotlib.
-    """
-    from asynctrt.loadtest import plots  # noqa: PLC0415  (It needs matplotlib.)
-
-    return plots
 
 
 def gate(planned: LoadPlan, report: Report) -> list[str]:
@@ -234,11 +210,10 @@ def gate(planned: LoadPlan, report: Report) -> list[str]:
 
 
 def exit_status(report: Report, failed: Sequence[str]) -> int:
-    """Return 0 if all is well, 3 if a target is missed or most requests failed, 4 if figures are void, break
-    MLPerf's rules, or are of too few requests to tell."""
+    """Return 0 if all is well, 3 if a target is missed or most requests failed, 4 if figures are void."""
     if any(not run.answered or run.error_share > FAILED_SHARE for run in report.runs):
         return NOT_GOOD
-    if report.void or any(run.scenario is not None and not run.scenario["valid"] for run in report.runs):
+    if report.void:
         return VOID
     is_held = report.kind == "sweep" or report.holds
     if report.search is not None:

@@ -1,6 +1,6 @@
-"""The two functions of statistics that load tests need: scipy would bring 143 MB for them.
+"""Student's t, which load tests need: scipy would bring 143 MB for it.
 
-Both follow from the regularised incomplete beta function, here by its continued fraction (NIST Digital
+It follows from the regularised incomplete beta function, here by its continued fraction (NIST Digital
 Library of Mathematical Functions, 8.17.22), with the recurrence of its convergents in Lentz's form. The tests
 hold them against scipy's.
 """
@@ -12,13 +12,6 @@ TINY: Final = 1e-300
 """Takes the place of a convergent's zero."""
 STEPS_MAX: Final = 100_000
 """The fraction takes about as many steps as the root of its larger parameter."""
-
-
-def binomial_cdf(most: int, count: int, probability: float) -> float:
-    """Return the probability of at most ``most`` successes among ``count`` trials."""
-    if most >= count:
-        return 1.0
-    return incomplete_beta(count - most, most + 1, 1 - probability)
 
 
 def student_t_quantile(freedom: float, probability: float) -> float:

@@ -14,7 +14,6 @@ from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Window, Windows, total
 from asynctrt.loadtest.report import Bar, BatchFigures, ErrorKind, Interval, Moment, Resources, Run
 from asynctrt.loadtest.runner import OWN_ERROR, Outcome
-from asynctrt.loadtest.scenarios import Measured, verdict
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.statistics import STEADY_LEAST, interval_within, requests_least, steady_from
 from asynctrt.loadtest.targets import BatchCounters
@@ -117,7 +116,6 @@ def make_run(
         histogram=whole.latency.encoded(),
         parameters=parameters,
         kept=_kept(plan, windows),
-        scenario=_scenario(settings, whole, seconds, throughput),
     )
 
 
@@ -223,7 +221,7 @@ def _void(
 def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
     """Say that requests waited here, if they did and there is anything to say."""
     count = sum(outcome.held_back for outcome in counted.outcomes)
-    if not count or plan.is_batch:
+    if not count:
         return None
     return (
         f"{count:,} requests waited to be sent, because {plan.in_flight_max:,} were in flight and "
@@ -355,13 +353,3 @@ def _timeline(trace: Sequence[BatchTrace]) -> tuple[Bar, ...]:
         started = max(copied_in, computed - batch.compute_ns / 1e6)
         bars.append(Bar(batch.context, batch.arena, batch.rows, begin, copied_in, started, computed, end))
     return tuple(bars)
-
-
-def _scenario(
-    settings: LoadSettings, whole: Window, seconds: float, throughput: float
-) -> Mapping[str, Any] | None:
-    if settings.scenario is None:
-        return None
-    ended = whole.answered + whole.failed
-    measured = Measured(whole.latency, seconds, ended, whole.failed, throughput)
-    return verdict(settings.scenario, measured, settings.criteria)

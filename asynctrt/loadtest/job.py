@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from asynctrt.bench import describe_machine
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.criteria import FIGURES
 from asynctrt.loadtest.report import Comparison, Interval, Run
-from asynctrt.loadtest.saving import LoadReport, describe_making
+from asynctrt.loadtest.saving import LoadReport, describe_machine, describe_making
 from asynctrt.loadtest.search import Search
 from asynctrt.loadtest.session import LoadCase, LoadSession
 from asynctrt.loadtest.settings import Arrays, LoadSettings
@@ -51,8 +50,8 @@ class LoadJob:
             raise OptionsError("sweep, search and compare exclude each other: give only one of them")
         if self.search and not settings.slo:
             raise OptionsError("a search needs an slo, such as p99<20ms")
-        if self.search and (settings.callers is not None or settings.trace is not None or settings.scenario):
-            raise OptionsError("a search varies the rate: leave callers, trace and scenario out")
+        if self.search and (settings.callers is not None or settings.trace is not None):
+            raise OptionsError("a search varies the rate: leave callers and trace out")
         if self.search and settings.rate is not None:
             settings.profile(1.0)
             if not isinstance(settings.rate, int | float) and not _is_number(settings.rate):
@@ -236,8 +235,6 @@ def _told(value: Any) -> Any:
 
 
 def _label(settings: LoadSettings) -> str:
-    if settings.scenario is not None:
-        return settings.scenario
     if settings.trace is not None:
         return f"trace {settings.trace.name}"
     if settings.rate is not None:

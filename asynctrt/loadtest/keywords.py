@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from numpy.typing import ArrayLike
 
-from asynctrt.loadtest.settings import Arrivals, Pacing, Scenario
+from asynctrt.loadtest.settings import Arrivals, Pacing
 from asynctrt.tensors import Array
 
 Given = str | Path | Array | Mapping[str, ArrayLike]
@@ -31,7 +31,6 @@ class OwnSettings(TypedDict, total=False):
     period: float | str | None
     trace: str | Path | None
     trace_speed: float
-    scenario: Scenario | None
     seconds: float | str | None
     warmup: float | str
     requests: int | None

@@ -13,7 +13,7 @@ from asynctrt.errors import AsynctrtError, TargetError, describe
 from asynctrt.loadtest.arrivals import read_trace
 from asynctrt.loadtest.limits import room
 from asynctrt.loadtest.opening import opened
-from asynctrt.loadtest.plans import ProcessPlan, make_plan, rows_of, trace_shapes
+from asynctrt.loadtest.plans import ProcessPlan, make_plan, trace_shapes
 from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import Outcome, Runner
 from asynctrt.loadtest.samples import Sample, make_samples
@@ -47,11 +47,10 @@ class Local:
         """
         async with opened(target, trace_batches=settings.trace_batches) as found:
             shapes = trace_shapes(read_trace(settings.trace)) if settings.trace is not None else ()
-            wanted = replace(settings, rows=rows_of(settings))
             if settings.inputs is None and getattr(found, "is_self_contained", False):
-                samples = [Sample({}, wanted.rows)]
+                samples = [Sample({}, settings.rows)]
             else:
-                samples = await asyncio.to_thread(make_samples, wanted, found.inputs, shapes)
+                samples = await asyncio.to_thread(make_samples, settings, found.inputs, shapes)
             if settings.reference is not None:
                 samples = await _with_answers(samples, target, settings)
             local = cls(found, samples)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import MissingExtraError
-from asynctrt.loadtest.charts import NAMES, Chart
+from asynctrt.loadtest.charts import Chart
 from asynctrt.loadtest.charts import charts as all_charts
 from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
 from asynctrt.loadtest.report import Interval, Report, Run
@@ -91,25 +91,14 @@ class Script:
 
 
 def interactive(report: Report) -> str:
-    """Return the page with charts and, if matplotlib is installed, the plots that no chart replaces."""
-    try:
-        from asynctrt.loadtest.plots import figures  # noqa: PLC0415  (It needs matplotlib.)
-    except MissingExtraError:
-        return render(report, [], all_charts(report))
-    return render(report, [plot for plot in figures(report) if plot.name not in NAMES], all_charts(report))
+    """Return the page with its charts."""
+    return render(report, all_charts(report))
 
 
-def render(report: Report, plots: Sequence[Any], charts: Sequence[Chart] = ()) -> str:
+def render(report: Report, charts: Sequence[Chart] = ()) -> str:
     """Return the page. It loads nothing, and has no script but that of its charts; everything from outside
     is escaped.
-
-    :param plots: of :func:`asynctrt.loadtest.plots.figures`, drawn by matplotlib.
     """
-    drawn = []
-    if plots:
-        from asynctrt.loadtest.plots import as_svg  # noqa: PLC0415
-
-        drawn = [(plot, as_svg(plot.figure)) for plot in plots]
     environment = Environment(
         loader=FileSystemLoader(STATIC),
         autoescape=True,
@@ -126,8 +115,7 @@ def render(report: Report, plots: Sequence[Any], charts: Sequence[Chart] = ()) -
         banners=banners(report),
         tiles=tiles(report) if report.comparison is None else [],
         tiles_of=main.label if is_several and main is not None else "",
-        results=[table for table in (_search(report), _comparison(report), _scenario(report)) if table],
-        plots=drawn,
+        results=[table for table in (_search(report), _comparison(report)) if table],
         charts=charts,
         chart_style=(UPLOT / "uPlot.min.css").read_text("utf-8") if charts else "",
         scripts=[Script(path.read_text("utf-8")) for path in SCRIPTS] if charts else [],
@@ -197,9 +185,7 @@ def _about(report: Report) -> str:
     # A server has its own device, whatever this process has been told.
     device = "" if "://" in where else str(report.target.get("device") or "")
     parts = [part for part in (where, device) if part and part != _name(report)]
-    if settings.get("scenario"):
-        parts.append(f"MLPerf {settings['scenario']}")
-    elif settings.get("trace"):
+    if settings.get("trace"):
         parts.append("recorded trace")
     elif settings.get("rate") is not None:
         rate = settings["rate"]
@@ -246,7 +232,6 @@ def banners(report: Report) -> list[Banner]:
     if behind and report.search is None:
         found.append(Banner("warn", "The target did not keep up", tuple(behind)))
     found += _slo(report)
-    found += _valid(report)
     notes = dict.fromkeys(note for run in runs for note in run.notes)
     if notes:
         found.append(Banner("note", "Notes", tuple(notes)))
@@ -280,18 +265,6 @@ def _slo(report: Report) -> Iterator[Banner]:
         yield Banner("bad", "The target is not held", tuple(failed))
     elif report.holds:
         yield Banner("good", f"{', '.join(asked)} is held")
-
-
-def _valid(report: Report) -> Iterator[Banner]:
-    """Yield the verdict by MLPerf's rules."""
-    for run in report.runs:
-        if run.scenario is not None:
-            name = f"MLPerf {run.scenario.get('name', '')}".strip()
-            is_valid = bool(run.scenario.get("valid"))
-            where = f" ({run.label})" if len(report.runs) > 1 else ""
-            why = tuple(str(reason) for reason in run.scenario.get("why", ()))
-            title = f"{name}: {'valid' if is_valid else 'not valid'} by its rules{where}"
-            yield Banner("good" if is_valid else "bad", title, why)
 
 
 # ---- figures
@@ -424,8 +397,8 @@ def _inside(report: Report) -> Table | None:
     note += f" The GPU is {', '.join(gpus)}." if gpus else ""
     if "://" not in str(report.target.get("where") or "") and _lacks_timeline(report.runs):
         note += (
-            " There is no timeline of the batches: trace_batches (--trace-batches) records one. On a GPU it "
-            "makes the engine time every batch, which slows it."
+            " trace_batches (--trace-batches) records a timeline of the batches in the report's JSON. On a "
+            "GPU it makes the engine time every batch, which slows it."
         )
     return _table("Generator, device and batches", columns, report, note)
 
@@ -491,16 +464,6 @@ def _comparison(report: Report) -> Table | None:
     a, b = plain_label(report.comparison.a), plain_label(report.comparison.b)
     note = f"A is {a}, B is {b}; means over the runs of each."
     return Table("Comparison", ("Figure", "A", "B", "B over A", "95% interval", "B is"), tuple(rows), note)
-
-
-def _scenario(report: Report) -> Table | None:
-    rows = []
-    for run in report.runs:
-        for name, value in (run.scenario or {}).items():
-            if name not in ("name", "valid", "why") and isinstance(value, int | float):
-                first = f"{run.label}, {name}" if len(report.runs) > 1 else str(name)
-                rows.append((Cell(first), Cell(number(value))))
-    return Table("MLPerf's figures", (), tuple(rows)) if rows else None
 
 
 def _errors(report: Report) -> Table | None:

@@ -11,7 +11,6 @@ from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import Fixed, LoadProfile, Schedule, TraceEntry, read_trace
 from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.samples import Sample, Shape
-from asynctrt.loadtest.scenarios import RULES, offline_requests
 from asynctrt.loadtest.settings import LoadSettings
 
 SECONDS_DEFAULT: Final = 10.0
@@ -60,11 +59,6 @@ class ProcessPlan:
     shares: int
 
     @property
-    def is_batch(self) -> bool:
-        """Whether all requests are due at once."""
-        return isinstance(self.schedule, Fixed) and not self.schedule.seconds
-
-    @property
     def is_level(self) -> bool:
         """Whether the load is constant, so that it can become steady."""
         if self.callers is not None:
@@ -74,26 +68,18 @@ class ProcessPlan:
 
 def resolve(settings: LoadSettings) -> tuple[float, float]:
     """Return how long to warm up and to measure, in seconds, with defaults filled in."""
-    seconds = settings.seconds
-    if seconds is None:
-        seconds = RULES[settings.scenario].seconds_min if settings.scenario else SECONDS_DEFAULT
-    # MLPerf measures from the first query on, and a trace is sent only once.
-    warmup = 0.0 if settings.scenario is not None or settings.trace is not None else settings.warmup
-    return warmup, seconds
+    seconds = SECONDS_DEFAULT if settings.seconds is None else settings.seconds
+    # A trace is sent only once.
+    return (0.0 if settings.trace is not None else settings.warmup), seconds
 
 
 def window_seconds(settings: LoadSettings) -> tuple[float, int | None]:
     """Return the length of a window in s, and their number; ``None`` if the run ends with the last answer."""
-    if settings.trace is not None or settings.scenario == "offline":
+    if settings.trace is not None:
         return WINDOW_S, None
     _, seconds = resolve(settings)
     count = max(1, math.ceil(seconds / WINDOW_S))
     return seconds / count, count
-
-
-def rows_of(settings: LoadSettings) -> int:
-    """Return the rows of each request."""
-    return RULES[settings.scenario].rows if settings.scenario == "multi-stream" else settings.rows
 
 
 def trace_shapes(entries: Sequence[TraceEntry]) -> list[tuple[Shape, int, int]]:
@@ -128,17 +114,9 @@ def make_plan(
     if settings.trace is not None:
         schedule = _trace_schedule(settings, samples)
         seconds, is_timed = schedule.seconds, False
-    elif settings.scenario == "offline":
-        count = settings.requests or offline_requests(settings, seconds)
-        rng = np.random.default_rng((settings.seed, 5))
-        what = rng.choice(len(samples), count, p=weights / weights.sum())
-        schedule = Fixed(np.zeros(count, np.int64), what, 0.0)
-        is_timed = False
     elif settings.is_open:
         profile = _shaped(settings, warmup + seconds)
         schedule = Schedule(settings.arrivals, profile, weights, settings.seed)
-    elif settings.scenario is not None:
-        callers = LoadProfile.parse("1", seconds)
     else:
         callers = settings.profile(warmup + seconds)
     pacing = settings.pacing if settings.pacing != "auto" else "adaptive" if is_server else "timer"

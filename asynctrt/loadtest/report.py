@@ -168,8 +168,6 @@ class Run:
     """The parameters in which this run differs from others, such as the rate."""
     kept: float | None = None
     """Requests/s that a target answered which did not keep up with an open loop; ``None`` if it did."""
-    scenario: Mapping[str, Any] | None = None
-    """The verdict by MLPerf's rules: whether the run is valid, and why not."""
 
     def __repr__(self) -> str:
         told = [f"{self.answered:,} of {self.requests:,} answered", f"{self.throughput:,.6g} requests/s"]

@@ -404,8 +404,7 @@ class Runner:
             self._recorder.failed(due_ns, NO_ANSWER, f"no answer within {seconds}")
             self._outcome.last_done_ns = now_ns - self._start_ns
             self._loop.call_soon(self._go_on)
-        # If all are due at once, waiting for the others is part of the test.
-        while self._backlog and self._backlog[0][0] < limit_ns and not self._plan.is_batch:
+        while self._backlog and self._backlog[0][0] < limit_ns:
             due_ns, _ = self._backlog.popleft()
             self._recorder.failed(
                 due_ns, NOT_SENT, f"waited {seconds} for room, because earlier requests were not answered"

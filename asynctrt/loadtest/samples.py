@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.bench import random_inputs
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.tensors import Array, TensorSpec, convert
@@ -308,3 +307,28 @@ def differs(
             place = tuple(int(index) for index in np.argwhere(~close)[0])
             return f"output {name!r} is {given[place]} at {place}, not {right[place]}"
     return None
+
+
+def random_inputs(
+    specs: Sequence[TensorSpec],
+    dims: Mapping[str, int],
+    rows: int,
+    rng: np.random.Generator | None = None,
+) -> dict[str, Array]:
+    """Return random rows that fit the specs: floats from -1 to 1, integers 0 and 1, letters.
+
+    :param dims: the sizes of dynamic dimensions.
+    :param rng: the source of the values; by default they are the same each time.
+    """
+    rng = rng or np.random.default_rng(rows)
+    inputs: dict[str, Array] = {}
+    for spec in specs:
+        shape = [dims[dim] if isinstance(dim, str) else dim for dim in spec.shape(rows)]
+        if spec.dtype.kind in "SO":
+            letters = rng.integers(97, 123, (*shape, 1)).astype(np.uint8).view("S1")[..., 0]
+            inputs[spec.name] = letters.astype(str).astype(spec.dtype)
+        elif spec.dtype.kind in "fV":  # NumPy gives bfloat16 the kind V.
+            inputs[spec.name] = rng.uniform(-1, 1, shape).astype(np.float32).astype(spec.dtype)
+        else:
+            inputs[spec.name] = rng.integers(0, 2, shape).astype(spec.dtype)
+    return inputs

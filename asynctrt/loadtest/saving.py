@@ -3,13 +3,15 @@
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt.devices.host import cores
 from asynctrt.errors import UsageError
 from asynctrt.files import write_whole
 from asynctrt.loadtest.report import Report
@@ -45,43 +47,28 @@ class LoadReport(Report):
         return head + "".join(warnings) + f"<table>{''.join(rows)}</table>"
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write the report, as the name of the file says: ``.json``, ``.html`` with plots, or ``.png``.
-
-        There are several plots, so ``report.png`` becomes ``report-latency.png``, ``report-throughput.png``
-        and so on.
+        """Write the report, as the name of the file says: ``.json``, or ``.html`` with charts.
 
         :returns: the files.
         :raises UsageError: for another suffix, or if a file cannot be written; one that was there is then
             unchanged.
-        :raises MissingExtraError: for plots as PNG, without matplotlib.
         """
         path = Path(path)
-        pages: Sequence[tuple[Path, Callable[[], str | bytes]]]
         if path.suffix == ".json":
-            pages = [(path, self.as_text)]
+            text = self.as_text()
         elif path.suffix == ".html":
             from asynctrt.loadtest.page import interactive  # noqa: PLC0415
 
-            pages = [(path, lambda: interactive(self))]
-        elif path.suffix == ".png":
-            from asynctrt.loadtest.plots import as_png, figures  # noqa: PLC0415  (It needs matplotlib.)
-
-            def png(figure: Any) -> Callable[[], bytes]:
-                return lambda: as_png(figure)
-
-            pages = [
-                (path.with_name(f"{path.stem}-{plot.name}.png"), png(plot.figure)) for plot in figures(self)
-            ]
+            text = interactive(self)
         else:
             raise UsageError(
-                f"{str(path)!r} is not a .json, .html or .png: a report is written as one of these"
+                f"{str(path)!r} is not a .json or .html file: a report is written as one of these"
             )
-        for one, make in pages:
-            try:
-                write_whole(one, make())
-            except OSError as error:
-                raise UsageError(f"{str(one)!r} cannot be written: {error}") from error
-        return [one for one, _ in pages]
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            raise UsageError(f"{str(path)!r} cannot be written: {error}") from error
+        return [path]
 
     def _name(self) -> str:
         return str(self.target.get("model") or self.target.get("where") or "a target")
@@ -90,6 +77,31 @@ class LoadReport(Report):
         from asynctrt.loadtest import page  # noqa: PLC0415
 
         return page.headline(self)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Describe the machine and the versions on which figures were taken."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    versions = {"python": platform.python_version()}
+    for package in ("asynctrt", "numpy", "uvloop", "onnxruntime"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    loaded = sys.modules.get("onnxruntime")
+    if loaded is not None:
+        # What runs is not always what that package says: onnxruntime-gpu installs the same module.
+        versions["onnxruntime"] = loaded.__version__
+    return {
+        "cpu": cpu,
+        "cores": cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": versions,
+    }
 
 
 def describe_making() -> dict[str, str]:

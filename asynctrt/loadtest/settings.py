@@ -29,7 +29,6 @@ from asynctrt.validation import (
 
 Arrivals = Literal["poisson", "constant"]
 Pacing = Literal["auto", "adaptive", "spin", "timer"]
-Scenario = Literal["single-stream", "multi-stream", "server", "offline"]
 
 SYNONYMS: Final = {
     "users": "callers",
@@ -146,18 +145,11 @@ class LoadSettings:
         check=number(0, 1e6, above=True),
         doc="How many times faster than recorded.",
     )
-    scenario: Scenario | None = setting(
-        default=None,
-        check=choice(*get_args(Scenario)).or_none,
-        doc="""One of MLPerf's four scenarios, with its rules; server needs a rate and an slo, offline the
-        rate to expect.""",
-    )
 
     seconds: float | None = setting(
         default=None,
         check=duration(0, 1e6, above=True).or_none,
-        doc="""How long to measure. Default: 10; 600 for a scenario, as its rules demand; for a trace, its own
-        length.""",
+        doc="How long to measure. Default: 10; for a trace, its own length.",
     )
     warmup: float = setting(
         default=1.0,
@@ -282,8 +274,6 @@ class LoadSettings:
     @property
     def is_open(self) -> bool:
         """Whether requests are sent by the clock rather than when answers come."""
-        if self.scenario is not None:
-            return self.scenario in ("server", "offline")
         return self.rate is not None or self.trace is not None
 
     @property
@@ -331,7 +321,7 @@ class LoadSettings:
             ),
             (
                 self.think > 0 and self.is_open,
-                "think is the pause of a caller, and a rate, a trace or this scenario has no callers",
+                "think is the pause of a caller, and a rate or a trace has no callers",
             ),
             (
                 any(item.figure == "goodput" for item in parse_slo(self.slo))
@@ -350,45 +340,29 @@ class LoadSettings:
                 self.reader is not None and self.inputs is None,
                 "reader reads the files of inputs: give inputs too",
             ),
-            (
-                self.until is not None and self.scenario is not None,
-                "MLPerf's rules say how long a scenario lasts: leave until out",
-            ),
         )
         for is_wrong, why in at_odds:
             if is_wrong:
                 raise OptionsError(why)
-        if self.scenario is not None:
-            self._check_scenario()
-        if self.trace is None and self.scenario not in ("single-stream", "multi-stream"):
+        if self.trace is None:
             self.profile(1.0)
         parse_slo(self.slo)
 
-    def _check_scenario(self) -> None:
-        if self.callers is not None or self.trace is not None or self.burst or self.swing or self.think:
-            raise OptionsError(
-                "an MLPerf scenario has its own arrivals: leave callers, trace, burst, swing and think out"
-            )
-        if self.arrivals != "poisson":
-            raise OptionsError("MLPerf's arrivals are poisson: leave arrivals out")
-        if self.scenario in ("server", "offline") and self.rate is None:
-            raise OptionsError(f"scenario {self.scenario} needs a rate (for offline, the rate to expect)")
-        if self.scenario in ("single-stream", "multi-stream") and self.rate is not None:
-            raise OptionsError(
-                f"scenario {self.scenario} takes no rate: it sends the next query when the last is answered"
-            )
-        if self.rate is not None and len(self.profile(1.0).levels) > 1:
-            raise OptionsError(f"scenario {self.scenario} needs one constant rate, not {self.rate!r}")
-        percentiles = [item for item in parse_slo(self.slo) if item.figure.startswith("p")]
-        if self.scenario == "server" and len(percentiles) != 1:
-            raise OptionsError("scenario server needs an slo for exactly one percentile, such as p99<15ms")
+
+WITHOUT_SCENARIOS: Final = (
+    "single-stream is --callers 1, multi-stream --callers 1 --rows 8, server --rate 500 --slo 'p99<15ms', "
+    "offline --callers 256"
+)
+"""What to use instead of MLPerf's scenarios, which were removed."""
 
 
 def in_own_words(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by their own names.
 
-    :raises OptionsError: for a setting that is given twice, under two names.
+    :raises OptionsError: for a setting that is given twice, under two names, and for one that was removed.
     """
+    if "scenario" in given:
+        raise OptionsError(f"scenario was removed: {WITHOUT_SCENARIOS}")
     found: dict[str, Any] = {}
     for name, value in given.items():
         own = SYNONYMS.get(name, name)

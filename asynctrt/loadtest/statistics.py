@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from asynctrt.loadtest.distributions import binomial_cdf, student_t_quantile
+from asynctrt.loadtest.distributions import student_t_quantile
 from asynctrt.loadtest.report import Interval
 
 CONFIDENCE: Final = 0.95
@@ -73,16 +73,6 @@ def steady_from(values: Sequence[float]) -> int | None:
     half = len(given) // 2
     best = int(np.argmin(spread[: half + 1]))
     return best if best < half else None
-
-
-def surely_below(count: int, over: int, percent: float, confidence: float) -> bool:
-    """Return whether ``percent`` of all requests are within a limit, given that ``over`` of ``count`` were
-    not.
-
-    This is MLPerf's test for early stopping: if fewer requests were within the limit, the probability of so
-    few over it would be less than ``1 - confidence``.
-    """
-    return binomial_cdf(over, count, 1 - percent / 100) <= 1 - confidence
 
 
 def requests_least(percent: float) -> int:

@@ -1,6 +1,6 @@
 """Shows the progress and the results of a load test in a terminal. Imports ``rich``, as ``cli`` does."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Self
 
 from asynctrt import clock
@@ -246,19 +246,6 @@ def _show_verdict(console: Console, report: Report) -> None:
     )
     for text in missed:
         console.print(f"[bold yellow]Not held[/]: {_clean(text)}.")
-    for run in report.runs:
-        if run.scenario is not None:
-            _show_scenario(console, run.scenario)
-
-
-def _show_scenario(console: Console, found: Mapping[str, object]) -> None:
-    figures = [f"{name} {value:,.4g}" for name, value in found.items() if isinstance(value, float)]
-    word = "[bold green]VALID[/]" if found["valid"] else "[bold yellow]INVALID[/]"
-    console.print(f"MLPerf {found['name']}: {word}; {', '.join(figures)}")
-    why = found["why"]
-    assert isinstance(why, list)
-    for line in why:
-        console.print(f"  {_clean(str(line))}")
 
 
 def _clean(text: str) -> str:

@@ -1,57 +1,38 @@
-"""Selects and groups what the plots and the page show of a report, and formats numbers. Pure."""
+"""Selects and groups what the page and its charts show of a report, and formats numbers. Pure."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
 from types import MappingProxyType
 from typing import Final
 
-from asynctrt.loadtest.report import Bar, ErrorKind, Report, Run
+from asynctrt.loadtest.report import ErrorKind, Report, Run
 
 GROUPS_MAX: Final = 10
-"""Limit on the groups side by side in one plot: more cannot be told apart."""
-BARS_MAX: Final = 200
-BARS_A_LANE: Final = 30
-"""Length of a timeline in typical batches, so that each is wide enough for its number."""
+"""Limit on the groups side by side in one chart: more cannot be told apart."""
 CURVE_POINTS: Final = 400
 MARKS: Final = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
 """Percentiles that are named on the axis of the percentile curve."""
-STAGES: Final = ("queue", "copy in", "compute", "copy out", "rest")
 
 TITLES: Final = MappingProxyType(
     {
-        "ratios": "B against A",
         "throughput-latency": "Throughput against latency",
-        "settings": "What the setting does",
         "latency": "Latency over time",
         "throughput": "Throughput over time",
         "percentiles": "Latency by percentile",
         "batches": "Batches by size",
-        "time": "Where the time goes",
-        "timeline": "Batches over contexts",
     }
 )
 CAPTIONS: Final = MappingProxyType(
     {
-        "ratios": "Each figure of B divided by that of A, with the interval of 95% confidence. If the "
-        "interval crosses the line at 1, the difference may be chance.",
-        "throughput-latency": "Each point is one run: its throughput and its latency. A hollow point did not "
-        "hold the slo, and a cross is a void run.",
-        "settings": "The same test with one value after the other: throughput above, latency below.",
+        "throughput-latency": "Each point is one run that is not void: its throughput and its latency.",
         "latency": "Latency of the requests that were due at each moment. A gap is a moment with too few "
-        "requests for the figure.",
+        "requests for the figure, and a red mark one with errors.",
         "throughput": "Answers per second, beside the requests that were due. If the answers stay below for "
         "long, the target does not keep up.",
-        "percentiles": "The latency that this share of the requests did not exceed. Where the line is "
-        "dotted, fewer than three were slower, and it may be chance. Dots count from when a request was "
-        "sent, and so "
-        "leave out how long it had waited before.",
+        "percentiles": "The latency that this share of the requests did not exceed. Dots count from "
+        "when a request was sent, and so leave out how long it had waited before.",
         "batches": "Number of batches by their rows.",
-        "time": "The mean latency by what a request waited for. The rest is outside the batches: the "
-        "network, the event loop, the generator.",
-        "timeline": "A bar is a batch, with its rows and, where there are any, its arena: a0, a1. It is the "
-        "busiest stretch of the last batches. A gap before compute is waiting for the device.",
     }
 )
 
@@ -145,23 +126,23 @@ def plain_label(label: str) -> str:
     return label.removeprefix("A: ").removeprefix("B: ")
 
 
-def words(report: Report, plot: str) -> tuple[str, str]:
-    """Return a plot's title and caption, which says which runs it shows if it does not show all."""
+def words(report: Report, chart: str) -> tuple[str, str]:
+    """Return a chart's title and caption, which says which runs it shows if it does not show all."""
     main = main_run(report)
     drawn = sum(len(group.runs) for group in groups(report))
-    is_of_one = plot == "timeline" or (report.kind == "search" and plot in ("latency", "throughput"))
-    is_of_one = is_of_one or (report.kind in ("sweep", "search") and plot == "batches")
+    is_of_one = report.kind == "search" and chart in ("latency", "throughput")
+    is_of_one = is_of_one or (report.kind in ("sweep", "search") and chart == "batches")
     which = ""
-    if plot in ("ratios", "throughput-latency", "settings") or main is None:
+    if chart == "throughput-latency" or main is None:
         pass
     elif is_of_one and len(report.runs) > 1:
         is_named = len(by_label(report)) > 1
         which = f" This is the run {main.label}." if is_named else " This is the first run."
     elif drawn < len(report.runs):
         which = f" {drawn} of the {len(report.runs)} runs are drawn."
-    elif plot in ("latency", "throughput", "percentiles") and drawn > len(groups(report)):
+    elif chart in ("latency", "throughput", "percentiles") and drawn > len(groups(report)):
         which = " Each thin line is one run."
-    return TITLES[plot], CAPTIONS[plot] + which
+    return TITLES[chart], CAPTIONS[chart] + which
 
 
 def judged(figure: str, low: float, high: float) -> str:
@@ -171,18 +152,6 @@ def judged(figure: str, low: float, high: float) -> str:
     return "better" if (low > 1) == (figure in ("throughput", "goodput")) else "worse"
 
 
-def mean_of(runs: Iterable[Run], figure: str) -> float:
-    """Return the mean of a figure over the runs that have it; NaN if none has it."""
-    known = [value for run in runs if (value := run.figure(figure)) is not None]
-    return sum(known) / len(known) if known else math.nan
-
-
-def alone_at(values: Sequence[float | None]) -> list[int]:
-    """Return the places of values with a gap on either side, which a line would not show."""
-    known = [False, *(value is not None for value in values), False]
-    return [place for place in range(len(values)) if known[place : place + 3] == [False, True, False]]
-
-
 def sizes(runs: Iterable[Run]) -> dict[int, int]:
     """Return the number of batches by their rows, over all these runs."""
     found: dict[int, int] = {}
@@ -190,17 +159,6 @@ def sizes(runs: Iterable[Run]) -> dict[int, int]:
         for rows, count in run.batches.by_rows.items() if run.batches is not None else ():
             found[int(rows)] = found.get(int(rows), 0) + count
     return dict(sorted(found.items()))
-
-
-def stages(runs: Iterable[Run]) -> dict[str, float]:
-    """Return the parts of the mean latency in ms, as means over these runs."""
-    found = dict.fromkeys(STAGES, 0.0)
-    known = [(run.latency.get("mean", 0.0), run.batches) for run in runs if run.batches is not None]
-    for mean, its in known:
-        inside = (its.queue, its.copy_in, its.compute, its.copy_out)
-        for stage, took in zip(STAGES, (*inside, max(0.0, mean - sum(inside))), strict=True):
-            found[stage] += took / len(known)
-    return found
 
 
 def kept_text(run: Run) -> str:
@@ -231,29 +189,3 @@ def marks_for(count: int) -> list[float]:
     steps = [largest ** (step / CURVE_POINTS) for step in range(CURVE_POINTS + 1)]
     exact = [mark for mark in MARKS if odds(mark) <= largest]
     return sorted({*exact, *(100 - 100 / one_in for one_in in steps)})
-
-
-def lanes(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """Return the busiest stretch of a timeline in lanes: one for each context, or more where batches
-    overlap."""
-    found: list[list[Bar]] = []
-    for bar in _busiest(sorted(bars, key=lambda bar: bar.begin)):
-        free = (lane for lane in found if lane[0].context == bar.context and lane[-1].end <= bar.begin)
-        lane = next(free, None)
-        if lane is None:
-            found.append([bar])
-        else:
-            lane.append(bar)
-    return sorted(found, key=lambda lane: lane[0].context)
-
-
-def _busiest(ordered: Sequence[Bar]) -> Sequence[Bar]:
-    """Return the stretch with the most batches in which each is still wide enough to be seen."""
-    width = BARS_A_LANE * median(bar.end - bar.begin for bar in ordered)
-    best, first = ordered[:1], 0
-    for last, bar in enumerate(ordered):
-        while bar.begin - ordered[first].begin >= width and first < last:
-            first += 1
-        if last + 1 - first > len(best):
-            best = ordered[first : last + 1]
-    return best[:BARS_MAX]

@@ -574,7 +574,6 @@ def command(*arguments):
     "arguments",
     [
         ("inspect", "--open"),
-        ("bench", "--seconds", "0.05", "--repeats", "1"),
         ("load", "--seconds", "0.1"),
         ("serve", "--check"),
     ],

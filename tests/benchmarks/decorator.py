@@ -9,9 +9,9 @@ import uvloop
 
 import asynctrt
 from asynctrt import clock
-from asynctrt.bench import OVERHEAD_DIM, WARM_UP_S
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+from tests.benchmarks.overhead import OVERHEAD_DIM, WARM_UP_S
 
 ROWS_MAX = 64
 

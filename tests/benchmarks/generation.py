@@ -1,6 +1,6 @@
 """How many requests a second can the load generator send to a no-op engine in its own process, on one core?
 
-Beside it runs the bare closed loop of ``asynctrt bench overhead``, which does not take latencies.
+Beside it runs the bare closed loop of ``tests.benchmarks.overhead``, which does not take latencies.
 """
 
 import numpy as np
@@ -8,9 +8,9 @@ import uvloop
 
 import asynctrt
 from asynctrt import loadtest
-from asynctrt.bench import OVERHEAD_DIM, closed_loop, echo_model
 from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+from tests.benchmarks.overhead import OVERHEAD_DIM, closed_loop, echo_model
 
 CALLERS = (64, 256)
 RATE = 200_000

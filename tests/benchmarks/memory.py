@@ -18,10 +18,10 @@ import psutil
 import uvloop
 
 import asynctrt
-from asynctrt.bench import OVERHEAD_DIM, echo_model
 from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import arguments, console, save, show
 from tests.benchmarks.mlp import mlp_onnx
+from tests.benchmarks.overhead import OVERHEAD_DIM, echo_model
 
 CALLERS = 256
 

@@ -11,9 +11,9 @@ import uvloop
 
 import asynctrt
 from asynctrt import clock
-from asynctrt.bench import OVERHEAD_DIM, WARM_UP_S, echo_model
 from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+from tests.benchmarks.overhead import OVERHEAD_DIM, WARM_UP_S, echo_model
 
 try:
     from async_batcher.batcher import AsyncBatcher

@@ -61,7 +61,7 @@ def overhead():
     )
     measured = {
         (case["device"], case["callers"], case["max_delay"]): case["median"]
-        for case in results("overhead")["cases"]
+        for case in figures("overhead")["cases"]
     }
     for label, device in (("events done at once", "immediate"), ("host device, on the loop", "host")):
         cells = [f"asynctrt, {label}"]
@@ -500,7 +500,7 @@ def six():
     yield "question", "figure"
     host = {
         (case["device"], case["callers"], case["max_delay"]): case["median"]
-        for case in results("overhead")["cases"]
+        for case in figures("overhead")["cases"]
     }
     yield (
         "requests/s through `await infer`, 256 callers, a model that does nothing, one core",
@@ -546,7 +546,6 @@ EXTRAS = {
     "client": "`asynctrt.client`, which calls a server",
     "serve": "`asynctrt serve`, `asynctrt.serving`",
     "load": "`asynctrt load`, `asynctrt.loadtest`",
-    "plots": "plots as PNG, and more of them on the page of a load test",
     "nvml": "figures of GPUs in a server's metrics",
     "otel": "spans of requests for OpenTelemetry",
     "ray": "`asynctrt.ray`: engines on the machines of a Ray cluster",

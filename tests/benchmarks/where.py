@@ -11,7 +11,6 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt.bench import OVERHEAD_DIM, closed_loop, echo_model
 from asynctrt.devices.host import HostDevice
 from asynctrt.runtime import staging
 from asynctrt.runtime.inflight import InFlight
@@ -20,6 +19,7 @@ from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.request import NO_DEADLINE_NS, QUEUED, Request
 from asynctrt.tensors import BatchRecord
 from tests.benchmarks.common import arguments, save, show
+from tests.benchmarks.overhead import OVERHEAD_DIM, closed_loop, echo_model
 
 BATCH = 64
 

@@ -326,7 +326,7 @@ def hostile():
 
 
 def sweep_of_hostile_names():
-    """Names that reach the plots: markup, mathematics, and letters that XML does not have."""
+    """Names that reach the charts: markup, mathematics, and letters that XML does not have."""
     names = (XSS, "$x_1$ & 'y' \"z\"", 'bell \x07 id="a" url(#b)')
     runs = [make_run(name, rate=300, seed=n, parameters={"model": name}) for n, name in enumerate(names)]
     return make_report(*runs, kind="sweep")
@@ -347,13 +347,6 @@ def unanswered():
 def empty():
     """Stopped before the first run."""
     return make_report()
-
-
-def mlperf():
-    """One of MLPerf's scenarios, too short for its rules."""
-    told = {"name": "server", "requests_per_s": 1999.2, "valid": False, "why": ["it took 10.0 s, not 600"]}
-    run = make_run(slo=("p99<20ms",), scenario=told)
-    return make_report(run, settings={"scenario": "server", "slo": ["p99<20ms"]})
 
 
 def stalled():
@@ -389,7 +382,6 @@ EVERY = {
         few,
         unanswered,
         empty,
-        mlperf,
         stalled,
         long_sweep,
         search_in_vain,

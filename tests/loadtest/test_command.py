@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asynctrt.bench import describe_machine
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest import command
 from asynctrt.loadtest.report import Report
+from asynctrt.loadtest.saving import describe_machine
 from tests.loadtest import reports
 
 
@@ -78,7 +78,7 @@ def test_an_engines_options_are_a_servers_own():
         command.plan("http://127.0.0.1:1/v2/models/x", {"max_rows": 4})
 
 
-@pytest.mark.parametrize("name", ["json", "report", "png"])
+@pytest.mark.parametrize("name", ["json", "report"])
 def test_a_file_that_cannot_be_written_is_said_before_the_test(name, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
@@ -89,10 +89,10 @@ def test_a_file_that_cannot_be_written_is_said_before_the_test(name, tmp_path):
 
 
 def test_everything_is_written(report, tmp_path):
-    given = {"json": tmp_path / "new" / "a.json", "report": tmp_path / "a.html", "png": tmp_path / "plots"}
+    given = {"json": tmp_path / "new" / "a.json", "report": tmp_path / "a.html"}
     planned = command.plan("model.onnx", given)
     written = command.write(planned, report)
-    assert {path.name for path in written} >= {"a.json", "a.html", "latency.png"}
+    assert {path.name for path in written} == {"a.json", "a.html"}
     assert all(path.stat().st_size for path in written)
     assert json.loads((tmp_path / "new" / "a.json").read_text()) == json.loads(json.dumps(report.as_json()))
 
@@ -191,7 +191,7 @@ def test_something_that_is_no_baseline(content, tmp_path):
 
 
 def test_exit_statuses(report):
-    good = replace(report.runs[0], void=(), slo={"p99<1s": True}, scenario=None)
+    good = replace(report.runs[0], void=(), slo={"p99<1s": True})
 
     def status(failed=(), kind="run", **changes):
         made: Report = replace(report, kind=kind, runs=(replace(good, **changes),), search=None)
@@ -202,8 +202,6 @@ def test_exit_statuses(report):
     assert status(slo={"p99<1s": False}) == 3
     assert status(slo={"p99<1s": False}, kind="sweep") == 0
     assert status(void=("late",)) == 4
-    assert status(scenario={"name": "server", "valid": False, "why": ["short"]}) == 4
-    assert status(scenario={"name": "server", "valid": True, "why": []}) == 0
 
 
 def test_the_machine_of_a_report_is_this_one():

@@ -6,21 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import BLOCK, Fixed, Schedule, TraceEntry
+from asynctrt.loadtest.arrivals import BLOCK, Schedule, TraceEntry
 from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.plans import (
     WINDOW_S,
     make_plan,
     resolve,
-    rows_of,
     trace_shapes,
     window_seconds,
 )
 from asynctrt.loadtest.recorder import RunRecorder
 from asynctrt.loadtest.samples import Sample
 from asynctrt.loadtest.settings import LoadSettings
-
-SERVER = {"scenario": "server", "rate": 100, "slo": "p99<15ms"}
 
 
 def sample(rows=1, **changed):
@@ -57,10 +54,6 @@ def trace(tmp_path):
         ({}, 1.0, 10),
         ({"rate": 5, "seconds": 3, "warmup": 0.5}, 0.5, 3),
         ({"callers": 5, "warmup": 0}, 0, 10),
-        ({"scenario": "single-stream", "warmup": 3}, 0, 600),  # MLPerf measures from the first query on.
-        ({"scenario": "multi-stream", "seconds": 5}, 0, 5),
-        (SERVER, 0, 600),
-        ({"scenario": "offline", "rate": 10}, 0, 600),
     ],
 )
 def test_how_long_to_warm_up_and_to_measure(told, warmup, seconds):
@@ -95,9 +88,8 @@ def test_windows(seconds, window_s, count):
     assert window_seconds(LoadSettings(seconds=seconds)) == pytest.approx((window_s, count))
 
 
-@pytest.mark.parametrize("told", [{"trace": "trace.csv"}, {"scenario": "offline", "rate": 10}])
-def test_windows_of_what_ends_with_the_last_answer(told):
-    assert window_seconds(LoadSettings(**told)) == (WINDOW_S, None)
+def test_windows_of_a_trace_end_with_the_last_answer():
+    assert window_seconds(LoadSettings(trace="trace.csv")) == (WINDOW_S, None)
 
 
 # ---- closed loops
@@ -110,27 +102,6 @@ def test_callers_over_the_whole_time():
         (4, 1, 9), abs=0.01
     )
     assert made.is_timed
-
-
-@pytest.mark.parametrize("scenario", ["single-stream", "multi-stream"])
-def test_a_stream_is_one_caller(scenario):
-    made = plan(scenario=scenario, seconds=5)
-    assert made.callers.levels.tolist() == [1]
-    assert (made.schedule, made.callers.seconds) == (None, 5)
-    assert made.is_timed
-
-
-@pytest.mark.parametrize(
-    ("told", "rows"),
-    [
-        ({}, 1),
-        ({"rows": 7}, 7),
-        ({"scenario": "multi-stream"}, 8),
-        ({"scenario": "single-stream", "rows": 3}, 3),
-    ],
-)
-def test_rows_a_request(told, rows):
-    assert rows_of(LoadSettings(**told)) == rows
 
 
 # ---- open loops
@@ -191,36 +162,10 @@ def test_days_and_bursts_have_the_mean_rate(told):
         ({"rate": "1..2"}, False),
         ({"rate": 100, "swing": 0.1}, False),
         ({"rate": 100, "burst": 2, "period": 0.5}, False),
-        ({"scenario": "single-stream"}, True),
-        (SERVER, True),
-        ({"scenario": "offline", "rate": 1}, False),
     ],
 )
 def test_whether_it_is_meant_to_be_level(told, is_level):
     assert plan(**told).is_level is is_level
-
-
-# ---- offline
-
-
-@pytest.mark.parametrize(
-    ("told", "count"),
-    [
-        ({"rate": 100}, 66_000),
-        ({"rate": 1}, 24_576),
-        ({"rate": 100, "seconds": 500}, 55_000),
-        ({"rate": 100, "requests": 50}, 50),
-    ],
-)
-def test_offline_sends_all_at_once(told, count):
-    """As many as the rules say, or the settings; of all samples, about as often each."""
-    made = plan([sample() for _ in range(5)], scenario="offline", **told)
-    assert isinstance(made.schedule, Fixed)
-    assert not made.schedule.due_ns.any()
-    found = np.bincount(made.schedule.samples, minlength=5)
-    assert found.sum() == count
-    assert (np.abs(found - count / 5) <= 5 * (count * 0.16) ** 0.5).all()
-    assert (made.is_timed, made.warmup_ns, made.callers) == (False, 0, None)
 
 
 # ---- traces
@@ -304,8 +249,6 @@ def test_a_trace_of_one_request(tmp_path):
         ({"callers": 1000}, [1], 256, 1000),
         ({"callers": "1,500,20"}, [8], 256, 500),
         ({"callers": 1000, "max_outstanding": 10}, [1], 256, 10),
-        ({"scenario": "single-stream"}, [1], 256, 256),
-        ({"scenario": "offline", "rate": 1}, [1], 32, 32),
     ],
 )
 def test_how_much_may_be_on_the_way(told, rows, rows_max, expected):
@@ -351,18 +294,6 @@ def test_how_it_waits(pacing, is_server):
     made = make_plan(LoadSettings(rate=1, pacing=pacing), [sample()], 256, is_server=is_server)
     assert made.pacing == ({True: "adaptive", False: "timer"}[is_server] if pacing == "auto" else pacing)
     assert plan(rate=1).pacing == "timer"
-
-
-@pytest.mark.parametrize(
-    ("told", "is_batch"),
-    [({}, False), ({"rate": 10}, False), ({"scenario": "offline", "rate": 1}, True), (SERVER, False)],
-)
-def test_whether_all_is_due_at_once(told, is_batch):
-    assert plan(**told).is_batch is is_batch
-
-
-def test_a_trace_is_not_all_at_once(trace):
-    assert not plan([sample(3), sample(1)], trace=trace).is_batch
 
 
 def test_what_the_settings_say_is_in_the_plan():

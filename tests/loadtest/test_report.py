@@ -65,7 +65,6 @@ def make_run(**changed):
         "timeline": (Bar(0, None, 8, 0.0, 0.1, 0.1, 0.2, 0.3), Bar(1, 0, 8, 0.0, 0.1, 0.15, 0.2, 0.3)),
         "histogram": counts.encoded(),
         "parameters": {"rate": 100},
-        "scenario": None,
     }
     return Run(**{**given_values, **changed})
 
@@ -170,7 +169,7 @@ def test_the_half_width_is_a_share_of_the_mean(low, high, mean, width):
 # ---- as JSON
 
 WHOLE = make_report(
-    make_run(scenario={"name": "server", "valid": False, "why": ["too short"]}, kept=7.5),
+    make_run(kept=7.5),
     make_run(goodput=None, offered=None, batches=None, steady_from_s=None, throughput_interval=None),
     kind="search",
     intervals={"p99": Interval(3.0, 2.0, 4.0, 3)},

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.settings import CALLERS_DEFAULT, CALLERS_MAX, PROCESSES_MAX, LoadSettings
+from asynctrt.loadtest.settings import CALLERS_DEFAULT, CALLERS_MAX, PROCESSES_MAX, LoadSettings, in_own_words
 from asynctrt.validation import docs_of
 
 NAN, INF = float("nan"), float("inf")
@@ -27,7 +27,6 @@ IMPOSSIBLE = {
     "period": [0, 0.009, -1, 1e6 + 1, NAN, INF, "10"],
     "trace": [5, b"trace.csv"],
     "trace_speed": [0, -1, 1e6 + 1, NAN, INF, None, "2"],
-    "scenario": ["serve", "Server", "", 1, ["server"]],
     "seconds": [0, -1, 1e6 + 1, NAN, INF, "10", True],
     "warmup": [-0.1, 1e5 + 1, NAN, INF, None, "1"],
     "requests": [0, -1, 1.5, "10", True],
@@ -133,11 +132,6 @@ def test_the_usual_settings():
         {"inputs": "images", "reader": "module:name"},
         {"reference": "model.onnx"},
         {"processes": PROCESSES_MAX, "pacing": "spin"},
-        {"scenario": "single-stream"},
-        {"scenario": "multi-stream", "seconds": 60},
-        {"scenario": "server", "rate": 100, "slo": "p99<15ms"},
-        {"scenario": "server", "rate": "100", "slo": ("p99.9<15ms,errors<1%",)},
-        {"scenario": "offline", "rate": 1000, "requests": 5000},
     ],
 )
 def test_what_is_possible(settings):
@@ -167,24 +161,6 @@ def test_what_is_possible(settings):
         ),
         ({"expect": "e"}, "expect has the answers to the rows of inputs"),
         ({"reader": "module:name"}, "reader reads the files of inputs"),
-        ({"scenario": "server", "rate": 1, "slo": "p99<1s", "until": 0.1}, "leave until out"),
-        ({"scenario": "server", "slo": "p99<1s"}, "scenario server needs a rate"),
-        ({"scenario": "offline"}, "scenario offline needs a rate"),
-        ({"scenario": "single-stream", "rate": 1}, "scenario single-stream takes no rate"),
-        ({"scenario": "multi-stream", "rate": 1}, "scenario multi-stream takes no rate"),
-        ({"scenario": "single-stream", "callers": 1}, "an MLPerf scenario has its own arrivals"),
-        ({"scenario": "single-stream", "trace": "t"}, "an MLPerf scenario has its own arrivals"),
-        ({"scenario": "single-stream", "think": 1}, "an MLPerf scenario has its own arrivals"),
-        ({"scenario": "offline", "rate": 1, "burst": 2}, "an MLPerf scenario has its own arrivals"),
-        ({"scenario": "offline", "rate": 1, "swing": 0.1}, "an MLPerf scenario has its own arrivals"),
-        ({"scenario": "offline", "rate": "1..2"}, "needs one constant rate, not"),
-        ({"scenario": "offline", "rate": "1,2"}, "needs one constant rate, not"),
-        ({"scenario": "server", "rate": "1..2", "slo": "p99<1s"}, "needs one constant rate, not"),
-        ({"scenario": "single-stream", "arrivals": "constant"}, "MLPerf's arrivals are poisson"),
-        ({"scenario": "server", "rate": 1}, "an slo for exactly one percentile"),
-        ({"scenario": "server", "rate": 1, "slo": "errors<1%"}, "an slo for exactly one percentile"),
-        ({"scenario": "server", "rate": 1, "slo": "p99<1s,p50<1s"}, "an slo for exactly one percentile"),
-        ({"scenario": "server", "rate": "fast", "slo": "p99<1s"}, "is not a rate"),
     ],
 )
 def test_settings_that_are_at_odds(settings, says):
@@ -200,10 +176,6 @@ def test_settings_that_are_at_odds(settings, says):
         ({"callers": 3}, False),
         ({"rate": 3}, True),
         ({"trace": "t"}, True),
-        ({"scenario": "single-stream"}, False),
-        ({"scenario": "multi-stream"}, False),
-        ({"scenario": "server", "rate": 1, "slo": "p99<1s"}, True),
-        ({"scenario": "offline", "rate": 1}, True),
     ],
 )
 def test_which_loop_it_is(settings, is_open):
@@ -256,3 +228,8 @@ def test_any_value_is_taken_or_refused(name, value):
     """And with nothing but an OptionsError."""
     with contextlib.suppress(OptionsError):
         LoadSettings(**{name: value})
+
+
+def test_mlperfs_scenarios_were_removed():
+    with pytest.raises(OptionsError, match="scenario was removed: single-stream is --callers 1,"):
+        in_own_words({"scenario": "server", "rate": 3})

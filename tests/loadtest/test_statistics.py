@@ -3,9 +3,6 @@
 Shares of a simulation are within 5 standard deviations of a binomial of theirs; the seeds are fixed.
 """
 
-from fractions import Fraction
-from math import comb
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +17,6 @@ from asynctrt.loadtest.statistics import (
     ratio_interval,
     requests_least,
     steady_from,
-    surely_below,
 )
 
 SIGMAS = 5
@@ -235,62 +231,6 @@ def test_mser_by_its_definition():
 # ---- how many may be over
 
 
-def below_by_hand(count, over, percent):
-    """The chance that so few are over, if ``percent`` of all are within: a sum of fractions."""
-    within = Fraction(percent) / 100
-    return sum(comb(count, k) * (1 - within) ** k * within ** (count - k) for k in range(over + 1))
-
-
-@settings(deadline=None)
-@given(
-    st.integers(1, 800),
-    st.integers(0, 12),
-    st.sampled_from(["50", "90", "95", "99", "99.9", "99.99"]),
-    st.sampled_from(["0.9", "0.95", "0.99"]),
-)
-def test_surely_below_is_a_binomial_sum(count, over, percent, confidence):
-    over = min(over, count)
-    chance, rest = below_by_hand(count, over, percent), 1 - Fraction(confidence)
-    if abs(chance - rest) > rest / 10**9:
-        assert surely_below(count, over, float(percent), float(confidence)) is (chance <= rest)
-
-
-@pytest.mark.parametrize(
-    ("percent", "over", "least"),
-    [
-        (90, 0, 44),  # The least that MLPerf's rules have: 64 for single-stream, 662 for multi-stream;
-        (90, 1, 64),
-        (99, 0, 459),
-        (99, 1, 662),
-        (99, 2, 838),
-        (99.9, 0, 4603),
-    ],
-)
-def test_from_how_many_on_it_is_sure(percent, over, least):
-    assert surely_below(least, over, percent, 0.99)
-    assert not surely_below(least - 1, over, percent, 0.99)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 5000), st.data(), st.sampled_from([50.0, 90.0, 99.0, 99.9]))
-def test_it_is_surer_with_fewer_over_and_with_more_in_all(count, data, percent):
-    over = data.draw(st.integers(0, count))
-    if surely_below(count, over, percent, 0.99):
-        assert surely_below(count + data.draw(st.integers(0, 1000)), over, percent, 0.99)
-        assert surely_below(count, data.draw(st.integers(0, over)), percent, 0.99)
-        assert surely_below(count, over, percent, data.draw(st.floats(0.5, 0.99)))
-        assert surely_below(count, over, data.draw(st.floats(1, percent)), 0.99)
-    else:
-        assert not surely_below(count, data.draw(st.integers(over, count)), percent, 0.99)
-
-
-def test_it_is_wrong_as_rarely_as_it_says():
-    """Where in truth a little less than 90% are within, it says that 90% are in 1% of the cases at most."""
-    over = np.random.default_rng(1).binomial(500, 0.1001, 5000)
-    wrong = np.mean([surely_below(500, int(number), 90, 0.99) for number in over])
-    assert wrong <= 0.01 + SIGMAS * (0.01 * 0.99 / 5000) ** 0.5
-
-
 @pytest.mark.parametrize(
     ("percent", "least"), [(50, 5), (90, 29), (95, 59), (99, 299), (99.9, 2995), (99.99, 29_956)]
 )
@@ -305,7 +245,6 @@ def test_the_largest_of_so_many_bounds_the_percentile(percent):
     least = requests_least(percent)
     assert (percent / 100) ** least <= (1 - CONFIDENCE) * (1 + 1e-9)
     assert (percent / 100) ** (least - 1) >= (1 - CONFIDENCE) * (1 - 1e-9)
-    assert surely_below(least, 0, percent, CONFIDENCE - 1e-9)
 
 
 def test_the_largest_bounds_the_percentile_in_a_simulation():

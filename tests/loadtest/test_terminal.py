@@ -35,7 +35,7 @@ def window(latency_ms, errors=0):
     return made
 
 
-KINDS = ["single", "repeats", "sweep", "search", "compare", "void", "few", "unanswered", "empty", "mlperf"]
+KINDS = ["single", "repeats", "sweep", "search", "compare", "void", "few", "unanswered", "empty"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -1,31 +1,22 @@
 """What is shown of a report: which runs stand for it, and numbers as words."""
 
-import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
-from asynctrt.loadtest.report import Bar
 from asynctrt.loadtest.views import (
-    BARS_A_LANE,
-    BARS_MAX,
     CAPTIONS,
     GROUPS_MAX,
     MARKS,
     TITLES,
-    alone_at,
     groups,
     judged,
-    lanes,
     main_run,
     marks_for,
-    mean_of,
     number,
     odds,
     rate_of,
     sizes,
-    stages,
     words,
 )
 from tests.loadtest import reports
@@ -137,21 +128,18 @@ class TestGroups:
 
 
 class TestWords:
-    def test_every_plot_has_some(self):
+    def test_every_chart_has_some(self):
         assert TITLES.keys() == CAPTIONS.keys()
 
     @pytest.mark.tier2
     def test_which_runs_are_shown(self):
-        def end(report, plot):
-            _, caption = words(report, plot)
-            return caption.removeprefix(CAPTIONS[plot])
+        def end(report, chart):
+            _, caption = words(report, chart)
+            return caption.removeprefix(CAPTIONS[chart])
 
-        assert end(reports.single(), "latency") == end(reports.single(), "timeline") == ""
+        assert end(reports.single(), "latency") == ""
         assert end(reports.repeats(), "latency") == " Each thin line is one run."
-        assert end(reports.repeats(), "time") == end(reports.repeats(), "batches") == ""
-        assert end(reports.repeats(), "timeline") == " This is the run repetition 1."
-        alike = tuple(replace(run, label="64 callers") for run in reports.repeats().runs)
-        assert end(replace(reports.repeats(), runs=alike), "timeline") == " This is the first run."
+        assert end(reports.repeats(), "batches") == ""
         assert end(reports.search(), "latency") == " This is the run 3,438 requests/s."
         assert end(reports.sweep(), "batches") == " This is the run rate=3000."
         assert end(reports.sweep(), "percentiles") == ""
@@ -168,39 +156,12 @@ def test_what_is_better():
     assert judged("p99", 0.9, 1.1) == judged("p99", 1.0, 1.1) == judged("throughput", 0.9, 1) == ""
 
 
-class TestBatches:
-    def test_sizes_add_up(self):
-        report = reports.repeats(3)
-        found = sizes(report.runs)
-        assert sum(found.values()) == sum(run.batches.batches for run in report.runs)
-        assert list(found) == sorted(found)
-        assert sizes(reports.few().runs) == {}
-
-    def test_stages_are_the_mean_latency(self):
-        report = reports.repeats(3)
-        found = stages(report.runs)
-        means = [run.latency["mean"] for run in report.runs]
-        assert sum(found.values()) == pytest.approx(sum(means) / 3)
-        assert found["compute"] == pytest.approx(sum(run.batches.compute for run in report.runs) / 3)
-
-    def test_there_is_no_rest_below_zero(self):
-        run = reports.make_run()
-        run = replace(run, batches=replace(run.batches, queue=run.latency["mean"] + 1))
-        assert stages([run])["rest"] == 0
-        assert sum(stages([replace(run, batches=None)]).values()) == 0
-
-
-def test_means_are_of_what_is_known():
-    one, other = reports.make_run(rate=8, seconds=5), reports.make_run()
-    assert mean_of([one, other], "p99") == other.latency["p99"]
-    assert mean_of([one, other], "p50") == (one.latency["p50"] + other.latency["p50"]) / 2
-    assert math.isnan(mean_of([one], "p99"))
-
-
-def test_what_stands_alone():
-    assert alone_at([1, None, 2, None, None, 3, 4, None, 5]) == [0, 2, 8]
-    assert alone_at([1]) == [0]
-    assert alone_at([]) == alone_at([1, 2]) == alone_at([None]) == []
+def test_sizes_of_batches_add_up():
+    report = reports.repeats(3)
+    found = sizes(report.runs)
+    assert sum(found.values()) == sum(run.batches.batches for run in report.runs)
+    assert list(found) == sorted(found)
+    assert sizes(reports.few().runs) == {}
 
 
 def test_rates_are_read_as_they_are_given():
@@ -208,46 +169,6 @@ def test_rates_are_read_as_they_are_given():
     assert rate_of(run) == 1500
     assert rate_of(replace(run, parameters={"rate": "100..2000"})) == 2000
     assert rate_of(replace(run, parameters={}, offered=None)) == run.throughput
-
-
-class TestLanes:
-    def test_a_lane_for_each_context_and_no_overlap(self):
-        found = lanes(reports.make_run().timeline)
-        assert [lane[0].context for lane in found] == [0, 1, 2]
-        for lane in found:
-            assert len({bar.context for bar in lane}) == 1
-            assert all(bar.end <= after.begin for bar, after in pairwise(lane))
-
-    def test_batches_that_overlap_have_lanes_of_their_own(self):
-        found = lanes(
-            [Bar(0, None, 4, at, at + 0.1, at + 0.1, at + 0.5, at + 1.5) for at in (0.0, 1.0, 2.0, 3.0)]
-        )
-        assert [[bar.begin for bar in lane] for lane in found] == [[0.0, 2.0], [1.0, 3.0]]
-
-    @pytest.mark.parametrize(("contexts", "most"), [(1, BARS_A_LANE), (4, 4 * BARS_A_LANE), (50, BARS_MAX)])
-    def test_there_are_not_too_many(self, contexts, most):
-        bars = [
-            Bar(
-                n % contexts,
-                None,
-                4,
-                n // contexts,
-                n // contexts + 0.1,
-                n // contexts + 0.1,
-                n // contexts + 0.2,
-                n // contexts + 1,
-            )
-            for n in range(50 * contexts)
-        ]
-        shown = [bar for lane in lanes(reversed(bars)) for bar in lane]
-        assert sorted(bar.begin for bar in shown) == [n // contexts for n in range(most)]
-
-    def test_of_a_target_that_idles_it_is_where_it_does_not(self):
-        idle = [Bar(0, None, 1, at, at + 0.01, at + 0.01, at + 0.02, at + 0.03) for at in range(100)]
-        busy = [Bar(0, None, 8, *(50.2 + n / 20 + part / 100 for part in (0, 1, 1, 2, 3))) for n in range(5)]
-        (lane,) = lanes(idle + busy)
-        assert [bar.begin for bar in lane] == [50, *(bar.begin for bar in busy)]
-        assert lanes(idle[:1]) == [idle[:1]]
 
 
 def test_the_percentiles_of_a_curve():

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from asynctrt import clock
-from asynctrt.bench import describe_machine
 from asynctrt.devices.host import HostDevice
+from asynctrt.loadtest.saving import describe_machine
 from tests.benchmarks.common import describe_gpu
 
 WARM_UP_S = 0.1
