@@ -6,8 +6,8 @@ a process of its own then.
 
 import gc
 
+from tests.doubles.support import make_logger, wait
 from tests.gpu.sides import same
-from tests.testing.tensorrt.support import make_logger, wait
 
 SCENARIOS = {}
 RISKY = set()

@@ -15,7 +15,8 @@ import numpy as np
 
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import (
+from tests.doubles.support import make_logger, wait
+from tests.doubles.tensorrt import (
     EngineSpec,
     StrictTensorRT,
     TensorIO,
@@ -23,7 +24,6 @@ from asynctrt.testing.tensorrt import (
     double_lean_runtime,
     double_plan,
 )
-from tests.testing.tensorrt.support import make_logger, wait
 
 PLANS = ("mlp", "encoder2")
 """A perceptron with one profile, and a text encoder with two, both version-compatible."""

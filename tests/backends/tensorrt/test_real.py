@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asynctrt.testing.tensorrt import EngineSpec, double_plan
+from tests.doubles.tensorrt import EngineSpec, double_plan
 from tests.gpu.support import gpu_is_here
 
 ROOT = Path(__file__).parents[3]

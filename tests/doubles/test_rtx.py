@@ -5,8 +5,8 @@ import gc
 import pytest
 
 from asynctrt.testing import LatchDevice
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, ViolationError, double_plan
-from tests.testing.tensorrt.support import Bench, rows, wait
+from tests.doubles.support import Bench, rows, wait
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, ViolationError, double_plan
 
 RTX = "tensorrt_rtx"
 PLAN = double_plan(EngineSpec(), flavour=RTX)

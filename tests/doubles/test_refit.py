@@ -5,8 +5,8 @@ import gc
 import pytest
 
 from asynctrt.testing import LatchDevice
-from asynctrt.testing.tensorrt import EngineSpec, ViolationError, double_weights
-from tests.testing.tensorrt.support import Bench, rows
+from tests.doubles.support import Bench, rows
+from tests.doubles.tensorrt import EngineSpec, ViolationError, double_weights
 
 STRIPPED = EngineSpec(stripped_weights_nbytes=1000)
 PACKAGES = pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])

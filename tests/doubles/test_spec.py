@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from asynctrt.errors import OptionsError
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO
-from tests.testing.tensorrt.support import Bench, rows, same
+from tests.doubles.support import Bench, rows, same
+from tests.doubles.tensorrt import EngineSpec, TensorIO
 
 
 @pytest.fixture

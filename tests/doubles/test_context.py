@@ -10,8 +10,7 @@ import pytest
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import OptionsError
 from asynctrt.testing import LatchDevice
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO, ViolationError, double_plan
-from tests.testing.tensorrt.support import (
+from tests.doubles.support import (
     WAIT_S,
     Bench,
     User,
@@ -21,6 +20,7 @@ from tests.testing.tensorrt.support import (
     two_profiles,
     wait,
 )
+from tests.doubles.tensorrt import EngineSpec, TensorIO, ViolationError, double_plan
 
 TWO_PROFILES = (
     {"input": ((1, 16), (2, 16), (4, 16))},

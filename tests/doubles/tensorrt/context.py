@@ -17,10 +17,10 @@ import numpy as np
 
 from asynctrt.devices.base import ALIGNMENT
 from asynctrt.errors import DeviceError
-from asynctrt.testing.tensorrt.core import Block, Reporter, Setting
-from asynctrt.testing.tensorrt.description import EngineDescription
-from asynctrt.testing.tensorrt.monitor import EnqueuedBatch, Ticket, ViolationError
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.core import Block, Reporter, Setting
+from tests.doubles.tensorrt.description import EngineDescription
+from tests.doubles.tensorrt.monitor import EnqueuedBatch, Ticket, ViolationError
+from tests.doubles.tensorrt.names import (
     Dims,
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
@@ -32,7 +32,7 @@ from asynctrt.testing.tensorrt.names import (
     require_initialised,
     version_of,
 )
-from asynctrt.testing.tensorrt.spec import COMPUTED, DESCRIBED, TensorIO
+from tests.doubles.tensorrt.spec import COMPUTED, DESCRIBED, TensorIO
 
 ENQUEUE: Final = "IExecutionContext::enqueueV3"
 

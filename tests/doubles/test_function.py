@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
@@ -14,10 +15,12 @@ from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError, ModelError, OptionsError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
+from tests.doubles.support import Bench as Strict
+from tests.doubles.support import wait
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.models import double_onnx, sequence_onnx
-from tests.testing.tensorrt.support import Bench as Strict
-from tests.testing.tensorrt.support import wait
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
@@ -258,11 +261,11 @@ def test_what_contradicts_a_function(wrong):
 def test_a_plan_of_another_process(tmp_path):
     path = tmp_path / "model.plan"
     program = (
-        "import sys\nfrom tests.testing.tensorrt.test_function import CLASSIFIER\n"
-        "from asynctrt.testing.tensorrt import double_plan\n"
+        "import sys\nfrom tests.doubles.test_function import CLASSIFIER\n"
+        "from tests.doubles.tensorrt import double_plan\n"
         "open(sys.argv[1], 'wb').write(double_plan(CLASSIFIER))\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=WAIT_S)
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=WAIT_S, cwd=ROOT)
     device = HostDevice()
     with pytest.raises(ModelError, match="is in another process"):
         TensorRTModel(path, device=device, flavour=StrictTensorRT(device))

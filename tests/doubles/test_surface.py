@@ -15,11 +15,11 @@ import tensorrt_lean
 import tensorrt_rtx
 
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import StrictTensorRT
+from tests.doubles.surface import RECORDED, arguments_of, record, recorded, surface_of
+from tests.doubles.tensorrt import StrictTensorRT
 from tests.helpers import needed
-from tests.testing.tensorrt.surface import RECORDED, arguments_of, record, recorded, surface_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 REAL = {"tensorrt_lean": tensorrt_lean, "tensorrt_rtx": tensorrt_rtx}
 TRT = StrictTensorRT(HostDevice())
 
@@ -347,7 +347,7 @@ class TestHabits:
 
 
 def test_importing_the_double_loads_neither_cuda_nor_tensorrt():
-    program = "import sys, asynctrt.testing.tensorrt; print({name.split('.')[0] for name in sys.modules})"
+    program = "import sys, tests.doubles.tensorrt; print({name.split('.')[0] for name in sys.modules})"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.core import Block, Core, Library, Reporter, Setting, checked
-from asynctrt.testing.tensorrt.engine import ICudaEngine, engine_class_of
-from asynctrt.testing.tensorrt.monitor import ViolationMonitor
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.core import Block, Core, Library, Reporter, Setting, checked
+from tests.doubles.tensorrt.engine import ICudaEngine, engine_class_of
+from tests.doubles.tensorrt.monitor import ViolationMonitor
+from tests.doubles.tensorrt.names import (
     ErrorCodeTRT,
     IGpuAllocator,
     ILogger,
@@ -17,7 +17,7 @@ from asynctrt.testing.tensorrt.names import (
     require_initialised,
     version_of,
 )
-from asynctrt.testing.tensorrt.spec import PlanContent, PlanError, read_plan, serialization_version
+from tests.doubles.tensorrt.spec import PlanContent, PlanError, read_plan, serialization_version
 
 LEAN_RUNTIME: Final = b"asynctrt lean runtime "
 PLUGIN_LIBRARY: Final = b"asynctrt plugins "
@@ -135,7 +135,7 @@ class Runtime(Reporter):
         self._max_threads = threads
 
     @property
-    def num_DLA_cores(self) -> int:  # noqa: N802  (the real one's name)
+    def num_DLA_cores(self) -> int:
         """The number of DLA cores: the double's devices have none."""
         return 0
 

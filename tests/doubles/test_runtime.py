@@ -9,21 +9,21 @@ import pytest
 
 from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceUnavailableError, OptionsError
-from asynctrt.testing.tensorrt import (
-    EngineSpec,
-    StrictTensorRT,
-    TensorIO,
-    ViolationError,
-    double_lean_runtime,
-    double_plan,
-)
-from tests.testing.tensorrt.support import (
+from tests.doubles.support import (
     Bench,
     make_allocator,
     make_logger,
     make_output_allocator,
     make_recorder,
     rows,
+)
+from tests.doubles.tensorrt import (
+    EngineSpec,
+    StrictTensorRT,
+    TensorIO,
+    ViolationError,
+    double_lean_runtime,
+    double_plan,
 )
 
 TWO_PROFILES = (

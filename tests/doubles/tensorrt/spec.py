@@ -23,7 +23,7 @@ import numpy as np
 from asynctrt.devices.base import ALIGNMENT, aligned
 from asynctrt.errors import OptionsError
 from asynctrt.tensors import Array, Dims, TensorSpec
-from asynctrt.testing.tensorrt.names import DataType, version_of
+from tests.doubles.tensorrt.names import DataType, version_of
 
 Shapes = tuple[Dims, Dims, Dims]
 """The smallest, the optimal and the largest shape that a profile accepts for a tensor."""
@@ -299,7 +299,7 @@ class EngineSpec:
         :raises ModelError: for a model that cannot be loaded, or whose rows cannot be batched.
         """
         # Not before it is needed: it loads ONNX Runtime.
-        from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
+        from asynctrt.backends.onnxruntime import OnnxModel
 
         model = OnnxModel(path)
         rows = model.rows_fixed or -1

@@ -6,18 +6,18 @@ import weakref
 import numpy as np
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.context import IExecutionContext
-from asynctrt.testing.tensorrt.core import Block, Core, IRuntimeConfig, checked
-from asynctrt.testing.tensorrt.description import EngineDescription
-from asynctrt.testing.tensorrt.inspector import EngineInspector
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.context import IExecutionContext
+from tests.doubles.tensorrt.core import Block, Core, IRuntimeConfig, checked
+from tests.doubles.tensorrt.description import EngineDescription
+from tests.doubles.tensorrt.inspector import EngineInspector
+from tests.doubles.tensorrt.names import (
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
     IErrorRecorder,
     version_of,
 )
-from asynctrt.testing.tensorrt.spec import PlanContent
-from asynctrt.testing.tensorrt.versions import of_version
+from tests.doubles.tensorrt.spec import PlanContent
+from tests.doubles.tensorrt.versions import of_version
 
 
 class ICudaEngine(EngineDescription):

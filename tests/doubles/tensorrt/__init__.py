@@ -1,4 +1,4 @@
-"""A strict double of TensorRT for an application's own tests, which needs neither TensorRT nor a GPU.
+"""A strict double of TensorRT, which needs neither TensorRT nor a GPU.
 
 :class:`StrictTensorRT` takes the place of the module ``tensorrt``: it has the same names, arguments and
 return values, as far as an inference runtime needs them. This code runs on either::
@@ -66,11 +66,11 @@ alone.
 :meth:`StrictTensorRT.fail_next` injects failures that cannot be provoked otherwise.
 """
 
-from asynctrt.testing.tensorrt.double import StrictTensorRT
-from asynctrt.testing.tensorrt.monitor import ViolationError
-from asynctrt.testing.tensorrt.refit import double_weights
-from asynctrt.testing.tensorrt.runtime import double_lean_runtime, double_plugin_library
-from asynctrt.testing.tensorrt.spec import EngineSpec, TensorIO, double_plan
+from tests.doubles.tensorrt.double import StrictTensorRT
+from tests.doubles.tensorrt.monitor import ViolationError
+from tests.doubles.tensorrt.refit import double_weights
+from tests.doubles.tensorrt.runtime import double_lean_runtime, double_plugin_library
+from tests.doubles.tensorrt.spec import EngineSpec, TensorIO, double_plan
 
 __all__ = [
     "EngineSpec",

@@ -12,11 +12,11 @@ import zlib
 from typing import Any, Final
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.context import ENQUEUE, IExecutionContext
-from asynctrt.testing.tensorrt.core import Block, Core, IRuntimeConfig, checked
-from asynctrt.testing.tensorrt.engine import ICudaEngine
-from asynctrt.testing.tensorrt.monitor import EnqueuedBatch
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.context import ENQUEUE, IExecutionContext
+from tests.doubles.tensorrt.core import Block, Core, IRuntimeConfig, checked
+from tests.doubles.tensorrt.engine import ICudaEngine
+from tests.doubles.tensorrt.monitor import EnqueuedBatch
+from tests.doubles.tensorrt.names import (
     CudaGraphStrategy,
     DataType,
     DynamicShapesKernelSpecializationStrategy,
@@ -24,8 +24,8 @@ from asynctrt.testing.tensorrt.names import (
     ExecutionContextAllocationStrategy,
     ILogger,
 )
-from asynctrt.testing.tensorrt.runtime import Runtime
-from asynctrt.testing.tensorrt.spec import PlanContent
+from tests.doubles.tensorrt.runtime import Runtime
+from tests.doubles.tensorrt.spec import PlanContent
 
 CACHE: Final = b"asynctrt runtime cache "
 DEFERRED: Final = (

@@ -9,11 +9,11 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.core import Core, Reporter, Setting, checked
-from asynctrt.testing.tensorrt.engine import ICudaEngine
-from asynctrt.testing.tensorrt.names import ErrorCodeTRT, ILogger, require_initialised
-from asynctrt.testing.tensorrt.rtx import RtxCudaEngine
-from asynctrt.testing.tensorrt.spec import EngineSpec
+from tests.doubles.tensorrt.core import Core, Reporter, Setting, checked
+from tests.doubles.tensorrt.engine import ICudaEngine
+from tests.doubles.tensorrt.names import ErrorCodeTRT, ILogger, require_initialised
+from tests.doubles.tensorrt.rtx import RtxCudaEngine
+from tests.doubles.tensorrt.spec import EngineSpec
 
 WEIGHTS: Final = b"asynctrt weights "
 

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
 WAIT_S = 20.0
 

@@ -9,7 +9,7 @@ from typing import Final, Literal, Protocol
 from asynctrt.devices.base import ALIGNMENT
 from asynctrt.errors import OptionsError
 from asynctrt.tensors import Dims
-from asynctrt.testing.tensorrt.spec import EngineSpec
+from tests.doubles.tensorrt.spec import EngineSpec
 
 Fault = Literal["enqueue", "enqueue-hang", "illegal-address", "hang", "context-memory", "deserialize-memory"]
 FAULTS: Final[tuple[Fault, ...]] = (
