@@ -239,6 +239,21 @@ def make_recorder(trt):
             self.errors.append((val, desc))
             return False
 
+        def num_errors(self):
+            return len(self.errors)
+
+        def get_error_code(self, index):
+            return self.errors[index][0]
+
+        def get_error_desc(self, index):
+            return self.errors[index][1]
+
+        def has_overflowed(self):
+            return False
+
+        def clear(self):
+            self.errors.clear()
+
         def last(self):
             return self.errors[-1]
 
