@@ -18,8 +18,7 @@ With ``StrictTensorRT(device, flavour="tensorrt_rtx")`` and ``double_plan(spec, 
 stands in for TensorRT for RTX, which compiles when a plan is used, and can unload weights; ``tensorrt_lean``
 and ``tensorrt_dispatch`` lack the ONNX parser, which reads the files of :func:`double_weights`.
 
-An engine may be the application's own model: a NumPy function with any inputs and outputs
-(``EngineSpec(function=...)``), or an ONNX file (:meth:`EngineSpec.from_onnx`).
+An engine may be a NumPy function with any inputs and outputs (``EngineSpec(function=...)``).
 
 Others really compute, step by step, through the enqueue memory that they are given, on a
 :class:`HostDevice` or, with kernels compiled at run time, on a CUDA device. :meth:`EngineSpec.expected`

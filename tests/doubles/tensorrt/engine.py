@@ -148,8 +148,8 @@ class ICudaEngine(EngineDescription):
         wanted = [aligned(self._spec.persistent_nbytes)]
         if strategy == ExecutionContextAllocationStrategy.STATIC:
             wanted.append(self._memory_nbytes())
-        elif strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:
-            wanted.append(self._memory_nbytes(0))
+        else:
+            assert strategy == ExecutionContextAllocationStrategy.USER_MANAGED, "the double has no other"
         blocks: list[Block] = []
         for nbytes in wanted:
             block = self._core.allocate(nbytes)
