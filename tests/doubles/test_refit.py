@@ -93,11 +93,6 @@ def test_what_cannot_be_refitted():
     bench = Bench(flavour="tensorrt_rtx")
     with pytest.raises(TypeError, match="nullptr"):
         refitter_of(bench)
-    bench.runtime.defer_weights_loading = True
-    deferred = bench.load(EngineSpec(refittable=True))
-    with pytest.raises(TypeError, match="nullptr"):
-        refitter_of(bench, deferred)
-    assert "setDeferredWeightsLoading" in bench.logger.errors()[-1]
 
 
 def test_no_memory(onnx):

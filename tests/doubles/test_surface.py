@@ -50,12 +50,14 @@ MULTI_GPU = "one GPU"
 BINDINGS = "calls by the index of a tensor, and those that block, were removed with TensorRT 10"
 QUANTISED = "no engine of the double is quantised"
 BY_NAME = "weights of the double have names, and the parser sets them"
+DEFERRED = "weights come with the engine, and stay"
 
 LEFT_OUT = {
     "Runtime": {
         "DLA_core": DLA,
         "dla_workspace_allocation_strategy": DLA,
         "get_plugin_registry": PLUGINS,
+        "defer_weights_loading": DEFERRED,
         "engine_header_size": "a plan is read before its library is known",
         "get_engine_validity": "a refusal says what the double would answer",
     },
@@ -93,7 +95,7 @@ LEFT_OUT = {
             BINDINGS,
         ),
         "create_weights_manager": "weights come from the plan",
-        "load_weights_async": "a plan is in memory, not in a stream",
+        **dict.fromkeys(["load_weights", "load_weights_async", "unload_weights", "weights_loaded"], DEFERRED),
     },
     "IExecutionContext": {
         "all_shape_inputs_specified": SHAPE_TENSORS,

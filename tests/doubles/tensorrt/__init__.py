@@ -15,7 +15,7 @@ return values, as far as an inference runtime needs them. This code runs on eith
     assert not trt.violations()
 
 With ``StrictTensorRT(device, flavour="tensorrt_rtx")`` and ``double_plan(spec, flavour="tensorrt_rtx")`` it
-stands in for TensorRT for RTX, which compiles when a plan is used, and can unload weights; ``tensorrt_lean``
+stands in for TensorRT for RTX, which compiles when a plan is used; ``tensorrt_lean``
 and ``tensorrt_dispatch`` lack the ONNX parser, which reads the files of :func:`double_weights`.
 
 An engine may be a NumPy function with any inputs and outputs (``EngineSpec(function=...)``).
@@ -32,7 +32,7 @@ violation.
 - an enqueue after a refused shape; enqueue memory that is too small; addresses that are not aligned to 256
   bytes; overlapping memory;
 - an unknown stream; auxiliary streams that are not all different;
-- weights that are unloaded or refitted while a batch is in flight; a refit with weights that were freed;
+- weights that are refitted while a batch is in flight; a refit with weights that were freed;
 - a logger, an error recorder, an allocator or an output allocator that was destroyed while it is needed;
 - an output allocator that raises or returns ``None``, of which only the standard error stream would hear;
 - what ends the process with an engine of TensorRT 8 under a later library, such as an output allocator.

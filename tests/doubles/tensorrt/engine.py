@@ -137,7 +137,7 @@ class ICudaEngine(EngineDescription):
         where = "ICudaEngine::createExecutionContext"
         if self._report_loss(where):
             return None
-        if self._weights is None and not self._can_lack_weights:
+        if self._weights is None:
             self._report(
                 ErrorCodeTRT.INVALID_STATE, where, "Internal Error", "the engine's weights are missing"
             )
@@ -166,11 +166,6 @@ class ICudaEngine(EngineDescription):
         with self._lock:
             self._contexts.add(context)
         return context
-
-    @property
-    def _can_lack_weights(self) -> bool:
-        """Whether contexts can be created while the weights are not on the device."""
-        return False
 
     def _new_context(
         self,
