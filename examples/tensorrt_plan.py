@@ -2,8 +2,7 @@
 
     python examples/tensorrt_plan.py model.plan
 
-Without a plan (and without a GPU) the strict double stands in for TensorRT, on the CPU: it computes real
-answers, and raises on whatever the library leaves undefined. An application's own tests can use it too.
+A plan is code: open only plans that you trust.
 """
 
 import asyncio
@@ -14,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 import asynctrt
-from asynctrt.backends.tensorrt import TensorRTModel
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
 OPTIONS = asynctrt.Options(contexts=2, arenas=1, max_rows=16)
 
@@ -37,20 +34,12 @@ async def use(engine: asynctrt.Engine) -> None:
     print(f"enqueue memory: {statistics.arena_nbytes:,} bytes; a workspace a context: {private:,}")
 
 
-async def main() -> None:
-    if len(sys.argv) > 1:
-        # A plan is code: open only plans that you trust.
-        async with asynctrt.open(sys.argv[1], device="cuda:0", options=OPTIONS) as engine:
-            await use(engine)
-        return
-    device = asynctrt.HostDevice()
-    double = StrictTensorRT(device)
-    model = TensorRTModel(double_plan(EngineSpec()), device=device, flavour=double)
-    async with asynctrt.open(model, device=device, options=OPTIONS) as engine:
+async def main(path: str) -> None:
+    async with asynctrt.open(path, device="cuda:0", options=OPTIONS) as engine:
         await use(engine)
-    model.close()
-    print("violations:", double.violations())
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    asyncio.run(main(sys.argv[1]))

@@ -20,7 +20,7 @@ KINDS = (
     ),
     (
         "the same packages: names, arguments, enums against the double's; plans that RTX builds",
-        ("tests/testing/tensorrt/test_surface.py", "tests/backends/tensorrt/test_real.py"),
+        ("tests/doubles/test_surface.py", "tests/backends/tensorrt/test_real.py"),
     ),
     (
         "workers that are killed, hang, or write where they must not",
@@ -34,7 +34,7 @@ KINDS = (
     ("the contract suites: devices, engines, profiles, hangs, lost devices", ("tests/contract",)),
     (
         "the TensorRT adapter over the strict double, and the double",
-        ("tests/backends/tensorrt", "tests/testing/tensorrt"),
+        ("tests/backends/tensorrt", "tests/doubles"),
     ),
     ("runtime and devices", ("tests/runtime", "tests/devices")),
     ("all else: scheduler, server, clients, load tests, examples", ("tests",)),

@@ -11,7 +11,7 @@ from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError
 from asynctrt.tensors import TensorSpec
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 
 WAIT_S = 20
 MIB = 1 << 20

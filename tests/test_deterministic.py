@@ -10,7 +10,7 @@ import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import OptionsError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.models import double_model, rows
 
 pytestmark = pytest.mark.anyio

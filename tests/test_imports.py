@@ -46,7 +46,7 @@ OPTIONAL = {
     },  # Two bring it.
     "threadpoolctl": {"demo_parts.py"},
     "magika": set(),  # The demo reads its files and never imports it.
-    "cuda": {"devices/cuda/bindings.py", "testing/tensorrt/cuda.py"},
+    "cuda": {"devices/cuda/bindings.py"},
     "tensorrt": set(),  # The adapter imports the flavour that it chose by name.
     "tensorrt_lean": set(),
     "tensorrt_dispatch": set(),

@@ -1,8 +1,7 @@
 """Doubles for an application's own tests, held to the same contract suite as the real thing.
 
-``LatchDevice`` is a device whose batches end when the test says so; ``StrictModel`` puts your own model on a
-strict double of TensorRT (``asynctrt.testing.tensorrt``), without a GPU; ``serve_locally`` is a server on a
-free port; ``asynctrt.testing.plugin`` has them as fixtures of pytest.
+``LatchDevice`` is a device whose batches end when the test says so; ``serve_locally`` is a server on a free
+port; ``asynctrt.testing.plugin`` has them as fixtures of pytest.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,13 +10,11 @@ from asynctrt.testing.latch import LatchDevice, LatchError
 
 if TYPE_CHECKING:
     from asynctrt.testing.server import LocalServer, serve_locally
-    from asynctrt.testing.strict import StrictModel
 
 __all__ = [
     "LatchDevice",
     "LatchError",
     "LocalServer",
-    "StrictModel",
     "serve_locally",
 ]
 
@@ -28,8 +25,4 @@ def __getattr__(name: str) -> Any:
         from asynctrt.testing import server  # noqa: PLC0415
 
         return getattr(server, name)
-    if name == "StrictModel":
-        from asynctrt.testing.strict import StrictModel  # noqa: PLC0415
-
-        return StrictModel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

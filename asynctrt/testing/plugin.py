@@ -43,7 +43,7 @@ def asynctrt_model() -> Any:
     """
     raise UsageError(
         "the fixture asynctrt_engine has no model. Define a fixture `asynctrt_model` in conftest.py, or "
-        "beside the test, that returns one: a path, a FunctionModel, a StrictModel"
+        "beside the test, that returns one: a path or a FunctionModel"
     )
 
 

@@ -9,8 +9,8 @@ import asynctrt
 from asynctrt import FunctionModel, InputError, TensorSpec
 from asynctrt.backends.whole import run_alone
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO
 from tests.contract.devices import strict
+from tests.doubles.tensorrt import EngineSpec, TensorIO
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.contract.waiting import WaitingDevice
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.gpu.support import gpu_is_here
 from tests.models import rows
 

@@ -9,8 +9,8 @@ import numpy as np
 import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceError, DeviceLostError
-from asynctrt.testing.tensorrt import StrictTensorRT, double_plan
 from tests.contract.devices import TensorRTModel, four_floats
+from tests.doubles.tensorrt import StrictTensorRT, double_plan
 from tests.models import rows
 
 WAIT_S = 30

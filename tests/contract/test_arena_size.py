@@ -9,8 +9,8 @@ import asynctrt
 from asynctrt.devices.arenas import Arenas, GrowingBuffer
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError, InternalError, OptionsError
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO
 from tests.contract.devices import strict
+from tests.doubles.tensorrt import EngineSpec, TensorIO
 from tests.helpers import until
 from tests.models import double_model, rows
 from tests.runtime.support import ScratchModel

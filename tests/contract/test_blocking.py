@@ -11,8 +11,8 @@ from asynctrt.backends.tensorrt import TensorRTOptions
 from asynctrt.backends.tensorrt import context as adapter
 from asynctrt.devices.arenas import Arenas
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
-from asynctrt.testing.tensorrt.context import IExecutionContext
 from tests.contract.devices import WAIT_S, Subject
+from tests.doubles.tensorrt.context import IExecutionContext
 from tests.models import rows
 
 pytestmark = pytest.mark.anyio

@@ -8,11 +8,11 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import DeviceLostError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.contract.devices import WAIT_S, Subject, TensorRTModel
 from tests.contract.waiting import BYTES, WaitingDevice
+from tests.doubles.support import until
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.models import rows
-from tests.testing.tensorrt.support import until
 
 pytestmark = pytest.mark.anyio
 SEQUENCE = EngineSpec(inputs=(TensorIO("input", dims=(-1, -1)),), data_dependent=True)

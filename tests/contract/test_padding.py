@@ -8,8 +8,8 @@ import pytest
 import asynctrt
 from asynctrt.errors import InputError, OptionsError
 from asynctrt.scheduling.sizes import Costs
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO
 from tests.contract.devices import strict
+from tests.doubles.tensorrt import EngineSpec, TensorIO
 from tests.helpers import WAIT_S
 
 pytestmark = pytest.mark.anyio

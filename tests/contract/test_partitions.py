@@ -8,8 +8,8 @@ import pytest
 import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import OptionsError
-from asynctrt.testing.tensorrt import EngineSpec
 from tests.contract.devices import strict
+from tests.doubles.tensorrt import EngineSpec
 from tests.models import double_model, rows
 
 pytestmark = pytest.mark.anyio

@@ -8,8 +8,8 @@ import pytest
 import asynctrt
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO
 from tests.contract.devices import strict
+from tests.doubles.tensorrt import EngineSpec, TensorIO
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30

@@ -8,8 +8,8 @@ import pytest
 import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.contract.devices import WAIT_S
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 
 pytestmark = pytest.mark.anyio
 VERSIONS = ("10.9.0.34", "10.13.3.9", "10.14.1.48", "11.0.0.114", "11.4.0.106")

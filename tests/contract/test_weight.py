@@ -8,8 +8,8 @@ import pytest
 import asynctrt
 from asynctrt.devices.arenas import Arenas
 from asynctrt.errors import DeviceLostError
-from asynctrt.testing.tensorrt import EngineSpec
 from tests.contract.devices import strict
+from tests.doubles.tensorrt import EngineSpec
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30

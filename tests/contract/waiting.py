@@ -9,7 +9,7 @@ import numpy as np
 from asynctrt.devices.cuda.context import CudaContext, Gpu
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError
-from tests.testing.tensorrt.support import until
+from tests.doubles.support import until
 
 BYTES = np.dtype(np.uint8)
 

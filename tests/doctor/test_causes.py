@@ -13,8 +13,8 @@ import pytest
 import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.doctor.support import GIB, answered, driver, failed, nvml, package, report
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.models import double_model
 
 FINDINGS = [

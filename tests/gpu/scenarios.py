@@ -6,12 +6,24 @@ a process of its own then.
 
 import gc
 
+from tests.doubles.support import make_logger, wait
 from tests.gpu.sides import same
-from tests.testing.tensorrt.support import make_logger, wait
 
 SCENARIOS = {}
 RISKY = set()
 """Those that may end the process, or leave it in another state than they found it."""
+
+OF_A_TENSOR = (
+    "get_tensor_mode",
+    "get_tensor_dtype",
+    "get_tensor_shape",
+    "get_tensor_location",
+    "is_shape_inference_io",
+    "get_tensor_vectorized_dim",
+    "get_tensor_bytes_per_component",
+    "get_tensor_components_per_element",
+)
+"""What an engine tells about one tensor."""
 
 
 def scenario(function):
@@ -34,16 +46,7 @@ def describe(side, plan):
     inputs, outputs = side.tensors()
     side.note("tensors", [sorted(inputs), sorted(outputs)])
     for name in (*inputs, *outputs):
-        for call in (
-            "get_tensor_mode",
-            "get_tensor_dtype",
-            "get_tensor_shape",
-            "get_tensor_location",
-            "is_shape_inference_io",
-            "get_tensor_vectorized_dim",
-            "get_tensor_bytes_per_component",
-            "get_tensor_components_per_element",
-        ):
+        for call in OF_A_TENSOR:
             side.attempt(f"{call} of {name}", lambda call=call, name=name: getattr(engine, call)(name))
     for profile in range(engine.num_optimization_profiles):
         side.attempt(f"profile {profile}", lambda at=profile: engine.get_tensor_profile_shape(inputs[0], at))
@@ -97,16 +100,7 @@ def aliased_input(side):
 @scenario
 def names_that_an_engine_lacks(side):
     engine = side.open()
-    for call in (
-        "get_tensor_mode",
-        "get_tensor_dtype",
-        "get_tensor_shape",
-        "get_tensor_location",
-        "is_shape_inference_io",
-        "get_tensor_vectorized_dim",
-        "get_tensor_bytes_per_component",
-        "get_tensor_components_per_element",
-    ):
+    for call in OF_A_TENSOR:
         side.attempt(call, lambda call=call: getattr(engine, call)("nobody"))
     side.attempt("shape in a profile", lambda: engine.get_tensor_profile_shape("nobody", 0))
 

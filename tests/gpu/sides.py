@@ -15,7 +15,8 @@ import numpy as np
 
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import (
+from tests.doubles.support import make_logger, make_recorder, wait
+from tests.doubles.tensorrt import (
     EngineSpec,
     StrictTensorRT,
     TensorIO,
@@ -23,7 +24,6 @@ from asynctrt.testing.tensorrt import (
     double_lean_runtime,
     double_plan,
 )
-from tests.testing.tensorrt.support import make_logger, wait
 
 PLANS = ("mlp", "encoder2")
 """A perceptron with one profile, and a text encoder with two, both version-compatible."""
@@ -293,34 +293,6 @@ def kind_of(code, text):
 def same(one, other):
     """Return whether two batches had the same answers, and had any."""
     return all(np.array_equal(one[name], other[name]) and not np.isnan(one[name]).any() for name in one)
-
-
-def make_recorder(trt):
-    class Recorder(trt.IErrorRecorder):
-        def __init__(self):
-            trt.IErrorRecorder.__init__(self)
-            self.errors = []
-
-        def report_error(self, val, desc):
-            self.errors.append((val, desc))
-            return False
-
-        def num_errors(self):
-            return len(self.errors)
-
-        def get_error_code(self, index):
-            return self.errors[index][0]
-
-        def get_error_desc(self, index):
-            return self.errors[index][1]
-
-        def has_overflowed(self):
-            return False
-
-        def clear(self):
-            self.errors.clear()
-
-    return Recorder()
 
 
 class Held:

@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO, ViolationError
-from tests.testing.tensorrt.support import (
+from tests.doubles.support import (
     MODIFICATIONS,
     WAIT_S,
     Bench,
@@ -22,6 +21,7 @@ from tests.testing.tensorrt.support import (
     until,
     wait,
 )
+from tests.doubles.tensorrt import EngineSpec, TensorIO, ViolationError
 
 ROOT = Path(__file__).parents[2]
 MS = 1_000_000
@@ -216,7 +216,7 @@ def test_what_is_no_modification_of_a_context(bench, device):
 
 
 def test_a_context_that_is_gone_is_told_from_the_one_that_has_its_place_now(bench, device, monkeypatch):
-    from asynctrt.testing.tensorrt import cuda
+    from tests.doubles.tensorrt import cuda
 
     monkeypatch.setattr(cuda, "SLOTS", 1)
     made = bench()
@@ -351,7 +351,7 @@ def test_work_takes_its_time_and_fills_the_gpu(bench, device, fills):
 LOST = """
 from asynctrt.devices.cuda import CudaDevice
 from asynctrt.errors import DeviceLostError
-from tests.testing.tensorrt.support import Bench, rows, wait
+from tests.doubles.support import Bench, rows, wait
 
 device = CudaDevice(0)
 bench = Bench(device=device, compute_capability=device.compute_capability, start=False)

@@ -30,7 +30,7 @@ from asynctrt.options import Options
 from asynctrt.plans import cache as cache_module
 from asynctrt.plans import cached
 from asynctrt.plans.cache import PlanCache
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.models import double_onnx
 
 ROOT = Path(__file__).parents[2]

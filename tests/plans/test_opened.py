@@ -6,8 +6,8 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError, OptionsError
 from asynctrt.plans.opened import describe, open_file
 from asynctrt.plans.text import lines_of_opened
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO, double_plan
 from tests.backends.tensorrt.helpers import Bench
+from tests.doubles.tensorrt import EngineSpec, TensorIO, double_plan
 from tests.gpu.support import gpu_is_here
 from tests.models import double_onnx, lying_onnx, sequence_onnx
 from tests.plans.test_plan_file import RTX

@@ -10,8 +10,8 @@ from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.errors import ModelError, ModelNotFoundError
 from asynctrt.plans import inspect
 from asynctrt.plans.plan_file import Runner, installed_versions, judge
-from asynctrt.testing.tensorrt import EngineSpec, double_plan
 from tests.backends.tensorrt.helpers import header
+from tests.doubles.tensorrt import EngineSpec, double_plan
 
 RTX = Path(__file__).parents[1] / "gpu" / "identity.rtx.plan"
 """It was built by TensorRT for RTX itself."""

@@ -14,7 +14,7 @@ from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.errors import DeviceLostError, ModelNotReadyError
 from asynctrt.serving.entries import LOST
 from asynctrt.serving.repository import Repository
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.helpers import free_port
 from tests.models import double_model
 from tests.serving.support import ask, engine_of, serving

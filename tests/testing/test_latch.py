@@ -2,9 +2,12 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
+import asynctrt
 from asynctrt.testing import LatchDevice, LatchError
+from tests.contract.devices import Subject
 
 
 def launch(device, done, name):
@@ -66,3 +69,19 @@ async def test_a_wait_that_cannot_end_and_a_release_that_is_too_early_say_so():
         await device.wait_held()
     with pytest.raises(LatchError, match="0 held: the latch is open"):
         device.release()
+
+
+@pytest.mark.anyio
+async def test_a_batch_that_a_thread_enqueues_is_held_whole():
+    """One that is only half there is not one that is held."""
+    device = LatchDevice()
+    subject = Subject(device, floats=1)
+    async with asynctrt.open(subject.model, device=device) as engine:
+        for number in range(20):
+            sent = np.full((1, 1), number, np.float32)
+            future = engine.submit(sent)
+            await device.wait_held()
+            device.release()
+            assert await future == subject.spec.expected(sent)
+    subject.model.close()
+    assert not subject.double.violations()

@@ -172,8 +172,8 @@ def found():
     import gc
 
     from asynctrt.devices.host import HostDevice
-    from asynctrt.testing.tensorrt import EngineSpec, TensorIO
     from tests.contract.devices import strict
+    from tests.doubles.tensorrt import EngineSpec, TensorIO
 
     spec = EngineSpec(inputs=(TensorIO("input", dims=(-1, -1)),), data_dependent=True)
     # Its weights belong to a device, and the engine has made its own already.

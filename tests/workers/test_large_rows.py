@@ -16,9 +16,9 @@ from asynctrt.errors import DeviceError, ExecutionError
 from asynctrt.runtime import shared, staging
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO
 from asynctrt.workers import blocks, groups
 from tests.contract.devices import DEVICES, strict
+from tests.doubles.tensorrt import EngineSpec, TensorIO
 from tests.gpu.support import gpu_is_here
 from tests.helpers import WAIT_S, until
 from tests.workers import local

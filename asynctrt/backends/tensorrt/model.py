@@ -62,8 +62,8 @@ class TensorRTModel:
 
     :param plan: the path of a plan, its content, or one that was read.
     :param device: the CUDA device to load it on.
-    :param flavour: the package to use: its name, or a module with the same surface, such as the double of
-        :mod:`asynctrt.testing.tensorrt`. Default: that of the options, or else the first that is installed.
+    :param flavour: the package to use: its name, or a module with the same surface. Default: that of the
+        options, or else the first that is installed.
     :param name: the name used in messages and metrics. Default: the file's name without its suffix.
     :param options: all other settings.
     :raises ModelNotFoundError: if there is no such file.

@@ -1,4 +1,4 @@
-"""The only module of the package that imports ``cuda.*``; the strict double's kernels are the exception.
+"""The only module of the package that imports ``cuda.*``.
 
 What runs once a batch goes through ``cuda.bindings``, which costs less a call than ``cuda.core``; arrays of
 other libraries are read through ``cuda.core``.

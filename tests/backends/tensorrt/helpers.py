@@ -7,7 +7,7 @@ import numpy as np
 from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
 WAIT_S = 20
 

@@ -14,14 +14,14 @@ from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError, InternalError, ModelError, OptionsError, UsageError
-from asynctrt.testing.tensorrt import (
+from tests.backends.tensorrt.helpers import WAIT_S, header
+from tests.doubles.tensorrt import (
     EngineSpec,
     StrictTensorRT,
     TensorIO,
     double_lean_runtime,
     double_plan,
 )
-from tests.backends.tensorrt.helpers import WAIT_S, header
 
 pytestmark = pytest.mark.anyio
 

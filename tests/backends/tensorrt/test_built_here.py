@@ -12,7 +12,7 @@ import pytest
 from asynctrt.backends.tensorrt import built_here
 from asynctrt.backends.tensorrt.trust import check_trust
 from asynctrt.errors import UntrustedError, UsageError
-from asynctrt.testing.tensorrt import EngineSpec, double_plan
+from tests.doubles.tensorrt import EngineSpec, double_plan
 
 ROOT = Path(__file__).parents[3]
 PLAN = double_plan(EngineSpec())

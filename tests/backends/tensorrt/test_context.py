@@ -21,9 +21,9 @@ from asynctrt.errors import (
     InputError,
     InternalError,
 )
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, ViolationError
-from asynctrt.testing.tensorrt.context import IExecutionContext
 from tests.backends.tensorrt.helpers import Bench
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, ViolationError
+from tests.doubles.tensorrt.context import IExecutionContext
 
 WAIT_S = 20
 SMALL = {"input": ((1, 1), (4, 4), (8, 8))}

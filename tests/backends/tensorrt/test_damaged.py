@@ -14,7 +14,7 @@ import pytest
 from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions, read_header
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceError, ModelError, OptionsError, UntrustedError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
 ROOT = Path(__file__).parents[3]
 PLAN = double_plan(EngineSpec())

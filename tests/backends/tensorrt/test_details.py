@@ -6,7 +6,7 @@ import pytest
 
 from asynctrt.backends.tensorrt.details import read_details
 from asynctrt.errors import UsageError
-from asynctrt.testing.tensorrt import EngineSpec
+from tests.doubles.tensorrt import EngineSpec
 
 
 def test_what_an_engine_tells(bench):

@@ -10,7 +10,7 @@ from asynctrt.backends.tensorrt.engine import DTYPES, Profile, Signature, read_s
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, ModelError
 from asynctrt.tensors import TensorSpec
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO
 
 ABILITIES = Abilities(
     shares_profiles=True,

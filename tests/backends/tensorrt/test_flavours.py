@@ -10,7 +10,7 @@ from asynctrt.backends.tensorrt.flavours import cuda_runtimes, describe_runtimes
 from asynctrt.backends.tensorrt.plan import TAG_RTX, TAG_TENSORRT
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError, OptionsError
-from asynctrt.testing.tensorrt import StrictTensorRT
+from tests.doubles.tensorrt import StrictTensorRT
 
 FULL, LEAN, DISPATCH, RTX = "tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx"
 

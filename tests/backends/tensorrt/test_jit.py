@@ -9,8 +9,8 @@ import pytest
 
 from asynctrt.backends.tensorrt import jit
 from asynctrt.errors import ExecutionError, OptionsError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
-from asynctrt.testing.tensorrt.rtx import CACHE
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt.rtx import CACHE
 
 RTX = "tensorrt_rtx"
 

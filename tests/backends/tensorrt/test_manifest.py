@@ -17,7 +17,7 @@ from asynctrt.backends.tensorrt.manifest import (
 )
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ModelError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 
 PLAN = double_plan(EngineSpec())
 

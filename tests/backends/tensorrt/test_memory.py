@@ -17,7 +17,7 @@ from asynctrt.backends.tensorrt.memory import (
 from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError, DeviceMemoryError
-from asynctrt.testing.tensorrt import StrictTensorRT
+from tests.doubles.tensorrt import StrictTensorRT
 
 MIB = 2**20
 WAIT_S = 20

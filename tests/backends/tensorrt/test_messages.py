@@ -13,7 +13,7 @@ import tensorrt_rtx
 
 from asynctrt.backends.tensorrt.messages import ERRORS_MAX, TensorRTErrors, log_of, make_recorder
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import StrictTensorRT
+from tests.doubles.tensorrt import StrictTensorRT
 
 ROOT = Path(__file__).parents[3]
 MODULES = {

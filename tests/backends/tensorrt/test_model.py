@@ -21,14 +21,14 @@ from asynctrt.errors import (
     OptionsError,
     UsageError,
 )
-from asynctrt.testing.tensorrt import (
+from tests.backends.tensorrt.helpers import Bench, header
+from tests.doubles.tensorrt import (
     EngineSpec,
     StrictTensorRT,
     TensorIO,
     double_plan,
     double_plugin_library,
 )
-from tests.backends.tensorrt.helpers import Bench, header
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,7 +11,7 @@ from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ModelError, OptionsError
 from asynctrt.options import Options
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.models import double_model
 
 

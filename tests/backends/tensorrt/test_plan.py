@@ -9,8 +9,8 @@ import pytest
 
 from asynctrt.backends.tensorrt.plan import TAG_RTX, TAG_TENSORRT, read_header, read_plan
 from asynctrt.errors import ModelError, ModelNotFoundError
-from asynctrt.testing.tensorrt import EngineSpec, double_plan
 from tests.backends.tensorrt.helpers import header
+from tests.doubles.tensorrt import EngineSpec, double_plan
 from tests.models import double_onnx
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asynctrt.testing.tensorrt import EngineSpec, double_plan
+from tests.doubles.tensorrt import EngineSpec, double_plan
 from tests.gpu.support import gpu_is_here
 
 ROOT = Path(__file__).parents[3]
@@ -137,21 +137,3 @@ def test_what_the_real_packages_have(tmp_path, flavour):
     assert "0" not in offsets.values()
     has_all = flavour == "tensorrt_rtx"
     assert (offsets["OnnxParserRefitter"] != "None", offsets["IRuntimeCache"] != "None") == (has_all, has_all)
-
-
-DEFERRED = """
-import tensorrt_rtx as module
-from asynctrt.backends.tensorrt.messages import log_of
-
-runtime = module.Runtime(log_of(module))
-before = runtime.defer_weights_loading
-runtime.defer_weights_loading = True
-print(before, runtime.defer_weights_loading)
-"""
-
-
-def test_weights_can_be_asked_for_later():
-    done = subprocess.run(
-        [sys.executable, "-c", DEFERRED], capture_output=True, text=True, check=True, timeout=50, cwd=ROOT
-    )
-    assert done.stdout == "False True\n"

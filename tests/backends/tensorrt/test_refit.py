@@ -8,8 +8,8 @@ from asynctrt.backends.tensorrt import refit
 from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError, OptionsError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan, double_weights
 from tests.backends.tensorrt.helpers import Bench
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan, double_weights
 
 STRIPPED = EngineSpec(stripped_weights_nbytes=3 << 20)
 BOTH = pytest.mark.parametrize("double", ["tensorrt", "tensorrt_rtx"])

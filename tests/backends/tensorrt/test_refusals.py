@@ -15,9 +15,9 @@ from asynctrt.backends.tensorrt.refusals import Refused
 from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, DeviceUnavailableError, ModelError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_lean_runtime, double_plan
 from tests.backends.tensorrt.helpers import header
 from tests.backends.tensorrt.test_manifest import manifest
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_lean_runtime, double_plan
 
 
 class Gpu(HostDevice):

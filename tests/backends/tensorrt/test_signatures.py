@@ -14,7 +14,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import UntrustedError, UsageError
 from asynctrt.options import Options
 from asynctrt.plans.opened import open_file
-from asynctrt.testing.tensorrt import EngineSpec, double_plan
+from tests.doubles.tensorrt import EngineSpec, double_plan
 from tests.helpers import installed
 from tests.test_cli import asynctrt_command
 

@@ -12,7 +12,7 @@ from asynctrt.backends.tensorrt import trust as trust_module
 from asynctrt.backends.tensorrt.trust import check_trust
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import OptionsError, UntrustedError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
 PLAN = double_plan(EngineSpec())
 PIN = f"sha256:{hashlib.sha256(PLAN).hexdigest()}"

@@ -16,10 +16,10 @@ import uvloop
 
 import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.benchmarks.common import parser_of, save
 from tests.benchmarks.gpu.raw import RawLoop
 from tests.benchmarks.gpu.support import closed_loop, open_device, said, show
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
 CALLERS = (1, 8, 64, 256, 1024)
 CONTEXTS = 8

@@ -16,7 +16,6 @@ import uvloop
 
 import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import RawLoop
@@ -31,6 +30,7 @@ from tests.benchmarks.gpu.support import (
     verdict,
     verdicts,
 )
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 
 ROWS = 64
 DIM = 512

@@ -13,7 +13,6 @@ import uvloop
 
 import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.support import (
@@ -26,6 +25,7 @@ from tests.benchmarks.gpu.support import (
     verdict,
     verdicts,
 )
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 
 ARENAS = (8, 4, 2, 1)
 CONTEXTS = 8

@@ -10,10 +10,9 @@ writes each ``s[k]`` to the enqueue memory, and the next reads it from there.
 """
 
 import json
-import os
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from typing import Any, Final, Literal
@@ -21,9 +20,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from asynctrt.devices.base import ALIGNMENT, aligned
-from asynctrt.errors import OptionsError
-from asynctrt.tensors import Array, Dims, TensorSpec
-from asynctrt.testing.tensorrt.names import DataType, version_of
+from asynctrt.tensors import Array, Dims
+from tests.doubles.tensorrt.names import DataType, version_of
 
 Shapes = tuple[Dims, Dims, Dims]
 """The smallest, the optimal and the largest shape that a profile accepts for a tensor."""
@@ -86,13 +84,8 @@ class TensorIO:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", tuple(int(dim) for dim in self.dims))
-        if self.dtype not in DESCRIBED:
-            known = ", ".join(DESCRIBED)
-            raise OptionsError(f"unknown dtype {self.dtype!r} of {self.name!r}; valid dtypes: {known}")
-        if not self.dims or len(self.dims) > 8 or min(self.dims) < -1:
-            raise OptionsError(
-                f"{self.name!r} has the dimensions {self.dims}; valid are 1 to 8 of them, each at least -1"
-            )
+        assert self.dtype in DESCRIBED, f"unknown dtype {self.dtype!r} of {self.name!r}"
+        assert all(dim >= -1 for dim in self.dims), f"{self.name!r} has the dimensions {self.dims}"
 
     @property
     def data_type(self) -> DataType:
@@ -212,42 +205,22 @@ class EngineSpec:
         object.__setattr__(self, "_outputs", tuple(outputs))
 
     def _check(self) -> None:
-        names = [io.name for io in self.inputs]
-        if not names or len(names) > INPUTS_MAX or len(set(names)) < len(names):
-            raise OptionsError(f"an engine needs 1 to {INPUTS_MAX} inputs with unique names, not {names}")
-        if not self.profiles:
-            raise OptionsError("an engine needs at least one profile; leave `profiles` out for the default")
-        for profile in self.profiles:
-            if unknown := set(profile) - set(names):
-                raise OptionsError(f"unknown inputs {sorted(unknown)} in a profile; valid inputs: {names}")
-        if not 1 <= self.steps <= STEPS_MAX:
-            raise OptionsError(f"steps must be 1 to {STEPS_MAX}, not {self.steps}")
-        if not 0 <= self.aux_streams <= AUX_STREAMS_MAX:
-            raise OptionsError(f"aux_streams must be 0 to {AUX_STREAMS_MAX}, not {self.aux_streams}")
-        self._check_function(names)
-        least = self.coefficients.nbytes + self.streamable_weights_nbytes
-        if self.weights_nbytes < least:
-            raise OptionsError(
-                f"weights_nbytes must be at least {least} for the coefficients of {self.steps} steps and the "
-                f"streamable weights, not {self.weights_nbytes}"
-            )
-
-    def _check_function(self, names: list[str]) -> None:
-        outputs = [io.name for io in self.function_outputs]
-        if (self.function is None) != (not outputs) or len({*names, *outputs}) < len(names) + len(outputs):
-            raise OptionsError(
-                f"a function and function_outputs go together, with names of their own, not {outputs}"
-            )
+        names = [io.name for io in (*self.inputs, *self.function_outputs)]
+        assert len(set(names)) == len(names), names
+        assert 1 <= len(self.inputs) <= INPUTS_MAX
+        assert all(set(profile) <= set(names) for profile in self.profiles), self.profiles
+        assert 1 <= self.steps <= STEPS_MAX
+        assert 0 <= self.aux_streams <= AUX_STREAMS_MAX
+        assert self.weights_nbytes >= self.coefficients.nbytes + self.streamable_weights_nbytes
         computes_steps = (
             self.data_dependent or self.is_sensitive or self.refittable or self.stripped_weights_nbytes > 0
         )
-        if self.function is not None and computes_steps:
-            raise OptionsError(
-                "an engine with a function is neither data_dependent nor is_sensitive, and has no weights to "
-                "strip or to refit"
-            )
-        if self.function is None and self.rows_without_memory:
-            raise OptionsError("rows_without_memory is for an engine with a function: steps need memory")
+        if self.function is None:
+            assert not self.function_outputs, "they are those of a function"
+            assert not self.rows_without_memory, "steps need memory"
+        else:
+            assert self.function_outputs, "a function has some"
+            assert not computes_steps, "a function has no steps"
 
     @property
     def outputs(self) -> tuple[TensorIO, ...]:
@@ -289,40 +262,6 @@ class EngineSpec:
                 packed = pack_positives(state.reshape(array.shape[0], -1))
                 answers["positives"] = write_state(io, packed).view(array.dtype)
         return answers
-
-    @classmethod
-    def from_onnx(cls, path: str | os.PathLike[str], **kwargs: Any) -> "EngineSpec":
-        """Return an engine with the inputs and outputs of an ONNX model, which ONNX Runtime computes.
-
-        :param kwargs: the other parameters, such as ``profiles`` for sizes other than the default ones.
-        :raises MissingExtraError: without ONNX Runtime.
-        :raises ModelError: for a model that cannot be loaded, or whose rows cannot be batched.
-        """
-        # Not before it is needed: it loads ONNX Runtime.
-        from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
-
-        model = OnnxModel(path)
-        rows = model.rows_fixed or -1
-
-        def described(specs: Sequence[TensorSpec]) -> tuple[TensorIO, ...]:
-            dims = [tuple(-1 if isinstance(dim, str) else dim for dim in one.dims) for one in specs]
-            return tuple(
-                TensorIO(one.name, one.dtype.name, (rows, *sizes))
-                for one, sizes in zip(specs, dims, strict=True)
-            )
-
-        names = [one.name for one in model.outputs]
-
-        def function(inputs: dict[str, Array]) -> dict[str, Array]:
-            return dict(zip(names, model.session.run(names, inputs), strict=True))
-
-        kwargs = {"name": model.name, "fixed_rows": model.rows_fixed, **kwargs}
-        return cls(
-            inputs=described(model.inputs),
-            function=function,
-            function_outputs=described(model.outputs),
-            **kwargs,
-        )
 
     def compute(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return what ``function`` makes of a batch, by the names of the outputs.
@@ -396,11 +335,10 @@ def _shapes(io: TensorIO, given: Shapes | None) -> Shapes:
             chosen.append(tuple(d if dim == -1 else dim for dim, d in zip(io.dims, dynamic, strict=True)))
         given = (chosen[0], chosen[1], chosen[2])
     low, usual, high = (tuple(int(dim) for dim in shape) for shape in given)
-    if not len(low) == len(usual) == len(high) == len(io.dims) or not all(
+    assert all(
         1 <= a <= b <= c and dim in (-1, a) and (dim == -1 or a == c)
         for dim, a, b, c in zip(io.dims, low, usual, high, strict=True)
-    ):
-        raise OptionsError(f"{given} is not a profile for {io.name!r}, whose dimensions are {io.dims}")
+    ), f"{given} is not a profile for {io.name!r}, whose dimensions are {io.dims}"
     return low, usual, high
 
 
@@ -481,11 +419,10 @@ def double_plan(
     size of the whole plan at byte 16, the version in bytes 24 to 27. Only the double can read the rest.
 
     :param version: ``None`` for the one that the double of the flavour imitates.
-    :raises OptionsError: for an engine that does not share profiles, if that version always does.
     """
     version = version_for(flavour) if version is None else version
-    if not spec.shares_profiles and (flavour == "tensorrt_rtx" or version_of(version) >= SHARES_PROFILES):
-        raise OptionsError(f"every engine of {flavour} {version} shares profiles: leave shares_profiles out")
+    may_share_none = flavour != "tensorrt_rtx" and version_of(version) < SHARES_PROFILES
+    assert spec.shares_profiles or may_share_none, f"every engine of {flavour} {version} shares profiles"
     # A function may be any object, which is not to be copied.
     plain = asdict(replace(spec, function=None, function_outputs=(), rows_without_memory=0))
     fields: dict[str, Any] = {name: value for name, value in plain.items() if name != "_outputs"}
@@ -540,9 +477,7 @@ def read_plan(plan: bytes, flavour: Flavour = "tensorrt") -> PlanContent:
     for name in ("inputs", "function_outputs"):
         fields[name] = tuple(TensorIO(**io) for io in fields[name])
     if fields["function"] is not None:
-        fields["function"] = _functions.get(fields["function"])
-        if fields["function"] is None:
-            raise PlanError("Serialization (the function of this plan of the double is in another process)")
+        fields["function"] = _functions[fields["function"]]
     fields["profiles"] = tuple(fields["profiles"])
     version = ".".join(str(number) for number in numbers)
     major, minor = said["compute_capability"]

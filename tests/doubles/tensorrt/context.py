@@ -17,10 +17,10 @@ import numpy as np
 
 from asynctrt.devices.base import ALIGNMENT
 from asynctrt.errors import DeviceError
-from asynctrt.testing.tensorrt.core import Block, Reporter, Setting
-from asynctrt.testing.tensorrt.description import EngineDescription
-from asynctrt.testing.tensorrt.monitor import EnqueuedBatch, Ticket, ViolationError
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.core import Block, Reporter, Setting
+from tests.doubles.tensorrt.description import EngineDescription
+from tests.doubles.tensorrt.monitor import EnqueuedBatch, Ticket, ViolationError
+from tests.doubles.tensorrt.names import (
     Dims,
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
@@ -32,7 +32,7 @@ from asynctrt.testing.tensorrt.names import (
     require_initialised,
     version_of,
 )
-from asynctrt.testing.tensorrt.spec import COMPUTED, DESCRIBED, TensorIO
+from tests.doubles.tensorrt.spec import COMPUTED, DESCRIBED, TensorIO
 
 ENQUEUE: Final = "IExecutionContext::enqueueV3"
 
@@ -460,15 +460,6 @@ class IExecutionContext(Reporter):
             if self._core.library.version.startswith("8."):
                 raise self._violation("is refused a profile, of which the bindings of TensorRT 8.6 crash")
             return False
-        if self._strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:
-            block = self._core.allocate(self._engine._memory_nbytes(profile_index))
-            if block is None:
-                self._engine._give_profile(self._profile, self)
-                self._report_memory(where, "no enqueue memory")
-                return False
-            assert self._own_arena is not None
-            self._own_arena.close()
-            self._own_arena, self._arena = block, (block.address, block.nbytes)
         self._profile = profile_index
         self._reset_shapes()
         self._modified()

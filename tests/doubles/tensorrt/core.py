@@ -10,8 +10,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from asynctrt.devices.base import ALIGNMENT, Buffer, Device
 from asynctrt.errors import DeviceMemoryError
-from asynctrt.testing.tensorrt.monitor import Executor, ViolationError, ViolationMonitor
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.monitor import Executor, ViolationError, ViolationMonitor
+from tests.doubles.tensorrt.names import (
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
     IErrorRecorder,
@@ -19,7 +19,7 @@ from asynctrt.testing.tensorrt.names import (
     ILogger,
     require_initialised,
 )
-from asynctrt.testing.tensorrt.spec import Flavour
+from tests.doubles.tensorrt.spec import Flavour
 
 P = ParamSpec("P")
 R = TypeVar("R")

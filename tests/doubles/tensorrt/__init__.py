@@ -1,4 +1,4 @@
-"""A strict double of TensorRT for an application's own tests, which needs neither TensorRT nor a GPU.
+"""A strict double of TensorRT, which needs neither TensorRT nor a GPU.
 
 :class:`StrictTensorRT` takes the place of the module ``tensorrt``: it has the same names, arguments and
 return values, as far as an inference runtime needs them. This code runs on either::
@@ -15,11 +15,10 @@ return values, as far as an inference runtime needs them. This code runs on eith
     assert not trt.violations()
 
 With ``StrictTensorRT(device, flavour="tensorrt_rtx")`` and ``double_plan(spec, flavour="tensorrt_rtx")`` it
-stands in for TensorRT for RTX, which compiles when a plan is used, and can unload weights; ``tensorrt_lean``
+stands in for TensorRT for RTX, which compiles when a plan is used; ``tensorrt_lean``
 and ``tensorrt_dispatch`` lack the ONNX parser, which reads the files of :func:`double_weights`.
 
-An engine may be the application's own model: a NumPy function with any inputs and outputs
-(``EngineSpec(function=...)``), or an ONNX file (:meth:`EngineSpec.from_onnx`).
+An engine may be a NumPy function with any inputs and outputs (``EngineSpec(function=...)``).
 
 Others really compute, step by step, through the enqueue memory that they are given, on a
 :class:`HostDevice` or, with kernels compiled at run time, on a CUDA device. :meth:`EngineSpec.expected`
@@ -33,7 +32,7 @@ violation.
 - an enqueue after a refused shape; enqueue memory that is too small; addresses that are not aligned to 256
   bytes; overlapping memory;
 - an unknown stream; auxiliary streams that are not all different;
-- weights that are unloaded or refitted while a batch is in flight; a refit with weights that were freed;
+- weights that are refitted while a batch is in flight; a refit with weights that were freed;
 - a logger, an error recorder, an allocator or an output allocator that was destroyed while it is needed;
 - an output allocator that raises or returns ``None``, of which only the standard error stream would hear;
 - what ends the process with an engine of TensorRT 8 under a later library, such as an output allocator.
@@ -66,11 +65,11 @@ alone.
 :meth:`StrictTensorRT.fail_next` injects failures that cannot be provoked otherwise.
 """
 
-from asynctrt.testing.tensorrt.double import StrictTensorRT
-from asynctrt.testing.tensorrt.monitor import ViolationError
-from asynctrt.testing.tensorrt.refit import double_weights
-from asynctrt.testing.tensorrt.runtime import double_lean_runtime, double_plugin_library
-from asynctrt.testing.tensorrt.spec import EngineSpec, TensorIO, double_plan
+from tests.doubles.tensorrt.double import StrictTensorRT
+from tests.doubles.tensorrt.monitor import ViolationError
+from tests.doubles.tensorrt.refit import double_weights
+from tests.doubles.tensorrt.runtime import double_lean_runtime, double_plugin_library
+from tests.doubles.tensorrt.spec import EngineSpec, TensorIO, double_plan
 
 __all__ = [
     "EngineSpec",

@@ -4,22 +4,13 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, get_args
 
 from asynctrt.devices.base import ALIGNMENT
-from asynctrt.errors import OptionsError
 from asynctrt.tensors import Dims
-from asynctrt.testing.tensorrt.spec import EngineSpec
+from tests.doubles.tensorrt.spec import EngineSpec
 
 Fault = Literal["enqueue", "enqueue-hang", "illegal-address", "hang", "context-memory", "deserialize-memory"]
-FAULTS: Final[tuple[Fault, ...]] = (
-    "enqueue",
-    "enqueue-hang",
-    "illegal-address",
-    "hang",
-    "context-memory",
-    "deserialize-memory",
-)
 VIOLATIONS_MAX: Final = 1000
 MODIFIED: Final = "a graph was launched with {batch}, whose execution context was modified after the capture"
 GONE: Final = "a graph was launched with {batch}, whose execution context is gone"
@@ -28,18 +19,6 @@ ILLEGAL_ADDRESS: Final = "an illegal memory access was encountered"
 
 class ViolationError(Exception):
     """A use of TensorRT that the real library leaves undefined: a bug in the code that made the call."""
-
-
-def check_fault(what: Fault, count: int) -> None:
-    """Check the arguments of ``fail_next``.
-
-    :raises OptionsError: for an unknown fault, or a count below 1.
-    """
-    if what not in FAULTS or count < 1:
-        raise OptionsError(
-            f"cannot inject {count} times the fault {what!r}; the count must be at least 1, and the valid "
-            f"faults are {', '.join(FAULTS)}"
-        )
 
 
 class ViolationMonitor:
@@ -90,6 +69,7 @@ class ViolationMonitor:
 
     def arm(self, what: Fault, count: int) -> None:
         """Make the next ``count`` operations of a kind fail."""
+        assert what in get_args(Fault), what
         with self._lock:
             self._due[what] += count
 

@@ -6,8 +6,8 @@ import pytest
 
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError
-from asynctrt.testing.tensorrt import EngineSpec
-from tests.testing.tensorrt.support import WAIT_S, Bench, rows, until, wait
+from tests.doubles.support import WAIT_S, Bench, rows, until, wait
+from tests.doubles.tensorrt import EngineSpec
 
 
 @pytest.fixture

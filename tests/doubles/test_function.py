@@ -1,23 +1,19 @@
 """Engines of the double that compute a function: an application's own model, without a GPU."""
 
 import asyncio
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 
 import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import ExecutionError, ModelError, OptionsError
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
-from tests.models import double_onnx, sequence_onnx
-from tests.testing.tensorrt.support import Bench as Strict
-from tests.testing.tensorrt.support import wait
+from asynctrt.errors import ExecutionError, ModelError
+from tests.doubles.support import Bench as Strict
+from tests.doubles.support import wait
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
@@ -206,20 +202,6 @@ def test_memory_that_no_batch_needs():
     user.bench.close()
 
 
-@pytest.mark.parametrize("make", [double_onnx, sequence_onnx])
-async def test_an_onnx_file(tmp_path, make):
-    path = make(tmp_path / "model.onnx")
-    bench = Bench(EngineSpec.from_onnx(path))
-    session = ort.InferenceSession(path)
-    shape = [3, *[dim if isinstance(dim, int) else 5 for dim in session.get_inputs()[0].shape[1:]]]
-    sent = {one.name: np.ones(shape, np.float32) for one in session.get_inputs()}
-    async with bench.open() as engine, asyncio.timeout(WAIT_S):
-        result = await engine.infer(sent)
-    for output, expected in zip(session.get_outputs(), session.run(None, sent), strict=True):
-        np.testing.assert_array_equal(result[output.name], expected)
-    bench.close()
-
-
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -237,32 +219,3 @@ async def test_what_the_function_must_give(function, said):
         with pytest.raises(ExecutionError, match=said):
             await engine.infer(images(1, 2))
     bench.close()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"function": classify},
-        {"function_outputs": (LOGITS,)},
-        {"function": classify, "function_outputs": (IMAGE,)},
-        {"function": classify, "function_outputs": (LOGITS, LOGITS)},
-        {"function": classify, "function_outputs": (LOGITS,), "data_dependent": True},
-        {"rows_without_memory": 1},
-    ],
-)
-def test_what_contradicts_a_function(wrong):
-    with pytest.raises(OptionsError, match="function"):
-        EngineSpec(inputs=(IMAGE,), **wrong)
-
-
-def test_a_plan_of_another_process(tmp_path):
-    path = tmp_path / "model.plan"
-    program = (
-        "import sys\nfrom tests.testing.tensorrt.test_function import CLASSIFIER\n"
-        "from asynctrt.testing.tensorrt import double_plan\n"
-        "open(sys.argv[1], 'wb').write(double_plan(CLASSIFIER))\n"
-    )
-    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=WAIT_S)
-    device = HostDevice()
-    with pytest.raises(ModelError, match="is in another process"):
-        TensorRTModel(path, device=device, flavour=StrictTensorRT(device))

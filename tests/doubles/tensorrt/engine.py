@@ -6,18 +6,18 @@ import weakref
 import numpy as np
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.context import IExecutionContext
-from asynctrt.testing.tensorrt.core import Block, Core, IRuntimeConfig, checked
-from asynctrt.testing.tensorrt.description import EngineDescription
-from asynctrt.testing.tensorrt.inspector import EngineInspector
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.context import IExecutionContext
+from tests.doubles.tensorrt.core import Block, Core, IRuntimeConfig, checked
+from tests.doubles.tensorrt.description import EngineDescription
+from tests.doubles.tensorrt.inspector import EngineInspector
+from tests.doubles.tensorrt.names import (
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
     IErrorRecorder,
     version_of,
 )
-from asynctrt.testing.tensorrt.spec import PlanContent
-from asynctrt.testing.tensorrt.versions import of_version
+from tests.doubles.tensorrt.spec import PlanContent
+from tests.doubles.tensorrt.versions import of_version
 
 
 class ICudaEngine(EngineDescription):
@@ -137,7 +137,7 @@ class ICudaEngine(EngineDescription):
         where = "ICudaEngine::createExecutionContext"
         if self._report_loss(where):
             return None
-        if self._weights is None and not self._can_lack_weights:
+        if self._weights is None:
             self._report(
                 ErrorCodeTRT.INVALID_STATE, where, "Internal Error", "the engine's weights are missing"
             )
@@ -148,8 +148,8 @@ class ICudaEngine(EngineDescription):
         wanted = [aligned(self._spec.persistent_nbytes)]
         if strategy == ExecutionContextAllocationStrategy.STATIC:
             wanted.append(self._memory_nbytes())
-        elif strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:
-            wanted.append(self._memory_nbytes(0))
+        else:
+            assert strategy == ExecutionContextAllocationStrategy.USER_MANAGED, "the double has no other"
         blocks: list[Block] = []
         for nbytes in wanted:
             block = self._core.allocate(nbytes)
@@ -166,11 +166,6 @@ class ICudaEngine(EngineDescription):
         with self._lock:
             self._contexts.add(context)
         return context
-
-    @property
-    def _can_lack_weights(self) -> bool:
-        """Whether contexts can be created while the weights are not on the device."""
-        return False
 
     def _new_context(
         self,

@@ -305,7 +305,7 @@ class IErrorRecorder(_Interface):
     """Derive from it, and override all methods. While attached, it gets the errors instead of the logger."""
 
     @property
-    def MAX_DESC_LENGTH(self) -> int:  # noqa: N802  (the real one's name)
+    def MAX_DESC_LENGTH(self) -> int:
         """The longest description in the safety runtime."""
         return 127
 

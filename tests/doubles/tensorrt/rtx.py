@@ -1,7 +1,7 @@
-"""What the double has in TensorRT for RTX alone: compiling when a plan is used, and weights that come later.
+"""What the double has in TensorRT for RTX alone: compiling when a plan is used.
 
 TensorRT for RTX compiles kernels when a context is created, and when it meets new shapes. A runtime cache
-keeps them. Weights can be loaded after the engine, unloaded, and loaded again.
+keeps them.
 """
 
 import json
@@ -11,26 +11,20 @@ import weakref
 import zlib
 from typing import Any, Final
 
-from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.context import ENQUEUE, IExecutionContext
-from asynctrt.testing.tensorrt.core import Block, Core, IRuntimeConfig, checked
-from asynctrt.testing.tensorrt.engine import ICudaEngine
-from asynctrt.testing.tensorrt.monitor import EnqueuedBatch
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.context import IExecutionContext
+from tests.doubles.tensorrt.core import Block, Core, IRuntimeConfig, checked
+from tests.doubles.tensorrt.engine import ICudaEngine
+from tests.doubles.tensorrt.monitor import EnqueuedBatch
+from tests.doubles.tensorrt.names import (
     CudaGraphStrategy,
     DataType,
     DynamicShapesKernelSpecializationStrategy,
-    ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
     ILogger,
 )
-from asynctrt.testing.tensorrt.runtime import Runtime
-from asynctrt.testing.tensorrt.spec import PlanContent
+from tests.doubles.tensorrt.runtime import Runtime
 
 CACHE: Final = b"asynctrt runtime cache "
-DEFERRED: Final = (
-    "ICudaEngine::{} is only valid for engines deserialized with IRuntime::setDeferredWeightsLoading(true)."
-)
 
 
 class IHostMemory(bytes):
@@ -185,12 +179,6 @@ class RtxExecutionContext(IExecutionContext):
             self._core.library.compiled.append(kernel)
 
     def _can_run(self, handle: int) -> bool:
-        if self._engine._weights is None:
-            text = (
-                "Cannot run inference with deferred weight loading. Load weights before calling enqueueV3()."
-            )
-            self._report(ErrorCodeTRT.INVALID_STATE, ENQUEUE, "API Usage Error", text)
-            return False
         if self._graphs is not CudaGraphStrategy.DISABLED and self._core.executor.is_capturing(handle):
             raise self._violation("is captured, although it captures by itself (cuda_graph_strategy)")
         return super()._can_run(handle)
@@ -202,75 +190,14 @@ class RtxExecutionContext(IExecutionContext):
             self._compile(str(prepared.shapes))
         return prepared
 
-    def _refresh(self) -> None:
-        """Take note that the weights have gone, or lie elsewhere: no graph may be launched that has them."""
-        self._enqueued, self._is_changed = None, True
-        self._modified()
-
 
 class RtxCudaEngine(ICudaEngine):
-    """An engine whose weights may be loaded after it."""
-
-    def __init__(
-        self, core: Core, recorder: Any, plan: PlanContent, weights: Block | None, content: bytes
-    ) -> None:
-        super().__init__(core, recorder, plan, weights)
-        self._is_deferred = weights is None
-        self._content = zlib.crc32(content)
-
-    @property
-    def weights_loaded(self) -> bool:
-        """Whether the weights are on the device."""
-        return self._weights is not None
-
-    @checked
-    def load_weights(self, blob: Any) -> bool:
-        """Load the weights from the plan; ``False``, and an error, unless they are deferred and unloaded."""
-        where = "ICudaEngine::loadWeights"
-        if not self._is_deferred or self._report_loss(where):
-            return self._refuse(where, DEFERRED.format("loadWeights"))
-        if self._weights is not None:
-            return self._refuse(where, "!mWeightsLoaded")
-        if not isinstance(blob, bytes | bytearray | memoryview):
-            raise TypeError("load_weights(): incompatible function arguments")
-        if zlib.crc32(blob) != self._content:
-            return self._refuse(where, "Engine plan blob does not contain a kWEIGHTS section.")
-        nbytes = aligned(self._spec.weights_nbytes)
-        weights = self._core.allocate(nbytes)
-        if weights is None:
-            self._report_memory(where, f"Requested size was {nbytes} bytes.")
-            return False
-        self._weights = weights
-        self._write_weights()
-        self._refresh()
-        return True
-
-    @checked
-    def unload_weights(self) -> bool:
-        """Free the weights; ``False``, and an error, unless they are deferred and loaded.
-
-        :raises ViolationError: while a batch of one of its contexts is in flight.
-        """
-        where = "ICudaEngine::unloadWeights"
-        if not self._is_deferred or self._report_loss(where):
-            return self._refuse(where, DEFERRED.format("unloadWeights"))
-        if self._weights is None:
-            return self._refuse(where, "mWeightsLoaded")
-        if self._is_busy():
-            raise self._core.monitor.found(f"the weights of {self.name!r} were unloaded while a batch ran")
-        weights, self._weights = self._weights, None
-        weights.close()
-        self._refresh()
-        return True
+    """An engine whose contexts compile what they run."""
 
     @checked
     def create_runtime_config(self) -> RtxRuntimeConfig:
         """Return settings for :meth:`create_execution_context`."""
         return RtxRuntimeConfig(self._core)
-
-    @property
-    def _can_lack_weights(self) -> bool:
-        return self._is_deferred
 
     def _new_context(
         self,
@@ -283,43 +210,9 @@ class RtxCudaEngine(ICudaEngine):
         assert isinstance(config, RtxRuntimeConfig), "an engine makes its own configs"
         return RtxExecutionContext(self, strategy, persistent, own_arena, config)
 
-    def _refuse(self, where: str, why: str) -> bool:
-        self._report(ErrorCodeTRT.INVALID_STATE, where, "API Usage Error", why)
-        return False
-
-    def _refresh(self) -> None:
-        for context in list(self._contexts):
-            assert isinstance(context, RtxExecutionContext), "they are made by `_new_context`"
-            context._refresh()
-
 
 class RtxRuntime(Runtime):
     """Deserialises plans of the double of TensorRT for RTX."""
 
-    _defers = False
-
-    @property
-    def defer_weights_loading(self) -> bool:
-        """Whether engines that are deserialised get their weights later."""
-        return self._defers
-
-    @defer_weights_loading.setter
-    def defer_weights_loading(self, defer: bool) -> None:
-        """Set whether they do."""
-        self._defers = defer
-
-    def _new_engine(self, plan: PlanContent, content: bytes) -> ICudaEngine | None:
-        if not self._defers:
-            return super()._new_engine(plan, content)
-        where, why = "IRuntime::deserializeCudaEngine", None
-        if plan.spec.stripped_weights_nbytes:
-            why = "Deferred weight loading is not supported for weight-stripped engines."
-        elif plan.spec.streamable_weights_nbytes:
-            why = "Deferred weight loading combined with weight streaming is not yet supported."
-        if why is not None:
-            self._report(ErrorCodeTRT.INVALID_STATE, where, "API Usage Error", why)
-            return None
-        return self._made(plan, None, content)
-
-    def _made(self, plan: PlanContent, weights: Block | None, content: bytes) -> ICudaEngine:
-        return RtxCudaEngine(self._core, self._recorder, plan, weights, content)
+    def _engine_class(self) -> type[ICudaEngine]:
+        return RtxCudaEngine

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.core import Block, Core, Library, Reporter, Setting, checked
-from asynctrt.testing.tensorrt.engine import ICudaEngine, engine_class_of
-from asynctrt.testing.tensorrt.monitor import ViolationMonitor
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.core import Core, Library, Reporter, Setting, checked
+from tests.doubles.tensorrt.engine import ICudaEngine, engine_class_of
+from tests.doubles.tensorrt.monitor import ViolationMonitor
+from tests.doubles.tensorrt.names import (
     ErrorCodeTRT,
     IGpuAllocator,
     ILogger,
@@ -17,7 +17,7 @@ from asynctrt.testing.tensorrt.names import (
     require_initialised,
     version_of,
 )
-from asynctrt.testing.tensorrt.spec import PlanContent, PlanError, read_plan, serialization_version
+from tests.doubles.tensorrt.spec import PlanContent, PlanError, read_plan, serialization_version
 
 LEAN_RUNTIME: Final = b"asynctrt lean runtime "
 PLUGIN_LIBRARY: Final = b"asynctrt plugins "
@@ -135,7 +135,7 @@ class Runtime(Reporter):
         self._max_threads = threads
 
     @property
-    def num_DLA_cores(self) -> int:  # noqa: N802  (the real one's name)
+    def num_DLA_cores(self) -> int:
         """The number of DLA cores: the double's devices have none."""
         return 0
 
@@ -226,9 +226,9 @@ class Runtime(Reporter):
                 "corresponding IPluginCreator not found in Plugin Registry)",
             )
             return None
-        return self._new_engine(plan, content)
+        return self._new_engine(plan)
 
-    def _new_engine(self, plan: PlanContent, content: bytes) -> "ICudaEngine | None":
+    def _new_engine(self, plan: PlanContent) -> "ICudaEngine | None":
         """Return the engine with its weights on the device; ``None``, and an error, if they do not fit."""
         where = "IRuntime::deserializeCudaEngine"
         fails = self._core.monitor.take("deserialize-memory")
@@ -236,12 +236,10 @@ class Runtime(Reporter):
         if weights is None:
             self._report_memory(where, f"Requested size was {aligned(plan.spec.weights_nbytes)} bytes.")
             return None
-        return self._made(plan, weights, content)
+        return self._engine_class()(self._core, self._recorder, plan, weights)
 
-    def _made(self, plan: PlanContent, weights: Block | None, content: bytes) -> ICudaEngine:
-        is_rtx = self._core.library.flavour == "tensorrt_rtx"
-        kind = ICudaEngine if is_rtx else engine_class_of(self._core.library.version)
-        return kind(self._core, self._recorder, plan, weights)
+    def _engine_class(self) -> type[ICudaEngine]:
+        return engine_class_of(self._core.library.version)
 
     def _report_raw(self, where: str, code: ErrorCodeTRT, text: str) -> None:
         kind, _, rest = text.partition(" (")

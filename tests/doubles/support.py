@@ -5,7 +5,7 @@ import threading
 import numpy as np
 
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 
 WAIT_S = 20.0
 
@@ -238,6 +238,21 @@ def make_recorder(trt):
         def report_error(self, val, desc):
             self.errors.append((val, desc))
             return False
+
+        def num_errors(self):
+            return len(self.errors)
+
+        def get_error_code(self, index):
+            return self.errors[index][0]
+
+        def get_error_desc(self, index):
+            return self.errors[index][1]
+
+        def has_overflowed(self):
+            return False
+
+        def clear(self):
+            self.errors.clear()
 
         def last(self):
             return self.errors[-1]

@@ -7,23 +7,20 @@ import threading
 
 import pytest
 
-from asynctrt.devices.base import Device
-from asynctrt.errors import DeviceUnavailableError, OptionsError
-from asynctrt.testing.tensorrt import (
-    EngineSpec,
-    StrictTensorRT,
-    TensorIO,
-    ViolationError,
-    double_lean_runtime,
-    double_plan,
-)
-from tests.testing.tensorrt.support import (
+from tests.doubles.support import (
     Bench,
     make_allocator,
     make_logger,
     make_output_allocator,
     make_recorder,
     rows,
+)
+from tests.doubles.tensorrt import (
+    EngineSpec,
+    TensorIO,
+    ViolationError,
+    double_lean_runtime,
+    double_plan,
 )
 
 TWO_PROFILES = (
@@ -424,17 +421,6 @@ def test_memory_can_be_refused_on_demand(what, where):
         assert "Error Code 2: OutOfMemory" in bench.recorder.last()[1]
     assert bench.load(EngineSpec())
     assert bench.engine.create_execution_context()
-
-
-def test_only_what_can_fail_can_be_asked_to():
-    with pytest.raises(OptionsError, match="valid faults are enqueue, enqueue-hang, illegal-address, hang"):
-        Bench().trt.fail_next("everything")
-
-
-def test_a_device_of_another_kind_is_refused():
-    with pytest.raises(DeviceUnavailableError, match="a host or a CUDA device"):
-        StrictTensorRT(object())
-    assert isinstance(Bench().device, Device)
 
 
 def test_two_doubles_have_nothing_in_common():

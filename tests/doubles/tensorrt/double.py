@@ -5,18 +5,17 @@ from typing import Any, Final
 
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceUnavailableError, show
-from asynctrt.testing.tensorrt import names
-from asynctrt.testing.tensorrt.context import IExecutionContext as Context
-from asynctrt.testing.tensorrt.core import IRuntimeConfig as Config
-from asynctrt.testing.tensorrt.core import Library
-from asynctrt.testing.tensorrt.engine import ICudaEngine as Engine
-from asynctrt.testing.tensorrt.engine import engine_class_of
-from asynctrt.testing.tensorrt.host import HostExecutor
-from asynctrt.testing.tensorrt.inspector import EngineInspector
-from asynctrt.testing.tensorrt.monitor import Executor, Fault, ViolationMonitor, check_fault
-from asynctrt.testing.tensorrt.refit import OnnxParserRefitter, ParserError, Refitter
-from asynctrt.testing.tensorrt.rtx import (
+from tests.doubles.tensorrt import names
+from tests.doubles.tensorrt.context import IExecutionContext as Context
+from tests.doubles.tensorrt.core import IRuntimeConfig as Config
+from tests.doubles.tensorrt.core import Library
+from tests.doubles.tensorrt.engine import ICudaEngine as Engine
+from tests.doubles.tensorrt.engine import engine_class_of
+from tests.doubles.tensorrt.host import HostExecutor
+from tests.doubles.tensorrt.inspector import EngineInspector
+from tests.doubles.tensorrt.monitor import Executor, Fault, ViolationMonitor
+from tests.doubles.tensorrt.refit import OnnxParserRefitter, ParserError, Refitter
+from tests.doubles.tensorrt.rtx import (
     IHostMemory,
     IRuntimeCache,
     RtxCudaEngine,
@@ -24,10 +23,10 @@ from asynctrt.testing.tensorrt.rtx import (
     RtxRuntime,
     RtxRuntimeConfig,
 )
-from asynctrt.testing.tensorrt.runtime import PluginRegistry, initialise_plugins
-from asynctrt.testing.tensorrt.runtime import Runtime as PlainRuntime
-from asynctrt.testing.tensorrt.spec import COMPUTE_CAPABILITY, Flavour, version_for
-from asynctrt.testing.tensorrt.versions import SINCE, is_missing, of_version
+from tests.doubles.tensorrt.runtime import PluginRegistry, initialise_plugins
+from tests.doubles.tensorrt.runtime import Runtime as PlainRuntime
+from tests.doubles.tensorrt.spec import COMPUTE_CAPABILITY, Flavour, version_for
+from tests.doubles.tensorrt.versions import SINCE, is_missing, of_version
 
 RTX: Final = ("tensorrt_rtx",)
 WITH_PARSER: Final = ("tensorrt", "tensorrt_rtx")
@@ -52,7 +51,6 @@ class StrictTensorRT:
     :param version: the version of TensorRT to imitate; ``None`` for the newest that is known.
     :param compute_capability: the compute capability that plans have to be built for.
     :param flavour: the package to imitate, which runs plans that :func:`double_plan` made for it.
-    :raises DeviceUnavailableError: for any other kind of device.
     """
 
     ILogger = names.ILogger
@@ -155,10 +153,7 @@ class StrictTensorRT:
         was asked for. ``deserialize-memory``: memory is refused. ``hang``: the next batch to execute does not
         end before :meth:`release_hangs`.
         ``illegal-address``: the next batch to execute reads an unmapped address, and the device is lost.
-
-        :raises OptionsError: for an unknown fault, or a count below 1.
         """
-        check_fault(what, count)
         # The device first: a failure that is due may be taken at once.
         self.executor.armed(what, count)
         self.monitor.arm(what, count)
@@ -182,13 +177,9 @@ class StrictTensorRT:
 def _executor(device: Device, monitor: ViolationMonitor) -> Executor:
     if isinstance(device, HostDevice):
         return HostExecutor(device, monitor)
-    if hasattr(device, "ordinal"):
-        # Imported only here: a host device needs no CUDA.
-        from asynctrt.devices.cuda import CudaDevice  # noqa: PLC0415
-        from asynctrt.testing.tensorrt.cuda import CudaExecutor  # noqa: PLC0415
+    # Imported only here: a host device needs no CUDA.
+    from asynctrt.devices.cuda import CudaDevice
+    from tests.doubles.tensorrt.cuda import CudaExecutor
 
-        if isinstance(device, CudaDevice):
-            return CudaExecutor(device, monitor)
-    raise DeviceUnavailableError(
-        f"the TensorRT double runs on a host or a CUDA device, not on {show(device)}"
-    )
+    assert isinstance(device, CudaDevice), f"not a host or a CUDA device: {device!r}"
+    return CudaExecutor(device, monitor)

@@ -18,7 +18,7 @@ from asynctrt.devices.base import ALIGNMENT, aligned
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceError, DeviceLostError
 from asynctrt.tensors import Array
-from asynctrt.testing.tensorrt.monitor import (
+from tests.doubles.tensorrt.monitor import (
     GONE,
     ILLEGAL_ADDRESS,
     MODIFIED,
@@ -28,7 +28,7 @@ from asynctrt.testing.tensorrt.monitor import (
     ViolationError,
     ViolationMonitor,
 )
-from asynctrt.testing.tensorrt.spec import TensorIO, advance, pack_positives, read_state, write_state
+from tests.doubles.tensorrt.spec import TensorIO, advance, pack_positives, read_state, write_state
 
 WAIT_S: Final = 120.0
 """Seconds that an enqueue may wait for its batch, for a test that would hang otherwise."""

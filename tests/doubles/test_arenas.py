@@ -7,8 +7,8 @@ import pytest
 
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
-from asynctrt.testing.tensorrt import EngineSpec, ViolationError
-from tests.testing.tensorrt.support import WAIT_S, Bench, rows, take_turns, wait
+from tests.doubles.support import WAIT_S, Bench, rows, take_turns, wait
+from tests.doubles.tensorrt import EngineSpec, ViolationError
 
 
 class Gate:

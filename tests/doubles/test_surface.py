@@ -15,11 +15,11 @@ import tensorrt_lean
 import tensorrt_rtx
 
 from asynctrt.devices.host import HostDevice
-from asynctrt.testing.tensorrt import StrictTensorRT
+from tests.doubles.surface import RECORDED, arguments_of, record, recorded, surface_of
+from tests.doubles.tensorrt import StrictTensorRT
 from tests.helpers import needed
-from tests.testing.tensorrt.surface import RECORDED, arguments_of, record, recorded, surface_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 REAL = {"tensorrt_lean": tensorrt_lean, "tensorrt_rtx": tensorrt_rtx}
 TRT = StrictTensorRT(HostDevice())
 
@@ -50,12 +50,14 @@ MULTI_GPU = "one GPU"
 BINDINGS = "calls by the index of a tensor, and those that block, were removed with TensorRT 10"
 QUANTISED = "no engine of the double is quantised"
 BY_NAME = "weights of the double have names, and the parser sets them"
+DEFERRED = "weights come with the engine, and stay"
 
 LEFT_OUT = {
     "Runtime": {
         "DLA_core": DLA,
         "dla_workspace_allocation_strategy": DLA,
         "get_plugin_registry": PLUGINS,
+        "defer_weights_loading": DEFERRED,
         "engine_header_size": "a plan is read before its library is known",
         "get_engine_validity": "a refusal says what the double would answer",
     },
@@ -93,7 +95,7 @@ LEFT_OUT = {
             BINDINGS,
         ),
         "create_weights_manager": "weights come from the plan",
-        "load_weights_async": "a plan is in memory, not in a stream",
+        **dict.fromkeys(["load_weights", "load_weights_async", "unload_weights", "weights_loaded"], DEFERRED),
     },
     "IExecutionContext": {
         "all_shape_inputs_specified": SHAPE_TENSORS,
@@ -347,7 +349,7 @@ class TestHabits:
 
 
 def test_importing_the_double_loads_neither_cuda_nor_tensorrt():
-    program = "import sys, asynctrt.testing.tensorrt; print({name.split('.')[0] for name in sys.modules})"
+    program = "import sys, tests.doubles.tensorrt; print({name.split('.')[0] for name in sys.modules})"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from asynctrt.testing.tensorrt.names import IErrorRecorder, LayerInformationFormat
+from tests.doubles.tensorrt.names import IErrorRecorder, LayerInformationFormat
 
 
 class EngineInspector:

@@ -4,9 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from asynctrt.errors import OptionsError
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO
-from tests.testing.tensorrt.support import Bench, rows, same
+from tests.doubles.support import Bench, rows, same
+from tests.doubles.tensorrt import EngineSpec, TensorIO
 
 
 @pytest.fixture
@@ -83,41 +82,6 @@ def test_positive_values_are_packed(bench):
     found = user.run()
     same(found, spec.expected(x))
     np.testing.assert_array_equal(found["positives"], [[15, 0], [0, 0], [3, 5]])
-
-
-def test_enqueue_memory_grows_with_the_batch_and_the_steps():
-    small, large = EngineSpec(steps=2), EngineSpec(steps=3)
-    shapes = {"input": (64, 16)}
-    state = 64 * 16 * 4
-    assert small.enqueue_nbytes(shapes) == 2 * 256 + 2 * state
-    assert large.enqueue_nbytes(shapes) == 2 * 256 + 3 * state
-    assert small.enqueue_nbytes({"input": (1, 16)}) < small.enqueue_nbytes(shapes)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"inputs": ()}, "1 to 4 inputs"),
-        ({"inputs": (TensorIO("a"), TensorIO("a"))}, "unique names"),
-        ({"profiles": ()}, "at least one profile"),
-        ({"profiles": ({"other": ((1, 16), (2, 16), (4, 16))},)}, r"unknown inputs \['other'\]"),
-        ({"profiles": ({"input": ((8, 16), (2, 16), (4, 16))},)}, "is not a profile for"),
-        ({"profiles": ({"input": ((1, 8), (2, 8), (4, 8))},)}, "is not a profile for"),
-        ({"steps": 0}, "steps must be 1 to 64"),
-        ({"aux_streams": 9}, "aux_streams must be 0 to 3"),
-        ({"weights_nbytes": 8}, "at least 64"),
-    ],
-)
-def test_an_impossible_engine_is_refused(wrong, said):
-    with pytest.raises(OptionsError, match=said):
-        EngineSpec(**wrong)
-
-
-def test_an_impossible_tensor_is_refused():
-    with pytest.raises(OptionsError, match="unknown dtype 'complex64'"):
-        TensorIO("input", "complex64")
-    with pytest.raises(OptionsError, match="valid are 1 to 8 of them"):
-        TensorIO("input", dims=(-2, 4))
 
 
 def test_the_batch_axis_can_be_fixed(bench):

@@ -6,7 +6,7 @@ Read from the Python bindings of 8.6 and of all versions from 10.0 to 11.4.
 import functools
 from typing import Any, Final
 
-from asynctrt.testing.tensorrt.names import version_of
+from tests.doubles.tensorrt.names import version_of
 
 SINCE: Final = {
     "APILanguage": (10, 0),

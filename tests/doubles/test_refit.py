@@ -5,8 +5,8 @@ import gc
 import pytest
 
 from asynctrt.testing import LatchDevice
-from asynctrt.testing.tensorrt import EngineSpec, ViolationError, double_weights
-from tests.testing.tensorrt.support import Bench, rows
+from tests.doubles.support import Bench, rows
+from tests.doubles.tensorrt import EngineSpec, ViolationError, double_weights
 
 STRIPPED = EngineSpec(stripped_weights_nbytes=1000)
 PACKAGES = pytest.mark.parametrize("flavour", ["tensorrt", "tensorrt_rtx"])
@@ -93,11 +93,6 @@ def test_what_cannot_be_refitted():
     bench = Bench(flavour="tensorrt_rtx")
     with pytest.raises(TypeError, match="nullptr"):
         refitter_of(bench)
-    bench.runtime.defer_weights_loading = True
-    deferred = bench.load(EngineSpec(refittable=True))
-    with pytest.raises(TypeError, match="nullptr"):
-        refitter_of(bench, deferred)
-    assert "setDeferredWeightsLoading" in bench.logger.errors()[-1]
 
 
 def test_no_memory(onnx):

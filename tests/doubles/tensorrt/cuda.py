@@ -17,9 +17,9 @@ from cuda.bindings import driver, nvrtc
 from asynctrt.devices.base import ALIGNMENT, aligned
 from asynctrt.devices.cuda import CudaDevice
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceUnavailableError
-from asynctrt.testing.tensorrt.kernels import SOURCE
-from asynctrt.testing.tensorrt.monitor import GONE, MODIFIED, EnqueuedBatch, Fault, Ticket, ViolationMonitor
-from asynctrt.testing.tensorrt.spec import COMPUTED, INPUTS_MAX
+from tests.doubles.tensorrt.kernels import SOURCE
+from tests.doubles.tensorrt.monitor import GONE, MODIFIED, EnqueuedBatch, Fault, Ticket, ViolationMonitor
+from tests.doubles.tensorrt.spec import COMPUTED, INPUTS_MAX
 
 SLOTS: Final = 2048
 CELLS: Final = 1024

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.core import Block, Core, Reporter
-from asynctrt.testing.tensorrt.names import (
+from tests.doubles.tensorrt.core import Block, Core, Reporter
+from tests.doubles.tensorrt.names import (
     DataType,
     Dims,
     EngineCapability,
@@ -20,7 +20,7 @@ from asynctrt.testing.tensorrt.names import (
     TensorLocation,
     version_of,
 )
-from asynctrt.testing.tensorrt.spec import MAY_SHARE_PROFILES, RTX_TAG, PlanContent, TensorIO, tag_of
+from tests.doubles.tensorrt.spec import MAY_SHARE_PROFILES, RTX_TAG, PlanContent, TensorIO, tag_of
 
 SIZES_MEMORY: Final = (10, 1)
 """The first version whose engines are given enqueue memory with its size, whatever library runs them."""

@@ -8,8 +8,8 @@ import pytest
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError
 from asynctrt.testing import LatchDevice
-from asynctrt.testing.tensorrt import EngineSpec, ViolationError
-from tests.testing.tensorrt.support import MODIFICATIONS, Bench, rows, set_the_same, two_profiles, wait
+from tests.doubles.support import MODIFICATIONS, Bench, rows, set_the_same, two_profiles, wait
+from tests.doubles.tensorrt import EngineSpec, ViolationError
 
 
 def captured(bench, user, stream):

@@ -9,11 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.core import Core, Reporter, Setting, checked
-from asynctrt.testing.tensorrt.engine import ICudaEngine
-from asynctrt.testing.tensorrt.names import ErrorCodeTRT, ILogger, require_initialised
-from asynctrt.testing.tensorrt.rtx import RtxCudaEngine
-from asynctrt.testing.tensorrt.spec import EngineSpec
+from tests.doubles.tensorrt.core import Core, Reporter, Setting, checked
+from tests.doubles.tensorrt.engine import ICudaEngine
+from tests.doubles.tensorrt.names import ErrorCodeTRT, ILogger, require_initialised
+from tests.doubles.tensorrt.spec import EngineSpec
 
 WEIGHTS: Final = b"asynctrt weights "
 
@@ -44,15 +43,8 @@ class Refitter(Reporter):
     def __init__(self, engine: ICudaEngine, logger: ILogger) -> None:
         require_initialised(logger, ILogger)
         super().__init__(Core(engine._core.library, logger), None)
-        why = None
         if not engine.refittable:
             why = "Cannot refit an engine that was not built to be refitted."
-        elif isinstance(engine, RtxCudaEngine) and engine._is_deferred:
-            why = (
-                "Refitting an ICudaEngine that was deserialized with "
-                "IRuntime::setDeferredWeightsLoading(true) is not supported."
-            )
-        if why is not None:
             self._report(ErrorCodeTRT.INVALID_ARGUMENT, "createInferRefitter", "API Usage Error", why)
             raise TypeError("pybind11::init(): factory function returned nullptr")
         self._engine = weakref.ref(engine)

@@ -4,7 +4,7 @@
 installed beside each other have theirs in ``surfaces/``, recorded from the wheels of their bindings. To
 record them again::
 
-    python -m tests.testing.tensorrt.surface
+    python -m tests.doubles.surface
 
 It needs a package index, a C compiler and ``readelf``, and downloads 6 MB: stubs take the place of the
 libraries that the bindings name, since nothing is called.
@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from zipfile import ZipFile
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "surfaces"
 
 RECORDED = {
@@ -163,7 +163,7 @@ def record(requirement, module, folder):
         ZipFile(wheel).extractall(folder)
     make_stubs(folder / module)
     program = f"import sys; sys.path[:0] = {[str(folder), str(ROOT)]!r}"
-    program += f"; from tests.testing.tensorrt import surface; surface.tell({module!r})"
+    program += f"; from tests.doubles import surface; surface.tell({module!r})"
     # Without site-packages: bindings load libraries that they find there, of any version.
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder / module)}
     return json.loads(run(sys.executable, "-I", "-S", "-c", program, env=env))
