@@ -217,8 +217,7 @@ class PreparedContext(ExecutionContext, Protocol):
     """A context of a :class:`PreparedModel`."""
 
     def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Keep separate state for batches of each of these sizes from now on, and drop state for other
-        sizes."""
+        """Keep separate state for batches of each of these sizes from now on, and drop all other state."""
 
 
 @runtime_checkable

@@ -77,8 +77,6 @@ class FunctionModel(ModelBase):
     in the batch's slab, which the next batch will reuse. If it raises, only its batch fails, with an
     :class:`ExecutionError`. It must not wait for its own engine: calling the engine from its run, or from a
     run that it waits for, raises :class:`UsageError`.
-    :class:`ExecutionError`. It must not wait for its own engine: a call from within its run, or from another
-    that it waits for, raises :class:`UsageError`.
 
     It runs in a thread of the device, so it may block, call ``asyncio.run``, or use libraries that are not
     allowed on an event loop. With ``contexts=1`` every batch runs in the same thread, which database
@@ -243,8 +241,7 @@ class FunctionBinding:
         return {}
 
     def _run(self, rows: int) -> "Coroutine | None":
-        # Mappings and views are created for each batch, because the function may pop, rebind and reshape
-        # them.
+        # Mappings and views are new for each batch, because the function may pop, rebind and reshape them.
         inputs = {}
         for name, array in self._inputs:
             inputs[name] = array[:rows]
@@ -478,8 +475,7 @@ class Outputs(Mapping[str, Array]):
         else:
             named = dict.fromkeys(self._memory, given)
         if self._arrays and len(named) > 1:
-            # A value may be a view of the memory of another output, which would be overwritten before it was
-            # read.
+            # A value may be a view of another output's memory, which would be overwritten before it was read.
             named = {name: np.array(value) for name, value in named.items()}
         for name, value in named.items():
             self[name] = value

@@ -133,7 +133,7 @@ def read_axes(
 
 
 def read_whole_axes(name: str, inputs: Sequence[Any], outputs: Sequence[Any], reason: str) -> Axes:
-    """Return the same for requests that run alone, whose tensors have no rows."""
+    """Return the same as :func:`read_axes` for requests that run alone, whose tensors have no rows."""
     given = [_read(name, "input", arg) for arg in inputs]
     return whole_axes(given, [_read(name, "output", arg) for arg in outputs], reason)
 
@@ -145,7 +145,7 @@ def whole_axes(inputs: Sequence[Arg], outputs: Sequence[Arg], reason: str) -> Ax
 
 
 class _Rows:
-    """What the declared shapes tell about the rows of a model.
+    """The information about the rows of a model in its declared shapes.
 
     Rows are on the first axis unless the settings say otherwise, or every tensor has one dimension with the
     same batch name. Inputs that are scalars, or of shape ``[1]``, are shared by all rows.

@@ -50,7 +50,6 @@ class OnnxModel(ModelBase):
     Rows are on the axis that ``rows`` gives; or on the axis with a batch name, if every tensor has one; or on
     the first axis. If the model's shapes do not allow rows to share a batch, each request runs alone, and
     :attr:`alone` gives the reason.
-    :attr:`alone` says why.
 
     :param path: the ``.onnx`` file; or its content as an object (bytes, an ``onnx.ModelProto``); or an
         existing ``onnxruntime.InferenceSession``, which then runs batches from several threads at once and

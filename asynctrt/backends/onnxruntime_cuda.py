@@ -157,8 +157,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         return self._device
 
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
-        """Load the model to read its names and types: on the CPU, unless only the GPU provider has its
-        operators."""
+        """Load the model to read its names and types: on the CPU, or on the GPU if only that can run it."""
         try:
             return super()._load(options)
         except Exception as error:
@@ -279,8 +278,7 @@ class OnnxCudaModel(StreamedOnnxModel):
             return ort.InferenceSession(what, options, providers=providers, enable_fallback=0)
 
     def _cuda_options(self) -> ort.SessionOptions:
-        """Return the options of sessions that run. Their threads run the operators on the CPU, mostly for
-        shapes."""
+        """Return the options of sessions that run. Their threads run CPU operators, mostly for shapes."""
         options = session_options(self.options)
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         return options

@@ -203,8 +203,7 @@ def threads_of(session: ort.InferenceSession) -> int:
 
 
 def bindable(session: ort.InferenceSession) -> Any:
-    """Return the object for contexts to bind memory with and run: the session, or a
-    :class:`ReboundSession`."""
+    """Return the session for contexts to bind and run, wrapped in a :class:`ReboundSession` if needed."""
     return session if session.get_providers() == [CPU] else ReboundSession(session)
 
 

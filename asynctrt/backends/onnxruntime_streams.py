@@ -187,8 +187,7 @@ class StreamSession:
         self.read_on_cpu = frozenset[str]()
         """The inputs that ONNX Runtime copies to the CPU, which it does only when they are bound."""
         self.left_on_cpu = frozenset[str]()
-        """The outputs that ONNX Runtime keeps on the CPU, and may put elsewhere than in their bound
-        memory."""
+        """The outputs that ONNX Runtime keeps on the CPU, possibly not in their bound memory."""
         self.ordinal = ordinal
         self.name = name
         # Only `close` may end it: the garbage collector may free the stream of an engine that was never
@@ -346,8 +345,7 @@ class StreamBinding:
             with self._context.turn:
                 self._enqueue(rows, stream)
         except Exception as error:
-            # Callers may keep the error longer than the session lives, and the frames below refer to the
-            # session.
+            # Callers may keep the error after the session is closed, but frames below refer to the session.
             failed = error.with_traceback(None)
         if failed is not None:
             raise failed

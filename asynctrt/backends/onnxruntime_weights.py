@@ -146,7 +146,7 @@ def share_weights(
         return None
     folder = optimising(options)
     try:
-        load(options)  # The session goes at once, as it has separate weights.
+        load(options)  # The session ends at once, because it has separate weights.
         shared = SharedWeights(folder, device, stream, where)
     except DeviceLostError:
         folder.cleanup()

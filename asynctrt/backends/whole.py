@@ -21,8 +21,7 @@ ROWS = "rows"
 
 
 def run_alone(model: Model, reason: str) -> Model:
-    """Return a model whose requests each run alone. It shares the weights of ``model`` and is closed
-    separately.
+    """Return a model that shares the weights of ``model``, runs each request alone, and is closed separately.
 
     :param reason: the reason, for the model's ``alone``.
     """

@@ -90,8 +90,7 @@ class Arena:
     def __init__(self) -> None:
         self.buffer: Buffer | None = None
         self.last_use: Event | None = None
-        """An event that is done when the latest batch in it has computed. The stream of the next batch waits
-        for it."""
+        """Done when the latest batch in it has computed. The stream of the next batch waits for it."""
         self.is_enqueueing = False
         """Whether a thread is enqueueing a batch in it. Later batches then queue in :attr:`waiting`, because
         batches use an arena in the order in which they are enqueued."""

@@ -1,4 +1,4 @@
-"""What an engine can do under the library that runs it. All decisions that depend on a version are made here.
+"""The abilities of an engine under the library that runs it. Decisions that depend on a version are here.
 
 An engine has the abilities of the version that built it, even if a later one runs it. Under TensorRT 10.16,
 calls newer than 8.6 on an engine of 8.6 return 0 or -1 with an error, and some crash the process.
@@ -54,7 +54,7 @@ LEAN_NAME: Final = re.compile(rb"libnvinfer_lean\.so\.(\d+)\0")
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What one engine can do under one library."""
+    """The abilities of one engine under one library."""
 
     shares_profiles: bool | None
     """Whether several contexts can use one profile at once; ``None`` if that must be tried."""

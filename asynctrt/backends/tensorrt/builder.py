@@ -417,8 +417,7 @@ def _add_profiles(made: _Build, profiles: Sequence[Mapping[str, Range]]) -> None
 
 
 def _timing_cache(made: _Build) -> Any:
-    """Attach the timing cache named in the options, filled from its file, and return it; or return
-    ``None``."""
+    """Attach the timing cache named in the options, filled from its file, and return it, if any."""
     if made.options.timing_cache is None:
         return None
     path = Path(made.options.timing_cache)

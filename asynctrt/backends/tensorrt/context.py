@@ -66,8 +66,7 @@ class Loaded:
     recorder: ErrorRecorder
     allocator: Any
     temporary_allocator: Any
-    """For memory that an enqueue needs only while its batch runs; ``None`` if the library does not support
-    it."""
+    """For memory that an enqueue needs only while its batch runs; ``None`` if the library has none."""
     runtimes: tuple[Any, ...]
     """The library's runtime, followed by the lean runtime if it loaded one."""
     engine: Any
@@ -77,7 +76,7 @@ class Loaded:
     is_streaming: bool = False
     """Whether some of its weights are streamed from the host for each batch."""
     paces: tuple[Pace, Pace] = field(default_factory=lambda: (Pace(ENQUEUE_NS), Pace(ENQUEUE_NS)))
-    """Durations of enqueues: for batches with the same shape as the previous one on their context, and for
+    """Durations of enqueues: for batches of the same shape as the previous one on their context, and
     others."""
 
     def failed(self, what: str, errors: TensorRTErrors) -> DeviceError:
@@ -100,8 +99,7 @@ class Loaded:
         return ExecutionError(f"{what} failed. {errors}")
 
     def activate_to_close(self) -> None:
-        """Make the device current in order to free something. Failures, as on a lost device, are only
-        logged."""
+        """Make the device current in order to free something. A failure is only logged."""
         try:
             self.device.activate()
         except DeviceError as error:
@@ -263,8 +261,7 @@ class TensorRTContext:
             logger.warning("%r enqueued a batch, but %s", self, self._recorder.take())
 
     def may_block(self, binding: "TensorRTBinding", rows: int, profile: int | None) -> bool:
-        """Return whether to enqueue a batch in a thread, because its enqueue blocks or was measured to be
-        slow.
+        """Return whether to enqueue a batch in a thread, because that blocks or was measured to be slow.
 
         An enqueue blocks for outputs whose size depends on the data, and for streamed weights ("How TensorRT
         works", Weight Streaming). After a change of shapes or profile, TensorRT updates the state of its
@@ -373,8 +370,7 @@ class TensorRTContext:
             self._call("set_output_allocator", name, self._output_allocator)
 
     def _set_shapes(self, binding: "TensorRTBinding", rows: int) -> None:
-        """Set the shapes of inputs, and check that the outputs have the shapes that were used to bind
-        memory."""
+        """Set the shapes of inputs, and check that the outputs have the shapes that memory is bound for."""
         for memory in binding.inputs:
             self._call("set_input_shape", memory.name, (rows, *memory.dims))
         try:

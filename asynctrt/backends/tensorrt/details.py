@@ -18,8 +18,7 @@ class EngineDetails:
     layers: int
     """Layers of the engine, after layers of the model were fused or split."""
     layer_names: tuple[str, ...]
-    """Their names, if the plan keeps them and the package can read them: ``tensorrt`` and
-    ``tensorrt_rtx``."""
+    """Layer names, if the plan keeps them and the package (``tensorrt``, ``tensorrt_rtx``) can read them."""
     weights_nbytes: int | None
     """All weights, including those not on the device."""
     stripped_nbytes: int | None

@@ -98,8 +98,7 @@ class KernelCache:
 
 
 def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions) -> Any | None:
-    """Return a runtime config for one context without enqueue memory; return ``None`` for a package that does
-    not compile.
+    """Return a runtime config for one context without enqueue memory; ``None`` if the package never compiles.
 
     :raises ExecutionError: if the config does not accept a setting.
     """

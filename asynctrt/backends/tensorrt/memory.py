@@ -169,8 +169,7 @@ class DeviceMemory:
         return taken
 
     def take(self, nbytes: int, alignment: int = ALIGNMENT, *, stream: int | None = None) -> int | None:
-        """Return the address of new memory, or ``None`` to refuse, following the protocol of the allocator's
-        callbacks.
+        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks require.
 
         :param stream: the handle of the stream in whose order it is allocated; ``None`` for immediate use.
         """
@@ -358,8 +357,7 @@ def _create_allocator(base: Any, source: DeviceMemory, *, in_order: bool) -> Any
             super().__init__()
 
         def allocate(self, size: int, alignment: int, flags: int) -> int:
-            """Return the address of memory for immediate use, or 0: the bindings report an error for
-            ``None``."""
+            """Return the address of memory for immediate use, or 0: the bindings do not accept ``None``."""
             return (source.take(size, alignment) or 0) if size else 0
 
         def reallocate(self, address: int, alignment: int, new_size: int) -> int:

@@ -270,7 +270,7 @@ def keep_alive(user: Any, *used: Any) -> None:
 
 
 def _let_go(used: tuple[Any, ...]) -> None:
-    """Drop the reference to ``used``, which ends with this call."""
+    """Drop the reference to ``used`` by returning."""
 
 
 def _code_name(code: Any) -> str:

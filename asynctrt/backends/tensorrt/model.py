@@ -152,8 +152,7 @@ class TensorRTModel:
 
     @property
     def contexts_max(self) -> int | None:
-        """One for an engine whose profiles each belong to one context at a time; that context switches
-        profiles."""
+        """One if each profile belongs to one context at a time; that context then switches profiles."""
         return None if self._shares_profiles else 1
 
     @property
@@ -162,8 +161,7 @@ class TensorRTModel:
 
     @property
     def reserves_arenas(self) -> bool:
-        """Whether TensorRT can tell the memory needs of a batch
-        (``update_device_memory_size_for_shapes``)."""
+        """Whether ``update_device_memory_size_for_shapes`` can report the memory needs of a batch."""
         return self._sizes_memory
 
     @property

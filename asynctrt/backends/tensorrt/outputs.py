@@ -139,8 +139,7 @@ def make_output_allocator(module: Any, outputs: dict[str, UnboundOutput]) -> Any
             module.IOutputAllocator.__init__(self)
 
         def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int:
-            """Return the address of memory for an output, or 0 to refuse: the bindings report an error for
-            None."""
+            """Return the address of memory for an output, or 0 to refuse: the bindings do not accept None."""
             try:
                 return outputs[tensor_name].reserve(size) or 0
             except Exception:  # TensorRT calls this, and its code cannot handle exceptions.

@@ -129,8 +129,7 @@ def _values(signature: Signature, profile: Profile) -> Iterator[Values]:
 
 
 def _samples(low: int, usual: int, high: int) -> list[int]:
-    """Return values to try for one dimension: even and odd, at both ends, in the middle and at the optimal
-    size."""
+    """Return values to try for one dimension: even and odd, at both ends, in the middle, near the optimum."""
     half = (low + high) // 2
     near = {low, low + 1, half, half + 1, usual - 1, usual, usual + 1, high - 1, high}
     return sorted(value for value in near if low <= value <= high)

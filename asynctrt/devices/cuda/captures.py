@@ -12,8 +12,8 @@ from asynctrt.devices.cuda.memory import PinnedBuffer
 from asynctrt.errors import DeviceError
 
 CAPTURING: Final = threading.RLock()
-"""Held while a stream captures, and by calls that CUDA refuses during a capture in any thread and that would
-end it: waiting for the whole GPU, as ONNX Runtime does when it loads a session."""
+"""Held during a capture, and during calls that CUDA refuses while any thread captures and that would end the
+capture: waiting for the whole GPU, as ONNX Runtime does when it loads a session."""
 
 _OK: Final = driver.CUresult.CUDA_SUCCESS
 _ACTIVE: Final = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE

@@ -141,8 +141,7 @@ class CudaDevice(CudaContext):
         return self
 
     def partition(self, share: float) -> "tuple[CudaDevice, CudaDevice]":
-        """Divide its multiprocessors (CUDA's green contexts), because stream priorities do not isolate
-        work."""
+        """Divide its multiprocessors (CUDA's green contexts); stream priorities do not isolate work."""
         check_share(self, share)
         some, rest = self._divided(share)
         first = CudaPart(self, some)
@@ -196,8 +195,7 @@ class CudaDevice(CudaContext):
         self.give_l2_back(nbytes)
 
     def close(self) -> None:
-        """Destroy its private stream. The context stays, because other libraries of the process may use
-        it."""
+        """Destroy its private stream. The context stays for other libraries in the process."""
         self._own_stream.close(CLOSE_S)
 
     def import_array(self, value: object) -> DeviceArray | None:
@@ -239,8 +237,7 @@ class CudaDevice(CudaContext):
 
 
 class CudaPart(CudaDevice):
-    """Some of the multiprocessors of a GPU. Work on its streams, including graphs captured on them, runs only
-    there.
+    """Some of the multiprocessors of a GPU. Work and graphs on its streams run only there.
 
     It shares everything else with the whole device, including memory.
 

@@ -182,7 +182,7 @@ class CudaStream:
             self._context.failed(code, what)
 
     def begin_capture(self) -> None:
-        # Calls that are forbidden during a capture (such as an allocation) end it only if this thread makes
+        # Calls that are forbidden during a capture (allocation, for example) end it only if this thread makes
         # them.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         CAPTURING.acquire()

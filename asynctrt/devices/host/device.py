@@ -30,7 +30,7 @@ class HostDevice:
     A function runs in a thread unless it says ``run_on="loop"``; with ``contexts=1`` it is always the same
     thread. Batches of ONNX models that were measured to be shorter than a hand-over to a thread run in place,
     on the event loop's thread. A run that blocks the loop for more than 0.1 s is logged: ``batch_timeout``
-    cannot end it, because the blocked loop could not notice.
+    cannot end it, because the blocked loop cannot notice the timeout.
 
     :param threads: how many batches compute at once. Default: the number of cores available to the process.
     :param in_place: ``auto`` behaves as described above. ``always`` runs everything in the launching thread.

@@ -32,7 +32,7 @@ logger = logging.getLogger("asynctrt")
 
 
 class HostEvent:
-    """A flag that a stream sets when it gets there."""
+    """A flag that a stream sets when it reaches the event."""
 
     __slots__ = (
         "_callback",
@@ -450,8 +450,8 @@ class HostStream:
             raise
 
     def _schedule(self) -> None:
-        """Schedule the stream on a thread, or raise. If an interrupt arrives after a thread has started,
-        raise it later."""
+        """Schedule the stream on a thread, or raise. An interrupt after a thread has started is raised
+        later."""
         self._turns.append(None)
         try:
             self.threads.schedule(self)

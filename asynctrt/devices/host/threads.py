@@ -165,8 +165,7 @@ class _Worker:
             atexit.unregister(self._let_end)
 
     def _let_end(self) -> None:
-        """Wait, before the interpreter exits, for work that is running, so that the thread can return from
-        it."""
+        """Let running work return to its thread before the interpreter exits."""
         threads = self._threads()
         end_ns = 0 if threads is None else threads.exit_end_ns()
         while self.serves is not None and clock.now_ns() < end_ns:
@@ -328,8 +327,7 @@ class StreamThreads:
         return False
 
     def _have_computed(self, lent_ns: int) -> bool:
-        """Return whether a thread computed for most of the time lent and has not finished: it needs the GIL
-        again.
+        """Return whether a thread computed for most of the lent time and is not done: it needs the GIL again.
 
         Otherwise, work that acquires the GIL repeatedly would starve, such as a copy of many arrays.
         """
@@ -346,8 +344,7 @@ class StreamThreads:
         return {home for home in self._homes.values() if home is not None}
 
     def _home_of(self, stream: Served) -> "threading.Lock":
-        """Return the lock of the thread that serves this stream; choose the thread with the fewest such
-        streams."""
+        """Return the lock of the thread for this stream; choose the thread with the fewest such streams."""
         home = self._homes[stream]
         if home is None:
             kept = list(self._homes.values())
