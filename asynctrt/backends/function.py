@@ -542,7 +542,7 @@ class OutputMemory:
         return self._array[:rows]
 
     def may_be_marked(self) -> bool:
-        """Return False if certainly no row is marked. Cheap."""
+        """Return False only if no row is marked. Cheap."""
         for look in self._looks:
             if look() == self._value:
                 return True

@@ -248,8 +248,7 @@ class OnnxCudaModel(StreamedOnnxModel):
             self._weights.add_to(options)
             what = str(self._weights.path)
             if sizes and self.options.graph_optimization_level != "disable_all":
-                # Values that depend on the sizes are computed at this level, by code that reads the weights
-                # from the file.
+                # This level computes values that depend on the sizes now, with weights read from the file.
                 options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)

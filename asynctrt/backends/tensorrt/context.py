@@ -45,8 +45,8 @@ CLOSE_S: Final = 5.0
 """Seconds to wait for the auxiliary streams when a context is closed."""
 
 ENQUEUE_NS: Final = 250_000
-"""The event loop does enqueues that take less than this. A thread for an enqueue costs 50 µs, and an enqueue
-that takes four times as long has blocked the loop for as long as a pump may."""
+"""The event loop does enqueues that take less than this. A thread for an enqueue costs 50 µs. Four times this
+limit is as long as a pump may block the loop."""
 
 NVTX: Final = {"none": "NONE", "names": "LAYER_NAMES_ONLY", "detailed": "DETAILED"}
 """The option's values, as members of ``ProfilingVerbosity``."""

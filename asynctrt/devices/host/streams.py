@@ -90,7 +90,7 @@ class HostEvent:
     def on_done(self, callback: Callable[[], None]) -> bool:
         # This method stores the callback and then checks the flag; the stream's thread sets the flag and then
         # checks for a callback. At least one of the two therefore sees the other without a lock. If both do,
-        # the callback runs twice, which is harmless.
+        # there is one redundant call, which is harmless.
         self._callback = callback
         return self._reached != self._recorded
 
@@ -193,7 +193,7 @@ class OnLoop(Unfinished):
             finish(ExecutionError("the function runs on the event loop (run_on='loop'), which is closed"))
 
     def cancel(self) -> None:
-        """Cancel it, whether or not it has started."""
+        """Prevent it from starting, or cancel the work that it started."""
         self._is_given_up.set()
         if self._left is not None:
             self._left.cancel()
