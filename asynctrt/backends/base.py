@@ -1,7 +1,7 @@
 """The protocols that a backend implements: :class:`Model`, :class:`ExecutionContext` and :class:`Binding`.
 
-A model is loaded once per device and holds its weights once. Its contexts run batches: one context runs
-one batch at a time, and several contexts run side by side.
+A model is loaded once per device and holds its weights once. Its contexts run batches: one context runs one
+batch at a time, and several contexts run concurrently.
 """
 
 import math
@@ -19,9 +19,9 @@ from asynctrt.tensors import Array, Dims, TensorSpec, shape_of
 class TensorMemory:
     """The memory that one tensor is bound to, with room for the rows of the largest batch.
 
-    ``address`` is what the device reads or writes; 0 for strings and Python values. ``array`` is the same
-    memory as a NumPy array of shape ``(rows_max, *dims)`` if the CPU can access it, and ``None`` otherwise.
-    Unless ``axis`` is 0, it is laid out anew for each number of rows: see :meth:`view`.
+    ``address`` is the address that the device reads or writes; 0 for strings and Python values. ``array`` is
+    the same memory as a NumPy array of shape ``(rows_max, *dims)`` if the CPU can access it, and ``None``
+    otherwise. Unless ``axis`` is 0, its layout depends on the number of rows: see :meth:`view`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class TensorMemory:
     """The axis that counts rows, as in a :class:`~asynctrt.tensors.TensorSpec`."""
 
     def shape(self, rows: int) -> Dims:
-        """Return the whole shape of ``rows`` rows, as the model has it."""
+        """Return the whole shape of ``rows`` rows, in the model's layout."""
         return shape_of(self.dims, self.axis, rows)
 
     def view(self, rows: int) -> Array:
@@ -48,16 +48,16 @@ class TensorMemory:
 
 
 class Binding(Protocol):
-    """A context bound to one set of tensor memory, so that whatever does not change is set only once."""
+    """A context bound to one set of tensor memory, so that whatever does not change is set once."""
 
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         """Enqueue one batch on ``stream``, and return before it has run.
 
         :param rows: how many rows of the bound memory the batch occupies.
-        :param profile: the optimisation profile to run it with. ``None`` for a model without profiles, or
-            to leave the choice to the model.
-        :param arena: the enqueue memory to work in, for a model whose ``enqueue_nbytes`` is not 0. It belongs
-            to this batch alone, in stream order.
+        :param profile: the optimisation profile to use. ``None`` for a model without profiles, or to leave
+            the choice to the model.
+        :param arena: the enqueue memory, for a model whose ``enqueue_nbytes`` is not 0. This batch has
+            exclusive use of it, in stream order.
         """
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
@@ -66,12 +66,12 @@ class Binding(Protocol):
 
 @runtime_checkable
 class SlowBinding(Binding, Protocol):
-    """A binding of a model whose ``enqueue_may_block``, if it can tell when."""
+    """A binding of a model with ``enqueue_may_block`` that knows which batches block."""
 
     def may_block(self, rows: int, *, profile: int | None) -> bool:
-        """Return whether to enqueue the next batch, of ``rows``, in a thread, because that may take long.
+        """Return whether to enqueue the next batch, of ``rows``, in a thread, because enqueueing may be slow.
 
-        It is enqueued next, and nothing else is meanwhile.
+        That batch is the next to be enqueued, and nothing else is enqueued in the meantime.
         """
 
 
@@ -82,15 +82,15 @@ class ExecutionContext(Protocol):
         """Bind this context to memory. ``None`` stands for an output whose shape depends on the data."""
 
     def close(self) -> None:
-        """Release what the context holds. Idempotent."""
+        """Release the context's resources. Idempotent."""
 
 
 @runtime_checkable
 class Model(Protocol):
     """One loaded engine. ``asynctrt.open`` accepts any object with these members.
 
-    A model of your own is easiest to write as a subclass of :class:`ModelBase`, which has defaults for
-    everything that most models do not care about.
+    The easiest way to write a model is a subclass of :class:`ModelBase`, which has defaults for all members
+    that most models do not need.
     """
 
     @property
@@ -99,7 +99,7 @@ class Model(Protocol):
 
     @property
     def platform(self) -> str:
-        """What runs the model, in KServe's words: ``onnxruntime_onnx``, ``tensorrt_plan``, ``python``."""
+        """The runtime, as named by KServe: ``onnxruntime_onnx``, ``tensorrt_plan``, ``python``."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -127,17 +127,17 @@ class Model(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether batches can be captured into CUDA graphs, as far as is known without trying."""
+        """Whether batches can be captured into CUDA graphs, as far as can be known without trying."""
 
     @property
     def occupies_device(self) -> bool:
-        """Whether a batch keeps the device busy. If not, as many run at once as there are contexts."""
+        """Whether a batch keeps the device busy. If not, batches run concurrently on all contexts."""
 
     @property
     def enqueue_may_block(self) -> bool:
-        """Whether enqueueing a batch may take long, so that it is done in a thread.
+        """Whether enqueueing a batch may be slow, so that it is done in a thread.
 
-        Bindings that are a :class:`SlowBinding` say for which batches; with others it is done for all.
+        A :class:`SlowBinding` tells which batches are slow; other bindings always use the thread.
         """
 
     def create_context(self, device: Device) -> ExecutionContext:
@@ -147,12 +147,12 @@ class Model(Protocol):
         """
 
     def close(self) -> None:
-        """Release the weights. Idempotent; every context is closed before."""
+        """Release the weights. Idempotent; all contexts are closed first."""
 
 
 @runtime_checkable
 class ProfiledModel(Model, Protocol):
-    """A model with optimisation profiles, each of which accepts a range of shapes and of batch sizes."""
+    """A model with optimisation profiles, each of which accepts a range of shapes and batch sizes."""
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
         """Return the index of the profile to run a batch with.
@@ -171,21 +171,21 @@ class ProfiledModel(Model, Protocol):
 
 @runtime_checkable
 class RangedModel(Model, Protocol):
-    """A model that tells how large its dynamic dimensions may be."""
+    """A model with known size ranges for its dynamic dimensions."""
 
     def ranges_of(self, dim: str) -> tuple[tuple[int, int], ...]:
-        """Return the smallest and the largest size of a dimension in each profile, in their order.
+        """Return the smallest and the largest size of a dimension in each profile, in profile order.
 
-        :param dim: its name, as the inputs have it.
+        :param dim: its name in the input specs.
         """
 
 
 @runtime_checkable
 class StreamModel(Model, Protocol):
-    """A model whose contexts are each made for one stream, and run on no other."""
+    """A model whose contexts are each created for one stream and run only on that stream."""
 
     def create_context_on(self, device: Device, stream: Stream) -> ExecutionContext:
-        """Create a context that runs on ``stream``, and is closed before it.
+        """Create a context that runs on ``stream``. It must be closed before the stream.
 
         :raises DeviceUnavailableError: when the model does not run on this kind of device.
         """
@@ -200,53 +200,53 @@ def create_context_on(model: Model, device: Device, stream: Stream) -> Execution
 
 @runtime_checkable
 class PreparedModel(Model, Protocol):
-    """A model whose contexts may take long over a batch of another size than the one before.
+    """A model whose contexts may be slow on a batch of a different size than the previous one.
 
-    They are a :class:`PreparedContext` each.
+    Each of its contexts is a :class:`PreparedContext`.
     """
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:
-        """The batch sizes to run, rising, to which others are padded; empty for all.
+        """The allowed batch sizes, ascending, to which batches are padded; empty for any size.
 
-        ``None`` lets the engine choose, if it finds that changes take long.
+        ``None`` lets the engine choose, if it measures that changes of size are slow.
         """
 
 
 class PreparedContext(ExecutionContext, Protocol):
-    """A context of such a model."""
+    """A context of a :class:`PreparedModel`."""
 
     def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Let batches of each of these sizes know of no other from now on, and forget others."""
+        """Keep separate state for batches of each of these sizes from now on, and drop all other state."""
 
 
 @runtime_checkable
 class TracedModel(Model, Protocol):
-    """A model of a library that was not made to be captured, so that its graphs are compared with batches.
+    """A model of a library that was not designed for capture, so that its graphs are compared with batches.
 
-    Its bindings are a :class:`TracedBinding` each.
+    Each of its bindings is a :class:`TracedBinding`.
     """
 
     @property
     def is_traced(self) -> bool:
-        """Whether it is such a model."""
+        """Whether graphs of this model must be compared with batches."""
 
     def create_context_for(
         self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
     ) -> ExecutionContext:
-        """Create a context for batches of ``rows`` only, whose varying dimensions are those of ``shape``."""
+        """Create a context for batches of ``rows`` only, with the dynamic dimensions given in ``shape``."""
 
 
 class TracedBinding(Binding, Protocol):
-    """A binding of such a model."""
+    """A binding of a :class:`TracedModel`."""
 
     def settle(self) -> None:
-        """Have done what earlier batches have left to do, so that it does not get into a graph. Blocks."""
+        """Run what earlier batches left to do, to keep it out of a graph. Blocks."""
 
 
 @runtime_checkable
 class ReservingModel(Model, Protocol):
-    """A model whose batches can reserve what they need in arenas that are sized by shapes."""
+    """A model whose batches can reserve their memory in arenas that are sized by shapes."""
 
     @property
     def reserves_arenas(self) -> bool:
@@ -254,7 +254,7 @@ class ReservingModel(Model, Protocol):
 
 
 MODEL_MEMBERS: Final = tuple(name for name in vars(Model) if not name.startswith("_"))
-"""The members of :class:`Model`, in the order in which it declares them."""
+"""The members of :class:`Model`, in order of declaration."""
 
 
 def missing_members(model: object) -> tuple[str, ...]:
@@ -263,7 +263,7 @@ def missing_members(model: object) -> tuple[str, ...]:
 
 
 class ModelBase:
-    """Defaults for a model of your own, which adds name, inputs, outputs, create_context and close.
+    """Defaults for a custom model, which adds name, inputs, outputs, create_context and close.
 
     By default a model accepts batches of any size, needs no enqueue memory, and is not captured into graphs.
     """
@@ -277,14 +277,14 @@ class ModelBase:
     occupies_device: bool = True
     enqueue_may_block: bool = False
     alone: str = ""
-    """Why each request runs alone; empty if rows of several share batches."""
+    """The reason why each request runs alone; empty if requests share batches."""
     doubt: str = ""
-    """What leaves open whether outputs have a row for each of the inputs; empty for nothing."""
+    """The reason to doubt that outputs have one row per row of the inputs; empty if there is none."""
     is_pure: bool = False
-    """Whether a batch does nothing but compute, so that made-up rows may be run to try the model."""
+    """Whether a batch does nothing but compute, so that it is safe to try the model with made-up rows."""
     brings_outputs: bool = False
-    """Whether it brings the memory of all outputs, so that none is bound."""
+    """Whether it provides the memory of all outputs, so that none is bound."""
     dims_are_hints: bool = False
     """Whether inputs may disagree on the size of a dimension that they both name."""
     contexts_max: int | None = None
-    """The most contexts that it can have at once; ``None`` for no limit."""
+    """The maximum number of contexts at once; ``None`` for no limit."""

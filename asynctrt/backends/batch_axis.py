@@ -14,7 +14,8 @@ class BatchAxis:
     """The batch axis of one model.
 
     :param model: the model's name, for messages.
-    :param fix: how such a model is made again, for messages: ``Export the model``. Each message continues it.
+    :param fix: how to create such a model again, as the start of a sentence in messages: ``Export the
+        model``.
     """
 
     model: str
@@ -54,7 +55,7 @@ class BatchAxis:
         return rows
 
     def second_axis_error(self, kind: str, name: str, axis: int) -> ModelError:
-        """Return the error for a tensor that has the batch size on another axis, too."""
+        """Return the error for a tensor that has the batch size on another axis as well."""
         return ModelError(
             f"{kind} {name!r} of {self.model!r} has the batch size on axis {axis} too, so rows of one batch "
             "would see each other, and requests cannot share a batch"

@@ -1,4 +1,4 @@
-"""A Python function as a model on the host device: for tests, for load tests, for a model of your own."""
+"""A Python function as a model on the host device, for tests, load tests and custom models."""
 
 import asyncio
 import inspect
@@ -28,13 +28,14 @@ FunctionRunsOn = Literal["thread", "loop"]
 RUN_ON: Final = choice(*get_args(FunctionRunsOn))
 
 FILL: Final = 0xFF
-"""Fills what is not marked: NaN as a float, -1 or the largest value as an integer, so that it stands out."""
+"""The fill for unmarked bytes: NaN as a float, -1 or the largest value as an integer, so that it stands
+out."""
 
 FILL_BOOL: Final = 0xA5
-"""Fills a bool output. No bool is stored as this byte, so each value that was not written is recognised."""
+"""Fills a bool output. No bool is stored as this byte, so each unwritten value is detected."""
 
 FILL_NBYTES_MAX: Final = 4096
-"""Outputs of up to this many bytes are filled and marked by copying a pattern that was prepared."""
+"""Outputs of up to this many bytes are filled and marked by copying a prepared pattern."""
 
 MARK_NBYTES: Final = 8
 
@@ -43,8 +44,8 @@ class FunctionModel(ModelBase):
     """Calls a Python function once per batch.
 
     ``function(inputs)`` returns its outputs; ``function(inputs, outputs)`` writes or returns them. Both
-    arguments are mappings from tensor name to an array ``(rows, *dims)``. Each output of a batch has to be
-    given, in any of these ways:
+    arguments are mappings from tensor name to an array ``(rows, *dims)``. Each output of a batch must be set
+    in one of these ways:
 
     - Return an array, for a model with one output.
     - Return a tuple or list of arrays, in the order of ``outputs``.
@@ -55,48 +56,48 @@ class FunctionModel(ModelBase):
     A returned or assigned array has shape ``(rows, *dims)`` and a dtype that NumPy casts to the output's with
     ``casting="same_kind"`` (``float64`` to ``float32``, ``int64`` to ``int32``, but not ``float32`` to
     ``int32``). Integers that do not fit are an error. The array is copied at once, so it may be a view of an
-    input, or a buffer that the function uses again.
+    input, or a buffer that the function reuses.
 
-    A batch of which some row was not written fails with :class:`ExecutionError`. An output that is written in
-    place is filled and marked when the function asks for it, and the marks are looked for in the end:
+    A batch fails with :class:`ExecutionError` if some row was not written. When the function accesses an
+    output to write it in place, the output is filled and marked; the marks are searched for at the end:
 
-    - Rows of 8 bytes or more: a row whose first or last 8 bytes were not written is recognised. What is left
-      out in between is not.
-    - ``bool``: every value that was not written is recognised.
-    - Rows of one ``float32``: each one that was not written is recognised.
-    - Other rows of fewer than 8 bytes: recognised are 8 bytes in a row, at a multiple of 8 bytes from the
-      start of the output, of which none was written: two rows of one ``int32``, eight of one ``uint8``.
-    - An output that the function never asked for is recognised whatever its rows.
+    - Rows of 8 bytes or more: a row is detected if its first or last 8 bytes were not written. Gaps between
+      them are not detected.
+    - ``bool``: every unwritten value is detected.
+    - Rows of one ``float32``: every unwritten row is detected.
+    - Other rows of fewer than 8 bytes: 8 consecutive unwritten bytes, at a multiple of 8 bytes from the start
+      of the output, are detected: two rows of one ``int32``, eight of one ``uint8``.
+    - An output that the function never accessed is always detected.
 
-    What is not recognised holds NaN among floats and meaningless numbers among integers, but never another
-    caller's rows. A mark is a random number of 64 bits, and in outputs of floats it is made up of NaNs with
-    random payloads, so that no value that a function computes is mistaken for one.
+    Undetected gaps contain NaN in float outputs and meaningless numbers in integer outputs, but never another
+    caller's rows. A mark is a random 64-bit number. In float outputs it consists of NaNs with random
+    payloads, so that no computed value is mistaken for a mark.
 
-    The function may change both mappings and write to its inputs, but it must not keep the arrays: they lie
-    in the batch's slab, where the next batch will be. Whatever it raises fails its batch alone, as an
-    :class:`ExecutionError`. It must not wait for its own engine: a call from within its run, or from another
-    that it waits for, raises :class:`UsageError`.
+    The function may change both mappings and write to its inputs, but it must not keep the arrays: they are
+    in the batch's slab, which the next batch will reuse. If it raises, only its batch fails, with an
+    :class:`ExecutionError`. It must not wait for its own engine: calling the engine from its run, or from a
+    run that it waits for, raises :class:`UsageError`.
 
-    It runs in a thread of the device, so it may wait, call ``asyncio.run``, or use what may not be used on an
-    event loop. With ``contexts=1`` that is the same thread for every batch, as connections to databases may
-    need it; after a batch that hangs (``batch_timeout``) it is another thread, as that one is lost.
-    ``run_on="loop"`` runs it on the engine's event loop, which saves a lone caller the hand-over to the
-    thread and back, some tens of microseconds. Then nothing else runs on the loop meanwhile, and
-    ``batch_timeout`` cannot end it; a run that holds the loop for more than 0.1 s is logged.
+    It runs in a thread of the device, so it may block, call ``asyncio.run``, or use libraries that are not
+    allowed on an event loop. With ``contexts=1`` every batch runs in the same thread, which database
+    connections may require; after a batch that hangs (``batch_timeout``) it is a new thread, because the old
+    one is lost. ``run_on="loop"`` runs it on the engine's event loop, which saves a lone caller the hand-over
+    to the thread and back, some tens of microseconds. Then it blocks the loop, and ``batch_timeout`` cannot
+    end it; a run that blocks the loop for more than 0.1 s is logged.
 
     A coroutine function, or any function that returns an awaitable, is awaited on the engine's event loop. It
-    holds no thread, so as many batches are under way as the engine has contexts. It is cancelled when its
+    occupies no thread, so all contexts of the engine can have batches in flight. It is cancelled when its
     batch is given up (``batch_timeout``, ``close_timeout``).
 
-    :param function: called with the batch's inputs, or with its inputs and outputs.
-    :param inputs: one spec, or several; likewise ``outputs``.
+    :param function: called with the inputs of the batch, or with its inputs and outputs.
+    :param inputs: one or several specs; likewise ``outputs``.
     :param rows_fixed: the only batch size that the function accepts; ``None`` if it accepts any.
     :param rows_max: the largest batch that the function accepts; ``None`` for no limit.
     :param run_on: where a plain function runs: ``thread`` or ``loop``. A coroutine function is awaited on the
-        loop in any case.
-    :raises OptionsError: for another ``run_on``.
-    :raises ModelError: for an output dimension that no input determines, for what is no function or spec, and
-        for a function that accepts neither one argument nor two, or that is a generator.
+        loop regardless.
+    :raises OptionsError: for any other ``run_on``.
+    :raises ModelError: for an output dimension that no input determines, for an argument that is not a
+        function or spec, and for a function that is a generator or accepts neither one argument nor two.
     """
 
     def __init__(
@@ -127,7 +128,8 @@ class FunctionModel(ModelBase):
         self.rows_max = rows_max
         self.platform = "python"
         refuse_generators(function)
-        # Contexts of one model take about as long for a batch, and others may be on the same device.
+        # A key for durations: batches take about equally long on all contexts of a model, and other models
+        # may use the same device.
         self._kind = object()
         self.occupies_device = True
         if is_coroutine_function(function):
@@ -160,9 +162,9 @@ class FunctionModel(ModelBase):
         )
 
     def await_results(self) -> None:
-        """Take it that calls only make awaitables, which compute on the loop and not on the device."""
+        """Assume that calls only return awaitables, which run on the loop and do not occupy the device."""
         self.occupies_device = False
-        # Making a coroutine runs none of it, so it may be made in a thread or on the loop.
+        # Calling a coroutine function runs none of its code, so that may happen in a thread or on the loop.
         self._run_on = "auto"
 
     def close(self) -> None:
@@ -170,7 +172,7 @@ class FunctionModel(ModelBase):
 
 
 class FunctionContext:
-    """A context of a :class:`FunctionModel`. It has no state, so there can be any number."""
+    """A context of a :class:`FunctionModel`. It has no state, so any number can exist."""
 
     def __init__(
         self, function: BatchFunction, *, takes_outputs: bool, kind: object, name: str, run_on: RunOn
@@ -195,7 +197,7 @@ class FunctionContext:
         )
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: a context holds nothing."""
 
 
 class FunctionBinding:
@@ -239,7 +241,7 @@ class FunctionBinding:
         return {}
 
     def _run(self, rows: int) -> "Coroutine | None":
-        # Mappings and views are made for each batch, because the function may pop, rebind and reshape them.
+        # Mappings and views are new for each batch, because the function may pop, rebind and reshape them.
         inputs = {}
         for name, array in self._inputs:
             inputs[name] = array[:rows]
@@ -262,10 +264,10 @@ class FunctionBinding:
 
 
 class Coroutine(Unfinished):
-    """What a function returned to be awaited: it runs on the loop that enqueued its batch.
+    """An awaitable that the function returned. It runs on the loop that enqueued its batch.
 
-    :param awaitable: gives the function's outputs.
-    :param outputs: what these complete.
+    :param awaitable: returns the function's outputs.
+    :param outputs: the outputs of the batch, which the result completes.
     :param loop: the engine's event loop.
     :param name: the model, for the log.
     """
@@ -286,7 +288,7 @@ class Coroutine(Unfinished):
         self._finish: Callable[[BaseException | None], None] = _ignore
 
     def start(self, finish: Callable[[BaseException | None], None]) -> None:
-        """Begin it on its loop, from any thread, and call `finish` when it is over."""
+        """Start it on its loop, from any thread, and call `finish` when it has finished."""
         self._finish = finish
         if self._loop is None:
             self._refuse("no event loop is running that it could be awaited on")
@@ -302,7 +304,7 @@ class Coroutine(Unfinished):
         """Cancel it, from any thread."""
         self._is_cancelled = True
         if self._loop is not None:
-            with suppress(RuntimeError):  # A loop that is closed runs it no longer.
+            with suppress(RuntimeError):  # A closed loop no longer runs it.
                 self._loop.call_soon_threadsafe(self._cancel)
 
     def _begin(self) -> None:
@@ -314,7 +316,7 @@ class Coroutine(Unfinished):
         self._task.add_done_callback(self._ended)
 
     async def _complete(self) -> None:
-        if self._is_cancelled:  # Perhaps by an interrupt, before `_begin` had noted this task.
+        if self._is_cancelled:  # Perhaps by an interrupt, before `_begin` had stored this task.
             self._drop()
             raise asyncio.CancelledError
         self._outputs.finish(await Watched(self._awaitable, self._name))
@@ -324,7 +326,7 @@ class Coroutine(Unfinished):
             self._task.cancel()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        # The task has its error, and finishing passes it on: the error's traceback leads back to this object.
+        # Break the reference cycle first: the error's traceback leads back to this object.
         finish, self._finish, self._task = self._finish, _ignore, None
         if task.cancelled():
             finish(ExecutionError("the function's coroutine was cancelled"))
@@ -342,7 +344,7 @@ class Coroutine(Unfinished):
 
 
 class Watched:
-    """An awaitable of which each step is timed: a step that holds the loop for long is logged.
+    """An awaitable whose steps are timed: a step that blocks the loop for long is logged.
 
     :param name: the model, for the log.
     """
@@ -362,7 +364,7 @@ class Watched:
             except StopIteration as ended:
                 return ended.value
             finally:
-                step = onward  # An error that was thrown in is not kept by this frame, which it refers to.
+                step = onward  # Drop an error that was thrown in, because it refers to this frame.
                 warn_if_held(self._name, clock.now_ns() - start_ns)
             try:
                 yield awaited
@@ -377,14 +379,14 @@ class Watched:
 
 
 def _ignore(_error: BaseException | None) -> None:
-    """Do nothing: who waits for the end of a coroutine is not known yet, or was told."""
+    """Do nothing: the end of a coroutine has no callback yet, or it has been called."""
 
 
 def own_error(error: BaseException) -> BaseException:
-    """Return what a batch fails with when its function raised ``error``.
+    """Return the error of a batch whose function raised ``error``.
 
-    An error of asynctrt from an engine that the function uses says nothing about this one, neither that its
-    callers are wrong nor that its device is lost, so it becomes the cause of an ``ExecutionError``.
+    An asynctrt error from another engine that the function uses says nothing about this engine: neither that
+    its callers are at fault nor that its device is lost. It becomes the cause of an ``ExecutionError``.
     """
     if not isinstance(error, AsynctrtError) or isinstance(error, ExecutionError):
         return error
@@ -394,10 +396,10 @@ def own_error(error: BaseException) -> BaseException:
 
 
 class Outputs(Mapping[str, Array]):
-    """The outputs of one batch, as a function gets them: arrays by name, to write into or to assign to.
+    """The outputs of one batch, as passed to a function: arrays by name, to write into or to assign to.
 
-    :param memory: where each output lies.
-    :param rows: how many rows the batch has.
+    :param memory: the memory of each output.
+    :param rows: the number of rows of the batch.
     """
 
     __slots__ = ("_arrays", "_marked", "_memory", "_rows")
@@ -406,7 +408,7 @@ class Outputs(Mapping[str, Array]):
         self._memory = memory
         self._rows = rows
         self._arrays: dict[str, Array] = {}
-        # Memory is marked when it is asked for: outputs that are returned or assigned need no marks.
+        # Memory is only marked on access: outputs that are returned or assigned need no marks.
         self._marked: tuple[OutputMemory, ...] = ()
 
     def __getitem__(self, name: str) -> Array:
@@ -438,9 +440,10 @@ class Outputs(Mapping[str, Array]):
         return f"<Outputs of {self._rows} rows: {', '.join(self._memory)}>"
 
     def finish(self, given: object) -> None:
-        """Take what a function returned, and check that it has given every row of every output.
+        """Store the function's return value, and check that every row of every output was set.
 
-        :raises ExecutionError: when it has not, or when an array has another shape or dtype than its output.
+        :raises ExecutionError: if a row was not set, or if the shape or dtype of an array differs from that
+            of its output.
         """
         if given is not None and given is not self:
             self._store_all(given)
@@ -450,7 +453,7 @@ class Outputs(Mapping[str, Array]):
         if len(self._arrays) < len(self._memory):
             name = next(name for name in self._memory if name not in self._arrays)
             raise self._not_written(name, self._rows)
-        # A function may have begun something that goes on, but what it writes now would be in another batch.
+        # Code that the function started may still run, and must not write into the memory of a later batch.
         self._memory = {}
 
     def _store_all(self, given: object) -> None:
@@ -472,7 +475,7 @@ class Outputs(Mapping[str, Array]):
         else:
             named = dict.fromkeys(self._memory, given)
         if self._arrays and len(named) > 1:
-            # One may be a view of another's memory, which would be overwritten before it was read.
+            # A value may be a view of another output's memory, which would be overwritten before it was read.
             named = {name: np.array(value) for name, value in named.items()}
         for name, value in named.items():
             self[name] = value
@@ -492,9 +495,9 @@ class Outputs(Mapping[str, Array]):
 
 
 class OutputMemory:
-    """The memory of one output, and marks in it that show which rows a function did not write.
+    """The memory of one output, with marks that show which rows a function did not write.
 
-    A mark is a number that is drawn at random, and drawn anew after it has been found.
+    A mark is a random number. After it was found, a new one is drawn.
     """
 
     def __init__(self, memory: TensorMemory) -> None:
@@ -504,26 +507,26 @@ class OutputMemory:
         self._dtype = memory.dtype
         self._bytes = memory.array.reshape(-1).view(np.uint8)
         self._row_nbytes = self._bytes.nbytes // len(memory.array)
-        # Of all its rows: where marks lie, what is filled with what, and its first bytes as they are filled.
+        # For all rows: the places of marks, the targets with their fills, and the first bytes once filled.
         self._all_places = self._bytes[:0]
         self._all_fills: tuple[tuple[Array, Array], ...] = ()
         self._first = b""
         self._value = 0
-        # The rest is for batches of this many rows.
+        # The rest applies to batches of this many rows.
         self._rows = 0
         self._fills: tuple[tuple[Array, Array], ...] = ()
-        # A few bytes are filled at once, as NumPy takes longer to begin than to copy them.
+        # A small output is filled by one copy of bytes, because starting a NumPy operation would take longer.
         self._filled = memoryview(b"")
         self._fill = b""
-        # For a single row it is quicker to look at one mark after the other.
+        # For a single row it is faster to check the marks one by one.
         self._looks: tuple[Callable[[], int], ...] = ()
         self.mark = b""
-        """The mark, as it lies in memory; empty until one is drawn."""
+        """The mark, as stored in memory; empty until one is drawn."""
         self.places = self._bytes[:0]
-        """Where the marks lie."""
+        """The places of the marks."""
 
     def hand_out(self, rows: int) -> Array:
-        """Overwrite the first `rows` rows, so that nothing of an earlier batch is left, and mark them.
+        """Overwrite the first `rows` rows, so that no data of an earlier batch is left, and mark them.
 
         :returns: a view of these rows for the function to write into.
         """
@@ -539,19 +542,19 @@ class OutputMemory:
         return self._array[:rows]
 
     def may_be_marked(self) -> bool:
-        """Return False if no row is marked, at little cost."""
+        """Return False only if no row is marked. Cheap."""
         for look in self._looks:
             if look() == self._value:
                 return True
         return not self._looks and self.mark in self.places.tobytes()
 
     def count_marked(self) -> int:
-        """Return how many rows are marked, and have another mark drawn."""
+        """Return how many rows are marked, and discard the mark, so that a new one is drawn."""
         found, rows = self.places == np.frombuffer(self.mark, self.places.dtype), self._rows
         self.mark = b""
         if found.size % rows == 0 and self._row_nbytes >= self.places.itemsize:
             return int(found.reshape(rows, -1).any(axis=1).sum())
-        # A mark lies across several rows, and none of them was written.
+        # A mark spans several rows, none of which was written.
         found = np.repeat(found, self.places.itemsize)
         return int(np.logical_or.reduceat(found, range(0, found.size, self._row_nbytes)).sum())
 
@@ -559,7 +562,7 @@ class OutputMemory:
         """Copy `value` into the first `rows` rows.
 
         :returns: a view of these rows.
-        :raises ExecutionError: when it has another shape, or values that the output's dtype cannot hold.
+        :raises ExecutionError: if its shape differs, or if the output's dtype cannot hold its values.
         """
         target = self._array[:rows]
         array = value if isinstance(value, np.ndarray) else self._converted(value)
@@ -577,7 +580,7 @@ class OutputMemory:
                 f"output {self.name!r} is {dtype.name}, and the function gave {array.dtype}, which NumPy "
                 f"does not cast to it with casting='same_kind'. Convert it: array.astype({dtype.name!r})"
             )
-        with np.errstate(all="ignore"):  # Whatever the application has NumPy do.
+        with np.errstate(all="ignore"):  # Overrides the NumPy error settings of the application.
             target[...] = array
         if dtype.kind in "iu" and not np.array_equal(target, array):
             limits = np.iinfo(dtype)
@@ -588,7 +591,7 @@ class OutputMemory:
         return target
 
     def _prepare(self) -> None:
-        """Draw a mark, and decide where it lies, and what is filled with what."""
+        """Draw a mark, and decide its places, the targets and their fills."""
         nbytes, mark = self._row_nbytes, self._draw()
         if self._dtype == np.bool_ or not nbytes:
             mark = bytes([FILL_BOOL])
@@ -601,10 +604,10 @@ class OutputMemory:
         for target, fill in self._lay_out(first, mark)[1]:
             target[...] = fill
         self._first = first.tobytes()
-        self.mark = mark  # The last of it: Ctrl-C may come in between.
+        self.mark = mark  # Last, because Ctrl-C may come earlier.
 
     def _lay_out(self, filled: Array, mark: bytes) -> tuple[Array, tuple[tuple[Array, Array], ...]]:
-        """Return where marks lie in the bytes of some rows, and what is filled with what."""
+        """Return the places of marks in the bytes of some rows, and the targets with their fills."""
         nbytes, drawn = self._row_nbytes, np.frombuffer(mark, np.uint8)
         fill = np.array(FILL, np.uint8)
         if nbytes >= MARK_NBYTES == len(mark):
@@ -621,8 +624,8 @@ class OutputMemory:
         return places, (marks,) if unit.itemsize <= nbytes or not nbytes else ((filled, fill), marks)
 
     def _cut(self, rows: int) -> None:
-        """Keep what a batch of this many rows needs of what was laid out."""
-        self._rows, nbytes = 0, rows * self._row_nbytes  # Of none, until all of it is done.
+        """Cut what was laid out for all rows to a batch of this many rows."""
+        self._rows, nbytes = 0, rows * self._row_nbytes  # Valid for no batch until all of it is done.
         self.places = self._part(self._all_places, rows)
         self._fills = tuple([(self._part(target, rows), fill) for target, fill in self._all_fills])
         self._fill = self._first[:nbytes] if nbytes <= len(self._first) else b""
@@ -632,13 +635,13 @@ class OutputMemory:
         self._rows = rows
 
     def _part(self, array: Array, rows: int) -> Array:
-        """Return the part of an array over all rows that is of the first ones."""
+        """Return the part of an array over all rows that belongs to the first ones."""
         return array[:rows] if array.ndim > 1 else array[: rows * self._row_nbytes // array.itemsize]
 
     def _draw(self) -> bytes:
-        """Draw a mark: a random number or, among floats, NaNs with random payloads.
+        """Draw a mark: a random number or, for floats, NaNs with random payloads.
 
-        Computing with a NaN results in one with the same payload, and in such a payload in no other way.
+        A computed NaN carries such a payload only if one of its operands did.
         """
         drawn = np.frombuffer(secrets.token_bytes(MARK_NBYTES), np.uint8)
         if self._dtype.kind in "fc" or self._dtype.name == "bfloat16":
@@ -655,7 +658,7 @@ class OutputMemory:
 
 
 def is_coroutine_function(function: BatchFunction) -> bool:
-    """Return whether a function is declared with ``async def``, or is an object whose ``__call__`` is."""
+    """Return whether a function is declared with ``async def`` or is an object whose ``__call__`` is."""
     return any(map(inspect.iscoroutinefunction, _calls_of(function)))
 
 
@@ -664,7 +667,7 @@ def _calls_of(function: BatchFunction) -> tuple[Any, ...]:
 
 
 def refuse_generators(function: BatchFunction) -> None:
-    """Check that a function gives its outputs at once.
+    """Check that a function returns its outputs at once.
 
     :raises ModelError: for a generator function, asynchronous or not.
     """
@@ -677,14 +680,14 @@ def refuse_generators(function: BatchFunction) -> None:
 
 
 def _takes_outputs(function: BatchFunction) -> bool:
-    """Return whether a function is called with its inputs and outputs, and not with its inputs alone.
+    """Return whether a function is called with its inputs and outputs rather than with its inputs alone.
 
-    :raises ModelError: when it accepts neither.
+    :raises ModelError: if it accepts neither.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return True  # It is built in and does not say.
+        return True  # A built-in without a signature.
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = sum(one.default is one.empty for one in positional)
     is_open = any(one.kind is one.VAR_POSITIONAL for one in parameters)
@@ -697,5 +700,5 @@ def _takes_outputs(function: BatchFunction) -> bool:
         )
     if needed == 2 or (not needed and is_open):
         return True
-    # An optional second parameter is the function's own, unless its name says otherwise.
+    # An optional second parameter belongs to the function, unless it is named `outputs`.
     return len(positional) > 1 and positional[1].name == "outputs"

@@ -1,4 +1,4 @@
-"""Which axis of each tensor of an ONNX model counts rows, or why each request has to run alone."""
+"""Find the axis of each tensor of an ONNX model that counts rows, or why each request must run alone."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,27 +18,27 @@ DTYPES: Final = {
     "tensor(bool)": "bool",
     "tensor(string)": "object",
 } | {f"tensor({kind}{bits})": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-"""NumPy's dtype for each type of ONNX Runtime's that NumPy has."""
+"""NumPy's dtype for each ONNX Runtime type that NumPy supports."""
 
 ML_DTYPES: Final = {
     "tensor(bfloat16)": ("bfloat16", 16),
     "tensor(float8e4m3fn)": ("float8_e4m3fn", 17),
     "tensor(float8e5m2)": ("float8_e5m2", 19),
 }
-"""The dtype of the package ``ml_dtypes`` for each type that NumPy does not have, and ONNX's number of it."""
+"""The ``ml_dtypes`` dtype for each type that NumPy does not support, and its number in ONNX."""
 
 UNKNOWN: Final = re.compile(r"|\?|-1|None|dynamic|unk__\d+")
-"""What exporters write for a dimension that they do not know. It is no name: two of them may differ."""
+"""Placeholders that exporters write for an unknown dimension. They are not names: two of them may differ."""
 
 BATCH: Final = re.compile(r"batch|^[nb]$|^bs$", re.IGNORECASE)
-"""Names that people give to the axis of rows."""
+"""Common names for the axis of rows."""
 
 KINDS: Final = {"seq": "sequence", "map": "map", "optional": "optional", "sparse_tensor": "sparse tensor"}
 
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """What the options of an engine say of a model's rows: see :class:`asynctrt.Options`."""
+    """The engine's options about a model's rows: see :class:`asynctrt.Options`."""
 
     must_batch: bool = False
     """Refuse a model whose requests cannot share batches instead of running each alone."""
@@ -47,7 +47,7 @@ class RowSettings:
 
 
 FIRST_AXIS: Final = RowSettings()
-"""Rows are on the first axis of every tensor."""
+"""Settings for rows that are on the first axis of every tensor."""
 
 
 def _row_settings(given: Any) -> RowSettings:
@@ -60,15 +60,15 @@ ROWS: Final = Check("a RowSettings, such as RowSettings(shared=frozenset({'sr'})
 
 
 class Axes(NamedTuple):
-    """The tensors of a model, and what is known of its rows."""
+    """The tensors of a model, and what is known about its rows."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     rows_fixed: int | None
     alone: str
-    """Why each request has to run alone; empty if rows may share batches."""
+    """The reason why each request must run alone; empty if rows may share batches."""
     doubt: str
-    """What leaves open whether an output has a row for each that the inputs have; empty for nothing."""
+    """The reason to doubt that an output has one row per row of the inputs; empty if there is none."""
 
 
 class Declared(NamedTuple):
@@ -80,7 +80,7 @@ class Declared(NamedTuple):
 
 
 def declared(args: Sequence[Any]) -> tuple[Declared, ...]:
-    """Return what ONNX Runtime's ``NodeArg`` objects say, in objects that do not keep the session alive."""
+    """Return the contents of ONNX Runtime's ``NodeArg`` objects, without keeping the session alive."""
     return tuple(Declared(arg.name, arg.type, tuple(arg.shape or ())) for arg in args)
 
 
@@ -94,7 +94,7 @@ class Arg(NamedTuple):
     shape: tuple[int | str | None, ...]
 
     def spec(self, axis: int | None) -> TensorSpec:
-        """Return the spec with rows on ``axis``; a dimension without a name is called by tensor and axis."""
+        """Return the spec with rows on ``axis``; unnamed dimensions are named after the tensor and axis."""
         dims = [
             f"{self.name}.{at}" if dim is None else dim for at, dim in enumerate(self.shape) if at != axis
         ]
@@ -104,10 +104,10 @@ class Arg(NamedTuple):
 def read_axes(
     name: str, inputs: Sequence[Any], outputs: Sequence[Any], settings: RowSettings = FIRST_AXIS
 ) -> Axes:
-    """Return the specs that ONNX Runtime's ``NodeArg`` objects describe, and what is known of their rows.
+    """Return the specs that ONNX Runtime's ``NodeArg`` objects describe, and what is known about their rows.
 
-    :raises OptionsError: for settings that name a tensor or an axis that the model does not have.
-    :raises ModelError: for a type that NumPy cannot hold, and, if the model must batch, for one that cannot.
+    :raises OptionsError: if the settings name a tensor or an axis that the model does not have.
+    :raises ModelError: for a type that NumPy cannot hold, and if the model must batch but cannot.
     """
     given = [_read(name, "input", arg) for arg in inputs]
     results = [_read(name, "output", arg) for arg in outputs]
@@ -133,7 +133,7 @@ def read_axes(
 
 
 def read_whole_axes(name: str, inputs: Sequence[Any], outputs: Sequence[Any], reason: str) -> Axes:
-    """Return the same for requests that run alone, whose tensors have no rows."""
+    """Return the same as :func:`read_axes` for requests that run alone, whose tensors have no rows."""
     given = [_read(name, "input", arg) for arg in inputs]
     return whole_axes(given, [_read(name, "output", arg) for arg in outputs], reason)
 
@@ -145,10 +145,10 @@ def whole_axes(inputs: Sequence[Arg], outputs: Sequence[Arg], reason: str) -> Ax
 
 
 class _Rows:
-    """What the declared shapes say of the rows of a model.
+    """The information about the rows of a model in its declared shapes.
 
     Rows are on the first axis unless the settings say otherwise, or every tensor has one dimension with the
-    name of a batch. Inputs that are scalars, or of the shape ``[1]``, are in common to all rows.
+    same batch name. Inputs that are scalars, or of shape ``[1]``, are shared by all rows.
     """
 
     def __init__(self, inputs: Sequence[Arg], outputs: Sequence[Arg], settings: RowSettings) -> None:
@@ -161,7 +161,7 @@ class _Rows:
             if arg.kind == "tensor" and arg.shape in ((), (1,)) and arg.name not in settings.batch_axis
         } - told
         if told | self.guessed == {arg.name for arg in inputs}:
-            self.guessed = set()  # There have to be rows somewhere.
+            self.guessed = set()  # Some input must have rows.
         self._common = told | self.guessed
         self._with_rows = [arg for arg in inputs if arg.name not in self._common]
         self.symbol = self._symbol()
@@ -199,7 +199,7 @@ class _Rows:
         return arg.shape[axis]
 
     def why_alone(self) -> str:
-        """Return why the shapes forbid that rows share a batch; empty if they do not."""
+        """Return why the shapes do not allow rows to share a batch; empty if they do."""
         for arg in (*self._inputs, *self._outputs):
             if arg.kind != "tensor":
                 return f"{arg.side} {arg.name!r} is a {arg.kind}"
@@ -241,9 +241,9 @@ class _Rows:
         return ""
 
     def doubt(self) -> str:
-        """Return what shapes do not say for certain: where rows are, and whether an output has them."""
+        """Return what the shapes leave uncertain: where the rows are, or whether an output has them."""
         if self.fixed == 1:
-            return ""  # There is one row, or the output has another number of them and is refused.
+            return ""  # There is one row, or an output with a different number is refused.
         if self.guessed:
             return f"{' and '.join(map(repr, sorted(self.guessed)))} seems to be in common to all rows"
         moved = [arg.name for arg in (*self._with_rows, *self._outputs) if self.axis(arg)]
@@ -270,7 +270,7 @@ def _read(model: str, side: str, arg: Any) -> Arg:
 
 
 def _type_of(model: str, side: str, arg: Any) -> tuple[np.dtype[Any], str]:
-    """Return the dtype and the kind of a tensor's type, as ONNX Runtime writes it: ``tensor(float)``."""
+    """Return the dtype and kind of a tensor type, in ONNX Runtime's notation: ``tensor(float)``."""
     if arg.type in DTYPES:
         return np.dtype(DTYPES[arg.type]), "tensor"
     if arg.type in ML_DTYPES:

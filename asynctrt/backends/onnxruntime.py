@@ -1,8 +1,8 @@
 """ONNX models on the host device through ONNX Runtime.
 
-One session holds the weights. Contexts share it, since ``InferenceSession.run`` may be called from several
-threads at once. Rows of numbers are bound to the slabs themselves, so that nothing is copied; requests that
-run alone, and strings, go through ``run``, and their outputs are what it returns.
+One session holds the weights. Contexts share it, because ``InferenceSession.run`` may be called from several
+threads at once. Rows of numbers are bound to the slabs themselves, so that nothing is copied. Strings, and
+requests that run alone, go through ``run``, which returns their outputs.
 """
 
 import copy
@@ -47,20 +47,20 @@ ML_NUMBERS: Final = dict(ML_DTYPES.values())
 class OnnxModel(ModelBase):
     """A loaded ONNX model. Loading blocks: ``asynctrt.open(path)`` does it in a thread.
 
-    Rows are where ``rows`` says, or on the axis with the name of a batch if every tensor has one, or on the
-    first axis. A model whose shapes forbid that rows share a batch takes each request as it is, and
-    :attr:`alone` says why.
+    Rows are on the axis that ``rows`` gives; or on the axis with a batch name, if every tensor has one; or on
+    the first axis. If the model's shapes do not allow rows to share a batch, each request runs alone, and
+    :attr:`alone` gives the reason.
 
-    :param path: the ``.onnx`` file; or, as an object, the content of one (bytes, an ``onnx.ModelProto``), or
-        an ``onnxruntime.InferenceSession`` of your own, which runs batches from several threads at once and
-        is not ended when the model is closed.
-    :param options: :class:`~asynctrt.onnx_options.OnnxOptions`, or a mapping of their names.
-    :param rows: where rows are, as the options ``batch_axis`` and ``shared`` of an engine say it.
-    :raises OptionsError: for an argument of another kind, or an option that is not valid.
+    :param path: the ``.onnx`` file; or its content as an object (bytes, an ``onnx.ModelProto``); or an
+        existing ``onnxruntime.InferenceSession``, which then runs batches from several threads at once and
+        stays open when the model is closed.
+    :param options: :class:`~asynctrt.onnx_options.OnnxOptions`, or a mapping of option names to values.
+    :param rows: the axis of rows, as in an engine's options ``batch_axis`` and ``shared``.
+    :raises OptionsError: for an argument of the wrong type, or an invalid option.
     :raises ModelNotFoundError: if the file does not exist.
     :raises ModelError: if it is not an ONNX model, or has a tensor that NumPy cannot hold.
     :raises MissingExtraError: if a provider or a package that the options name is not installed.
-    :raises DeviceUnavailableError: if a provider does not load.
+    :raises DeviceUnavailableError: if a provider cannot be loaded.
     """
 
     is_pure = True
@@ -77,7 +77,7 @@ class OnnxModel(ModelBase):
         settings: RowSettings = ROWS("rows", rows)
         self.source = Source(path)
         self.path = self.source.path
-        """The file, or ``None`` for a model that was given as an object."""
+        """The file, or ``None`` if the model was given as an object."""
         self.platform = "onnxruntime_onnx"
         try:
             session = self._load(self._session_options())
@@ -88,9 +88,10 @@ class OnnxModel(ModelBase):
         self.name = self.source.name_for(session)
         self.intra_op_threads = threads_of(session)
         self._session: ort.InferenceSession | None = session
-        # Contexts of one model take about as long for a batch, and others may be on the same device.
+        # A key for durations: batches take about equally long on all contexts of a model, and other models
+        # may use the same device.
         self._kind = object()
-        # Copies, as ONNX Runtime's own keep the session alive.
+        # Copies, because ONNX Runtime's objects keep the session alive.
         self._declared = declared(session.get_inputs()), declared(session.get_outputs())
         self.inputs, self.outputs, self.rows_fixed, self.alone, self.doubt = read_axes(
             self.name, self._declared[0], self._declared[1], settings
@@ -105,8 +106,7 @@ class OnnxModel(ModelBase):
         return self.source.load(options, self.options.providers)
 
     def whole(self, reason: str) -> Self:
-        """Return this model with each request run alone, as it is. It has the same weights, and is closed
-        apart.
+        """Return this model with each request run alone. The two share weights and are closed separately.
 
         :param reason: why, for :attr:`alone`.
         """
@@ -118,11 +118,9 @@ class OnnxModel(ModelBase):
         return other
 
     def _decide_memory(self) -> None:
-        """Decide whether outputs are bound to memory of ours: not those of requests that run alone, nor
-        strings.
+        """Decide whether to bind outputs to our memory: not for requests that run alone, nor for strings.
 
-        What a file declares of their shapes need not be so, and what a request alone gets need not lie in a
-        slab.
+        The declared shapes may be wrong, and the outputs of a single request need not be in a slab.
         """
         specs = (*self.inputs, *self.outputs)
         self.brings_outputs = bool(self.alone) or any(spec.dtype.hasobject for spec in specs)
@@ -153,7 +151,7 @@ class OnnxModel(ModelBase):
         return OnnxContext(session, self._kind, brings_outputs=self.brings_outputs)
 
     def close(self) -> None:
-        """Release the session, and with it the weights. Idempotent."""
+        """Release the session and its weights. Idempotent."""
         self._session = None
 
 
@@ -172,7 +170,7 @@ class OnnxContext:
         return OnnxBinding(self._session, inputs, outputs, self._kind)
 
     def close(self) -> None:
-        """Release the session. Bindings are dropped with what they were made for."""
+        """Release the session. Bindings go with the slabs that they were created for."""
         self._session = None
 
 
@@ -197,8 +195,8 @@ class OnnxBinding:
 
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         assert isinstance(stream, HostStream)
-        # An output without memory of ours is bound anew each time. Otherwise ONNX Runtime would write the
-        # next batch into the answers of the last one.
+        # Rebind outputs without memory of ours for each batch. Otherwise ONNX Runtime would write the next
+        # batch into the results of the previous one.
         if rows != self._bound_rows or None in self._outputs:
             self._bind(rows)
         stream.launch(self._run, label=(self._kind, rows), run_on="auto")
@@ -229,11 +227,11 @@ class OnnxBinding:
         self._bound_rows = rows
 
     def _run(self) -> None:
-        """Run the batch, and copy each output that ONNX Runtime put elsewhere to where it is bound.
+        """Run the batch. Copy each output that ONNX Runtime put elsewhere to its bound memory.
 
         ONNX Runtime leaves the bound memory of an output unwritten if it is also an input of the graph.
 
-        :raises ExecutionError: for an output of another shape than it is bound with.
+        :raises ExecutionError: if the shape of an output differs from the bound shape.
         """
         self._session.run_with_iobinding(self._binding)
         values = self._binding.get_outputs()
@@ -245,9 +243,9 @@ class OnnxBinding:
 
 
 def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Return the shape in which an output is bound, if it was given in that shape.
+    """Return the shape that an output is bound with, after checking that the result has it.
 
-    :raises ExecutionError: if not.
+    :raises ExecutionError: if it has another shape.
     """
     shape = memory.shape(rows)
     if tuple(found) != shape:
@@ -259,7 +257,7 @@ def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tupl
 
 
 class OnnxRunBinding:
-    """A session that is given arrays and returns others, whatever they turn out to be."""
+    """A session that is called with arrays and returns new values of any shape and type."""
 
     def __init__(self, session: ort.InferenceSession, inputs: tuple[TensorMemory, ...], kind: object) -> None:
         self._session = session
@@ -282,15 +280,15 @@ class OnnxRunBinding:
         self._values = self._session.run(self._output_names, feeds)
         for memory in self._inputs:
             if memory.dtype.hasobject and memory.array is not None:
-                memory.array[...] = None  # Callers' strings and values are not kept until the next batch.
+                memory.array[...] = None  # Do not keep callers' strings and values until the next batch.
 
     def _feed(self, memory: TensorMemory, rows: int) -> Any:
-        """Return what the session is given for an input: an array, or the Python value that a caller gave."""
+        """Return the value to pass for an input: an array, or the Python value that a caller passed."""
         is_tensor = self._kinds[memory.name].startswith("tensor(")
         assert is_tensor or memory.array is not None, "values lie on the host"
         return memory.view(rows) if is_tensor else memory.array[0]  # type: ignore[index]
 
 
 def element_type(dtype: np.dtype[Any]) -> Any:
-    """Return what an I/O binding calls a dtype: NumPy's type, or ONNX's number where NumPy has none."""
+    """Return the element type for an I/O binding: NumPy's type, or ONNX's number if NumPy has none."""
     return ML_NUMBERS.get(dtype.name, dtype.type)

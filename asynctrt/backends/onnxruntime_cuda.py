@@ -1,14 +1,14 @@
 """ONNX models on a GPU, through ONNX Runtime's CUDA provider.
 
-Each context has a session of its own, on the context's stream and bound to the slab's memory on the GPU, and
-puts a batch there without waiting for it, but for one in 64. ONNX Runtime has no way to run one session on
-several streams of ours, so its working memory is there once for each session; large weights are shared.
+Each context has a separate session, on the context's stream and bound to the slab's GPU memory. It enqueues
+batches there without waiting for them, except for one run in 64. ONNX Runtime cannot run one session on
+several streams of ours, so each session has its own working memory; large weights are shared.
 
-Batch sizes are captured as CUDA graphs by the engine, as for any model, each from a session that runs nothing
-else: a graph refers to memory of the session's arena, which the next run is given again, and to kernels that
-cuDNN made for that batch size, which it drops when the size changes. Replaying a graph then has ended a GPU's
-context with an illegal instruction. ONNX Runtime was not made to be captured by others, so what it put into a
-graph is looked at, and each graph is compared with what its session computed.
+The engine captures batch sizes as CUDA graphs, as for any model, but each from a session that runs nothing
+else. A graph refers to memory in the session's arena, which the next run reuses, and to kernels that cuDNN
+created for that batch size and drops when the size changes. Replaying such a graph has ended a GPU's context
+with an illegal instruction. ONNX Runtime was not designed for capture by others, so the contents of each
+graph are checked, and its results are compared with those of its session.
 """
 
 import ctypes
@@ -53,26 +53,26 @@ from asynctrt.onnx_options import CPU, CUDA, NO_FALLBACK, TENSORRT, OnnxOptions
 from asynctrt.validation import PATH
 
 CUDA_MEMORY: Final = "Cuda"
-"""What ONNX Runtime calls the memory of a GPU."""
+"""ONNX Runtime's name for GPU memory."""
 
 LOG_ERRORS: Final = 3
 
 NAMED_MAX: Final = 6
-"""How many nodes that run on the CPU a warning names."""
+"""The maximum number of nodes on the CPU that a warning names."""
 
 SETTLE_S: Final = 10.0
-"""How long the end of a session waits for a stream on which nothing computes any more."""
+"""How long closing a session waits for a stream that no longer computes."""
 
 SETTLE_TRIES: Final = 3
 
 SETTLE_EVERY: Final = 64
-"""One run of a session in this many is waited for."""
+"""A session waits for one run in this many."""
 
 RANDOM: Final = frozenset(
     {"Bernoulli", "Dropout", "Multinomial"}
     | {f"Random{kind}{like}" for kind in ("Normal", "Uniform") for like in ("", "Like")}
 )
-"""Operators that draw random numbers, of which a graph would draw the same each time."""
+"""Operators that draw random numbers; a graph would draw the same ones each time."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -81,14 +81,15 @@ class OnnxCudaModel(StreamedOnnxModel):
     """A loaded ONNX model for one GPU. Loading blocks: ``asynctrt.open(path, device="cuda:0")`` does it in a
     thread.
 
-    :param path: the ``.onnx`` file. What is said of its axes at :class:`OnnxModel` holds here.
+    :param path: the ``.onnx`` file. Its axes are treated as in :class:`OnnxModel`.
     :param device: the GPU, the same object as the engine's.
-    :param options: as for :class:`OnnxModel`. ``gpu_mem_limit`` of the CUDA provider is the most bytes that
-        one session may hold, weights included unless they are shared by all. Default, and limit: what is
-        left of the GPU's memory, and of the device's budget, when it is loaded.
+    :param options: as for :class:`OnnxModel`. ``gpu_mem_limit`` of the CUDA provider is the maximum number of
+        bytes for one session, including its weights unless they are shared. The default, and upper limit, is
+        the free GPU memory within the device's budget when the session is loaded.
     :raises MissingExtraError: if the installed ONNX Runtime has no CUDA provider.
-    :raises DeviceUnavailableError: if the provider cannot be loaded: its CUDA libraries are missing, say.
-    :raises ModelNotFoundError, ModelError, OptionsError: as :class:`OnnxModel`.
+    :raises DeviceUnavailableError: if the provider cannot be loaded, for example because its CUDA libraries
+        are missing.
+    :raises ModelNotFoundError, ModelError, OptionsError: as for :class:`OnnxModel`.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class OnnxCudaModel(StreamedOnnxModel):
                 f"{self.name!r} has strings or Python values ({', '.join(texts)}), which do not lie on a "
                 "GPU. Open it with device='host'"
             )
-        # What it copies to the host itself is known only while it is put on the stream, and what TensorRT
-        # does on a stream that captures is not known at all.
+        # Copies to the host are only known once the batch is enqueued, and TensorRT's operations on a
+        # capturing stream are not known at all.
         symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
         can_capture = not self.brings_outputs and not self._has_tensorrt
         self.is_capturable = can_capture and symbols.issuperset(
@@ -137,11 +138,11 @@ class OnnxCudaModel(StreamedOnnxModel):
         )
 
     def host_twin(self) -> OnnxModel:
-        """Return the same model on the CPU, to try what made-up rows do. Blocks.
+        """Return the same model on the CPU, to try made-up rows on it. Blocks.
 
-        ONNX Runtime's CUDA provider (1.31) may end the process after a run that failed.
+        ONNX Runtime's CUDA provider (1.31) may end the process after a failed run.
 
-        :raises ModelError: if the CPU provider does not have its operators.
+        :raises ModelError: if the CPU provider lacks its operators.
         """
         entries = {name: value for name, value in self.options.session_config.items() if name != NO_FALLBACK}
         settings = dataclasses.replace(
@@ -152,11 +153,11 @@ class OnnxCudaModel(StreamedOnnxModel):
 
     @property
     def device(self) -> Device:
-        """The GPU that it was loaded for."""
+        """The GPU that the model was loaded for."""
         return self._device
 
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
-        """Load the model to read its names and types: on the CPU, unless only the GPU has its operators."""
+        """Load the model to read its names and types: on the CPU, or on the GPU if only that can run it."""
         try:
             return super()._load(options)
         except Exception as error:
@@ -169,17 +170,17 @@ class OnnxCudaModel(StreamedOnnxModel):
         return any(name == TENSORRT for name, _ in self.options.providers)
 
     def check_device(self, device: Device) -> None:
-        """Check that it is the GPU that the model was loaded for, as the same object or another."""
+        """Check that the device is the GPU that the model was loaded for; it may be a different object."""
         if not isinstance(device, CudaDevice) or device.ordinal != self._device.ordinal:
             raise DeviceUnavailableError(
                 f"{self!r} was loaded for {self._device.name}, not for {device.name!r}. Load it for that one"
             )
 
     def load_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "CudaSession":
-        """Load a session that works on ``stream``, within the memory that there is.
+        """Load a session on ``stream``, within the available memory.
 
         :raises DeviceMemoryError: if it does not fit.
-        :raises DeviceLostError, DeviceUnavailableError, ModelError: for what else stands in the way.
+        :raises DeviceLostError, DeviceUnavailableError, ModelError: for other failures.
         """
         assert isinstance(device, CudaDevice)
         assert isinstance(stream, CudaStream)
@@ -205,21 +206,21 @@ class OnnxCudaModel(StreamedOnnxModel):
             failed = error
         except Exception as error:
             failed = self._refused(error, device, stream)
-        # The stream is closed soon, and ONNX Runtime's frames keep a session on it alive.
+        # The stream will be closed soon, and the frames in ONNX Runtime would keep a session on it alive.
         session = None
         raise failed.with_traceback(None)
 
     def close(self) -> None:
-        """Free the weights, if they are shared. Every context is closed before."""
+        """Free shared weights. All contexts are closed first."""
         super().close()
         weights, self._weights = self._weights, None
         if weights is not None:
             weights.close()
 
     def _share_weights(self, settings: Mapping[str, str], device: CudaDevice, stream: CudaStream) -> None:
-        """Put the weights on the GPU for all sessions, before the first is loaded."""
+        """Before the first session is loaded, put the weights on the GPU for all sessions."""
         self._was_optimised = True
-        # What TensorRT has compiled cannot be written to a file.
+        # Models compiled by TensorRT cannot be written to a file.
         if self._has_tensorrt or not self._is_large():
             return
 
@@ -230,10 +231,10 @@ class OnnxCudaModel(StreamedOnnxModel):
         self._weights = share_weights(load, self._cuda_options(), device, stream, where, self.name)
 
     def _is_large(self) -> bool:
-        """Whether the model may have weights that are worth sharing: they may lie in files beside it."""
+        """Whether the model may have weights worth sharing. They may be in files beside it."""
         if self.path is None:
             return len(self.source.what or b"") >= SHARED_NBYTES_MIN
-        with suppress(OSError):  # Who may not look has weights of their own for each session.
+        with suppress(OSError):  # Without read permission, do not share.
             return any(
                 path.stat().st_size >= SHARED_NBYTES_MIN
                 for path in self.path.parent.iterdir()
@@ -247,7 +248,7 @@ class OnnxCudaModel(StreamedOnnxModel):
             self._weights.add_to(options)
             what = str(self._weights.path)
             if sizes and self.options.graph_optimization_level != "disable_all":
-                # What depends on them is computed now, by what reads the weights from their file.
+                # This level computes values that depend on the sizes now, with weights read from the file.
                 options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
@@ -270,19 +271,19 @@ class OnnxCudaModel(StreamedOnnxModel):
             ours = {name: settings[name] for name in ("device_id", "user_compute_stream")}
             providers.insert(0, (TENSORRT, ours | self.options.of_provider(TENSORRT)))
         if self.options.allows_cpu:
-            # To name the CPU's provider and to forbid its use is a contradiction that is refused.
+            # ONNX Runtime refuses options that both name the CPU provider and forbid its use.
             providers.append((CPU, self.options.of_provider(CPU)))
         with CAPTURING:
             return ort.InferenceSession(what, options, providers=providers, enable_fallback=0)
 
     def _cuda_options(self) -> ort.SessionOptions:
-        """Return those of sessions that run: their threads do what runs on the CPU, shapes mostly."""
+        """Return the options of sessions that run. Their threads run CPU operators, mostly for shapes."""
         options = session_options(self.options)
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         return options
 
     def _refused(self, error: Exception, device: CudaDevice, stream: CudaStream) -> Exception:
-        """Return why a session was not loaded."""
+        """Return the error for a session that could not be loaded."""
         meaning = meaning_of(str(error))
         known = device_error(meaning, device, stream, f"loading {self.name!r}")
         if known is not None:
@@ -298,14 +299,14 @@ class OnnxCudaModel(StreamedOnnxModel):
         )
 
     def _tell_of_nodes(self, session: ort.InferenceSession) -> None:
-        """Look at the nodes, once for the model: warn of those that run on the CPU, note random ones."""
+        """Inspect the nodes, once per model: warn about nodes on the CPU, and record random operators."""
         if self._has_told:
             return
         self._has_told = True
         ask = getattr(session, "get_provider_graph_assignment_info", None)
         if ask is None:
             return  # An older version.
-        with suppress(Exception):  # Answers do not depend on it.
+        with suppress(Exception):  # Results do not depend on it.
             nodes = [
                 (str(part.ep_name), str(node.op_type), str(node.name))
                 for part in ask()
@@ -318,11 +319,12 @@ class OnnxCudaModel(StreamedOnnxModel):
 
 
 class RawModel:
-    """A session of the CUDA provider for ``session.run``, beside which the engine is measured.
+    """A session of the CUDA provider for ``session.run``, as a baseline to measure the engine against.
 
-    It is left alive to the end of the process: to end it could end the process, see :class:`CudaSession`.
+    It is kept alive until the process ends, because ending it could end the process: see
+    :class:`CudaSession`.
 
-    :raises MissingExtraError: if the installed ONNX Runtime has no such provider.
+    :raises MissingExtraError: if the installed ONNX Runtime lacks the provider.
     """
 
     def __init__(
@@ -343,9 +345,9 @@ class RawModel:
 
 
 class CudaSession(StreamSession):
-    """A session of the CUDA provider, whose memory counts as the device's.
+    """A session of the CUDA provider. Its memory counts towards the device's budget.
 
-    :param nbytes: what loading it took of the GPU's memory.
+    :param nbytes: the GPU memory that loading it took.
     :param random: the operators of the model that draw random numbers.
     """
 
@@ -370,12 +372,12 @@ class CudaSession(StreamSession):
         self._options, self._waiting = _run_options(waits=False), _run_options(waits=True)
         self._runs = 0
         self._left: Batch | None = None
-        """A batch after which nothing was waited for."""
+        """The latest batch since the session was last settled."""
 
     def put(self, binding: Any, stream: Stream, batch: Batch) -> None:
-        """Put a run on the stream, and wait for it if ONNX Runtime has to free or to copy something then.
+        """Enqueue a run. Wait for it if ONNX Runtime must free or copy something afterwards.
 
-        :raises ExecutionError: also if the stream captures, and what was put there cannot be replayed.
+        :raises ExecutionError: also if the stream captures and the captured work cannot be replayed.
         """
         self._left = batch
         if stream.is_capturing:
@@ -391,7 +393,7 @@ class CudaSession(StreamSession):
                 f"{self.name!r} draws random numbers ({', '.join(self._random)}), and a graph would draw the "
                 "same each time"
             )
-        # Some operators have the GPU read memory of the host that they free once they return.
+        # Some operators make the GPU read host memory that they free when they return.
         self._stream.own_sources()
         self.run(binding, self._options)
         outside = outside_of_capture(self._stream.handle)
@@ -401,7 +403,7 @@ class CudaSession(StreamSession):
             )
 
     def error_of(self, error: Exception) -> BaseException:
-        """Return the error for callers; one that has made the GPU unusable is noticed."""
+        """Return the error for callers, and detect one that has made the GPU unusable."""
         meaning = meaning_of(str(error))
         known = device_error(meaning, self._device, self._stream, f"running {self.name!r}")
         return known or ExecutionError(f"ONNX Runtime failed to run {self.name!r}: {meaning.said}")
@@ -410,30 +412,30 @@ class CudaSession(StreamSession):
     def may_end(self) -> bool:
         """Whether ONNX Runtime can end the session.
 
-        On a lost GPU it would end the process. Where work hangs, freeing memory would wait for that for ever;
-        the session is left alive then, and its memory stays counted, as its stream may be gone by the time
-        the work ends.
+        On a lost GPU, ending it would end the process. While work hangs, freeing memory would block forever.
+        In both cases the session is left alive. Its memory then stays counted, because its stream may be gone
+        by the time the work ends.
         """
         return self._device.state == "ready"
 
     def close(self) -> None:
         if self._session is not None and self.may_end:
             if not self.settle():
-                self._session = None  # It is left alive.
+                self._session = None  # Leave it alive.
                 return
             self._device.count_out(self._nbytes)
         super().close()
 
     def settle(self, binding: Any = None) -> bool:
-        """Have ONNX Runtime free what runs have left, and say whether it has.
+        """Make ONNX Runtime free what runs have left, and return whether it has.
 
-        Some operators (an LSTM, a Concat of many tensors) leave host memory, which a function on the stream
-        frees. ONNX Runtime puts it there at the end of a run that it waits for, or of the session. Then that
-        function may be the last to know the memory's allocator, and ends it, which CUDA does not permit
-        there; and the process ends (``std::terminate``: "CUDA failure 800 ... cudaFreeHost"). So another
-        batch is run, and waited for.
+        Some operators (an LSTM, a Concat of many tensors) leave host memory that a function on the stream
+        frees. ONNX Runtime enqueues that function at the end of a run that it waits for, or of the session.
+        In the second case the function may hold the last reference to the memory's allocator and destroy it.
+        CUDA does not permit that there, and the process ends (``std::terminate``: "CUDA failure 800 ...
+        cudaFreeHost"). So this runs another batch and waits for it.
 
-        :param binding: what it is bound to. Default: zeros, as the memory of earlier batches may be gone.
+        :param binding: the binding to run. Default: zeros, because the memory of earlier batches may be gone.
         """
         if self._left is None:
             return True
@@ -445,13 +447,13 @@ class CudaSession(StreamSession):
                 and self._stream.drain(SETTLE_S)
             )
         except Exception:
-            return False  # The GPU is lost, say.
+            return False  # For example, the GPU is lost.
         if settled:
             self._left = None
         return settled
 
     def _run_zeros(self, batch: Batch) -> bool:
-        """Run a batch of zeros like this or, if there is no room for one, of a row; say whether it ended."""
+        """Run a batch of zeros like this one, or of one row if there is no room; return whether it ended."""
         assert self._session is not None
         for rows in (batch.rows, 1):
             binding = self.io_binding()
@@ -464,9 +466,9 @@ class CudaSession(StreamSession):
         return False
 
     def _ends(self, binding: Any) -> bool:
-        """Run and wait, and say whether the run came to its end.
+        """Run, wait, and return whether the run succeeded.
 
-        An error that a capture left with this thread (CUDA's runtime keeps the last) may come first, once.
+        An earlier capture error, which the CUDA runtime keeps for the thread, may be reported first, once.
         """
         assert self._session is not None
         for _ in range(SETTLE_TRIES):
@@ -477,7 +479,7 @@ class CudaSession(StreamSession):
 
 
 def _elsewhere(tensors: Sequence[Any], ask: Callable[[], Sequence[Any]]) -> frozenset[str]:
-    """Return the inputs or outputs that are not in memory of the GPU: all, if ONNX Runtime cannot tell."""
+    """Return the inputs or outputs that are not in GPU memory, or all of them if ONNX Runtime cannot tell."""
     names = [tensor.name for tensor in tensors]
     with suppress(Exception):
         places = [info.name for info in ask()]
@@ -494,7 +496,7 @@ def _run_options(*, waits: bool) -> ort.RunOptions:
 
 
 def _check_providers(options: OnnxOptions) -> None:
-    """Check that all providers are among those that work on memory of the GPU.
+    """Check that all providers can work on GPU memory.
 
     :raises OptionsError: if not.
     """
@@ -508,9 +510,9 @@ def _check_providers(options: OnnxOptions) -> None:
 
 
 def check_provider() -> None:
-    """Check that the installed ONNX Runtime has the CUDA provider, and load CUDA's libraries for it.
+    """Check that the installed ONNX Runtime has the CUDA provider, and load the CUDA libraries for it.
 
-    :raises MissingExtraError: if it has not.
+    :raises MissingExtraError: if it lacks the provider.
     """
     if not has_provider():
         raise MissingExtraError(
@@ -523,14 +525,14 @@ def check_provider() -> None:
 
 @cache
 def _preload() -> None:
-    """Load CUDA's libraries from where pip puts them, if it can, and let it warn of nothing."""
+    """Load CUDA's libraries from pip packages if possible, and suppress ONNX Runtime's warnings."""
     if hasattr(ort, "preload_dlls"):
-        # It prints what it does not find, though the system's loader may find that later.
+        # It prints the libraries that it does not find, although the system's loader may find them later.
         with redirect_stdout(StringIO()) as said:
             ort.preload_dlls()
         logger.debug("onnxruntime.preload_dlls: %s", said.getvalue().strip() or "all was found")
-    # It warns for each session that the provider is no plugin, by the one logger that is the whole process's.
-    # An application that wants its warnings sets the level after it has opened a model.
+    # For each session it warns, through the process-wide logger, that the provider is not a plugin. An
+    # application that wants its warnings can set the level after opening a model.
     ort.set_default_logger_severity(LOG_ERRORS)
 
 
@@ -544,13 +546,13 @@ def provider_settings(
 ) -> dict[str, str]:
     """Return the provider's options for a session on a stream.
 
-    :param limit_nbytes: the most that its arena may hold, whatever is given.
-    :param given: options that win over ours.
+    :param limit_nbytes: the maximum size of its arena, regardless of ``given``.
+    :param given: options that override ours.
     """
     return {
         "device_id": str(ordinal),
         "user_compute_stream": str(stream),
-        # The default doubles what it holds, of which there is one for each context.
+        # The default doubles the arena on each extension, and there is one arena per context.
         "arena_extend_strategy": "kSameAsRequested",
         # The default tries every algorithm for every new shape, which takes seconds.
         "cudnn_conv_algo_search": "HEURISTIC",
@@ -560,7 +562,7 @@ def provider_settings(
 
 
 def describe_fallback(nodes: list[tuple[str, str]]) -> str:
-    """Return what a warning says of nodes, each its operator and its name, that run on the CPU."""
+    """Return the warning about nodes on the CPU, each given as operator and name."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(kind for kind, _ in nodes).most_common())
     names = ", ".join(repr(name) for _, name in nodes[:NAMED_MAX])
     more = f" and {len(nodes) - NAMED_MAX} more" if len(nodes) > NAMED_MAX else ""
@@ -572,7 +574,7 @@ def describe_fallback(nodes: list[tuple[str, str]]) -> str:
 
 
 def device_error(meaning: Meaning, device: CudaDevice, stream: CudaStream, what: str) -> DeviceError | None:
-    """Return the device's error for what ONNX Runtime said, or ``None`` if the device has none."""
+    """Return the device's error for ONNX Runtime's message, or ``None`` if the device has no error."""
     if meaning.is_memory:
         asked = "" if meaning.nbytes is None else f" of {mib(meaning.nbytes)}"
         return DeviceMemoryError(
@@ -580,7 +582,7 @@ def device_error(meaning: Meaning, device: CudaDevice, stream: CudaStream, what:
             f"{device.memory() if device.lost is None else 'the device is lost'}. Lower max_rows or "
             "contexts, or raise gpu_mem_limit of the CUDA provider if that is set"
         )
-    # It may have told of something else that follows from it, so the stream itself is asked.
+    # The message may only describe a consequence of a device error, so ask the stream itself.
     if device.lost is None:
         stream.check(what)
     return device.lost

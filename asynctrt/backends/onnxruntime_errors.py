@@ -1,4 +1,5 @@
-"""What ONNX Runtime's errors on a GPU mean. It raises one type with a text for nearly everything."""
+"""The interpretation of ONNX Runtime's errors on a GPU. It raises one type with a text for nearly
+everything."""
 
 import re
 from typing import Final, NamedTuple
@@ -12,24 +13,24 @@ NO_MEMORY: Final = re.compile(
     r"|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED|out of memory",
 )
 OUT_OF_MEMORY: Final = 2
-"""CUDA's own number for it."""
+"""CUDA's error code."""
 
 
 class Meaning(NamedTuple):
-    """What a text says."""
+    """The interpretation of an error text."""
 
     cuda_code: int | None
-    """CUDA's number of the error."""
+    """CUDA's error code."""
     is_memory: bool
-    """Whether memory was wanting: CUDA's, or more than the session may take."""
+    """Whether memory ran out: CUDA's, or the session's limit."""
     nbytes: int | None
-    """How much was asked for, if it says so."""
+    """The number of bytes requested, if the text gives it."""
     said: str
-    """The text without ONNX Runtime's places in its sources, one line."""
+    """The text in one line, without ONNX Runtime's source locations."""
 
 
 def meaning_of(text: str) -> Meaning:
-    """Return what the text of an error means."""
+    """Interpret the text of an error."""
     found = CUDA_FAILURE.search(text)
     code = int(found[1]) if found else None
     memory = NO_MEMORY.search(text)
@@ -40,7 +41,7 @@ def meaning_of(text: str) -> Meaning:
 
 def _shortened(text: str) -> str:
     lines = text.strip().splitlines() or [""]
-    # What it begins with repeats the type of the error.
+    # The prefix repeats the type of the error.
     said = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", lines[0])
     return re.sub(
         r"\s*/\S+\.(?:cc|h|cu|cuh|hpp):\d+ \S.*?(?= CUDA failure| CUDNN failure| CUBLAS failure|$)", "", said

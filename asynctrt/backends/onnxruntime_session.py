@@ -1,8 +1,8 @@
-"""How a session of ONNX Runtime is made, from what and with which options. This imports ``onnxruntime``.
+"""The creation of ONNX Runtime sessions: their sources and options. This module imports ``onnxruntime``.
 
 ::
 
-    source = Source.of("model.onnx")
+    source = Source("model.onnx")
     session = source.load(session_options(given), given.providers)
 """
 
@@ -30,8 +30,8 @@ from asynctrt.onnx_objects import content_of, is_onnx_object, is_session, shown
 from asynctrt.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions
 from asynctrt.validation import PATH
 
-# When it is imported or a session is made, ONNX Runtime otherwise creates a telemetry database in the user's
-# home directory. An application that wants it sets the variable itself.
+# Otherwise ONNX Runtime creates a telemetry database in the user's home directory on import or when a session
+# is created. An application that wants it can set the variable itself.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 try:
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 LOG_FATAL_ONLY: Final = 4
-"""What ONNX Runtime reports as an error is in the exception, and need not be on stderr as well."""
+"""The log level of sessions: errors are in the exception, and need not appear on stderr as well."""
 
 LEVELS: Final = {
     "disable_all": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -71,16 +71,16 @@ AS_GIVEN: Final = (
     *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "use_deterministic_compute"),
     *("use_per_session_threads", "enable_profiling", "log_severity_level"),
 )
-"""Options that ``SessionOptions`` has under the same names."""
+"""Options with the same names in ``SessionOptions``."""
 
 logger = logging.getLogger("asynctrt")
 
 Providers = Sequence[tuple[str, Mapping[str, str]]]
-"""Execution providers in their order, each with its options."""
+"""Execution providers in order of priority, each with its options."""
 
 
 class Source:
-    """What sessions of one model are made from: a file, the content of one, or a session that is there.
+    """The source of a model's sessions: a file, the content of one, or an existing session.
 
     :param given: a path, bytes, an ``onnx.ModelProto`` or an ``onnxruntime.InferenceSession``.
     :raises OptionsError: for anything else.
@@ -89,10 +89,10 @@ class Source:
 
     def __init__(self, given: Any) -> None:
         self.session: ort.InferenceSession | None = given if is_session(given) else None
-        """The session that was given: it is the caller's, and is never ended here."""
+        """The session that was given. It belongs to the caller and is never ended here."""
         self.path: Path | None = None
         self.what: str | bytes | None = None
-        """What ONNX Runtime makes a session from: a path, or the content of a file."""
+        """The argument for ONNX Runtime's constructor: a path, or the content of a file."""
         self._shown = shown(given)
         if is_onnx_object(given):
             self.what = content_of(given)
@@ -100,7 +100,7 @@ class Source:
         self.path = PATH("path", given)
         self.what = str(self.path)
         try:
-            # ONNX Runtime would wait for a pipe.
+            # ONNX Runtime would block on a pipe.
             open_regular(self.path).close()
         except (OSError, ValueError) as error:
             path = bounded(str(self.path), DESCRIBED_MAX // 2)
@@ -116,15 +116,15 @@ class Source:
         return self._shown
 
     def name_for(self, session: ort.InferenceSession) -> str:
-        """Return what the model is called: as its file or, without one, as its graph."""
+        """Return the model's name: that of its file or, without one, of its graph."""
         return self.path.stem if self.path is not None else str(session.get_modelmeta().graph_name) or "model"
 
     def load(self, options: ort.SessionOptions, providers: Providers = ()) -> ort.InferenceSession:
-        """Make a session, or return the one that was given. Blocks.
+        """Create a session, or return the one that was given. Blocks.
 
-        :param providers: those to use. Default: the CPU provider.
-        :raises MissingExtraError: if the installed ONNX Runtime has no such provider.
-        :raises DeviceUnavailableError: if one of them does not load.
+        :param providers: the providers to use. Default: the CPU provider.
+        :raises MissingExtraError: if the installed ONNX Runtime lacks one of them.
+        :raises DeviceUnavailableError: if one of them cannot be loaded.
         """
         if self.session is not None:
             return self.session
@@ -132,7 +132,7 @@ class Source:
         plugins = _plugins(providers)
         check_available([name for name, _ in providers if name not in plugins])
         if plugins:
-            # ONNX Runtime takes plugins by their devices. By name it leaves them out, and says nothing.
+            # ONNX Runtime selects plugins by device. It silently ignores plugins given by name.
             for name, given in providers:
                 if name in plugins:
                     _add_plugin(options, name, plugins[name], dict(given))
@@ -146,7 +146,7 @@ class Source:
         return session
 
     def refused(self, error: Exception, options: OnnxOptions) -> ModelError:
-        """Return the error for one that ONNX Runtime raised while it loaded the model."""
+        """Return the error for an exception that ONNX Runtime raised while loading the model."""
         said, version = str(error), ort.__version__
         if "INVALID_PROTOBUF" in said or "No graph was found in the protobuf" in said:
             return ModelError(
@@ -165,10 +165,10 @@ class Source:
 
 
 def session_options(given: OnnxOptions) -> ort.SessionOptions:
-    """Return ONNX Runtime's object for these options. Libraries that they name are loaded.
+    """Return ONNX Runtime's object for these options. This loads libraries that they name.
 
-    :raises MissingExtraError: if a package with such a library is not installed.
-    :raises OptionsError: if a library is not what ONNX Runtime takes it for.
+    :raises MissingExtraError: if a package that contains such a library is not installed.
+    :raises OptionsError: if a library is not of the kind that ONNX Runtime expects.
     """
     for library in given.provider_libraries:
         _register_provider(_library(library, "provider_libraries"))
@@ -198,20 +198,20 @@ def session_options(given: OnnxOptions) -> ort.SessionOptions:
 
 
 def threads_of(session: ort.InferenceSession) -> int:
-    """Return how many threads compute one batch."""
+    """Return the number of threads that compute one batch."""
     return int(session.get_session_options().intra_op_num_threads) or cores()
 
 
 def bindable(session: ort.InferenceSession) -> Any:
-    """Return what contexts bind memory with, and run: the session, or a :class:`ReboundSession` over it."""
+    """Return the session for contexts to bind and run, wrapped in a :class:`ReboundSession` if needed."""
     return session if session.get_providers() == [CPU] else ReboundSession(session)
 
 
 class ReboundSession:
-    """A session that has its memory bound anew for each run.
+    """A session that rebinds its memory for each run.
 
-    The CPU provider reads bound memory in every run. Others need not: the plugin of OpenVINO 1.8 leaves the
-    outputs of the first run there when a binding is run again, whatever the inputs have become.
+    The CPU provider reads bound memory in every run. Others may not: when a binding is run again, the plugin
+    of OpenVINO 1.8 keeps the outputs of the first run, whatever the inputs are.
     """
 
     def __init__(self, session: ort.InferenceSession) -> None:
@@ -225,7 +225,7 @@ class ReboundSession:
         return RepeatedBinding(self._session.io_binding())
 
     def run_with_iobinding(self, binding: "RepeatedBinding", options: Any = None) -> None:
-        """Bind again what is bound, and run."""
+        """Rebind everything and run."""
         self._session.run_with_iobinding(binding.repeated(), options)
 
 
@@ -240,11 +240,11 @@ class RepeatedBinding:
         return getattr(self._binding, name)
 
     def bind_input(self, *given: Any) -> None:
-        """Bind an input, as ``IOBinding``."""
+        """Bind an input, as in ``IOBinding``."""
         self._bind("bind_input", given)
 
     def bind_output(self, *given: Any) -> None:
-        """Bind an output, as ``IOBinding``."""
+        """Bind an output, as in ``IOBinding``."""
         self._bind("bind_output", given)
 
     def clear_binding_inputs(self) -> None:
@@ -256,7 +256,7 @@ class RepeatedBinding:
         self._forget("output")
 
     def repeated(self) -> Any:
-        """Bind all of it again, and return ONNX Runtime's object."""
+        """Rebind everything, and return ONNX Runtime's binding."""
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
         for name, given in self._bound:
@@ -275,7 +275,7 @@ class RepeatedBinding:
 def check_available(names: Sequence[str]) -> None:
     """Check that the installed ONNX Runtime has these providers.
 
-    :raises MissingExtraError: if it lacks one; the message lists those that it has.
+    :raises MissingExtraError: if it lacks one; the message lists those available.
     """
     there = ort.get_available_providers()
     for name in names:
@@ -288,9 +288,9 @@ def check_available(names: Sequence[str]) -> None:
 
 
 def check_loaded(session: ort.InferenceSession, names: Sequence[str], model: str) -> None:
-    """Check that a session has the providers that were asked for: ONNX Runtime goes on without them.
+    """Check that a session has the requested providers, because ONNX Runtime continues without missing ones.
 
-    One that has no node of the model is a warning.
+    Log a warning for a provider that runs no node of the model.
 
     :raises DeviceUnavailableError: if it lacks one.
     """
@@ -303,7 +303,7 @@ def check_loaded(session: ort.InferenceSession, names: Sequence[str], model: str
             )
     if names == [CPU]:
         return
-    with suppress(Exception):  # An older version does not tell.
+    with suppress(Exception):  # Older versions cannot tell.
         used = {str(part.ep_name) for part in session.get_provider_graph_assignment_info()}
         for name in names:
             if name not in used and name != CPU:
@@ -311,9 +311,9 @@ def check_loaded(session: ort.InferenceSession, names: Sequence[str], model: str
 
 
 def check_host_providers(providers: Providers) -> None:
-    """Check that providers take and give memory of the CPU.
+    """Check that the providers work on CPU memory.
 
-    :raises OptionsError: for those that work on memory of a GPU.
+    :raises OptionsError: for providers that work on GPU memory.
     """
     for name, _ in providers:
         if name in (CUDA, TENSORRT):
@@ -358,7 +358,7 @@ def _add_operators(options: ort.SessionOptions, path: str) -> None:
 
 
 def _register_provider(path: str) -> None:
-    """Have ONNX Runtime load a plugin, once for the process, under its path."""
+    """Make ONNX Runtime load a plugin, once per process, under its path."""
     try:
         register = ort.register_execution_provider_library
     except AttributeError as error:
@@ -376,12 +376,12 @@ def _register_provider(path: str) -> None:
 
 
 def _plugins(providers: Providers) -> dict[str, list[Any]]:
-    """Return the devices of those providers that are plugins, by the providers' names."""
+    """Return the devices of the providers that are plugins, by provider name."""
     if not hasattr(ort, "get_ep_devices"):
         return {}
     devices = ort.get_ep_devices()
     found = {name: [each for each in devices if each.ep_name == name] for name, _ in providers if name != CPU}
-    # What ONNX Runtime brings itself may have devices, too, and is taken by its name.
+    # Built-in providers may also have devices, but are selected by name.
     return {
         name: those
         for name, those in found.items()

@@ -1,4 +1,4 @@
-"""ONNX models with a session of ONNX Runtime's for each stream: what is the same on every device.
+"""ONNX models with an ONNX Runtime session per stream: the part that is the same on every device.
 
 ::
 
@@ -8,9 +8,10 @@
     binding.enqueue(8, profile=None, stream=stream, arena=None)
     context.close()  # ends the session; the stream is closed after it
 
-A session knows its stream, and must end before it: ONNX Runtime waits for the stream when it ends a session,
-and ends the process if it is gone. So nobody has a session but a :class:`StreamSession`, which is kept alive
-until it is closed, whatever the garbage collector finds; and what is raised here carries no frame that does.
+A session holds its stream and must end before it: ONNX Runtime waits for the stream when a session ends, and
+crashes the process if the stream is gone. So only :class:`StreamSession` refers to a session, and keeps it
+alive until it is closed, whatever the garbage collector finds. Exceptions raised here carry no frame that
+refers to a session.
 """
 
 import ctypes
@@ -36,9 +37,9 @@ from asynctrt.tensors import Array, Dims, TensorSpec, shape_of
 
 
 class StreamedOnnxModel(OnnxModel):
-    """An ONNX model that has a session for each stream. A subclass says how a session is made and run.
+    """An ONNX model with a session per stream. A subclass defines how to create and run a session.
 
-    :param path: as for :class:`OnnxModel`, but for a session: each stream needs one that works on it.
+    :param path: as for :class:`OnnxModel`, but not a session, because each stream needs its own.
     """
 
     def __init__(
@@ -51,16 +52,16 @@ class StreamedOnnxModel(OnnxModel):
         refuse_session(path)
         super().__init__(path, options, rows=rows)
         self.batch_sizes = self.options.batch_sizes
-        """What batches are padded to, as for :class:`~asynctrt.backends.base.PreparedModel`."""
-        # That session was there to be asked for names and types.
+        """The batch sizes to pad to, as for :class:`~asynctrt.backends.base.PreparedModel`."""
+        # That session was only needed to read names and types.
         super().close()
         self.enqueue_may_block = self.options.launch != "loop"
         self.turn: AbstractContextManager[object] = (
             threading.Lock() if self.options.launch == "thread" else nullcontext()
         )
-        """Held while a batch is put on a stream."""
+        """Held while a batch is enqueued."""
         self._sessions: WeakSet[StreamSession] = WeakSet()
-        # One after the other, so that each can tell what it took of the device's memory.
+        # Sessions load one at a time, so that each can measure the device memory that it took.
         self._loading = threading.Lock()
         self._closed = False
 
@@ -69,7 +70,7 @@ class StreamedOnnxModel(OnnxModel):
         return f"<{type(self).__name__} {self.name} sessions={sessions}>"
 
     def _session_options(self) -> ort.SessionOptions:
-        """Return those of a session that is there to be asked for names and types, and runs nothing."""
+        """Return the options of a session that is only asked for names and types, and runs nothing."""
         options = super()._session_options()
         options.enable_profiling = False
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -82,7 +83,7 @@ class StreamedOnnxModel(OnnxModel):
 
     @property
     def session(self) -> ort.InferenceSession:
-        """There is none that could be handed out: each belongs to a stream.
+        """Not available, because each session belongs to a stream.
 
         :raises UsageError: always.
         """
@@ -101,11 +102,11 @@ class StreamedOnnxModel(OnnxModel):
     def create_context_for(
         self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
     ) -> "StreamContext":
-        """Create a context for batches of one size, as a ``TracedModel``.
+        """Create a context for batches of one size, as for a ``TracedModel``.
 
-        ONNX Runtime computes what depends on sizes alone when it loads the session, and no longer on the CPU
-        in each run. It would copy that to the GPU from memory that it uses for something else in the same
-        run, and a graph of that copies what was there in the end.
+        ONNX Runtime then computes values that depend only on sizes when it loads the session, instead of on
+        the CPU in each run. In a run it would copy them to the GPU from memory that it reuses later in the
+        same run, so a graph would copy the final contents of that memory.
         """
         self.check_device(device)
         shapes = {arg.name: arg.shape for arg in self._declared[0]}
@@ -118,13 +119,13 @@ class StreamedOnnxModel(OnnxModel):
         return context
 
     def close(self) -> None:
-        """Note that no session is to be loaded any more; contexts end theirs when they are closed."""
+        """Stop loading sessions. Contexts end theirs when they are closed."""
         self._closed = True
 
     def start_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "StreamSession":
-        """Load a session that works on ``stream``, for one context, which closes it.
+        """Load a session on ``stream`` for one context, which must close it.
 
-        :param sizes: those of dimensions that do not vary in this session, by their names in the file.
+        :param sizes: the sizes of dimensions that are fixed in this session, by their names in the file.
         :raises UsageError: if the model is closed.
         """
         if self._closed:
@@ -143,11 +144,11 @@ class StreamedOnnxModel(OnnxModel):
 
     @abstractmethod
     def load_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "StreamSession":
-        """Load a session that works on ``stream``, as :meth:`start_session` says."""
+        """Load a session on ``stream``, as for :meth:`start_session`."""
 
 
 def refuse_session(given: object) -> None:
-    """Refuse a session that was made before its stream.
+    """Refuse a session that was created before its stream.
 
     :raises UsageError: for any session.
     """
@@ -160,7 +161,7 @@ def refuse_session(given: object) -> None:
 
 
 class Batch(NamedTuple):
-    """What a run is given: its rows, and each input's name, dtype, dimensions of a row and axis of rows."""
+    """The inputs of a run: its rows, and each input's name, dtype, dimensions of a row and axis of rows."""
 
     inputs: tuple[tuple[str, np.dtype[Any], Dims, int | None], ...]
     rows: int
@@ -171,10 +172,10 @@ class Batch(NamedTuple):
 
 
 class StreamSession:
-    """A session on its stream. It is ended by :meth:`close`, and by nothing else.
+    """A session on its stream. Only :meth:`close` ends it.
 
-    :param memory: what ONNX Runtime calls the memory that tensors are bound in: ``cuda``, ``cpu``.
-    :param ordinal: the number of the device among those.
+    :param memory: ONNX Runtime's name for the memory that tensors are bound in: ``cuda``, ``cpu``.
+    :param ordinal: the number of the device for that memory.
     """
 
     def __init__(
@@ -184,12 +185,13 @@ class StreamSession:
         self.handle = stream.handle
         self.memory = memory
         self.read_on_cpu = frozenset[str]()
-        """The inputs that ONNX Runtime copies to the CPU, when they are bound and at no other time."""
+        """The inputs that ONNX Runtime copies to the CPU, which it does only when they are bound."""
         self.left_on_cpu = frozenset[str]()
-        """The outputs that ONNX Runtime has on the CPU, and may put elsewhere than where they are bound."""
+        """The outputs that ONNX Runtime keeps on the CPU, possibly not in their bound memory."""
         self.ordinal = ordinal
         self.name = name
-        # The collector may come upon an engine that was never closed, whose stream it may have freed before.
+        # Only `close` may end it: the garbage collector may free the stream of an engine that was never
+        # closed before it frees the session.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
     def __repr__(self) -> str:
@@ -197,30 +199,31 @@ class StreamSession:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not closed."""
+        """Whether it is open."""
         return self._session is not None
 
     def settle(self, binding: Any = None) -> bool:
-        """Have done what runs have left to do, and say whether it is. Blocks.
+        """Finish what runs have left to do, and return whether that succeeded. Blocks.
 
-        :param binding: one whose memory is still there, so that its batch may be run again. Default: none is.
+        :param binding: a binding whose memory still exists, so that its batch can be run again. Default:
+            none.
         """
         return True
 
     def io_binding(self) -> Any:
-        """Return a new I/O binding. Whoever has one gives it up before the session is closed."""
+        """Return a new I/O binding, which must be dropped before the session is closed."""
         assert self._session is not None, "a closed session is not bound"
         return self._session.io_binding()
 
     def put(self, binding: Any, stream: Stream, batch: Batch) -> None:
-        """Put a run on the stream.
+        """Enqueue a run.
 
-        :raises AsynctrtError: as :meth:`error_of` tells.
+        :raises AsynctrtError: as converted by :meth:`error_of`.
         """
         self.run(binding, None)
 
     def run(self, binding: Any, options: Any) -> None:
-        """Run, and raise what :meth:`error_of` makes of an error, without the frames of ONNX Runtime's."""
+        """Run, and raise errors as converted by :meth:`error_of`, without frames in ONNX Runtime."""
         failed: BaseException | None = None
         try:
             assert self._session is not None, "a closed session is not run"
@@ -228,16 +231,17 @@ class StreamSession:
         except Exception as error:
             failed = self.error_of(error)
         if failed is not None:
-            # Not in the handler: ONNX Runtime's error would be its context, and has frames with the session.
+            # Not in the handler: ONNX Runtime's error would become its context, and has frames with the
+            # session.
             raise failed
 
     def error_of(self, error: Exception) -> BaseException:
-        """Return the error for the callers of a batch for one of ONNX Runtime's."""
+        """Return the error for the callers of a batch when ONNX Runtime raised this one."""
         return ExecutionError(f"ONNX Runtime failed to run {self.name!r}: {error}")
 
     @property
     def may_end(self) -> bool:
-        """Whether ONNX Runtime can end the session without harm. It is left alive for good otherwise."""
+        """Whether ONNX Runtime can safely end the session. Otherwise the session is left alive for good."""
         return True
 
     def close(self) -> None:
@@ -248,11 +252,11 @@ class StreamSession:
 
 
 class StreamContext:
-    """A context with the sessions of its stream, which it loads at the first batch unless it has done so.
+    """A context with the sessions of its stream. It loads a missing session at the first batch.
 
-    There is one, or one for each batch size that is kept apart.
+    It has one session, plus one for each batch size that is kept apart.
 
-    :param sizes: those of dimensions that do not vary in this context, by their names in the file.
+    :param sizes: the sizes of dimensions that are fixed in this context, by their names in the file.
     """
 
     def __init__(
@@ -263,7 +267,7 @@ class StreamContext:
         self._sizes = sizes or {}
         self._sessions: dict[int, StreamSession] = {}
         self._apart: frozenset[int] = frozenset()
-        # Those that are still in use: a pool drops what it has not used for long.
+        # The bindings still in use: a pool drops bindings that it has not used for long.
         self._bindings: WeakSet[StreamBinding] = WeakSet()
         self._closed = False
 
@@ -271,7 +275,7 @@ class StreamContext:
         return f"<StreamContext {self._model.name} {'closed' if self._closed else 'open'}>"
 
     def load(self, stream: Stream, rows: int = 0) -> StreamSession:
-        """Return the session for batches of ``rows``, which is one of ``stream``."""
+        """Return the session for batches of ``rows`` on ``stream``, and load it if needed."""
         assert not self._closed, "a closed context runs nothing"
         number = rows if rows in self._apart else 0
         session = self._sessions.get(number)
@@ -281,9 +285,9 @@ class StreamContext:
         return session
 
     def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Let batches of each of these sizes have a session of their own, while nothing runs.
+        """Give batches of each of these sizes a separate session. Call this while nothing runs.
 
-        Those of other sizes are ended, but for the one that was there first.
+        Sessions of other sizes are ended, except the first one.
         """
         self._apart = frozenset(sizes)
         self._leave({0, *sizes})
@@ -296,7 +300,7 @@ class StreamContext:
 
     @property
     def turn(self) -> AbstractContextManager[object]:
-        """What is held while a batch is put on the stream."""
+        """The lock held while a batch is enqueued."""
         return self._model.turn
 
     def bind(
@@ -308,7 +312,7 @@ class StreamContext:
         return binding
 
     def close(self) -> None:
-        """Give up what is bound, and end the sessions. Idempotent."""
+        """Drop the bindings, and end the sessions. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -316,7 +320,7 @@ class StreamContext:
 
 
 class StreamBinding:
-    """The I/O bindings of a context to one set of memory: one for each number of rows."""
+    """The I/O bindings of a context to one set of memory, one for each number of rows."""
 
     def __init__(
         self,
@@ -341,7 +345,7 @@ class StreamBinding:
             with self._context.turn:
                 self._enqueue(rows, stream)
         except Exception as error:
-            # Callers may keep it longer than the session lives, and frames below have the session.
+            # Callers may keep the error after the session is closed, but frames below refer to the session.
             failed = error.with_traceback(None)
         if failed is not None:
             raise failed
@@ -360,7 +364,7 @@ class StreamBinding:
             if session.read_on_cpu:
                 self._bind_inputs(session, binding, rows, session.read_on_cpu)
             if self._unbound:
-                # Otherwise what the last batch of that size left would be handed out again.
+                # Otherwise the outputs of the previous batch of that size would be returned again.
                 self._bind_outputs(session, binding, rows)
         session.put(binding, stream, Batch(self._kinds, rows))
         self._bring(binding, rows, stream)
@@ -371,22 +375,22 @@ class StreamBinding:
         return {output.name: output.take() for output in self._unbound.values()}
 
     def settle(self) -> None:
-        """Have done what earlier batches have left to do, as a ``TracedBinding``. Blocks.
+        """Finish what earlier batches have left to do, as for a ``TracedBinding``. Blocks.
 
-        :raises ExecutionError: if it is not done soon.
+        :raises ExecutionError: if that does not succeed.
         """
         for session, binding in self._bound.values():
             if not session.settle(binding):
                 raise ExecutionError(f"{session!r} does not come to rest")
 
     def forget(self) -> None:
-        """Give up all that is bound."""
+        """Drop all bindings."""
         self._bound.clear()
         for output in self._unbound.values():
             output.close()
 
     def _wait_for_rows(self, stream: Stream) -> None:
-        """Wait until the rows are on the device: ONNX Runtime copies some from there when they are bound."""
+        """Wait until the rows are on the device: ONNX Runtime copies some of them when they are bound."""
         event = self._context.device.create_event(is_timed=False)
         stream.record(event)
         event.synchronize()
@@ -394,11 +398,11 @@ class StreamBinding:
             raise event.error
 
     def _bring(self, binding: Any, rows: int, stream: Stream) -> None:
-        """Copy each output that ONNX Runtime put elsewhere to the memory that it is bound to.
+        """Copy each output that ONNX Runtime put elsewhere to its bound memory.
 
-        It does so with what it computes on the CPU, and with an output that is also an input.
+        ONNX Runtime does that with outputs computed on the CPU, and with an output that is also an input.
 
-        :raises ExecutionError: for an output of another shape than it is bound with.
+        :raises ExecutionError: if the shape of an output differs from the bound shape.
         """
         for value, (_, memory) in zip(binding.get_outputs(), self._outputs, strict=True):
             if memory is not None and value.data_ptr() != memory.address:
@@ -432,7 +436,7 @@ class StreamBinding:
 
 
 def _check_can_be_captured(session: StreamSession) -> None:
-    """Check that ONNX Runtime makes no copies beside a run: they would be made now, and never again.
+    """Check that ONNX Runtime makes no copies outside a run: a graph would not repeat them.
 
     :raises ExecutionError: if it does.
     """
@@ -445,7 +449,7 @@ def _check_can_be_captured(session: StreamSession) -> None:
 
 
 class UnboundOutput:
-    """An output of ONNX Runtime's own memory, whose shape depends on the data: copied to the host by us."""
+    """An output in ONNX Runtime's memory, with a shape that depends on the data. We copy it to the host."""
 
     def __init__(self, spec: TensorSpec, device: Device) -> None:
         self._spec = spec
@@ -459,9 +463,9 @@ class UnboundOutput:
         return self._spec.name
 
     def collect(self, binding: Any, index: int, rows: int, stream: Stream) -> None:
-        """Put the copy to the host on ``stream``, behind the batch that was just put there.
+        """Enqueue the copy to the host on ``stream``, after the batch that was just enqueued.
 
-        :raises ExecutionError: for a shape that is not of ``rows`` rows as those of the spec.
+        :raises ExecutionError: if the shape is not that of ``rows`` rows of the spec.
         """
         self._shape = None
         value = binding.get_outputs()[index]
@@ -477,9 +481,9 @@ class UnboundOutput:
         self._shape = shape
 
     def take(self) -> Array:
-        """Return the output of the batch that is done. Each batch's can be taken once.
+        """Return the output of the finished batch. It can be taken once per batch.
 
-        :raises ExecutionError: if there is none.
+        :raises ExecutionError: if there is no output.
         """
         shape, self._shape = self._shape, None
         if shape is None:
@@ -495,7 +499,7 @@ class UnboundOutput:
 
     def _check(self, shape: Dims, rows: int) -> None:
         if self._spec.axis is None:
-            return  # A request that runs alone gets whatever there is.
+            return  # Any shape is valid for a request that runs alone.
         expected = self._spec.shape(rows)
         if len(shape) != len(expected) or any(
             not isinstance(dim, str) and dim != found for dim, found in zip(expected, shape, strict=True)

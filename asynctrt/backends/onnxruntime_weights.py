@@ -1,9 +1,9 @@
-"""The weights of an ONNX model once on a GPU, for all of its sessions.
+"""The weights of an ONNX model, held once on a GPU for all of its sessions.
 
-ONNX Runtime copies the weights to the GPU for each session, and optimises the model each time. Here that is
-done once: what it has made of the model is kept as a file, its weights beside it, and they are copied to the
-GPU, where each session is told that they lie (``SessionOptions.add_initializer``). A session that cannot use
-them so, because an operator on the CPU reads them, takes them from their file.
+ONNX Runtime optimises the model and copies its weights to the GPU for each session. Here both happen once.
+The optimised model is kept as a file, with its weights beside it. The weights are copied to the GPU, and each
+session gets their addresses (``SessionOptions.add_initializer``). A session that cannot use them, because an
+operator on the CPU reads them, loads them from the file.
 """
 
 import logging
@@ -20,10 +20,10 @@ from asynctrt.devices.base import Buffer, Device, Stream, aligned, mib
 from asynctrt.errors import DeviceError, DeviceLostError
 
 SHARED_NBYTES_MIN: Final = 16 << 20
-"""With fewer bytes of weights each session has its own."""
+"""With fewer bytes of weights, each session has separate weights."""
 
 WEIGHT_NBYTES_MIN: Final = 1 << 16
-"""Smaller ones are each session's own: many are constants that the CPU reads when it loads a model."""
+"""Smaller weights are not shared: many are constants that the CPU reads when it loads a model."""
 
 COPY_S: Final = 60.0
 
@@ -33,7 +33,7 @@ WEIGHTS: Final = "weights.bin"
 DTYPES: Final[Mapping[int, Any]] = {
     1: np.float32, 2: np.uint8, 3: np.int8, 10: np.float16, 11: np.float64,
 }  # fmt: skip
-"""NumPy's types by ``onnx.TensorProto.DataType``, of those that weights have and ONNX Runtime binds."""
+"""NumPy's types by ``onnx.TensorProto.DataType``, for weight types that ONNX Runtime can bind."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -51,8 +51,8 @@ class Weight(NamedTuple):
 class SharedWeights:
     """The weights on the GPU, and the files of the model that refer to them.
 
-    :param folder: what :func:`optimising` had ONNX Runtime write.
-    :param where: what ONNX Runtime calls the memory of the device, and its number: ``("cuda", 0)``.
+    :param folder: the folder that ONNX Runtime wrote because of :func:`optimising`.
+    :param where: ONNX Runtime's name for the memory of the device, and the device number: ``("cuda", 0)``.
     :raises DeviceMemoryError: if there is no room for them.
     """
 
@@ -83,17 +83,17 @@ class SharedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes of the GPU's memory they take; 0 if there are too few to share."""
+        """Return their size in bytes on the GPU; 0 if there are too few to share."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def add_to(self, options: ort.SessionOptions) -> None:
-        """Have the session that is loaded with these options from :attr:`path` use them where they lie."""
+        """Make the session loaded with these options from :attr:`path` use these weights in place."""
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         for name, value in self._values.items():
             options.add_initializer(name, value)
 
     def close(self) -> None:
-        """Free them, and remove the files, when no session is left. Idempotent."""
+        """Free the weights and remove the files, once no session is left. Idempotent."""
         self._values.clear()
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
@@ -107,8 +107,8 @@ class SharedWeights:
         address = self._buffer.address
         for weight in found:
             stream.copy_bytes(address, data[weight.offset :].ctypes.data, weight.nbytes)
-            # ONNX Runtime makes a value of memory that is not its own for an output, whatever its type. The
-            # value keeps the binding alive, and that its session.
+            # ONNX Runtime can wrap foreign memory of any type only as an output. The value keeps the binding
+            # alive, and the binding its session.
             binding = holder.io_binding()
             binding.bind_output("output", *where, weight.dtype, weight.dims, address)
             self._values[weight.name] = binding.get_outputs()[0]
@@ -118,7 +118,7 @@ class SharedWeights:
 
 
 def optimising(options: ort.SessionOptions) -> "tempfile.TemporaryDirectory[str]":
-    """Have the session that is loaded with these options write what it makes of its model to a folder."""
+    """Make the session loaded with these options write its optimised model to a folder; return the folder."""
     folder = tempfile.TemporaryDirectory(prefix="asynctrt-", ignore_cleanup_errors=True)
     options.optimized_model_filepath = str(Path(folder.name, MODEL))
     entries = {"file_name": WEIGHTS, "min_size_in_bytes": str(WEIGHT_NBYTES_MIN)}
@@ -135,18 +135,18 @@ def share_weights(
     where: tuple[str, int],
     name: str,
 ) -> SharedWeights | None:
-    """Load a model once, and put its weights on the GPU for all sessions; ``None`` if that is not possible.
+    """Load a model once, and put its weights on the GPU for all sessions; ``None`` if that fails.
 
     :param load: loads a session on the device, on ``stream``.
     :param where: as for :class:`SharedWeights`.
-    :raises DeviceLostError: if the device was lost meanwhile.
+    :raises DeviceLostError: if the device is lost meanwhile.
     """
     if find_spec("onnx") is None:
         logger.info("%r: each session has weights of its own, as onnx is not installed", name)
         return None
     folder = optimising(options)
     try:
-        load(options)  # And end it: its weights are not these.
+        load(options)  # The session ends at once, because it has separate weights.
         shared = SharedWeights(folder, device, stream, where)
     except DeviceLostError:
         folder.cleanup()
@@ -177,8 +177,8 @@ def _holder() -> ort.InferenceSession:
 
 
 def _weights_of(path: Path) -> list[Weight]:
-    """Return the weights that lie in the file beside a model."""
-    import onnx  # noqa: PLC0415  (It takes longer to import than all else here, for large models alone.)
+    """Return the weights stored in the file beside a model."""
+    import onnx  # noqa: PLC0415  (slow to import, and only for large models)
 
     found = []
     model = onnx.load(path, load_external_data=False)

@@ -1,4 +1,4 @@
-"""Any model with each request run alone: its batch axis becomes one more dimension of the request."""
+"""Run each request to any model alone: the batch axis becomes another dimension of the request."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from asynctrt.errors import InputError
 from asynctrt.tensors import Array, Dims, TensorSpec
 
 ROWS = "rows"
-"""What the first dimension is called. All inputs have it, so that they have to agree on its size."""
+"""The name of the first dimension. All inputs have it, so they must agree on its size."""
 
 
 def run_alone(model: Model, reason: str) -> Model:
-    """Return a model whose requests each run alone. It has the weights of ``model`` and is closed apart.
+    """Return a model that shares the weights of ``model``, runs each request alone, and is closed separately.
 
-    :param reason: why, for its ``alone``.
+    :param reason: the reason, for the model's ``alone``.
     """
     whole = getattr(model, "whole", None)
     if whole is not None:
@@ -33,7 +33,7 @@ def run_alone(model: Model, reason: str) -> Model:
 
 
 class WholeModel(ModelBase):
-    """A model whose tensors have no rows, over one whose first axes count them."""
+    """A model whose tensors have no rows, wrapping one whose first axes count them."""
 
     def __init__(self, model: Model, reason: str) -> None:
         self._model = model
@@ -46,7 +46,7 @@ class WholeModel(ModelBase):
         self.occupies_device = model.occupies_device
         self.enqueue_may_block = model.enqueue_may_block
         self.is_pure = getattr(model, "is_pure", False)
-        # Only of a fixed shape is it known beforehand what to capture.
+        # Only with a fixed shape is it known in advance what to capture.
         self.is_capturable = model.is_capturable and model.rows_fixed is not None
         self.contexts_max = getattr(model, "contexts_max", None)
         self.reserves_arenas = getattr(model, "reserves_arenas", False)
@@ -61,11 +61,11 @@ class WholeModel(ModelBase):
         return WholeContext(self._model.create_context(device))
 
     def close(self) -> None:
-        """Do nothing: the model below is closed apart."""
+        """Do nothing: the wrapped model is closed separately."""
 
 
 class ProfiledWhole(WholeModel):
-    """The same for a model with optimisation profiles: the rows of the request decide which one it needs."""
+    """A :class:`WholeModel` with optimisation profiles: the rows of the request decide which one it needs."""
 
     _model: ProfiledModel
 
@@ -84,7 +84,7 @@ class ProfiledWhole(WholeModel):
 
 
 class WholeContext:
-    """A context whose batches are one request each."""
+    """A context that runs one request per batch."""
 
     def __init__(self, context: ExecutionContext) -> None:
         self._context = context
@@ -97,7 +97,7 @@ class WholeContext:
         return WholeBinding(bound, inputs[0].dims[0])
 
     def close(self) -> None:
-        """Close the context below. Idempotent."""
+        """Close the wrapped context. Idempotent."""
         self._context.close()
 
 
@@ -120,11 +120,11 @@ class WholeBinding:
 
 
 def _split(dims: tuple[Dims, ...]) -> tuple[tuple[Dims, ...], int]:
-    """Return the dimensions of a row of each input, and how many rows there are."""
+    """Return the dimensions of a row of each input, and the number of rows."""
     return tuple(own[1:] for own in dims), dims[0][0]
 
 
 def _with_rows(memory: TensorMemory) -> TensorMemory:
-    """Return the memory of one request as that of its rows."""
+    """Return the memory of one request as memory of its rows."""
     array = None if memory.array is None else memory.array[0]
     return dataclasses.replace(memory, dims=memory.dims[1:], array=array, axis=0)

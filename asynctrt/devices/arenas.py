@@ -1,8 +1,8 @@
-"""Arenas: blocks of enqueue memory that execution contexts share, of one engine or of several.
+"""Arenas: blocks of enqueue memory that execution contexts share, within one engine or across several.
 
-A context uses an arena while its batch computes. Batches in one arena run one after the other, and the device
-sees to that: each stream waits for the event of the arena's last use, so the CPU does not stand between two
-batches. K arenas for N contexts take the memory of K, where N private workspaces would take that of N
+A context uses an arena while its batch computes. Batches in one arena run one after the other. The device
+enforces this order: each stream waits for the event of the arena's last use, so no CPU work happens between
+two batches. N contexts with K arenas need the memory of K arenas; private workspaces would need that of N
 (``IExecutionContext::setDeviceMemoryV2``; "How TensorRT works", The Runtime Phase).
 """
 
@@ -20,10 +20,10 @@ from asynctrt.forks import Origin
 
 
 class GrowingBuffer:
-    """Enqueue memory that is as large as the batches in it needed so far. Its address changes as it grows.
+    """Enqueue memory that grows to the size of the largest batch so far. Its address changes as it grows.
 
-    It grows in the order of the stream of the batch that needs more, which has waited for the batch before:
-    neither does the CPU wait, nor does memory go that is in use.
+    It grows in stream order, on the stream of the batch that needs more, which has already waited for the
+    previous batch. So the CPU never waits, and no memory in use is freed.
     """
 
     def __init__(self, device: Device) -> None:
@@ -45,7 +45,7 @@ class GrowingBuffer:
 
     @property
     def held_nbytes(self) -> int:
-        """Return the bytes that it holds, with those that it outgrew and keeps."""
+        """Return the number of bytes held, including outgrown blocks that are kept."""
         return self.nbytes + sum(buffer.nbytes for buffer in self._outgrown)
 
     @property
@@ -57,9 +57,9 @@ class GrowingBuffer:
         return self._buffer.array(dtype, shape, offset)
 
     def reserve(self, nbytes: int, *, stream: Stream) -> None:
-        """Make it at least ``nbytes`` large for work on ``stream``, which is in order with all work before.
+        """Grow to at least ``nbytes`` for work on ``stream``, which must be ordered after all earlier work.
 
-        :raises DeviceMemoryError: if that does not fit; it stays as it is.
+        :raises DeviceMemoryError: if that does not fit; the buffer is then unchanged.
         """
         if nbytes <= self.nbytes:
             return
@@ -73,11 +73,11 @@ class GrowingBuffer:
             self._device.free_ordered(outgrown, stream=stream.handle)
 
     def keep(self) -> None:
-        """Keep what it outgrows from now on, because captured graphs work in it."""
+        """Keep blocks that are outgrown from now on, because captured graphs use them."""
         self._is_kept = True
 
     def close(self) -> None:
-        """Free it, and all that it kept. Idempotent."""
+        """Free the block and all kept blocks. Idempotent."""
         for buffer in (*self._outgrown, *([] if self._buffer is None else [self._buffer])):
             buffer.close()
         self._outgrown.clear()
@@ -92,22 +92,22 @@ class Arena:
         self.last_use: Event | None = None
         """Done when the latest batch in it has computed. The stream of the next batch waits for it."""
         self.is_enqueueing = False
-        """Whether a thread is putting a batch in it on its stream. Those behind it wait in :attr:`waiting`,
-        since the order of batches in an arena is that in which they are enqueued."""
+        """Whether a thread is enqueueing a batch in it. Later batches then queue in :attr:`waiting`, because
+        batches use an arena in the order in which they are enqueued."""
         self.waiting: deque[Callable[[], object]] = deque()
         self.is_given_up = False
-        """Whether a batch in it did not end, so that none behind it would ever begin."""
+        """Whether a batch in it never ended, so that no later batch could start."""
         self.on_given_up: list[Callable[[], object]] = []
-        """What each engine that uses it does when it is given up."""
+        """Callbacks, one per engine that uses the arena, called when it is given up."""
 
     @property
     def memory(self) -> Buffer:
-        """Return the block, which has been reserved."""
+        """Return the block, which must have been reserved."""
         assert self.buffer is not None, "an arena is reserved before it is used"
         return self.buffer
 
     def give_up(self) -> None:
-        """Let no batch into it any more, of whichever engine. Idempotent."""
+        """Stop using the arena, in every engine that shares it. Idempotent."""
         if not self.is_given_up:
             self.is_given_up = True
             for tell in tuple(self.on_given_up):
@@ -115,25 +115,25 @@ class Arena:
             self.go_on()
 
     def go_on(self) -> None:
-        """After a batch was enqueued by a thread: let those behind it go, up to the next one of that kind."""
+        """Release the batches that waited for a thread to enqueue its batch, up to the next such batch."""
         self.is_enqueueing = False
         while self.waiting and not self.is_enqueueing:
             self.waiting.popleft()()
 
 
 class Arenas:
-    """A number of arenas on one device. They grow to what the most demanding engine in them needs.
+    """A fixed number of arenas on one device. They grow to the size that the most demanding engine needs.
 
-    An engine makes its own. To share arenas, make them yourself, and open each engine on the same device
-    object with ``shared_arenas=``; such engines belong to one event loop. Open the engine that needs most
-    first: the memory that a growing arena replaces stays allocated until :meth:`close`, as captured graphs
-    may still use it.
+    By default an engine makes its own. To share arenas, create an ``Arenas`` object and open each engine on
+    the same device object with ``shared_arenas=``. Engines that share arenas must run on one event loop. Open
+    the engine that needs most first: the memory that a growing arena replaces stays allocated until
+    :meth:`close`, because captured graphs may still use it.
 
     :param device: the device object that the engines are opened on.
     :param count: how many batches may compute side by side.
-    :param nbytes: the initial size of each.
-    :param by_shapes: let each be as large as the batches in it needed so far, and grow with them, rather than
-        as large as the largest batch of any profile. Engines in such arenas capture no graphs.
+    :param nbytes: the initial size of each arena.
+    :param by_shapes: size each arena to its largest batch so far, and grow on demand, rather than to the
+        largest batch of any profile. Engines with such arenas capture no graphs.
     :raises OptionsError: if ``count`` is less than 1, or ``nbytes`` negative.
     :raises DeviceMemoryError: if they do not fit.
     """
@@ -145,19 +145,19 @@ class Arenas:
             raise OptionsError(f"arenas that are sized by shapes begin empty, so leave out nbytes={nbytes}")
         self.device = device
         self.by_shapes = by_shapes
-        """Whether each is as large as the batches in it needed."""
+        """Whether each arena grows to the size of its largest batch so far."""
         self.arenas = [Arena() for _ in range(count)]
         if by_shapes:
             for arena in self.arenas:
                 arena.buffer = GrowingBuffer(device)
         self.users = [0] * count
-        """Batches in flight in each, of all engines."""
+        """The number of batches in flight in each arena, across all engines."""
         self.engines = 0
         """How many engines use them."""
         self.is_shared = False
-        """Whether other engines may use them at any time."""
+        """Whether another engine may start using them at any time."""
         self._thread = 0
-        # Guards what engines that are opened at once, each in a thread, may change.
+        # Guards state that several engines, opened at once in different threads, may change.
         self._lock = threading.RLock()
         self._retired: list[Buffer] = []
         self._origin = Origin()
@@ -181,21 +181,21 @@ class Arenas:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or self._origin.is_here:  # What ends a child goes on.
+        if error is None or self._origin.is_here:  # In a child, keep the error.
             self.close()
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes they hold together."""
+        """Return the total number of bytes held."""
         grown = sum(
             arena.buffer.held_nbytes for arena in self.arenas if isinstance(arena.buffer, GrowingBuffer)
         )
         return len(self.arenas) * self._nbytes + sum(buffer.nbytes for buffer in self._retired) + grown
 
     def claim(self, thread: int) -> None:
-        """Let engines use them whose loop runs in the thread with this number.
+        """Allow use by engines whose event loop runs in the thread with this id.
 
-        :raises UsageError: if engines of another thread use them, as nothing would keep their batches apart.
+        :raises UsageError: if engines on another thread use them, because batches of two loops could overlap.
         """
         self._origin.check(self)
         if self.engines and thread != self._thread:
@@ -207,21 +207,21 @@ class Arenas:
         self.is_shared = True
 
     def join(self, nbytes: int) -> None:
-        """Note that one more engine uses them, with ``nbytes`` in each. As :meth:`reserve`."""
+        """Register one more engine, which needs ``nbytes`` in each arena. Raises as :meth:`reserve` does."""
         self._origin.check(self)
         with self._lock:
             self.reserve(nbytes)
             self.engines += 1
 
     def leave(self) -> None:
-        """Note that an engine uses them no longer."""
+        """Unregister an engine."""
         with self._lock:
             self.engines -= 1
 
     def reserve(self, nbytes: int) -> None:
-        """Make each at least ``nbytes`` large.
+        """Grow each arena to at least ``nbytes``.
 
-        :raises DeviceMemoryError: if they do not fit, with the arithmetic; then nothing is changed.
+        :raises DeviceMemoryError: if they do not fit, with the arithmetic; nothing has changed then.
         """
         self._origin.check(self)
         with self._lock:
@@ -253,7 +253,7 @@ class Arenas:
     def close(self) -> None:
         """Free the memory. Idempotent.
 
-        :raises UsageError: if an engine still uses them.
+        :raises UsageError: if an engine still uses the arenas.
         """
         self._origin.check(self)
         if self.engines:
@@ -261,7 +261,7 @@ class Arenas:
         for arena in self.arenas:
             if arena.buffer is not None:
                 arena.buffer.close()
-                # One that grows may be used again, from nothing.
+                # A growing buffer can be used again after it was closed.
                 arena.buffer = arena.buffer if self.by_shapes else None
             arena.last_use = None
         for buffer in self._retired:

@@ -1,8 +1,8 @@
 """The protocols of a device: :class:`Device`, :class:`Stream`, :class:`Event`, :class:`Buffer`.
 
-The terms are CUDA's, with CUDA's meaning: work on one stream runs in order, work on two streams runs in any
-order, an event is done when its stream has reached it, and only :meth:`Completion.synchronize` blocks.
-Only the device makes its objects, and the stream of an operation is always given by name.
+The terms are CUDA's, with CUDA's meaning: work on one stream runs in order, there is no order between two
+streams, an event is done when its stream has reached it, and only :meth:`Completion.synchronize` blocks. Only
+the device creates its objects, and a stream is always passed as a keyword.
 :class:`DeviceArray` is here too, because a device imports arrays and an array knows its device.
 """
 
@@ -19,7 +19,7 @@ ALIGNMENT: Final = 256
 """Alignment in bytes of every buffer and of every tensor within one, as ``set_device_memory`` demands."""
 
 COPY_S: Final = 60.0
-"""How long a copy to the host may take before its device counts as hung."""
+"""How long a copy to the host may take before the device counts as hung."""
 
 
 def aligned(nbytes: int) -> int:
@@ -34,7 +34,7 @@ class MemoryFigures:
     free_nbytes: int
     total_nbytes: int
     held_nbytes: int
-    """Held by buffers of this device object."""
+    """Bytes held by buffers of this device object."""
     budget_nbytes: int | None = None
     """The most that buffers of this device object may hold."""
 
@@ -62,7 +62,7 @@ class Buffer(Protocol):
 
     @property
     def address(self) -> int:
-        """Return the address of the first byte, as the device sees it."""
+        """Return the address of the first byte in the device's address space."""
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +73,10 @@ class Buffer(Protocol):
         """Return whether the CPU can read and write it, so that :meth:`array` may be called."""
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
-        """Return a writable view of a part, from byte ``offset`` on."""
+        """Return a writable view of part of the buffer, from byte ``offset`` on."""
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
 
 
 class Completion(Protocol):
@@ -86,24 +86,25 @@ class Completion(Protocol):
         """Return whether it is done. Never blocks."""
 
     def is_running(self) -> bool:
-        """Return whether the work whose end it marks is being done now, rather than waiting for its turn.
+        """Return whether the work before it is running now, rather than waiting for its turn.
 
-        Ask only while it is pending.
-        Work waits for its turn while no thread is free for it, and while it is ordered after other work that
-        has not ended. Work behind work that was given up (:meth:`Stream.abandon`) counts as running.
+        Call this only while it is pending. Work waits for its turn while no thread is free, or while it is
+        ordered after other work that has not ended. Work behind abandoned work (:meth:`Stream.abandon`)
+        counts as running.
         """
 
     def nudge(self) -> bool:
-        """Help it along if it needs the CPU's help, and return whether it did.
+        """Let it make progress if it needs the CPU for that, and return whether it did.
 
-        A Python thread may be done and unable to say so, because a loop that is never idle keeps the GIL from
-        it. May hold the calling thread for as long as a hand-over takes.
+        A Python thread may have finished and be unable to report it, because a busy event loop holds the GIL.
+        This call may block for as long as a hand-over of the GIL takes.
         """
 
     def on_done(self, callback: Callable[[], None]) -> bool:
-        """Ask for ``callback``, from any thread, when it is done.
+        """Request a call of ``callback``, from any thread, once it is done.
 
-        Return False if it cannot call, or if it is done already: then the caller has to query.
+        Return False if callbacks are not supported or it is already done. The caller must then call
+        :meth:`query`.
         """
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
@@ -114,69 +115,70 @@ class Event(Completion, Protocol):
     """A mark on a stream, done when the stream has reached it. It can be recorded again once it is done."""
 
     error: BaseException | None
-    """What went wrong in the work before the event, once it is done. Whoever read it may set it to None."""
+    """The error of the work before the event, once it is done. The reader may reset it to None."""
 
     def elapsed_ns(self, since: "Event") -> int:
         """Return the device time in ns between two events that are done."""
 
 
 class Graph(Protocol):
-    """Work that was captured once and is launched as a whole, as often as needed."""
+    """Captured work that is launched as a whole, any number of times."""
 
     def launch(self, *, stream: "Stream") -> None:
-        """Put all of it on ``stream``, in order. Only one launch of it may be under way at a time."""
+        """Enqueue all of it on ``stream``, in order. Only one launch may be in flight at a time."""
 
     def close(self) -> None:
-        """Free it. No launch of it may be under way. Idempotent."""
+        """Free it. No launch may be in flight. Idempotent."""
 
 
 class Stream(Protocol):
-    """A queue of work, which the device does in order."""
+    """A queue of work that the device runs in order."""
 
     @property
     def handle(self) -> int:
-        """Return the handle that libraries take: for CUDA the ``cudaStream_t`` as a number. Never 0."""
+        """Return the handle to pass to libraries: for CUDA, the ``cudaStream_t`` as an integer. Never 0."""
 
     @property
     def is_capturing(self) -> bool:
-        """Return whether work that is put on it is collected instead of done."""
+        """Return whether work put on it is captured instead of run."""
 
     @property
     def ran_ns(self) -> int | None:
-        """Return how long its work has run so far, in ns, besides what it waited for; ``None`` if unknown."""
+        """Return how long its work has run so far, in ns, excluding waits; ``None`` if unknown."""
 
     def record(self, event: Event) -> None:
         """Mark ``event`` as done once everything before it on this stream is done."""
 
     def wait(self, event: Event) -> None:
-        """Start what follows on this stream only once ``event`` is done."""
+        """Make later work on this stream wait until ``event`` is done."""
 
     def copy(self, target: Buffer, source: Buffer, *, offset: int, nbytes: int) -> None:
         """Copy ``nbytes`` at the same ``offset`` of both buffers, in either direction."""
 
     def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
-        """Copy between two addresses that the device sees. The caller keeps the memory alive until then."""
+        """Copy between two addresses in the device's address space. The caller must keep the memory alive
+        until the copy has run."""
 
     def begin_capture(self) -> None:
-        """Collect what is put on this stream from now on, instead of doing it."""
+        """Start to capture work put on this stream, instead of running it."""
 
     def end_capture(self) -> Graph:
-        """Return the collected work as a graph, and let the stream work again.
+        """Stop capturing, and return the captured work as a graph.
 
         :raises DeviceError: if some of it cannot be part of a graph.
         """
 
     def abandon(self) -> None:
-        """Give up its work, which seems to hang. The host device replaces the thread that does it.
+        """Give up its work, which seems to hang. The host device replaces the thread that runs it.
 
-        From now on the stream may only be closed. If its work ends after all, its events are done as usual.
+        After this the stream may only be closed. If its work ends after all, its events are done as usual.
         """
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until its work has ended, and take no more; return False if that takes over ``timeout_s``."""
+        """Wait for its work to end and accept no more. Return False if it takes longer than ``timeout_s``."""
 
     def close(self, timeout_s: float) -> bool:
-        """End the stream. Return False if its work does not end within ``timeout_s``. Idempotent."""
+        """Destroy the stream. Return False if its work does not end within ``timeout_s``. Idempotent."""
 
 
 @runtime_checkable
@@ -189,7 +191,7 @@ class Device(Protocol):
 
     @property
     def gpu(self) -> str | None:
-        """Return what the GPU is called (``NVIDIA H200``), or ``None`` on a device that is not a GPU."""
+        """Return the GPU's product name (``NVIDIA H200``), or ``None`` on a device that is not a GPU."""
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -201,7 +203,7 @@ class Device(Protocol):
 
     @property
     def is_integrated(self) -> bool:
-        """Return whether it is a GPU that has no memory but the host's, so that both draw on the same."""
+        """Return whether it is a GPU that shares the host's memory instead of having separate memory."""
 
     @property
     def module_loading(self) -> str | None:
@@ -209,32 +211,32 @@ class Device(Protocol):
 
     @property
     def unified(self) -> bool:
-        """Return whether the device works in staging memory itself, so that no copies are needed."""
+        """Return whether the device computes in staging memory directly, so that no copies are needed."""
 
     @property
     def concurrency(self) -> int:
-        """Return how many batches keep the device busy. Others that are put on it wait for their turn."""
+        """Return how many batches keep the device busy. Further batches wait for their turn."""
 
     @property
     def is_parallel(self) -> bool:
-        """Return whether batches side by side take no longer than one alone, as on cores of their own."""
+        """Return whether concurrent batches take no longer than one alone, as on separate cores."""
 
     @property
     def is_pipelined(self) -> bool:
-        """Return whether a batch is copied in while another computes, so that it pays to put it on the device
-        just before that ends."""
+        """Return whether one batch is copied in while another computes, so that a batch is best enqueued just
+        before the previous one ends."""
 
     @property
     def prefers_graphs(self) -> bool:
-        """Return whether launching a graph is cheaper than putting its work on a stream again."""
+        """Return whether launching a graph is cheaper than enqueueing its work again."""
 
     @property
     def timing_is_free(self) -> bool:
-        """Return whether timed events cost no more than others, so that every batch is timed."""
+        """Return whether timed events cost no more than untimed ones, so that every batch is timed."""
 
     @property
     def contexts_default(self) -> int:
-        """Return the default number of contexts of an engine on this device."""
+        """Return the default number of contexts for an engine on this device."""
 
     @property
     def lost(self) -> DeviceLostError | None:
@@ -242,95 +244,95 @@ class Device(Protocol):
 
     @property
     def whole(self) -> "Device":
-        """Return the device that it is a part of, or itself."""
+        """Return the device that this one is a part of, or the device itself."""
 
     def partition(self, share: float) -> "tuple[Device, Device]":
-        """Return two parts that never compute in each other's place: ``share`` of it, and the rest.
+        """Divide the device into two parts with separate compute resources: ``share`` of it, and the rest.
 
-        They have its memory. Close both after what runs on them, and before the whole.
+        The parts share its memory. Close both after the engines on them, and before the whole device.
 
-        :param share: above 0 and below 1. What comes out is the nearest that the device can do.
-        :raises OptionsError: for any other share, or for a part of a device.
+        :param share: above 0 and below 1. The device rounds it to the nearest possible.
+        :raises OptionsError: for any other share, or if this is already a part of a device.
         :raises DeviceUnavailableError: if the device cannot be divided.
         """
 
     def activate(self) -> None:
-        """Make it the calling thread's current device, as libraries expect."""
+        """Make it the calling thread's current device, which libraries require."""
 
     def memory(self) -> MemoryFigures:
         """Return how much memory is free and how much is held."""
 
     def create_stream(self) -> Stream:
-        """Make a stream."""
+        """Create a stream."""
 
     def create_event(self, *, is_timed: bool = True) -> Event:
-        """Make an event, which is done until it is recorded.
+        """Create an event, which counts as done until it is recorded.
 
-        :param is_timed: whether ``elapsed_ns`` may be asked. An event without times may cost less.
+        :param is_timed: whether ``elapsed_ns`` may be called. An untimed event may cost less.
         """
 
     def allocate_staging(self, nbytes: int) -> Buffer:
-        """Allocate memory that both the CPU and the device copy from and to: pinned, for a GPU.
+        """Allocate memory for copies by both the CPU and the device: pinned, for a GPU.
 
         :raises DeviceMemoryError: if it does not fit.
         """
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Let the device copy directly from memory that the process has mapped: for a GPU, page-lock it.
+        """Let the device copy directly from memory mapped by this process: for a GPU, page-lock it.
 
-        Both this and what it returns, which undoes it, may take long; call them from a thread that runs no
-        event loop. The memory must stay mapped until it is undone.
+        Return a function that undoes this. Both calls may be slow, so make them in a thread without an event
+        loop. The memory must stay mapped until the pin is undone.
 
         :raises DeviceError: if the system or the device refuses it.
         """
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Allocate zeroed memory of the device.
+        """Allocate zeroed device memory.
 
         :raises DeviceMemoryError: if it does not fit.
         """
 
     def reserve_l2(self, nbytes: int) -> None:
-        """Set some of the L2 cache aside for data that persists there, beside what others have set aside.
+        """Set part of the L2 cache aside for persisting data, in addition to earlier reservations.
 
-        :raises DeviceMemoryError: if all of the process together would exceed what the device sets aside.
+        :raises DeviceMemoryError: if the total of the process would exceed what the device can set aside.
         """
 
     def release_l2(self, nbytes: int) -> None:
-        """Give back what :meth:`reserve_l2` set aside."""
+        """Release what :meth:`reserve_l2` set aside."""
 
     def import_array(self, value: object) -> "DeviceArray | None":
-        """Return any library's array on this device, without a copy, or ``None`` for any other value.
+        """Return an array of any library on this device without copying it, or ``None`` for any other value.
 
-        :raises InputError: for an array that cannot be used: on another GPU, or not in C order.
+        :raises InputError: if the array is on another GPU or not in C order.
         """
 
     def allocate_ordered(self, nbytes: int, *, stream: int) -> Buffer:
-        """Allocate memory in the order of the stream with this handle, not zeroed. Never blocks.
+        """Allocate memory in the order of the stream with this handle. It is not zeroed. Never blocks.
 
-        Closed, it is freed in the order of CUDA's default stream.
+        ``close`` frees it in the order of CUDA's default stream.
 
         :raises DeviceMemoryError: if it does not fit.
         """
 
     def free_ordered(self, buffer: Buffer, *, stream: int) -> None:
-        """Free memory of :meth:`allocate_ordered` once this stream has done what it was given."""
+        """Free memory from :meth:`allocate_ordered` once this stream has done its work so far."""
 
     def abandon(self, stream: Stream) -> None:
-        """Note that the work of a stream may run for ever: until :meth:`ended`, nothing waits for it."""
+        """Record that the work of a stream may run forever: nothing waits for it until :meth:`ended`."""
 
     def ended(self, stream: Stream) -> None:
-        """Note that the work of a stream has ended, if it was given up: do what had to be put off."""
+        """Record that the work of a stream has ended. If it had been abandoned, run what was postponed."""
 
     def close(self) -> None:
         """Free what the device holds. Idempotent."""
 
 
 class DeviceArray:
-    """An array on a device, rows first, in C order. It keeps its memory alive.
+    """An array on a device, with rows as its first axis, in C order. It keeps its memory alive.
 
-    Libraries for the GPU read it in place, through ``__cuda_array_interface__``: ``torch.as_tensor(array,
-    device="cuda")``, ``cupy.asarray(array)``. When the engine returns it, its rows are there. Its memory is
+    GPU libraries read it in place, through ``__cuda_array_interface__``: ``torch.as_tensor(array,
+    device="cuda")``, ``cupy.asarray(array)``. The rows are complete when the engine returns it. Its memory is
     freed in the order of CUDA's default stream; if you read it on another stream, keep the array until that
     is done.
     """
@@ -352,8 +354,8 @@ class DeviceArray:
         self.dtype = dtype
         self.shape = shape
         self.ready = ready
-        """Done once its contents are there; ``None`` if they are."""
-        # Keeps the memory alive, and is not used for anything else.
+        """Done once the contents are complete; ``None`` if they already are."""
+        # Only keeps the memory alive.
         self._owner = owner
 
     def __repr__(self) -> str:
@@ -365,7 +367,7 @@ class DeviceArray:
     def __getitem__(self, rows: slice) -> "DeviceArray":
         """Return consecutive rows without copying them.
 
-        :raises UsageError: for anything else than ``array[start:stop]``.
+        :raises UsageError: for any index other than ``array[start:stop]``.
         """
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             raise UsageError(
@@ -424,7 +426,7 @@ class DeviceArray:
         }
 
     def numpy(self) -> np.ndarray:
-        """Return a copy in the host's memory. It blocks: for a large array call it in another thread.
+        """Return a copy in the host's memory. Blocks: for a large array, call it in another thread.
 
         :raises DeviceError: if the device cannot copy it.
         """
@@ -446,9 +448,9 @@ class DeviceArray:
 
 
 def check_share(device: Device, share: float) -> None:
-    """Check that a device may be divided.
+    """Check that a device can be divided.
 
-    :raises OptionsError: if it is a part already, or for a share that is not above 0 and below 1.
+    :raises OptionsError: if it is already a part, or if ``share`` is not above 0 and below 1.
     """
     if device.whole is not device:
         raise OptionsError(f"{device!r} is a part of a device, which is not divided again")
@@ -457,7 +459,7 @@ def check_share(device: Device, share: float) -> None:
 
 
 def check_room(device: Device, nbytes: int, what: str, fix: str) -> None:
-    """Check that ``nbytes`` fit, before any of them are allocated.
+    """Check that ``nbytes`` fit before allocating any of them.
 
     :raises DeviceMemoryError: if they do not, with the arithmetic.
     """
@@ -472,6 +474,6 @@ def check_room(device: Device, nbytes: int, what: str, fix: str) -> None:
 def view_of(
     block: np.ndarray, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int
 ) -> np.ndarray:
-    """Return a part of a block of bytes, from byte ``offset`` on, as an array that shares its memory."""
+    """Return part of a block of bytes, starting at byte ``offset``, as an array that shares its memory."""
     nbytes = math.prod(shape) * dtype.itemsize
     return block[offset : offset + nbytes].view(dtype).reshape(shape)

@@ -1,5 +1,4 @@
-"""TensorRT plans on a CUDA device. The only importer of the four TensorRT packages, each only when it is
-needed.
+"""TensorRT plans on a CUDA device. Only this package imports the four TensorRT packages, each on demand.
 
 In reading order: ``model`` opens a plan, ``engine`` reads its inputs, outputs and profiles, and ``context``
 runs batches. ``flavours`` chooses the package, ``plan`` reads the file, ``refusals`` explains why a plan was

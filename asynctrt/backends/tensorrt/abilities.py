@@ -1,7 +1,7 @@
-"""What an engine can do under the library that runs it. Whatever depends on a version is decided here.
+"""The abilities of an engine under the library that runs it. Decisions that depend on a version are here.
 
-An engine has the abilities of the version that built it, even if a later one runs it. Under TensorRT 10.16 an
-engine of 8.6 answers later calls with 0 or -1 and an error, and some of them crash the process.
+An engine has the abilities of the version that built it, even if a later one runs it. Under TensorRT 10.16,
+calls newer than 8.6 on an engine of 8.6 return 0 or -1 with an error, and some crash the process.
 """
 
 import mmap
@@ -15,64 +15,65 @@ from asynctrt.backends.tensorrt.plan import TAG_RTX, PlanHeader
 from asynctrt.errors import ModelError
 
 SHARES_PROFILES: Final = (10, 0)
-"""The first version whose engines can all have one profile in several contexts at once. Those of 8.6 can if
-they were built with ``PreviewFeature.PROFILE_SHARING_0806``, which no call tells."""
+"""The first version whose engines always allow several contexts to use one profile at once. Engines of 8.6
+allow it if they were built with ``PreviewFeature.PROFILE_SHARING_0806``, which no call reports."""
 
 SIZES_MEMORY: Final = (10, 1)
-"""The first version that is given enqueue memory with its size, and says what a profile or a batch needs."""
+"""The first version in which enqueue memory is set with its size, and the library tells the needs of a
+profile or a batch."""
 
 TELLS_FORMATS_BY_PROFILE: Final = (8, 6, 1)
 """The first library that is asked for the format of a tensor in each profile. Under the bindings of 8.6.1,
-8.6.0 crashes when it is asked so."""
+this question crashes 8.6.0."""
 
 STREAMS_WEIGHTS: Final = (10, 1)
-"""The first version with the budget for streamed weights that is used here: 10.0 takes it in another way."""
+"""The first version with the budget for streamed weights in the form used here: that of 10.0 differs."""
 
 TELLS_WEIGHTS: Final = (10, 14)
-"""The first version whose engines tell the size of their weights."""
+"""The first version whose engines report the size of their weights."""
 
 TELLS_ALIASES: Final = (10, 15)
-"""The first version whose engines tell which outputs overwrite an input."""
+"""The first version whose engines report which outputs overwrite an input."""
 
 CALLS_AS_LATER: Final = (10, 0)
-"""The first version whose engines call an output allocator as later libraries do. Under these, one that an
-older version built ends the process with the call."""
+"""The first version whose engines call an output allocator as later libraries do. Under later libraries, the
+call of an older engine ends the process."""
 
 LACKS_UNSIZED: Final = (11, 0)
 """The first library without the older calls for enqueue memory."""
 
 COMPATIBLE_SINCE: Final = (8, 6)
-"""The first version whose plans later ones can run, if they were built so."""
+"""The first version whose plans later versions can run, if they were built as version-compatible."""
 
 COMPATIBLE_SINCE_UNDER_11: Final = (10, 0)
 """The same for libraries from 11 on (TensorRT's documentation, Support Matrix, Engine Portability)."""
 
 LEAN_NAME: Final = re.compile(rb"libnvinfer_lean\.so\.(\d+)\0")
-"""The name that every lean runtime has in it (its ``SONAME``), with its major version."""
+"""The name in every lean runtime (its ``SONAME``), with its major version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What one engine can do under one library."""
+    """The abilities of one engine under one library."""
 
     shares_profiles: bool | None
-    """Whether several contexts can have one profile at once; ``None`` if that has to be tried."""
+    """Whether several contexts can use one profile at once; ``None`` if that must be tried."""
     sizes_memory: bool
-    """Whether enqueue memory is set with its size, and the library says what the shapes of a batch need."""
+    """Whether enqueue memory is set with its size, and the library tells the needs of a batch's shapes."""
     tells_formats_by_profile: bool
-    """Whether the library tells the format of a tensor for each profile."""
+    """Whether the library reports the format of a tensor for each profile."""
     streams_weights: bool
-    """Whether weights can be streamed, and the engine tells how many."""
+    """Whether weights can be streamed, and the engine reports how many."""
     tells_weights: bool
-    """Whether it tells the size of its weights."""
+    """Whether the engine reports the size of its weights."""
     tells_aliases: bool
-    """Whether it tells which outputs overwrite an input."""
+    """Whether the engine reports which outputs overwrite an input."""
     allocates_outputs: bool
-    """Whether outputs can be as large as the data says."""
+    """Whether output sizes may depend on the data."""
 
     @classmethod
     def of(cls, flavour: Flavour, header: PlanHeader) -> "Abilities":
-        """Return the abilities of an engine, by the versions of the library and of the plan."""
+        """Return the abilities of an engine, from the versions of the library and of the plan."""
         if header.tag == TAG_RTX:
             return cls(
                 shares_profiles=True,
@@ -97,30 +98,30 @@ class Abilities:
         )
 
     def enqueue_nbytes(self, engine: Any, profile: int) -> int:
-        """Return the bytes of enqueue memory that suffice for a profile; of older engines, for all."""
+        """Return the bytes of enqueue memory that a profile needs; for older engines, that all need."""
         if self.sizes_memory:
             return int(engine.get_device_memory_size_for_profile_v2(profile))
-        # An engine that does not know the call above crashes in get_device_memory_size_for_profile.
+        # An engine without the call above crashes in get_device_memory_size_for_profile.
         return int(engine.device_memory_size)
 
     def streamable_nbytes(self, engine: Any) -> int:
-        """Return the bytes of weights that can be streamed."""
+        """Return how many bytes of weights can be streamed."""
         return int(engine.streamable_weights_size) if self.streams_weights else 0
 
     def stat(self, engine: Any, module: Any, name: str) -> int | None:
-        """Return one of the engine's figures, a member of ``EngineStat``; ``None`` if it does not tell."""
+        """Return one of the engine's figures, a member of ``EngineStat``; ``None`` if it is not available."""
         stats = getattr(module, "EngineStat", None) if self.tells_weights else None
         return None if stats is None else int(engine.get_engine_stat(getattr(stats, name)))
 
     def create_context(self, engine: Any, module: Any) -> Any:
-        """Create a context that has no enqueue memory until it is set."""
+        """Create a context without enqueue memory, which is set later."""
         if self.sizes_memory:
             return engine.create_execution_context(module.ExecutionContextAllocationStrategy.USER_MANAGED)
-        # With a strategy, an engine that knows none allocates memory for each context without a word.
+        # With a strategy, an engine that supports none silently allocates memory for each context.
         return engine.create_execution_context_without_device_memory()
 
     def set_memory(self, context: Any, address: int, nbytes: int) -> None:
-        """Set the enqueue memory of a context, which reports what it refuses."""
+        """Set the enqueue memory of a context, which reports an error if it refuses."""
         if self.sizes_memory:
             context.set_device_memory(address, nbytes)
         else:
@@ -128,7 +129,7 @@ class Abilities:
 
 
 def numbers_of(version: str) -> tuple[int, ...] | None:
-    """Return the four numbers of a library's version, without any suffix of the package."""
+    """Return the four numbers of a library's version, without the package's suffix."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else None
 
@@ -139,11 +140,11 @@ def compatible_since(library: tuple[int, ...] | None) -> tuple[int, int]:
 
 
 def check_lean_runtime(flavour: Flavour, path: Path) -> None:
-    """Check that a library can load a lean runtime: TensorRT 11 crashes in ``load_runtime`` on one of 8.6.
+    """Check that a library can load a lean runtime: TensorRT 11 crashes in ``load_runtime`` for 8.6.
 
-    A file that does not look like a lean runtime is left to the library, which refuses it.
+    A file that does not look like a lean runtime is left for the library to refuse.
 
-    :raises ModelError: if the lean runtime is of a version that the library does not load.
+    :raises ModelError: if the lean runtime is of a version that the library cannot load.
     """
     here, found = numbers_of(flavour.version), _lean_major(path)
     oldest = compatible_since(here)[0]
@@ -157,7 +158,7 @@ def check_lean_runtime(flavour: Flavour, path: Path) -> None:
 
 
 def _lean_major(path: Path) -> int | None:
-    """Return the major version of a lean runtime by the name in it; ``None`` if there is none."""
+    """Return the major version of a lean runtime from the name in it; ``None`` if there is no name."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = LEAN_NAME.search(content)

@@ -1,6 +1,6 @@
-"""Build a plan in a process of its own: TensorRT's ONNX parser crashes on some damaged models.
+"""Build a plan in a separate process, because TensorRT's ONNX parser crashes on some damaged models.
 
-A crash there becomes an error here; what the builder holds on the host and on the GPU goes with it; and
+A crash of the process becomes an error here. The builder's host and GPU memory is freed with the process.
 Ctrl-C, which a terminal sends to both, ends it at once. The two exchange lines of JSON and plain bytes.
 """
 
@@ -31,7 +31,7 @@ from asynctrt.process import child_command
 PR_SET_PDEATHSIG: Final = 1
 
 TAIL: Final = 1000
-"""Characters of what a process wrote before it crashed that go into a message."""
+"""The maximum number of characters of a crashed process's output in a message."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -44,12 +44,12 @@ def build_in_process(
     device: str | None = None,
     report: Report | None = None,
 ) -> Built:
-    """Build a plan as :func:`~asynctrt.backends.tensorrt.builder.build_plan` does, in a process of its own.
+    """Build a plan as :func:`~asynctrt.backends.tensorrt.builder.build_plan` does, but in a separate process.
 
-    :param flavour: the name of the package, or ``None`` for the first that is installed.
+    :param flavour: the name of the package, or ``None`` for the first one installed.
     :param device: the GPU to build on, or ``None`` for CUDA's own choice.
     :raises BuildError: also if the process crashed.
-    :raises UsageError: if it was interrupted, or the work of this thread was cancelled.
+    :raises UsageError: if the build was interrupted, or the work of this thread was cancelled.
     """
     cancellation = current()
     order = {
@@ -71,7 +71,7 @@ def build_in_process(
             with cancellation.calling(process.kill):
                 built = _exchange(process.stdin, process.stdout, order, model, report)
         finally:
-            # It has nothing more to say, or nobody to say it to: the caller may have been interrupted.
+            # It has finished, or the caller was interrupted and no longer reads its output.
             process.kill()
             process.stdout.close()
             status = process.wait()
@@ -91,7 +91,7 @@ def build_in_process(
 def _exchange(
     to: IO[bytes], come_from: IO[bytes], order: Mapping[str, Any], model: bytes, report: Report | None
 ) -> Built | None:
-    """Give the order, and follow the build; ``None`` if the process ends without a result."""
+    """Send the order, and follow the build; return ``None`` if the process ends without a result."""
     try:
         with to:
             to.write(json.dumps(order).encode() + b"\n")
@@ -102,7 +102,7 @@ def _exchange(
         try:
             told = json.loads(line)
         except ValueError:
-            return None  # It ended in the middle of a line.
+            return None  # The process ended in the middle of a line.
         if "step" in told:
             if report is not None:
                 report(BuildStep(*told["step"]))
@@ -147,17 +147,17 @@ def _built_of(told: dict[str, Any], content: bytes) -> Built:
 
 
 class _Line:
-    """The way back to the process that asked."""
+    """The channel back to the parent process."""
 
     def __init__(self) -> None:
-        # Libraries print where they like; what they print must not come between lines.
+        # Libraries may print anywhere, and their output must not come between the lines.
         self._file = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         self._lock = threading.RLock()
         self.lost = threading.Event()
 
     def tell(self, content: bytes = b"", **what: Any) -> None:
-        """Send one line, and bytes after it. Once nobody listens, nothing is sent any more."""
+        """Send one line, and bytes after it. After the parent has closed the pipe, do nothing."""
         with self._lock:
             if self.lost.is_set():
                 return
@@ -169,19 +169,19 @@ class _Line:
 
 
 class _ToParent(logging.Handler):
-    """Sends what is logged to the process that asked."""
+    """Sends log records to the parent process."""
 
     def __init__(self, line: _Line) -> None:
         super().__init__()
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send one message."""
+        """Send one record."""
         self._line.tell(log=[record.levelno, record.getMessage()])
 
 
 def main() -> None:
-    """Build what the process that asked orders. Called in the process that builds."""
+    """Execute the order of the parent process. Called in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with_parent()
     line = _Line()
@@ -200,14 +200,14 @@ def main() -> None:
         told = dataclasses.asdict(dataclasses.replace(built, content=b""))
         del told["content"]
         line.tell(content, built=told, nbytes=len(content))
-    # Without the library's own end, which has nothing left to do for anybody.
+    # Skip the library's cleanup, which has no purpose here.
     os._exit(0)
 
 
 def _end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, even if that was killed itself.
+    """Let the kernel kill this process when the parent thread ends, even if that was killed.
 
-    Else a build would go on for nobody, maybe for long, with all that it holds of the GPU.
+    Otherwise an abandoned build might run for a long time and hold GPU memory.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))

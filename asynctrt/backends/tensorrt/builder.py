@@ -1,8 +1,8 @@
 """Build a plan from an ONNX model with TensorRT's builder and its parser.
 
 Two traps of the library shape this module. An error recorder beside an ``OnnxParser`` crashes the process
-when the network is destroyed, so there is none, and errors are taken from the log. What the builder calls
-back must not raise, so cancelling is an answer to its progress monitor.
+when the network is destroyed, so this module uses none and reads errors from the log. The builder's callbacks
+must not raise, so cancellation is the return value of its progress monitor.
 """
 
 import logging
@@ -26,7 +26,7 @@ from asynctrt.files import read_regular, write_whole
 CACHE_NBYTES_MAX: Final = 4 << 30
 
 ERRORS_MAX: Final = 8
-"""How many of the parser's errors a message has."""
+"""The maximum number of parser errors in a message."""
 
 FAULTS: Final = {
     r"deserialize|failed to parse the onnx": "this is not an ONNX model, or a damaged one. Export it again",
@@ -54,27 +54,27 @@ FAULTS: Final = {
         "onnxsim), and export it with fixed sizes where they are known"
     ),
 }
-"""What to do about an error of the parser, by its words and its code; the first that fits."""
+"""Advice for a parser error, by patterns for its text and code; the first match applies."""
 
 CANNOT_HERE: Final = r"MyelinCheckException.*CUDA_SUCCESS|CHECK\(status == CUDA_SUCCESS\)"
-"""What TensorRT for RTX says when it needs a GPU to build after all."""
+"""The error of TensorRT for RTX when it needs a GPU to build after all."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
 @dataclass(frozen=True, slots=True)
 class BuildStep:
-    """How far a build is."""
+    """The progress of a build."""
 
     phase: str
     parent: str | None
-    """The phase that this one is a part of, or ``None``."""
+    """The phase that contains this one, or ``None``."""
     done: int
     total: int
 
 
 Report = Callable[[BuildStep], object]
-"""What is told of each step of a build, from the thread that builds or from threads of TensorRT's."""
+"""A callback for each step of a build, called from the building thread or from threads of TensorRT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,14 @@ class ParserFault:
     """One error of TensorRT's ONNX parser."""
 
     code: str
-    """``UNSUPPORTED_NODE`` and so on."""
+    """``UNSUPPORTED_NODE`` for example."""
     node: int | None
-    """The number of the node in the graph."""
+    """The index of the node in the graph."""
     node_name: str
     operator: str
     said: str
     source: str
-    """The parser's file, line and function."""
+    """The parser's source file, line and function."""
 
     def __str__(self) -> str:
         where = " ".join(
@@ -107,7 +107,7 @@ class ParserFault:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a build has made."""
+    """The result of a build."""
 
     content: bytes
     """The plan."""
@@ -118,12 +118,12 @@ class Built:
     profiles: tuple[dict[str, Range], ...]
     layers: int
     plugins: tuple[str, ...] = ()
-    """Libraries of TensorRT's own plugins that were packed into a version-compatible plan."""
+    """Libraries of TensorRT's own plugins packed into a version-compatible plan."""
 
 
 @dataclass(slots=True)
 class _Build:
-    """One build: the library's objects, in the order in which they are made."""
+    """One build: the library's objects, in order of creation."""
 
     flavour: Flavour
     options: BuildOptions
@@ -145,18 +145,18 @@ def build_plan(
     cancelled: threading.Event | None = None,
     device: Device | None = None,
 ) -> Built:
-    """Build a plan. Blocks, for seconds to hours; the GIL is released meanwhile.
+    """Build a plan. Blocks for seconds to hours, without holding the GIL.
 
     :param model: the content of an ONNX file.
-    :param path: where that file is: weights beside it are read, and messages name it.
-    :param report: told of each step.
-    :param cancelled: ends the build soon after it is set.
+    :param path: the path of that file: weights beside it are read, and messages name it.
+    :param report: called for each step.
+    :param cancelled: if set, the build ends soon.
     :param device: the GPU to build on. Default: CUDA's own choice.
-    :raises BuildError: if the model cannot be parsed, or no plan built from it.
-    :raises OptionsError: for options that the package does not have, or that do not fit the model.
-    :raises DeviceUnavailableError: if the builder needs CUDA, which cannot be used here.
+    :raises BuildError: if the model cannot be parsed, or no plan can be built from it.
+    :raises OptionsError: for options that the package does not support, or that do not fit the model.
+    :raises DeviceUnavailableError: if the builder needs CUDA, and CUDA cannot be used here.
     :raises DeviceMemoryError: if the GPU has too little memory.
-    :raises UsageError: if it was cancelled.
+    :raises UsageError: if the build was cancelled.
     """
     check_flavour(flavour, options)
     if device is not None:
@@ -170,7 +170,7 @@ def build_plan(
         inputs = _tensors(made.network.num_inputs, made.network.get_input)
         outputs = _tensors(made.network.num_outputs, made.network.get_output)
     except UnicodeDecodeError as error:
-        # The bindings decode what the file has, whatever that is.
+        # The bindings decode the file's names as UTF-8, whatever the file contains.
         raise BuildError(
             f"{made.where} has a name that is not UTF-8: {error}. It is damaged, or its exporter is. Export "
             "it again"
@@ -196,9 +196,9 @@ def build_plan(
 
 
 def check_flavour(flavour: Flavour, options: BuildOptions) -> None:
-    """Check that a package has what the options ask of it, before anything is parsed.
+    """Check that a package supports the options, before anything is parsed.
 
-    :raises OptionsError: for the first that it does not have, or would ignore.
+    :raises OptionsError: for the first option that it does not support, or would ignore.
     """
     module, title = flavour.module, flavour.title
     if not hasattr(module, "Builder") or not hasattr(module, "OnnxParser"):
@@ -233,7 +233,7 @@ def check_flavour(flavour: Flavour, options: BuildOptions) -> None:
 
 
 def _check_fits(device: Device, flavour: Flavour, options: BuildOptions) -> None:
-    """Refuse a GPU that the package does not build for, and limits that leave nothing of its memory."""
+    """Refuse a GPU that the package cannot build for, and limits that leave too little of its memory."""
     capability = device.compute_capability
     members = getattr(getattr(flavour.module, "ComputeCapability", None), "__members__", None)
     if capability is not None and "rtx" in flavour.name and members is not None:
@@ -264,7 +264,7 @@ def _lacks(flavour: Flavour, flag: str) -> str:
 
 
 def _flags(options: BuildOptions) -> list[str]:
-    """Return the names of the flags of the builder that the options come to."""
+    """Return the names of the builder flags that result from the options."""
     chosen = {
         "VERSION_COMPATIBLE": options.version_compatible,
         "EXCLUDE_LEAN_RUNTIME": options.exclude_lean_runtime,
@@ -296,11 +296,11 @@ def _create(made: _Build) -> None:
         made.builder.max_threads = options.max_threads
     flags = 0
     typed = getattr(module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    # Streamed weights need it where it is a choice.
+    # Streamed weights require it in versions where it is a choice.
     if typed is not None and (options.strongly_typed or options.weight_streaming):
         flags = 1 << int(typed)
     made.network = made.builder.create_network(flags)
-    # A recorder crashes the process when the network is destroyed that a parser has filled.
+    # With an error recorder, destroying a network that a parser has filled crashes the process.
     made.network.error_recorder = None
     keep_alive(made.network, made.builder)
     made.parser = module.OnnxParser(made.network, log)
@@ -310,7 +310,7 @@ def _create(made: _Build) -> None:
 
 
 def _parse(made: _Build, model: bytes, path: Path) -> None:
-    # By content: what is parsed is what was looked at before. The path is where other files of it are.
+    # Pass the content, so that the parser reads exactly what was inspected. The path locates other files.
     if made.parser.parse(model, str(path)):
         made.log.take()
         if not int(made.network.num_outputs):
@@ -345,7 +345,7 @@ def _fault(error: Any) -> ParserFault:
 
 
 def _advice(faults: Sequence[ParserFault], said: str) -> str:
-    # The first is the cause, as far as can be told; others may follow from it.
+    # The first error is most likely the cause, and the others may follow from it.
     text = next((f"{fault.code} {fault.said} {fault.source}" for fault in faults), said)
     for words, advice in FAULTS.items():
         if re.search(words, text, re.IGNORECASE):
@@ -368,7 +368,7 @@ def _configure(made: _Build) -> None:
     module, options = made.flavour.module, made.options
     config = made.config = made.builder.create_builder_config()
     keep_alive(config, made.builder)
-    # Their defaults are all of the GPU, or 64 GiB without one.
+    # The defaults are all of the GPU's memory, or 64 GiB without a GPU.
     config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, options.workspace)
     config.set_memory_pool_limit(module.MemoryPoolType.TACTIC_DRAM, options.tactic_memory)
     for name in _flags(options):
@@ -417,7 +417,7 @@ def _add_profiles(made: _Build, profiles: Sequence[Mapping[str, Range]]) -> None
 
 
 def _timing_cache(made: _Build) -> Any:
-    """Attach the timing cache that the options name, filled from its file, and return it; or ``None``."""
+    """Attach the timing cache named in the options, filled from its file, and return it, if any."""
     if made.options.timing_cache is None:
         return None
     path = Path(made.options.timing_cache)
@@ -490,7 +490,7 @@ def _logged(made: _Build) -> TensorRTErrors:
 
 
 class ProgressMonitor:
-    """Tells of steps, and answers whether to go on. TensorRT calls it, on several threads."""
+    """Reports steps, and tells TensorRT whether to continue. TensorRT calls it on several threads."""
 
     def __init__(self, report: Report | None, cancelled: threading.Event | None) -> None:
         self._report = report
@@ -499,18 +499,18 @@ class ProgressMonitor:
         self._phases: dict[str, tuple[str | None, int]] = {}
 
     def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-        """Note that a phase has begun."""
+        """Record that a phase has started."""
         with self._lock:
             self._phases[phase_name] = (parent_phase, int(num_steps))
         self._tell(phase_name, 0)
 
     def step_complete(self, phase_name: str, step: int) -> bool:
-        """Note that a step is done; ``False`` ends the build."""
+        """Report that a step is done; return ``False`` to end the build."""
         self._tell(phase_name, int(step) + 1)
         return self._cancelled is None or not self._cancelled.is_set()
 
     def phase_finish(self, phase_name: str) -> None:
-        """Note that a phase is done."""
+        """Report that a phase is done."""
         with self._lock:
             total = self._phases.get(phase_name, (None, 0))[1]
         self._tell(phase_name, total)
@@ -524,7 +524,7 @@ class ProgressMonitor:
             parent, total = self._phases.get(phase, (None, done))
         try:
             self._report(BuildStep(phase, parent, min(done, total), total))
-        except Exception:  # It would end the process, there in the library.
+        except Exception:  # Inside the library it would end the process.
             logger.warning("the callback for the progress of a build raised", exc_info=True)
 
 

@@ -1,6 +1,6 @@
-"""The digests of plans that this user has built on this machine, which is one way to trust a plan.
+"""The digests of plans that this user has built on this machine, as one way to trust a plan.
 
-Whoever can write the file decides what runs as this user, so it has to be this user's alone.
+Write access to the file decides what runs as this user, so only this user may have it.
 """
 
 import os
@@ -14,7 +14,7 @@ from asynctrt.errors import UsageError
 from asynctrt.files import locked, make_private, open_regular, write_whole
 
 RECORDS_MAX: Final = 4096
-"""Digests that are kept; the oldest go first."""
+"""The maximum number of digests kept; the oldest are dropped first."""
 
 FILE_NBYTES_MAX: Final = 1 << 20
 
@@ -22,7 +22,7 @@ LINE: Final = re.compile(r"[0-9a-f]{64}")
 
 
 def records_path(env: Mapping[str, str] = os.environ) -> Path:
-    """Return the file of the digests, which need not be there."""
+    """Return the file of the digests, which need not exist."""
     state = env.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "asynctrt" / "built-here"
 
@@ -30,9 +30,9 @@ def records_path(env: Mapping[str, str] = os.environ) -> Path:
 def record(digest: str, path: Path | None = None) -> None:
     """Record that this user has built a plan.
 
-    :param digest: its SHA-256, in hexadecimal.
-    :param path: the file of the digests. Default: this user's.
-    :raises UsageError: if the file cannot be written, or others can write it.
+    :param digest: the plan's SHA-256, in hexadecimal.
+    :param path: the file of the digests. Default: the file of this user.
+    :raises UsageError: if the file cannot be written, or other users can write it.
     """
     path = path or records_path()
     try:
@@ -48,7 +48,7 @@ def record(digest: str, path: Path | None = None) -> None:
 def is_recorded(digest: str, path: Path | None = None) -> bool:
     """Return whether this user has built a plan.
 
-    :raises UsageError: if the file cannot be read, or others can write it.
+    :raises UsageError: if the file cannot be read, or other users can write it.
     """
     return digest in _read(path or records_path())
 

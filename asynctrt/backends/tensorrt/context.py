@@ -1,8 +1,8 @@
-"""Execution contexts, which run batches, each in the arena that it is given for that batch.
+"""Execution contexts, which run batches, each in the arena passed with the batch.
 
-State that TensorRT keeps from batch to batch (profile, shapes, addresses, enqueue memory) is set only when it
-changes, and all of it again after an error. A context is used from one thread at a time, and by one batch at
-a time: that is TensorRT's rule ("How TensorRT works", Threading), and the pool obeys it.
+State that TensorRT keeps between batches (profile, shapes, addresses, enqueue memory) is set only when it
+changes, and completely after an error. A context is used by one thread at a time, for one batch at a time:
+TensorRT requires this ("How TensorRT works", Threading), and the pool guarantees it.
 """
 
 import logging
@@ -42,11 +42,11 @@ from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Array, Dims
 
 CLOSE_S: Final = 5.0
-"""Seconds to wait for the auxiliary streams of a context that is closed."""
+"""Seconds to wait for the auxiliary streams when a context is closed."""
 
 ENQUEUE_NS: Final = 250_000
-"""An enqueue that takes less is done by the event loop. A thread for it costs 50 µs, and one that takes four
-times as long has held up the loop for as long as a pump may."""
+"""The event loop does enqueues that take less than this. A thread for an enqueue costs 50 µs. Four times this
+limit is as long as a pump may block the loop."""
 
 NVTX: Final = {"none": "NONE", "names": "LAYER_NAMES_ONLY", "detailed": "DETAILED"}
 """The option's values, as members of ``ProfilingVerbosity``."""
@@ -66,23 +66,24 @@ class Loaded:
     recorder: ErrorRecorder
     allocator: Any
     temporary_allocator: Any
-    """For what an enqueue needs only while its batch runs; ``None`` for a library that takes none."""
+    """For memory that an enqueue needs only while its batch runs; ``None`` if the library has none."""
     runtimes: tuple[Any, ...]
     """The library's runtime, followed by the lean runtime if it loaded one."""
     engine: Any
     abilities: Abilities
     cache: KernelCache | None = None
-    """Where TensorRT for RTX keeps what it compiles."""
+    """The store for kernels that TensorRT for RTX compiles."""
     is_streaming: bool = False
     """Whether some of its weights are streamed from the host for each batch."""
     paces: tuple[Pace, Pace] = field(default_factory=lambda: (Pace(ENQUEUE_NS), Pace(ENQUEUE_NS)))
-    """How long enqueues take: of batches like the one before on their context, and of others."""
+    """Durations of enqueues: for batches of the same shape as the previous one on their context, and
+    others."""
 
     def failed(self, what: str, errors: TensorRTErrors) -> DeviceError:
-        """Return the error for a call that TensorRT reported as failed, from all that is known about it."""
+        """Return the error for a call that TensorRT reported as failed, from all available information."""
         refusals = self.memory.take_refusals()
         try:
-            # A sticky CUDA error shows up in the next CUDA call, so make one for the device to notice it.
+            # A sticky CUDA error shows up in the next CUDA call, so make one to let the device detect it.
             self.device.memory()
         except DeviceError as error:
             logger.debug("the device failed too: %s", error)
@@ -98,14 +99,14 @@ class Loaded:
         return ExecutionError(f"{what} failed. {errors}")
 
     def activate_to_close(self) -> None:
-        """Make the device current in order to free something. On a lost device a failure is only logged."""
+        """Make the device current in order to free something. A failure is only logged."""
         try:
             self.device.activate()
         except DeviceError as error:
             logger.debug("the device failed while something was freed: %s", error)
 
     def close(self) -> None:
-        """Release the engine, then the runtimes that made it, then the allocator that they call back."""
+        """Release the engine, then the runtimes that created it, then the allocator that they call."""
         self.cache = None
         self.engine = None
         self.runtimes = ()
@@ -114,9 +115,9 @@ class Loaded:
 
 @dataclass(slots=True)
 class _State:
-    """One of TensorRT's own contexts, and what it was given last.
+    """A native TensorRT context, and the latest settings it was given.
 
-    That is ``None`` if there is none, or it is unknown after an error.
+    A setting is ``None`` if it was never made, or is unknown after an error.
     """
 
     trt: Any
@@ -127,20 +128,20 @@ class _State:
     is_warm: bool = False
 
     def forget(self) -> None:
-        """Forget what it was given, after an error."""
+        """Forget the settings after an error."""
         self.profile = self.binding = self.shapes = self.memory = None
         self.is_warm = False
 
 
 class TensorRTContext:
-    """A context of one engine. It has no enqueue memory of its own; each batch brings an arena.
+    """A context of one engine. It has no enqueue memory; each batch brings an arena.
 
-    To switch the profile of one of TensorRT's contexts can take longer than a batch, so this has one for each
-    profile that its batches have, as long as there is room. Only one of them runs at a time.
+    Switching the profile of a native context can take longer than a batch. So this keeps one native context
+    per profile in use, as long as there is room. Only one of them runs at a time.
 
-    :param loaded: the engine, which this keeps alive with everything that it needs.
+    :param loaded: the engine, which this keeps alive with everything it needs.
     :param signature: the engine's inputs, outputs and profiles.
-    :param device: what it runs on: the engine's device, or a part of it.
+    :param device: the device to run on: the engine's device, or a part of it.
     :param on_close: called once, when the context has been closed.
     """
 
@@ -163,7 +164,7 @@ class TensorRTContext:
             make_output_allocator(loaded.flavour.module, self.unbound) if self.unbound else None
         )
         self._now: _State | None = _State(self._create())
-        # By the profile that each was given last, also if an error came after that.
+        # By the latest profile that each was given, even if an error followed.
         self._by_profile: dict[int, _State] = {}
         try:
             self._configure(self._trt)
@@ -183,7 +184,7 @@ class TensorRTContext:
 
     @property
     def _trt(self) -> Any:
-        """TensorRT's own context, for the profile of the latest batch."""
+        """The native context for the profile of the latest batch."""
         assert self._now is not None, "a closed context runs nothing"
         return self._now.trt
 
@@ -205,7 +206,7 @@ class TensorRTContext:
         self._by_profile.clear()
         on_close, self._on_close = self._on_close, None
         with ExitStack() as rest:
-            # All of it is done, whatever some of it raises.
+            # Run all of them, even if some raise.
             if on_close is not None:
                 rest.callback(on_close)
             for stream in self._streams:
@@ -225,13 +226,13 @@ class TensorRTContext:
     ) -> None:
         """Enqueue one batch of a binding of this context on ``stream``.
 
-        While the stream is being captured, a batch of the same shapes must have been enqueued before: at the
+        During a capture of the stream, a batch of the same shapes must have been enqueued before: for the
         first one, TensorRT does work that cannot be part of a graph.
 
-        :raises InternalError: when the given profile does not take the batch.
-        :raises InputError: when no profile is given, and none takes the batch.
-        :raises ExecutionError: when TensorRT refuses; the next batch is not affected.
-        :raises DeviceLostError: when the device is lost.
+        :raises InternalError: if the given profile does not accept the batch.
+        :raises InputError: if no profile is given, and none accepts the batch.
+        :raises ExecutionError: if TensorRT refuses; the next batch is not affected.
+        :raises DeviceLostError: if the device is lost.
         """
         begun_ns = clock.now_ns()
         chosen = binding.profile_for(rows, profile)
@@ -260,17 +261,17 @@ class TensorRTContext:
             logger.warning("%r enqueued a batch, but %s", self, self._recorder.take())
 
     def may_block(self, binding: "TensorRTBinding", rows: int, profile: int | None) -> bool:
-        """Return whether to enqueue a batch in a thread, as its enqueue waits or was measured to be slow.
+        """Return whether to enqueue a batch in a thread, because that blocks or was measured to be slow.
 
-        TensorRT waits in it for outputs whose size depends on the data, and for streamed weights ("How
-        TensorRT works", Weight Streaming); after a change of shapes or profile it updates what its layers
-        hold; and what a plugin does is not known.
+        An enqueue blocks for outputs whose size depends on the data, and for streamed weights ("How TensorRT
+        works", Weight Streaming). After a change of shapes or profile, TensorRT updates the state of its
+        layers. The behaviour of plugins is unknown.
         """
         if binding.unbound or self._loaded.is_streaming:
             blocks = True
         else:
             chosen = binding.profile_for(rows, profile)
-            # A context for another profile is created first.
+            # Another profile needs a new native context first.
             is_new = bool(self._by_profile) and chosen.index not in self._by_profile
             blocks = is_new or not self._loaded.paces[self._is_change(binding, chosen, rows)].is_short
         self._in_place = not blocks
@@ -281,7 +282,7 @@ class TensorRTContext:
         return state is None or state.profile != profile.index or (binding.dims, rows) != state.shapes
 
     def _create(self) -> Any:
-        """Create one of TensorRT's contexts, which is to be configured."""
+        """Create a native context, not yet configured."""
         loaded = self._loaded
         trt = create_trt_context(loaded)
         keep_alive(trt, self._recorder, self._output_allocator, loaded.temporary_allocator, loaded.engine)
@@ -289,7 +290,7 @@ class TensorRTContext:
         return trt
 
     def _configure(self, trt: Any) -> None:
-        """Set what is set only once, when a context is created."""
+        """Configure a new native context."""
         loaded, options = self._loaded, self._loaded.options
         trt.name = self._signature.model
         if loaded.temporary_allocator is not None:
@@ -312,7 +313,7 @@ class TensorRTContext:
         *,
         is_other_shape: bool,
     ) -> None:
-        """Set whatever has changed since the batch of the profile before."""
+        """Apply all settings that have changed since the previous batch of the profile."""
         if stream.is_capturing and binding.unbound:
             raise InternalError(
                 f"{self!r} cannot be captured: a graph does not report the shape of "
@@ -326,7 +327,7 @@ class TensorRTContext:
             )
         self._now = state = state or self._state_for(profile)
         if profile.index != state.profile:
-            # On the batch's own stream, so that what this copies is in place before the batch runs.
+            # On the batch's stream, so that copies made by this call are complete before the batch runs.
             self._call("set_optimization_profile_async", profile.index, stream.handle)
             state.profile, state.shapes, state.binding = profile.index, None, None
         if binding is not state.binding:
@@ -338,11 +339,11 @@ class TensorRTContext:
             state.shapes = binding.dims, rows
         self._set_arena(state, profile, arena, stream, is_other_shape=is_other_shape)
         if self._streams:
-            # TensorRT promises to use them only for the next enqueue.
+            # TensorRT only promises to use them for the next enqueue.
             self._trt.set_aux_streams([aux.handle for aux in self._streams])
 
     def _state_for(self, profile: Profile) -> _State:
-        """Return the context to give a profile: the first one, a new one or, without room, the oldest."""
+        """Return the native context for a profile: the first one, a new one or, without room, the oldest."""
         assert self._now is not None
         state: _State | None = self._now
         if self._by_profile:
@@ -353,7 +354,7 @@ class TensorRTContext:
         return state
 
     def _new_state(self) -> _State | None:
-        """Create one more of TensorRT's contexts; ``None`` if there is no room for it."""
+        """Create another native context; return ``None`` if there is no room for it."""
         try:
             trt = self._create()
         except DeviceMemoryError as error:
@@ -380,7 +381,7 @@ class TensorRTContext:
             raise self._failed(f"infer_shapes for {rows} rows of {binding.dims} (unknown: {missing})")
         for output in binding.outputs:
             if output is None:
-                continue  # TensorRT reports its shape when the batch is enqueued.
+                continue  # TensorRT reports the shape when the batch is enqueued.
             shape = shape_of(self._trt.get_tensor_shape(output.name))
             if shape != (rows, *output.dims):
                 raise ExecutionError(
@@ -393,7 +394,7 @@ class TensorRTContext:
     def _set_arena(
         self, state: _State, profile: Profile, arena: Buffer | None, stream: Stream, *, is_other_shape: bool
     ) -> None:
-        """Give TensorRT the enqueue memory of this batch, unless it has it already."""
+        """Set the enqueue memory for this batch, unless it is already set."""
         if arena is None:
             if profile.enqueue_nbytes:
                 raise InternalError(f"{self!r} was given no arena, but needs {profile.enqueue_nbytes} bytes")
@@ -404,14 +405,14 @@ class TensorRTContext:
                 f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {profile.enqueue_nbytes}"
             )
         if arena.nbytes < profile.enqueue_nbytes and (is_other_shape or memory != state.memory):
-            # Not enough for every batch of the profile, so TensorRT computes what this one needs.
+            # Too small for every batch of the profile, so let TensorRT compute the size for this one.
             before = self._recorder.num_errors()
             needed = int(self._trt.update_device_memory_size_for_shapes())
-            # 0 is an error, or all that these shapes need.
+            # 0 means an error, or that these shapes need no memory.
             if self._recorder.num_errors() > before:
                 raise self._failed("update_device_memory_size_for_shapes()")
             if isinstance(arena, GrowingBuffer):
-                # TensorRT takes no empty memory, even where it needs none.
+                # TensorRT rejects empty memory, even if it needs none.
                 arena.reserve(max(needed, 1), stream=stream)
                 memory = arena.address, arena.nbytes
             if needed > arena.nbytes:
@@ -420,7 +421,7 @@ class TensorRTContext:
                 )
             state.memory = None
         if memory != state.memory:
-            # It returns nothing: what it refuses it reports, and goes on in the memory that it had.
+            # This returns nothing: on failure TensorRT reports an error and keeps using its previous memory.
             before = self._recorder.num_errors()
             abilities.set_memory(self._trt, *memory)
             if self._recorder.num_errors() > before:
@@ -440,7 +441,7 @@ class TensorRTContext:
         return self._loaded.failed(f"{what} of {self._signature.model!r}", self._recorder.take())
 
     def _forget(self) -> None:
-        """Forget what TensorRT was given, after an error, so that the next batch sets everything again."""
+        """Forget the settings after an error, so that the next batch sets everything again."""
         if self._now is not None:
             self._now.forget()
         self._recorder.clear()
@@ -479,12 +480,12 @@ class TensorRTBinding:
         return {output.name: output.take() for output in self.unbound}
 
     def profile_for(self, rows: int, index: int | None) -> Profile:
-        """Return the profile of this index if it takes a batch of ``rows``, or choose one for ``None``.
+        """Return the profile with this index if it accepts a batch of ``rows``, or choose one for ``None``.
 
-        :raises InternalError: when the given profile does not take the batch.
-        :raises InputError: when no profile is given, and none takes the batch.
+        :raises InternalError: if the given profile does not accept the batch.
+        :raises InputError: if no profile is given, and none accepts the batch.
         """
-        # At most one entry for each number of rows and profile.
+        # At most one entry per number of rows and profile.
         profile = self._profiles.get((rows, index))
         if profile is None:
             signature = self._signature
@@ -498,10 +499,10 @@ class TensorRTBinding:
 
 
 def create_trt_context(loaded: Loaded) -> Any:
-    """Create TensorRT's own context, without enqueue memory.
+    """Create a native context without enqueue memory.
 
-    :raises DeviceMemoryError: when the memory that it keeps does not fit.
-    :raises ExecutionError: when TensorRT refuses for another reason.
+    :raises DeviceMemoryError: if its persistent memory does not fit.
+    :raises ExecutionError: if TensorRT refuses for another reason.
     """
     if loaded.engine is None:
         raise UsageError("the model is closed. Open the plan again")
@@ -517,7 +518,7 @@ def create_trt_context(loaded: Loaded) -> Any:
 
 
 def _create_trt_context(loaded: Loaded) -> tuple[Any, Any]:
-    """Return a new context of TensorRT's, or ``None``, and the configuration that it was created with."""
+    """Return a new native context, or ``None``, and the configuration that it was created with."""
     config = create_config(loaded.engine, loaded.flavour, loaded.options)
     if config is None:
         return loaded.abilities.create_context(loaded.engine, loaded.flavour.module), None

@@ -1,4 +1,4 @@
-"""What TensorRT tells of a deserialised engine, besides its tensors and profiles."""
+"""Properties of a deserialised engine other than its tensors and profiles."""
 
 import json
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from typing import Any, Final
 from asynctrt.backends.tensorrt.abilities import Abilities
 
 LAYERS_MAX: Final = 10_000
-"""Layers whose names are kept."""
+"""The maximum number of layers whose names are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDetails:
-    """What TensorRT tells of an engine. What a version does not tell is ``None``."""
+    """Properties that TensorRT reports for an engine; ``None`` if a version does not report them."""
 
     name: str
     layers: int
-    """After layers of the model were fused, or split."""
+    """Layers of the engine, after layers of the model were fused or split."""
     layer_names: tuple[str, ...]
-    """Their names, if the plan has kept them and the package can tell: ``tensorrt`` and ``tensorrt_rtx``."""
+    """Layer names, if the plan keeps them and the package (``tensorrt``, ``tensorrt_rtx``) can read them."""
     weights_nbytes: int | None
-    """All weights, also those that are not on the device."""
+    """All weights, including those not on the device."""
     stripped_nbytes: int | None
     """Weights that the plan was built without: 0 unless it is stripped."""
     streamable_nbytes: int
@@ -29,11 +29,11 @@ class EngineDetails:
     aux_streams: int
     hardware_compatibility: str
     capability: str
-    """The runtime that it was built for: ``STANDARD``, ``SAFETY`` and so on."""
+    """The runtime that it was built for, such as ``STANDARD`` or ``SAFETY``."""
 
 
 def read_details(module: Any, engine: Any, abilities: Abilities) -> EngineDetails:
-    """Return what TensorRT tells of an engine.
+    """Return the properties of an engine.
 
     :param module: the flavour's module.
     :param abilities: what the engine can do under its library.
@@ -44,7 +44,7 @@ def read_details(module: Any, engine: Any, abilities: Abilities) -> EngineDetail
         layers=int(engine.num_layers),
         layer_names=_layer_names(module, engine),
         weights_nbytes=abilities.stat(engine, module, "TOTAL_WEIGHTS_SIZE"),
-        # A complete engine answers -1.
+        # A complete engine returns -1.
         stripped_nbytes=None if stripped is None else max(0, stripped),
         streamable_nbytes=abilities.streamable_nbytes(engine),
         is_refittable=bool(engine.refittable),
@@ -55,7 +55,7 @@ def read_details(module: Any, engine: Any, abilities: Abilities) -> EngineDetail
 
 
 def _layer_names(module: Any, engine: Any) -> tuple[str, ...]:
-    # The method of an engine is there in every package, and what it returns is not.
+    # Every package has the engine's method, but not every package has the type that it returns.
     if not hasattr(module, "EngineInspector"):
         return ()
     inspector = engine.create_engine_inspector()
@@ -64,7 +64,7 @@ def _layer_names(module: Any, engine: Any) -> tuple[str, ...]:
         layers = told["Layers"][:LAYERS_MAX]
         return tuple(str(one["Name"]) if isinstance(one, dict) else str(one) for one in layers)
     except (ValueError, KeyError, TypeError, UnicodeDecodeError):
-        return ()  # A plan may have kept nothing of them (ProfilingVerbosity.NONE).
+        return ()  # The plan may not keep them (ProfilingVerbosity.NONE).
 
 
 def _name(member: Any) -> str:

@@ -1,8 +1,8 @@
 """Read the tensors, the batch axis and the profiles of a deserialised engine.
 
-An engine numbers its dimensions and has no names for them, so a dynamic one is named after its tensor,
-``tokens.1``, unless the plan's manifest has its name. Which of them an output follows is found by trying
-(see ``probe``).
+An engine numbers its dimensions and has no names for them, so a dynamic dimension is named after its tensor,
+``tokens.1``, unless the plan's manifest names it. Trying shows which dimension an output follows (see
+``probe``).
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ DTYPES: Final = {
     "INT64": "int64",
     "BOOL": "bool",
 }
-"""NumPy's names of TensorRT's types."""
+"""NumPy's names for TensorRT's types."""
 
 REBUILD: Final = "Build the plan from a model"
-"""How a model with another batch axis becomes a plan, for messages."""
+"""How to get a plan with another batch axis, for messages."""
 
 PACKED: Final = ("FP8", "INT4", "FP4", "E8M0")
 """Types that no array library on the host can hold."""
@@ -38,7 +38,7 @@ PACKED: Final = ("FP8", "INT4", "FP4", "E8M0")
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An optimisation profile: the shapes it accepts, and the most enqueue memory that they need."""
+    """An optimisation profile: the shapes it accepts, and the maximum enqueue memory that they need."""
 
     index: int
     enqueue_nbytes: int
@@ -111,9 +111,9 @@ class Signature:
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> Profile:
         """Return the profile with the least enqueue memory among those that accept a batch.
 
-        Of several that need the same, return the one that was optimised for the nearest batch size.
+        If several need the same, return the one optimised for the nearest batch size.
 
-        :raises InputError: when none accepts it.
+        :raises InputError: if none accepts it.
         """
         accepting = [profile for profile in self.profiles if profile.accepts(dims, rows)]
         if not accepting:
@@ -124,9 +124,9 @@ class Signature:
         )
 
     def checked_profile(self, index: int, dims: tuple[Dims, ...], rows: int) -> Profile:
-        """Return the profile that was chosen for a batch, after checking that it takes the batch.
+        """Return the profile chosen for a batch, after checking that it accepts the batch.
 
-        :raises InternalError: when it does not, or when there is no such profile.
+        :raises InternalError: if it does not, or if there is no such profile.
         """
         if not 0 <= index < len(self.profiles):
             raise InternalError(
@@ -143,7 +143,7 @@ class Signature:
     def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
         """Return the smallest and the largest batch of each profile that accepts rows of these dimensions.
 
-        :raises InputError: when none accepts them, whatever the number of rows.
+        :raises InputError: if none accepts them for any number of rows.
         """
         ranges = {
             (profile.rows_min, profile.rows_max)
@@ -157,7 +157,7 @@ class Signature:
     def ranges_of(self, dim: str) -> tuple[tuple[int, int], ...]:
         """Return the smallest and the largest size of a dimension of the inputs in each profile.
 
-        Where several inputs have it, it is what all of them take.
+        If several inputs have it, the range is the intersection of theirs.
         """
         places = [
             (number, axis)
@@ -185,7 +185,7 @@ class Signature:
         )
 
     def with_outputs(self, outputs: tuple[TensorSpec, ...]) -> "Signature":
-        """Return a copy with other outputs, of which more is known."""
+        """Return a copy with refined output specs."""
         return replace(self, outputs=outputs)
 
     def _shapes_text(self, rows: int | str, dims: tuple[Dims, ...]) -> str:
@@ -208,12 +208,12 @@ def read_signature(
     abilities: Abilities,
     names_of_dims: Mapping[tuple[str, int], str] | None = None,
 ) -> Signature:
-    """Return the tensors and profiles of an engine. Dynamic dimensions of outputs are named after themselves.
+    """Return the tensors and profiles of an engine. Dynamic dimensions of outputs get default names.
 
     :param abilities: what the engine can do under its library.
-    :param names_of_dims: what dynamic dimensions of inputs are called, by input and axis; those that are not
-        there are named after themselves.
-    :raises ModelError: for an engine whose rows cannot be batched, or do not lie in plain memory.
+    :param names_of_dims: the names of dynamic dimensions of inputs, by input and axis; others get default
+        names.
+    :raises ModelError: for an engine whose rows cannot be batched, or are not laid out in plain memory.
     """
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     inputs = [name for name in names if engine.get_tensor_mode(name) == module.TensorIOMode.INPUT]
@@ -249,7 +249,7 @@ def read_signature(
 
 
 def shape_of(dims: Any) -> Dims:
-    """Return a shape as a tuple; TensorRT's own ``Dims`` cannot be compared with one another."""
+    """Return a shape as a tuple; TensorRT's ``Dims`` objects cannot be compared with each other."""
     return tuple(int(dim) for dim in dims)
 
 
@@ -278,7 +278,7 @@ def _check_output(model: str, module: Any, engine: Any, name: str, abilities: Ab
 
 
 def _check_format(model: str, engine: Any, kind: str, name: str, abilities: Abilities) -> None:
-    """Check that rows lie one after the other, row-major, in every profile, as far as the library tells."""
+    """Check that rows are contiguous and row-major in every profile, as far as the library can tell."""
     describe = getattr(engine, "get_tensor_format_desc", None)
     profiles = range(engine.num_optimization_profiles if abilities.tells_formats_by_profile else 1)
     for profile in profiles:

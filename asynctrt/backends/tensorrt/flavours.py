@@ -1,6 +1,6 @@
-"""Choose which of the four TensorRT packages runs a plan, and explain what to do when none can be loaded.
+"""Choose the TensorRT package, of the four, that runs a plan, and explain the fix if none can be loaded.
 
-No package is imported by an import statement, since the plan decides which one is needed.
+No import statement imports a package, because the plan decides which one is needed.
 """
 
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger("asynctrt.tensorrt")
 
 @dataclass(frozen=True, slots=True)
 class Flavour:
-    """A TensorRT package, or a stand-in with its surface."""
+    """A TensorRT package, or a stand-in with the same API."""
 
     name: str
     module: Any
@@ -56,19 +56,19 @@ class Flavour:
 
     @property
     def title(self) -> str:
-        """Its name and version, for messages."""
+        """The name and version, for messages."""
         return f"{self.name} {self.version}"
 
     @property
     def distribution(self) -> str:
-        """Its name for pip."""
+        """The name for pip."""
         return self.name.replace("_", "-")
 
     def check_tag(self, tag: bytes, where: str) -> None:
         """Check that this package runs plans that begin with ``tag``.
 
         :param where: the name of the plan in messages.
-        :raises ModelError: if it does not; the message names the packages that do.
+        :raises ModelError: if it does not; the message names the packages that can.
         """
         if tag != self.tag:
             fits = "tensorrt_rtx" if tag == TAG_RTX else "tensorrt, tensorrt_lean or tensorrt_dispatch"
@@ -104,8 +104,8 @@ def find_builder(flavour: Any) -> Flavour:
     """Return the package to build plans with: the given one, or the first that can be loaded.
 
     :param flavour: the name of a package, a module, a stand-in for one, or ``None`` to choose.
-    :raises OptionsError: for a name that is not one of those that build.
-    :raises MissingExtraError, DeviceUnavailableError: if none is installed, or it cannot be loaded.
+    :raises OptionsError: for a name that is not one of the builders.
+    :raises MissingExtraError, DeviceUnavailableError: if none is installed, or the package cannot be loaded.
     """
     if isinstance(flavour, str):
         return _load(choice(*BUILDERS)("flavour", flavour))
@@ -124,8 +124,8 @@ def find_builder(flavour: Any) -> Flavour:
 def cuda_runtimes(maps: Path = MAPS) -> tuple[str, ...]:
     """Return the paths of the CUDA runtime libraries (``libcudart``) that this process has loaded.
 
-    More than one is a frequent cause of failures that no message explains: one package brings the runtime of
-    one CUDA version, and another package or ``LD_LIBRARY_PATH`` brings that of another.
+    Loading several is a frequent cause of unexplained failures: one package loads the runtime of one CUDA
+    version, and another package or ``LD_LIBRARY_PATH`` that of another.
     """
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -191,7 +191,7 @@ def _load(name: str) -> Flavour:
 
 
 def fix_of_import(name: str, said: str) -> str:
-    """Return what to do about a shared library that was not found or does not fit."""
+    """Return the fix for a shared library that is missing or incompatible."""
     extra = EXTRAS[name]
     if "libcuda.so" in said:
         return (

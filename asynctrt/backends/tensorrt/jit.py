@@ -1,6 +1,6 @@
-"""How TensorRT for RTX compiles kernels when a plan is used, and the file that keeps them.
+"""Kernels that TensorRT for RTX compiles when a plan is used, and the file that stores them.
 
-The other packages compile when a plan is built, and have none of this.
+The other packages compile when a plan is built, and need none of this.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ logger = logging.getLogger("asynctrt.tensorrt")
 
 
 def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
-    """Check that a package has what the options ask for.
+    """Check that a package supports the options.
 
-    :raises OptionsError: if it does not; the message names the packages that do.
+    :raises OptionsError: if it does not; the message names the packages that can.
     """
     module = flavour.module
     config = getattr(module, "IRuntimeConfig", None)
@@ -42,9 +42,9 @@ def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
 
 
 class KernelCache:
-    """A runtime cache, which contexts share, and its file. It outlives them.
+    """A runtime cache shared by contexts, with its file. It outlives the contexts.
 
-    :param path: the file, which need not be there.
+    :param path: the file, which need not exist.
     :param config: a runtime config of the engine.
     """
 
@@ -58,7 +58,7 @@ class KernelCache:
         try:
             is_taken = bool(content) and bool(self.trt.deserialize(content))
         except Exception as error:
-            # Whatever is in the file, the model can do without it.
+            # The model does not need the file, whatever its content.
             logger.debug("the runtime cache %r was refused: %s", str(self._path), error)
             is_taken = False
         if is_taken:
@@ -76,7 +76,7 @@ class KernelCache:
         return f"<KernelCache {str(self._path)!r}>"
 
     def save(self) -> None:
-        """Replace the file, if there is anything new. Blocks; a failure is logged."""
+        """Replace the file, if there are new kernels. Blocks. A failure is only logged."""
         try:
             memory = None if self.trt is None else self.trt.serialize()
             content = b"" if memory is None else bytes(memoryview(memory))
@@ -84,7 +84,7 @@ class KernelCache:
                 write_whole(self._path, content)
                 self._kept = _digest(content)
         except Exception as error:
-            # The model has done its work, and the next one can do without the file.
+            # The model has done its work, and the next one does not need the file.
             logger.warning("the runtime cache %r was not written: %s", str(self._path), error)
 
     def _read(self) -> bytes | None:
@@ -98,10 +98,9 @@ class KernelCache:
 
 
 def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions) -> Any | None:
-    """Return a runtime config for one context without enqueue memory; ``None`` from a package that does not
-    compile.
+    """Return a runtime config for one context without enqueue memory; ``None`` if the package never compiles.
 
-    :raises ExecutionError: if the config does not take what it is given.
+    :raises ExecutionError: if the config does not accept a setting.
     """
     module = flavour.module
     if not hasattr(module, "CudaGraphStrategy"):
@@ -110,7 +109,7 @@ def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions) -> An
     if config is None:
         raise ExecutionError(f"{flavour.title} could not create a runtime config")
     config.set_execution_context_allocation_strategy(module.ExecutionContextAllocationStrategy.USER_MANAGED)
-    # The engine captures batches itself, and a capture cannot contain another.
+    # The engine captures batches itself, and captures cannot be nested.
     _set(config, "cuda_graph_strategy", module.CudaGraphStrategy.DISABLED)
     if options.kernel_specialization is not None:
         kinds = module.DynamicShapesKernelSpecializationStrategy
@@ -119,14 +118,14 @@ def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions) -> An
 
 
 def attach_cache(config: Any, cache: KernelCache) -> None:
-    """Have the context that the config is for use a cache; without it, it compiles for itself."""
+    """Make the config's context use the cache. Without it, the context compiles its own kernels."""
     if cache.trt is None or not config.set_runtime_cache(cache.trt):
         logger.warning("%r is not used: TensorRT refused it", cache)
 
 
 def _set(config: Any, name: str, wanted: Any) -> None:
     setattr(config, name, wanted)
-    # The bindings drop what a setter returns, so that it fails without a word.
+    # The bindings drop the setter's return value, so a failure is silent.
     if getattr(config, name) != wanted:
         raise ExecutionError(f"{name} is {getattr(config, name)}, and TensorRT did not take {wanted}")
 

@@ -1,7 +1,6 @@
-"""What is kept beside a plan, as ``PLAN.json``: how it was built, and the names that plans forget.
+"""The file beside a plan, ``PLAN.json``: how the plan was built, and the names that plans do not keep.
 
-It is for people and messages. Nothing in it decides what runs, and it counts only for the plan whose digest
-it has.
+It is for people and messages. It never decides what runs, and only applies to the plan with its digest.
 """
 
 import json
@@ -22,7 +21,7 @@ SUFFIX: Final = ".json"
 FILE_NBYTES_MAX: Final = 4 << 20
 
 NAME_MAX: Final = 60
-"""Characters of a dimension's name that are taken over."""
+"""The maximum number of characters kept of a dimension's name."""
 
 KINDS: Final[dict[str, type | UnionType]] = {
     **dict.fromkeys(("plan_digest", "model", "model_digest", "builder"), str),
@@ -30,7 +29,7 @@ KINDS: Final[dict[str, type | UnionType]] = {
     **dict.fromkeys(("external", "options", "key"), dict),
     "gpu": str | None,
 }
-"""Of what kind each part of a manifest is that is not looked at one by one."""
+"""The types of the parts of a manifest that are not checked individually."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -43,7 +42,7 @@ class ManifestTensor:
     dtype: str
     """TensorRT's name: ``FLOAT``."""
     dims: tuple[int | str, ...]
-    """Sizes, or the names of dimensions: ``INPUT.AXIS`` for those that have none."""
+    """Sizes, or names of dimensions: ``INPUT.AXIS`` for unnamed ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +53,32 @@ class Manifest:
     """SHA-256 of the plan, in hexadecimal."""
     plan_nbytes: int
     model: str
-    """The file's name."""
+    """The name of the file."""
     model_digest: str
-    """SHA-256 of the file itself."""
+    """SHA-256 of that file."""
     model_nbytes: int
     external: Mapping[str, str]
     """Files beside the model that hold weights, and the SHA-256 of each."""
     builder: str
     """``tensorrt_rtx 1.7.1.116``."""
     gpu: str | None
-    """The GPU that it was built on, or ``None`` without one."""
+    """The GPU that the plan was built on, or ``None`` without one."""
     inputs: tuple[ManifestTensor, ...]
     outputs: tuple[ManifestTensor, ...]
     profiles: tuple[str, ...]
-    """In their notation."""
+    """In text notation."""
     layers: int
-    """Of the network, before layers were fused."""
+    """Layers of the network, before fusion."""
     plugins: tuple[str, ...]
-    """Libraries that are packed into the plan, or that it needs."""
+    """Libraries that are packed into the plan or needed by it."""
     options: Mapping[str, Any]
     changes: tuple[str, ...] = ()
-    """What is not as it is in the model."""
+    """Differences from the model."""
     key: Mapping[str, Any] = field(default_factory=dict)
-    """What the plan cache knows it by."""
+    """The key in the plan cache."""
 
     def as_text(self) -> str:
-        """Return the manifest as it is written beside its plan."""
+        """Return the manifest as the text of the file beside its plan."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     def dimension_names(self) -> dict[tuple[str, int], str]:
@@ -94,14 +93,14 @@ class Manifest:
 
 
 def manifest_path(plan: Path) -> Path:
-    """Return where the manifest of a plan is."""
+    """Return the path of a plan's manifest."""
     return plan.with_name(plan.name + SUFFIX)
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
-    :raises ModelError: if it cannot be read, or is none.
+    :raises ModelError: if it cannot be read, or is not a manifest.
     """
     try:
         with open_regular(path) as file:
@@ -126,10 +125,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def find_manifest(plan: Path | None, digest: str) -> Manifest | None:
-    """Return the manifest of a plan, or ``None`` if there is none for just these bytes.
+    """Return the manifest of a plan, or ``None`` if there is none for exactly these bytes.
 
-    :param plan: the plan's file, or ``None`` for one that has none.
-    :param digest: its SHA-256, in hexadecimal.
+    :param plan: the plan's file, or ``None`` if there is none.
+    :param digest: the plan's SHA-256, in hexadecimal.
     """
     if plan is None or not manifest_path(plan).is_file():
         return None

@@ -1,12 +1,13 @@
-"""The device memory that TensorRT asks for: counted, bounded, and refused with the numbers.
+"""The device memory that TensorRT requests: counted, bounded, and refused with the numbers.
 
-The ``IGpuAllocator`` given to TensorRT uses ``Device.allocate``, so weights and the memory that contexts keep
-come out of the same budget as slabs and arenas. Refusals are recorded, because TensorRT itself only reports
+The ``IGpuAllocator`` given to TensorRT uses ``Device.allocate``, so weights and persistent context memory
+count towards the same budget as slabs and arenas. Refusals are recorded, because TensorRT itself only reports
 that an allocation failed ("How TensorRT works", Bounding TensorRT Memory in Production).
 
-A refusal while a context is created ends the process with a segmentation fault (seen with engines of TensorRT
-8.6, under 8.6 and 10.16). So one is created only where there is room for it. What has to be refused meanwhile
-is granted, out of a reserve if need be, and the context is dropped afterwards.
+Refusing an allocation while a context is created ends the process with a segmentation fault (seen with
+engines of TensorRT 8.6, under 8.6 and 10.16). So a context is only created if there is room for it.
+Allocations that should be refused during that time are granted, if necessary from a reserve, and the context
+is dropped afterwards.
 """
 
 import logging
@@ -23,29 +24,30 @@ from asynctrt.devices.base import ALIGNMENT, Buffer, Device, aligned, mib
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
 
 REFUSALS_MAX: Final = 16
-"""How many refusals are kept until they are taken."""
+"""The maximum number of refusals kept until they are taken."""
 
 RESERVE_NBYTES: Final = 8 << 20
-"""What is set aside while a context is created, for what others take from the device at that moment."""
+"""The size of the reserve for a context's creation, in case others allocate device memory at that time."""
 
 CODE_NBYTES: Final = 32 << 20
-"""Room for what CUDA takes by itself while a context is created, which no allocator is asked for. Engines of
-8.6 under 10.16 took 2 to 6 MiB when they were opened, and 0.5 and 1.3 MiB for each further context, in steps
-of 2 MiB; without room for that the process ended (H100, a perceptron and a small encoder)."""
+"""Room for memory that CUDA allocates itself while a context is created, bypassing the allocator. Engines of
+8.6 under 10.16 took 2 to 6 MiB when opened, and 0.5 to 1.3 MiB for each further context, in steps of 2 MiB;
+without that room the process ended (H100, a perceptron and a small encoder)."""
 
 STEP_NBYTES: Final = 2 << 20
-"""CUDA takes memory from the GPU in steps of this: with less, whatever fails may well fail for lack of it."""
+"""CUDA allocates GPU memory in steps of this size. With less free, any failure may be due to lack of
+memory."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRefusal:
-    """An allocation that was refused. Sizes are in bytes."""
+    """A refused allocation. Sizes are in bytes."""
 
     asked_nbytes: int
     held_nbytes: int
-    """Memory that TensorRT held for the model at that time."""
+    """Memory that TensorRT held for the model at the time."""
     budget_nbytes: int | None
     watermark_nbytes: int | None
     reason: str
@@ -65,14 +67,14 @@ class MemoryRefusal:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatistics:
-    """The device memory that TensorRT holds for one model, in bytes, and its allocations so far."""
+    """The device memory that TensorRT holds for one model, in bytes, and its allocation counts so far."""
 
     held_nbytes: int
     peak_nbytes: int
     blocks: int
-    """Allocations that TensorRT holds now."""
+    """The number of allocations that TensorRT holds now."""
     allocations: int
-    """Allocations that were granted since the model was loaded."""
+    """The number of allocations granted since the model was loaded."""
     refusals: int
     budget_nbytes: int | None
     watermark_nbytes: int | None
@@ -81,9 +83,9 @@ class MemoryStatistics:
 class DeviceMemory:
     """All memory that TensorRT holds for one model. Thread-safe.
 
-    :param budget: the most bytes that it may hold.
-    :param watermark: refuse memory if the use of the device, by all processes, would exceed this: a fraction
-        of its memory, or bytes.
+    :param budget: the maximum number of bytes that it may hold.
+    :param watermark: refuse memory if the use of the device, by all processes, would exceed this limit: a
+        fraction of its memory, or a number of bytes.
     """
 
     def __init__(self, device: Device, *, budget: int | None, watermark: float | None) -> None:
@@ -91,7 +93,7 @@ class DeviceMemory:
         self._budget = budget
         total = device.memory().total_nbytes if isinstance(watermark, float) else 0
         self._watermark = int(total * watermark) if isinstance(watermark, float) else watermark
-        # Reentrant: any allocation may start the collector, which may free a TensorRT object and its memory.
+        # Reentrant, because any allocation may start the garbage collector, which may free a TensorRT object.
         self._lock = threading.RLock()
         self._blocks: dict[int, Buffer] = {}
         self._held = 0
@@ -99,7 +101,7 @@ class DeviceMemory:
         self._allocations = 0
         self._refused = 0
         self._refusals: deque[MemoryRefusal] = deque(maxlen=REFUSALS_MAX)
-        # Contexts are created one after the other, each with the room for one.
+        # Serialises the creation of contexts, because room is only reserved for one.
         self._creating = threading.Lock()
         self._reserve: Reserve | None = None
         self._context_nbytes = 0
@@ -122,11 +124,11 @@ class DeviceMemory:
 
     @contextmanager
     def room_for_context(self) -> "Iterator[Reserve]":
-        """While TensorRT creates a context, grant also what is to be refused, and note that it was.
+        """During TensorRT's creation of a context, grant allocations that should be refused, and record that.
 
-        A context for which the reserve :attr:`~Reserve.is_overdrawn` must be dropped.
+        If the reserve :attr:`~Reserve.is_overdrawn` afterwards, the context must be dropped.
 
-        :raises DeviceMemoryError: if there is less room than the largest context of this model took.
+        :raises DeviceMemoryError: if there is less room than this model's largest context took.
         """
         with self._creating:
             wanted = self._context_nbytes
@@ -143,9 +145,9 @@ class DeviceMemory:
                 reserve.end()
 
     def _check_room(self, wanted: int) -> None:
-        """Check that there is room for a context, and to spare.
+        """Check that there is room for a context, with a margin.
 
-        :raises DeviceMemoryError: if there is not.
+        :raises DeviceMemoryError: if there is not enough.
         """
         memory, why = self._device.memory(), self._why_not(wanted)
         beside = RESERVE_NBYTES + CODE_NBYTES
@@ -167,11 +169,11 @@ class DeviceMemory:
         return taken
 
     def take(self, nbytes: int, alignment: int = ALIGNMENT, *, stream: int | None = None) -> int | None:
-        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks do.
+        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks require.
 
-        :param stream: the handle of the stream in whose order it is used; ``None``: it can be used at once.
+        :param stream: the handle of the stream in whose order it is allocated; ``None`` for immediate use.
         """
-        # Buffers are aligned as CUDA's own allocations are, and TensorRT asks for no more than that.
+        # Buffers have the alignment of CUDA allocations, and TensorRT requests no more than that.
         spare = alignment if alignment > ALIGNMENT else 0
         try:
             with self._lock:
@@ -182,7 +184,7 @@ class DeviceMemory:
                     self._held += buffer.nbytes
                     self._peak = max(self._peak, self._held)
                     self._allocations += 1
-        except Exception as error:  # TensorRT calls this, and an exception would pass through its code.
+        except Exception as error:  # TensorRT calls this, and its code cannot handle exceptions.
             buffer, refusal = None, self._record(nbytes, f"the device refused it: {error}")
         if refusal is not None:
             logger.warning("%s", refusal)
@@ -192,9 +194,10 @@ class DeviceMemory:
         return address
 
     def give_back(self, address: int, *, stream: int | None = None) -> bool:
-        """Free the block at an address; return ``False`` if there is none, or if it cannot be freed.
+        """Free the block at an address; return ``False`` if there is no block or it cannot be freed.
 
-        :param stream: the handle of the stream in whose order it is freed, if it was taken in that of one.
+        :param stream: the handle of the stream in whose order it is freed, if it was allocated in stream
+            order.
         """
         with self._lock:
             buffer = self._blocks.pop(address, None)
@@ -217,7 +220,7 @@ class DeviceMemory:
         return self._blocks[address]
 
     def _granted(self, nbytes: int, stream: int | None) -> tuple[Buffer | None, MemoryRefusal | None]:
-        """Return new memory, or the refusal of it; both, if there is a reserve."""
+        """Return new memory or its refusal, or both while there is a reserve."""
         reserve, why = self._reserve if stream is None else None, self._why_not(nbytes)
         buffer = None
         if why is None or reserve is not None:
@@ -238,7 +241,7 @@ class DeviceMemory:
         return self._device.allocate_ordered(nbytes, stream=stream)
 
     def _why_not(self, nbytes: int) -> str | None:
-        """Return why ``nbytes`` more are to be refused, whatever the device has; ``None`` if they are not."""
+        """Return why ``nbytes`` more must be refused regardless of the device's memory; ``None`` if not."""
         if self._budget is not None and self._held + nbytes > self._budget:
             return "that would exceed the budget. Raise memory_budget or lower contexts"
         if self._watermark is not None:
@@ -260,18 +263,18 @@ class DeviceMemory:
 
 
 class Reserve:
-    """Memory that is set aside while a context is created. What is in use of it outlives that."""
+    """Memory set aside while a context is created. Pieces in use outlive that."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.is_overdrawn = False
-        """Whether something was granted that had to be refused."""
+        """Whether an allocation was granted that should have been refused."""
         self._buffer = buffer
         self._taken = 0
-        # In use: the pieces, and the reserve itself until it ends.
+        # The number of uses: the pieces, and the reserve itself until it ends.
         self._uses = 1
 
     def take(self, nbytes: int) -> Buffer | None:
-        """Return a piece, or ``None`` if there is not so much left."""
+        """Return a piece, or ``None`` if too little is left."""
         if self._taken + nbytes > self._buffer.nbytes:
             return None
         piece = _Piece(self._buffer, self._taken, nbytes, self.end)
@@ -280,7 +283,7 @@ class Reserve:
         return piece
 
     def end(self) -> None:
-        """End one use; free the memory with the last."""
+        """End one use, and free the memory after the last."""
         self._uses -= 1
         if not self._uses:
             self._buffer.close()
@@ -307,7 +310,7 @@ class _Piece:
 
 
 def lacks_memory(device: Device, nbytes: int) -> bool:
-    """Return whether a device has less than ``nbytes`` free, as far as it can tell."""
+    """Return whether a device has less than ``nbytes`` free; return False if it cannot tell."""
     try:
         return device.memory().free_nbytes < nbytes
     except DeviceError:
@@ -315,7 +318,7 @@ def lacks_memory(device: Device, nbytes: int) -> bool:
 
 
 def describe_refusals(refusals: tuple[MemoryRefusal, ...]) -> str:
-    """Return the last refusal, which is the one that failed the call, and how many there were."""
+    """Return the last refusal, which made the call fail, and the number of refusals."""
     if not refusals:
         return ""
     more = f" ({len(refusals)} refusals)" if len(refusals) > 1 else ""
@@ -323,28 +326,28 @@ def describe_refusals(refusals: tuple[MemoryRefusal, ...]) -> str:
 
 
 def make_allocator(module: Any, source: DeviceMemory) -> Any:
-    """Create an ``IGpuAllocator`` of the flavour ``module`` that allocates from ``source``.
+    """Create an ``IGpuAllocator`` for the flavour ``module`` that allocates from ``source``.
 
-    Freeing a buffer waits for the device if the device requires it, so ``deallocate_async`` need not order
-    anything on its stream.
+    Freeing a buffer waits for the device if the device requires it, so ``deallocate_async`` needs no ordering
+    on its stream.
     """
     return _create_allocator(module.IGpuAllocator, source, in_order=False)
 
 
 def make_temporary_allocator(module: Any, source: DeviceMemory) -> Any:
-    """Create an ``IGpuAsyncAllocator`` for what an enqueue needs only while its batch runs.
+    """Create an ``IGpuAsyncAllocator`` for memory that an enqueue needs only while its batch runs.
 
-    Without one TensorRT takes that memory from the engine's allocator, where freeing it waits for all work on
-    the GPU (``IExecutionContext::setTemporaryStorageAllocator``). Return ``None`` for a library without it.
+    Without one TensorRT uses the engine's allocator, where freeing such memory waits for all work on the GPU
+    (``IExecutionContext::setTemporaryStorageAllocator``). Return ``None`` for a library without it.
     """
     base = getattr(module, "IGpuAsyncAllocator", None)
     return None if base is None else _create_allocator(base, source, in_order=True)
 
 
 def _create_allocator(base: Any, source: DeviceMemory, *, in_order: bool) -> Any:
-    """Create an allocator of a class of TensorRT's.
+    """Create an allocator derived from a TensorRT class.
 
-    It overrides every method, since the bindings call only overridden ones.
+    It overrides every method, because the bindings call only overridden ones.
 
     :param in_order: whether the asynchronous methods allocate and free in the order of their streams.
     """
@@ -354,7 +357,7 @@ def _create_allocator(base: Any, source: DeviceMemory, *, in_order: bool) -> Any
             super().__init__()
 
         def allocate(self, size: int, alignment: int, flags: int) -> int:
-            """Return the address of memory that can be used at once, or 0: bindings complain of ``None``."""
+            """Return the address of memory for immediate use, or 0: the bindings do not accept ``None``."""
             return (source.take(size, alignment) or 0) if size else 0
 
         def reallocate(self, address: int, alignment: int, new_size: int) -> int:
@@ -366,11 +369,11 @@ def _create_allocator(base: Any, source: DeviceMemory, *, in_order: bool) -> Any
             return not memory or source.give_back(memory)
 
         def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
-            """Return the address of memory that can be used in the order of a stream, or 0 to refuse."""
+            """Return the address of memory for use in the order of a stream, or 0 to refuse."""
             return (source.take(size, alignment, stream=stream if in_order else None) or 0) if size else 0
 
         def deallocate_async(self, memory: int, stream: int) -> bool:
-            """Free a block once nothing on its stream, or anywhere, uses it any more."""
+            """Free a block once its stream, or the whole device, no longer uses it."""
             return not memory or source.give_back(memory, stream=stream if in_order else None)
 
     return Allocator()

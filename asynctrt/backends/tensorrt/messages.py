@@ -1,10 +1,10 @@
 """Callbacks for TensorRT's output: messages go to a logger, errors to a recorder.
 
-TensorRT calls both from its own threads at any time, so both lock, hold a bounded amount and never raise: an
-exception in a callback would end the process. Their locks can be taken again by the thread that has them, as
-the garbage that is collected meanwhile may hold TensorRT objects, whose end is logged. A recorder must
-outlive whatever was created with it ("How TensorRT works", Error Handling and Logging), so models and
-contexts hold references to theirs. The logger must outlive everything: TensorRT has one in a process.
+TensorRT calls both from its own threads at any time. So both use locks, hold a bounded amount and never
+raise: an exception in a callback would end the process. The locks are reentrant, because garbage collection
+may free TensorRT objects, which log when they are freed. A recorder must outlive all objects created with it
+("How TensorRT works", Error Handling and Logging), so models and contexts hold references to theirs. The
+logger must outlive everything: TensorRT has one per process.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 ERRORS_MAX: Final = 32
-"""How many errors a recorder keeps; later ones are dropped, and the message says so."""
+"""The maximum number of errors that a recorder keeps. Later ones are dropped, and the message says so."""
 
 TEXT_MAX: Final = 2000
-"""Characters of one error's text that go into a message."""
+"""The maximum number of characters of one error's text in a message."""
 
 LEVELS: Final = {
     "INTERNAL_ERROR": logging.CRITICAL,
@@ -41,28 +41,28 @@ STICKY: Final = re.compile(
     r"|device-side assert|uncorrectable (?:ECC|NVLink) error|hardware stack error",
     re.IGNORECASE,
 )
-"""CUDA errors after which every call that this process makes on the device fails ("How TensorRT works",
-Cross-Context CUDA Error Isolation), as TensorRT writes them: by number, by name or in CUDA's words."""
+"""CUDA errors after which all calls of this process on the device fail ("How TensorRT works", Cross-Context
+CUDA Error Isolation), in the forms that TensorRT uses: by number, by name or in CUDA's words."""
 
 NO_MEMORY: Final = r"out of memory|OutOfMemory|allocation (?:failed|failure)|failed to allocate"
-"""How TensorRT words that memory was refused. It has a code for that, and uses another one."""
+"""TensorRT's texts for a refused allocation. It has an error code for that, but uses another one."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
 class MessageLog:
-    """Passes TensorRT's messages on to the logger ``asynctrt.tensorrt``, and to all models.
+    """Forwards TensorRT's messages to the logger ``asynctrt.tensorrt``, and to all models.
 
-    TensorRT takes the first logger that a process passes, ignores later ones, and goes on to call the first
-    after the runtime that brought it is gone. So there is one for each library, which lives for ever, and
-    what it is told cannot be told apart by model.
+    TensorRT uses the first logger that a process passes, ignores later ones, and keeps calling the first
+    after its runtime is gone. So there is one logger per library, which lives forever, and its messages
+    cannot be attributed to a model.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._subscriptions: WeakSet[LogSubscription] = WeakSet()
         self.plugins: dict[str, Any] = {}
-        """The libraries of plugins that were loaded, with TensorRT's handles, by their paths."""
+        """The plugin libraries that were loaded: TensorRT's handles by path."""
         self.plugins_lock = threading.Lock()
 
     def log(self, severity: Any, msg: str) -> None:
@@ -79,7 +79,7 @@ class MessageLog:
             logger.debug("a message from TensorRT could not be logged", exc_info=True)
 
     def subscribe(self, verbosity: int) -> "LogSubscription":
-        """Log messages from this level on, for as long as the subscription lives."""
+        """Log messages of this level or higher for as long as the subscription lives."""
         made = LogSubscription(verbosity)
         with self._lock:
             self._subscriptions.add(made)
@@ -87,10 +87,10 @@ class MessageLog:
 
 
 class LogSubscription:
-    """What one model wants to see of the messages, and the latest errors in its thread.
+    """The verbosity of one model, and the latest errors in its thread.
 
-    Errors arrive here instead of at a recorder while none is attached: when a runtime is being created. They
-    are those of the thread that made the subscription, as others load models of their own.
+    Errors arrive here instead of at a recorder while none is attached, as during the creation of a runtime.
+    Only errors of the subscribing thread are kept, because other threads load other models.
     """
 
     def __init__(self, verbosity: int) -> None:
@@ -99,13 +99,13 @@ class LogSubscription:
         self._errors: deque[str] = deque(maxlen=ERRORS_MAX)
 
     def told(self, level: int, message: str) -> None:
-        """Keep an error of its own thread."""
+        """Keep the message if it is an error of this subscription's thread."""
         if level >= logging.ERROR and threading.get_ident() == self._thread:
             self._errors.append(message)
 
     def take(self) -> tuple[str, ...]:
-        """Return the latest errors, and forget them."""
-        # One by one: what is collected meanwhile may log another.
+        """Return and clear the latest errors."""
+        # One by one, because garbage collection in between may log another.
         taken = []
         while self._errors:
             taken.append(self._errors.popleft())
@@ -126,7 +126,7 @@ class ErrorRecorder:
         return bool(self._errors)
 
     def take(self) -> "TensorRTErrors":
-        """Return all errors so far, and forget them."""
+        """Return and clear all errors so far."""
         with self._lock:
             taken = TensorRTErrors(
                 tuple((_code_name(code), text) for code, text in self._errors), overflowed=self._overflowed
@@ -136,7 +136,7 @@ class ErrorRecorder:
         return taken
 
     def report_error(self, code: Any, desc: str) -> bool:
-        """Record one error. Called by TensorRT; ``False`` lets the failed call run to its end."""
+        """Record one error. Called by TensorRT; ``False`` lets the failed call continue."""
         with self._lock:
             if len(self._errors) < ERRORS_MAX:
                 self._errors.append((code, str(desc)))
@@ -145,10 +145,10 @@ class ErrorRecorder:
         return False
 
     def num_errors(self) -> int:
-        """Return how many errors are kept. Called by TensorRT."""
+        """Return the number of errors kept. Called by TensorRT."""
         return len(self._errors)
 
-    # Which of the two names the bindings call differs between versions.
+    # The bindings call one of these two names, depending on the version.
     get_num_errors = num_errors
 
     def get_error_code(self, index: int) -> Any:
@@ -164,12 +164,12 @@ class ErrorRecorder:
         return self._overflowed
 
     def clear(self) -> None:
-        """Forget all errors. Called by TensorRT."""
+        """Clear all errors. Called by TensorRT."""
         self.take()
 
 
 class TensorRTErrors:
-    """Errors taken from a recorder: each is the name of its code, empty for a logged one, and a text."""
+    """Errors taken from a recorder: each has a code name, empty for a logged error, and a text."""
 
     __slots__ = ("_errors", "_overflowed")
 
@@ -181,7 +181,7 @@ class TensorRTErrors:
         return bool(self._errors)
 
     def __str__(self) -> str:
-        """Return all texts, without repetition, for the end of a message."""
+        """Return all texts, without repetition, to end a message with."""
         if not self._errors:
             return "TensorRT gave no reason"
         texts = dict.fromkeys(
@@ -200,7 +200,7 @@ class TensorRTErrors:
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether any of them says that memory was refused."""
+        """Whether any of them reports a refused allocation."""
         return self.has_code("FAILED_ALLOCATION") or self.search(NO_MEMORY) is not None
 
     @property
@@ -209,12 +209,12 @@ class TensorRTErrors:
         return any(STICKY.search(text) for _, text in self._errors)
 
     def joined(self, texts: tuple[str, ...]) -> "TensorRTErrors":
-        """Return these errors followed by those that were logged."""
+        """Return these errors followed by logged ones."""
         return TensorRTErrors((*self._errors, *(("", text) for text in texts)), overflowed=self._overflowed)
 
 
 class _Logs:
-    """The logger of each library."""
+    """The loggers, one per library."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -226,7 +226,7 @@ class _Logs:
             if log is None:
                 log = self._logs[module] = _make_log(module)
                 if isinstance(module, ModuleType):
-                    # TensorRT calls it until the process ends, whatever becomes of what holds it here.
+                    # TensorRT calls it until the process ends, even after its owners here are gone.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(log))
             return log
 
@@ -235,7 +235,7 @@ _logs = _Logs()
 
 
 def log_of(module: Any) -> MessageLog:
-    """Return the one logger of a library: an ``ILogger`` of the flavour ``module``, which lives as long."""
+    """Return the one logger of a library: an ``ILogger`` for the flavour ``module``, which lives as long."""
     return _logs.find(module)
 
 
@@ -249,7 +249,7 @@ def _make_log(module: Any) -> MessageLog:
 
 
 def make_recorder(module: Any) -> ErrorRecorder:
-    """Create an error recorder that is an ``IErrorRecorder`` of the flavour ``module``."""
+    """Create an error recorder that is an ``IErrorRecorder`` for the flavour ``module``."""
 
     class Recorder(ErrorRecorder, module.IErrorRecorder):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:
@@ -260,17 +260,17 @@ def make_recorder(module: Any) -> ErrorRecorder:
 
 
 def keep_alive(user: Any, *used: Any) -> None:
-    """Keep everything in ``used`` alive for as long as ``user`` is, whatever else refers to ``user``.
+    """Keep everything in ``used`` alive as long as ``user`` lives, whatever else refers to ``user``.
 
     Callback objects must outlive the TensorRT objects that call them, and a traceback, for example, can keep
-    an engine alive for longer than its model. What the bindings themselves keep alive differs between
-    versions.
+    an engine alive for longer than its model. The bindings themselves keep different objects alive in
+    different versions.
     """
     finalize(user, _let_go, used).atexit = False
 
 
 def _let_go(used: tuple[Any, ...]) -> None:
-    """Drop the reference to ``used``, which ends with this call."""
+    """Drop the reference to ``used`` by returning."""
 
 
 def _code_name(code: Any) -> str:

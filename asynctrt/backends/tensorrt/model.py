@@ -48,7 +48,7 @@ SHARING: Final = (
     "build it with TensorRT 8.6 and PreviewFeature.PROFILE_SHARING_0806, or with TensorRT 10 or later, where "
     "profiles are always shared"
 )
-"""Which plans cannot have several contexts, and which can, for messages."""
+"""Plans limited to one context, and plans that are not, for messages."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -56,28 +56,28 @@ logger = logging.getLogger("asynctrt.tensorrt")
 class TensorRTModel:
     """A TensorRT plan, deserialised on a device. Loading blocks: ``asynctrt.open(path)`` does it in a thread.
 
-    A plan is a program: it runs its own code on the GPU, and nothing confines it. Open only plans that you
-    built, or that come from a source you trust ("How TensorRT works", Engine Deserialization and the Trust
+    A plan is a program: it runs its own code on the GPU without any sandbox. Open only plans that you built,
+    or that come from a source you trust ("How TensorRT works", Engine Deserialization and the Trust
     Boundary).
 
-    :param plan: the path of a plan, its content, or one that was read.
+    :param plan: the path of a plan, its content, or a :class:`Plan`.
     :param device: the CUDA device to load it on.
-    :param flavour: the package to use: its name, or a module with the same surface. Default: that of the
-        options, or else the first that is installed.
+    :param flavour: the package to use: its name, or a module with the same API. Default: the one in the
+        options, or else the first installed.
     :param name: the name used in messages and metrics. Default: the file's name without its suffix.
     :param options: all other settings.
     :raises ModelNotFoundError: if there is no such file.
-    :raises UntrustedError: if it is not trusted in a way that the option ``trust`` names.
+    :raises UntrustedError: if no method named in the option ``trust`` trusts it.
     :raises ModelError: if it is not a plan, is damaged, was built for another version or another GPU, or has
         rows that cannot be batched.
-    :raises MissingExtraError: if no package that runs it is installed.
+    :raises MissingExtraError: if no package that can run it is installed.
     :raises DeviceUnavailableError: if the package or CUDA cannot be used here.
     :raises DeviceMemoryError: if its weights do not fit on the device.
-    :raises OptionsError: for an option that the package or the plan does not have.
+    :raises OptionsError: for an option that the package or the plan does not support.
     """
 
     is_pure = True
-    """A batch does nothing but compute, so that made-up rows may be run to try the plan."""
+    """A batch does nothing but compute, so it is safe to try the plan with made-up rows."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class TensorRTModel:
         self.device = device
         self.flavour = found
         self.options = options
-        # Guards the number of contexts, which are created and closed on several threads.
+        # Guards the number of contexts, which several threads create and close.
         self._lock = threading.Lock()
         self._contexts = 0
         check_options(found, options)
@@ -152,7 +152,7 @@ class TensorRTModel:
 
     @property
     def contexts_max(self) -> int | None:
-        """One for an engine whose profiles belong to one context at a time, which switches between them."""
+        """One if each profile belongs to one context at a time; that context then switches profiles."""
         return None if self._shares_profiles else 1
 
     @property
@@ -161,20 +161,20 @@ class TensorRTModel:
 
     @property
     def reserves_arenas(self) -> bool:
-        """Whether TensorRT says what a batch needs (``update_device_memory_size_for_shapes``)."""
+        """Whether ``update_device_memory_size_for_shapes`` can report the memory needs of a batch."""
         return self._sizes_memory
 
     @property
     def weights_nbytes(self) -> int:
-        """Bytes of weights on the device; with weight streaming, the most that may be there."""
+        """Bytes of weights on the device; with weight streaming, the maximum there."""
         return self._weights_nbytes
 
     @property
     def is_capturable(self) -> bool:
-        """Whether batches can be captured into CUDA graphs, as far as is known without trying.
+        """Whether batches can be captured into CUDA graphs, as far as can be known without trying.
 
-        They cannot if TensorRT has to wait for an output's size, or if no other context, which a graph takes,
-        can have the profile. Streamed weights are excluded as untested.
+        Capture is impossible if TensorRT must wait for an output's size, or if the graph's separate context
+        cannot have the profile. Streamed weights are excluded because they are untested.
         """
         return self._is_capturable and not self.signature.unbound
 
@@ -185,14 +185,14 @@ class TensorRTModel:
 
     @property
     def enqueue_may_block(self) -> bool:
-        """True: what an engine does when a batch is enqueued is known only once it was measured."""
+        """True: how long an engine takes to enqueue a batch is only known once measured."""
         return True
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
         """Return the profile with the least enqueue memory among those that accept a batch.
 
         :param dims: the dimensions of one row of each input.
-        :raises InputError: when none accepts it; the message lists the shapes that the profiles accept.
+        :raises InputError: if none accepts it; the message lists the shapes that the profiles accept.
         """
         return self.signature.profile_of(dims, rows).index
 
@@ -200,19 +200,19 @@ class TensorRTModel:
         """Return the smallest and the largest batch of each profile that accepts rows of these dimensions.
 
         :param dims: the dimensions of one row of each input.
-        :raises InputError: when none accepts them; the message lists the shapes that the profiles accept.
+        :raises InputError: if none accepts them; the message lists the shapes that the profiles accept.
         """
         return self.signature.rows_of(dims)
 
     def ranges_of(self, dim: str) -> tuple[tuple[int, int], ...]:
-        """Return the smallest and the largest size of a dimension in each profile, in their order.
+        """Return the smallest and the largest size of a dimension in each profile, in profile order.
 
-        :param dim: its name, as the inputs have it.
+        :param dim: its name in the input specs.
         """
         return self.signature.ranges_of(dim)
 
     def details(self) -> EngineDetails:
-        """Return what TensorRT tells of the engine besides its tensors and profiles.
+        """Return properties of the engine other than its tensors and profiles.
 
         :raises UsageError: after :meth:`close`.
         """
@@ -220,7 +220,7 @@ class TensorRTModel:
         return read_details(loaded.flavour.module, loaded.engine, loaded.abilities)
 
     def memory_statistics(self) -> MemoryStatistics:
-        """Return how much device memory TensorRT holds for this model, beside arenas and slabs.
+        """Return how much device memory TensorRT holds for this model, excluding arenas and slabs.
 
         :raises UsageError: after :meth:`close`.
         """
@@ -253,7 +253,7 @@ class TensorRTModel:
             raise
 
     def close(self) -> None:
-        """Release the weights; blocks, also to write a runtime cache. Idempotent."""
+        """Release the weights, and write the runtime cache if there is one. Blocks. Idempotent."""
         with self._lock:
             loaded, self._loaded = self._loaded, None
             contexts = self._contexts
@@ -279,7 +279,7 @@ class TensorRTModel:
 
 
 def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions) -> Loaded:
-    """Deserialise a plan, and create everything that its engine will call back."""
+    """Deserialise a plan, and create all objects that its engine calls back."""
     module = flavour.module
     device.activate()
     log = log_of(module).subscribe(options.verbosity)
@@ -301,7 +301,7 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
                 f"the lean runtime {os.fspath(options.lean_runtime)!r} cannot be loaded by {flavour.title}. "
                 f"Pass the libnvinfer_lean of the version that built the plan. {recorder.take()}"
             )
-        # The bindings do not see to it, and a traceback may drop the two in any order.
+        # The bindings do not ensure this, and a traceback may drop the two in any order.
         keep_alive(lean, runtimes[0])
         _configure_runtime(lean, recorder, allocator, options)
         runtimes = (*runtimes, lean)
@@ -329,7 +329,7 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
 
 
 def _create_cache(loaded: Loaded) -> KernelCache | None:
-    """Return the runtime cache that the options name, filled from its file."""
+    """Return the runtime cache named in the options, filled from its file."""
     path = loaded.options.runtime_cache
     if path is None:
         return None
@@ -340,14 +340,14 @@ def _create_cache(loaded: Loaded) -> KernelCache | None:
 
 
 def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> Any:
-    """Create TensorRT's ``Runtime``, which is an empty object after an error that is logged if CUDA fails."""
+    """Create TensorRT's ``Runtime``. If CUDA fails, TensorRT logs an error and creates an empty object."""
     try:
         runtime = flavour.module.Runtime(log_of(flavour.module))
         said = log.take()
     except (RuntimeError, TypeError) as error:
         runtime, said = None, (*log.take(), str(error))
     if runtime is None or said:
-        # Never destroyed: TensorRT 11.4 crashes in the destructor of the empty object.
+        # Never destroyed, because TensorRT 11.4 crashes in the destructor of the empty object.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
         raise DeviceUnavailableError(
             f"{flavour.title} cannot start on {device.name}. Check with nvidia-smi that the driver is "
@@ -366,7 +366,7 @@ def _configure_runtime(runtime: Any, recorder: Any, allocator: Any, options: Ten
         runtime.temporary_directory = os.fspath(options.temporary_directory)
     if options.max_threads is not None:
         runtime.max_threads = options.max_threads
-        # The bindings drop what a setter returns, so that it fails without a word.
+        # The bindings drop the setter's return value, so a failure is silent.
         if int(runtime.max_threads) != options.max_threads:
             raise OptionsError(
                 f"max_threads is {options.max_threads}, and TensorRT keeps {runtime.max_threads}. Choose "
@@ -375,7 +375,7 @@ def _configure_runtime(runtime: Any, recorder: Any, allocator: Any, options: Ten
 
 
 def _stream_weights(name: str, loaded: Loaded) -> bool:
-    """Set the budget for weight streaming, if there is one; return whether weights are streamed."""
+    """Set the budget for weight streaming, if one is given; return whether weights are streamed."""
     budget, engine = loaded.options.weight_streaming_budget, loaded.engine
     streamable = loaded.abilities.streamable_nbytes(engine)
     if budget is None:
@@ -389,7 +389,7 @@ def _stream_weights(name: str, loaded: Loaded) -> bool:
         budget = _advised_budget(loaded, streamable)
     assert isinstance(budget, int)
     engine.weight_streaming_budget_v2 = budget
-    # The bindings drop what a setter returns, so that it fails without a word.
+    # The bindings drop the setter's return value, so a failure is silent.
     if loaded.recorder.has_errors or int(engine.weight_streaming_budget_v2) != min(budget, streamable):
         what = f"setting the weight streaming budget of {name!r} to {budget} bytes"
         raise loaded.failed(what, loaded.recorder.take())
@@ -397,9 +397,9 @@ def _stream_weights(name: str, loaded: Loaded) -> bool:
 
 
 def _advised_budget(loaded: Loaded, streamable: int) -> int:
-    """Return how many bytes of the weights to keep on the device: TensorRT's advice, where it can be had.
+    """Return how many bytes of weights to keep on the device, following TensorRT's advice if available.
 
-    Its bindings cut the advice to 32 bits. For more weights than that it is three quarters of what is free.
+    Its bindings cut the advice to 32 bits. For more weights, this is three quarters of the free memory.
     """
     if streamable <= INT32_MAX:
         return int(loaded.engine.get_weight_streaming_automatic_budget())
@@ -412,7 +412,7 @@ def _advised_budget(loaded: Loaded, streamable: int) -> int:
 
 
 def _names_of_dims(plan: Plan) -> Mapping[tuple[str, int], str]:
-    """Return the names of dimensions that are kept beside a plan, whose engine knows them no more."""
+    """Return the dimension names stored beside a plan, because engines do not keep them."""
     if plan.path is None or not manifest_path(plan.path).is_file():
         return {}
     found = find_manifest(plan.path, hashlib.sha256(plan.content).hexdigest())
@@ -421,19 +421,19 @@ def _names_of_dims(plan: Plan) -> Mapping[tuple[str, int], str]:
 
 @dataclass(frozen=True, slots=True)
 class _Examined:
-    """What was found out about an engine with a context of it."""
+    """Properties of an engine that are found with one of its contexts."""
 
     signature: Signature
     is_capturable: bool
-    """Whether batches can be captured; true for a library that cannot tell."""
+    """Whether batches can be captured; true if the library cannot tell."""
     shares_profiles: bool
-    """Whether several contexts can have one profile at once."""
+    """Whether several contexts can use one profile at once."""
 
 
 def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], str]) -> _Examined:
-    """Find out what inputs and outputs the engine has, and what its contexts can do.
+    """Determine the inputs and outputs of the engine, and the abilities of its contexts.
 
-    This creates contexts that run nothing, so an engine that cannot have contexts is refused here.
+    This creates contexts without running them, so an engine that cannot have contexts is refused here.
     """
     signature = read_signature(name, loaded.flavour.module, loaded.engine, loaded.abilities, names_of_dims)
     probe = OutputProbe(signature)
@@ -451,7 +451,7 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
         event.synchronize(CLOSE_S)
     finally:
         refused = recorder.take()
-        # Everything that the context enqueued is done, so it can be destroyed.
+        # Everything that the context enqueued is done, so the context can be destroyed.
         del context, ask
         stream.close(CLOSE_S)
     if refused:
@@ -475,12 +475,13 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
 
 
 def _shares_profiles(loaded: Loaded, context: Any) -> bool:
-    """Return whether contexts can have one profile at once; found out, if that is not known.
+    """Return whether several contexts can use one profile at once. Try it if it is not known.
 
-    A context begins with profile 0, or with none (-1) if another has that to itself. To ask for it then would
-    end the process with the bindings of TensorRT 8.6, which crash when they refuse it.
+    A new context starts with profile 0, or with none (-1) if another context has exclusive use of that.
+    Requesting the profile in that case would end the process under TensorRT 8.6, because its bindings crash
+    when they refuse.
 
-    :param context: one that has its first profile still.
+    :param context: a context that still has its first profile.
     """
     known = loaded.abilities.shares_profiles
     if known is not None:
@@ -488,7 +489,7 @@ def _shares_profiles(loaded: Loaded, context: Any) -> bool:
     try:
         other = create_trt_context(loaded)
     except DeviceMemoryError as error:
-        # An engine that is opened with several contexts will find no room for them either.
+        # An engine opened with several contexts will find no room for them either.
         logger.debug("whether contexts can share a profile was not tried: %s", error)
         return True
     return int(other.active_optimization_profile) == int(context.active_optimization_profile)
@@ -498,7 +499,7 @@ def _weights_nbytes(loaded: Loaded) -> int:
     engine = loaded.engine
     total = loaded.abilities.stat(engine, loaded.flavour.module, "TOTAL_WEIGHTS_SIZE")
     if total is None or total < 0:
-        # What it holds before it has a context is its weights.
+        # Before it has a context, it holds only its weights.
         return loaded.memory.statistics().held_nbytes
     streamable = loaded.abilities.streamable_nbytes(engine)
     return (

@@ -1,8 +1,8 @@
-"""Outputs for which no memory can be bound, because their size is known only when the batch is enqueued.
+"""Outputs without bound memory, because their size is only known when the batch is enqueued.
 
-TensorRT asks for their memory through an ``IOutputAllocator`` and reports the shape, both before
-``execute_async_v3`` returns. So the copy to the host, of exactly the bytes that the output has, is enqueued
-on the batch's own stream right behind it, and nothing waits for anything but the batch.
+TensorRT requests their memory through an ``IOutputAllocator`` and reports the shape, both before
+``execute_async_v3`` returns. So a copy to the host of exactly the output's bytes is enqueued on the batch's
+stream right after the batch, with no other waits.
 """
 
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger("asynctrt.tensorrt")
 
 
 class UnboundOutput:
-    """One such output of one context. Its memory is kept from batch to batch, and grows by doubling."""
+    """One such output of one context. Its memory is reused for later batches, and grows by doubling."""
 
     def __init__(self, spec: TensorSpec, device: Device, memory: DeviceMemory) -> None:
         self._spec = spec
@@ -41,11 +41,11 @@ class UnboundOutput:
         return self._spec.name
 
     def begin(self) -> None:
-        """Forget the shape of the batch before; a batch is about to be enqueued."""
+        """Clear the shape of the previous batch before a batch is enqueued."""
         self._shape = None
 
     def reserve(self, nbytes: int) -> int | None:
-        """Return the address of memory that is large enough, or ``None`` to refuse. Called by TensorRT."""
+        """Return the address of large enough memory, or ``None`` to refuse. Called by TensorRT."""
         buffer = self._buffer
         if buffer is not None and nbytes <= buffer.nbytes:
             return buffer.address
@@ -66,12 +66,12 @@ class UnboundOutput:
         self._shape = shape
 
     def collect(self, rows: int, stream: Stream) -> None:
-        """Enqueue the copy to the host on ``stream``, behind the batch that was just enqueued there.
+        """Enqueue the copy to the host on ``stream``, after the batch that was just enqueued there.
 
-        :raises ExecutionError: if TensorRT did not report the shape, or reported one that is not of ``rows``
-            rows like those of the output's spec, or that does not fit into the memory that it asked for.
+        :raises ExecutionError: if TensorRT did not report the shape, or if the shape does not match ``rows``
+            rows of the spec or exceeds the memory that was requested.
         """
-        # Only a shape that passes all checks is there for take() afterwards.
+        # Only a shape that passes all checks is available to take().
         shape, self._shape = self._shape, None
         buffer = self._buffer
         if shape is None or buffer is None or min(shape, default=0) < 0:
@@ -79,7 +79,7 @@ class UnboundOutput:
                 f"TensorRT enqueued a batch without reporting the shape of output {self._spec.name!r}"
             )
         nbytes = self._nbytes(shape)
-        # Rows beyond those of this batch, or bytes beyond those asked for, would be those of another batch.
+        # Rows beyond those of this batch, or bytes beyond those requested, would belong to another batch.
         if not self._is_expected(shape, rows) or nbytes > buffer.nbytes:
             raise ExecutionError(
                 f"TensorRT reported shape {shape} ({nbytes} bytes) for output {self._spec}, after a batch of "
@@ -95,9 +95,9 @@ class UnboundOutput:
         self._shape = shape
 
     def take(self) -> Array:
-        """Return a copy of the output of the batch that is done. Each batch's output can be taken once.
+        """Return a copy of the output of the finished batch. It can be taken once per batch.
 
-        :raises ExecutionError: if no batch was enqueued since the last time.
+        :raises ExecutionError: if no batch was enqueued since the last call.
         """
         shape, self._shape = self._shape, None
         buffer = self._buffer
@@ -132,24 +132,24 @@ class UnboundOutput:
 
 
 def make_output_allocator(module: Any, outputs: dict[str, UnboundOutput]) -> Any:
-    """Create an ``IOutputAllocator`` of the flavour ``module`` for all these outputs of one context."""
+    """Create an ``IOutputAllocator`` for the flavour ``module`` and all these outputs of one context."""
 
     class OutputAllocator(module.IOutputAllocator):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:
             module.IOutputAllocator.__init__(self)
 
         def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int:
-            """Return the address of memory for an output, or 0 to refuse: of None the bindings complain."""
+            """Return the address of memory for an output, or 0 to refuse: the bindings do not accept None."""
             try:
                 return outputs[tensor_name].reserve(size) or 0
-            except Exception:  # TensorRT calls this, and an exception would pass through its code.
+            except Exception:  # TensorRT calls this, and its code cannot handle exceptions.
                 logger.warning("no memory for output %r", tensor_name, exc_info=True)
                 return 0
 
         def reallocate_output_async(
             self, tensor_name: str, memory: int, size: int, alignment: int, stream: int
         ) -> int:
-            """Do the same: memory that can be used at once can be used in the order of any stream."""
+            """Do the same: memory for immediate use can be used in the order of any stream."""
             return self.reallocate_output(tensor_name, memory, size, alignment)
 
         def notify_shape(self, tensor_name: str, shape: Any) -> None:

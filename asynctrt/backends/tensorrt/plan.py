@@ -1,8 +1,8 @@
-"""Read the header of a plan, before any library is asked to load it.
+"""Read the header of a plan, before any library loads it.
 
-A plan begins with 64 bytes: a tag, the size of the whole, the version of the library that built it and, in
-plans of TensorRT for RTX, the GPUs that it was built for. So most errors can name their cause: another kind
-of file, a truncated one, another version, another GPU.
+A plan begins with 64 bytes: a tag, the total size, the version of the library that built it and, in plans of
+TensorRT for RTX, the GPUs that it was built for. So most errors can name their cause: another kind of file, a
+truncated one, another version, another GPU.
 """
 
 import os
@@ -15,7 +15,7 @@ from asynctrt.errors import ModelError, ModelNotFoundError
 from asynctrt.files import open_regular
 
 HEADER_NBYTES: Final = 64
-"""The value of ``Runtime.engine_header_size`` in the packages that have it."""
+"""The value of ``Runtime.engine_header_size`` in packages that have it."""
 
 TAG_TENSORRT: Final = b"ftrt"
 TAG_RTX: Final = b"vtrt"
@@ -23,12 +23,12 @@ TAG_RTX: Final = b"vtrt"
 KINDS: Final = {TAG_TENSORRT: "TensorRT", TAG_RTX: "TensorRT for RTX"}
 
 _FIXED: Final = struct.Struct("<4s I Q Q 4B 4s Q")
-"""Tag, layout (0), number of parts, size of the whole, version, the tag again, GPUs. ``trtexec
---getPlanVersionOnly`` reads the version of a TensorRT plan at the same offset; the rest is taken from plans
-of TensorRT for RTX 1.7."""
+"""Tag, layout (0), number of parts, total size, version, the tag again, GPUs. ``trtexec
+--getPlanVersionOnly`` reads the version of a TensorRT plan at the same offset; the rest was inferred from
+plans of TensorRT for RTX 1.7."""
 
 _RTX_GPUS: Final = ((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1))
-"""The compute capabilities of the lowest bits, taken from plans that were each built for one of them."""
+"""The compute capabilities of the lowest bits, inferred from plans that were each built for one of them."""
 
 _SIGNATURES: Final = (
     (b"PK\x03\x04", "a zip archive, as PyTorch and TorchScript save models. Export the model to ONNX"),
@@ -39,8 +39,8 @@ _SIGNATURES: Final = (
     (b"ptrt", "a plan of a TensorRT before 8.6, which no later version reads. Rebuild it"),
     (b"\x08", "most likely an ONNX model. Open it as .onnx, or build a plan: asynctrt build MODEL.onnx"),
 )
-"""The first bytes of files that are often given instead of a plan, in the order in which they are tried; the
-last one is a guess."""
+"""The first bytes of files that are often given instead of a plan, in matching order; the last one is a
+guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +50,24 @@ class PlanHeader:
     tag: bytes
     """``ftrt`` for TensorRT (full, lean or dispatch), ``vtrt`` for TensorRT for RTX."""
     nbytes: int
-    """Size of the whole plan."""
+    """The size of the whole plan."""
     version: tuple[int, int, int, int]
     """The version of the library that built it."""
     compute_capabilities: tuple[tuple[int, int], ...] | None
     """The GPUs that it was built for, or ``None`` if the header does not say."""
     layout: int = 0
-    """The second number of the header, which no document explains: 0 in all plans that were seen."""
+    """The second number of the header, which is undocumented: 0 in all plans seen so far."""
     parts: int = 0
-    """How many parts follow the header."""
+    """The number of parts after the header."""
 
     @property
     def kind(self) -> str:
-        """The product that builds and runs such plans."""
+        """The product that builds and runs this kind of plan."""
         return KINDS[self.tag]
 
     @property
     def version_text(self) -> str:
-        """The version as packages write it: ``11.4.0.106``."""
+        """The version as in package names: ``11.4.0.106``."""
         return ".".join(map(str, self.version))
 
 
@@ -76,17 +76,17 @@ class Plan:
     """A plan in memory."""
 
     where: str
-    """Its path or a description, for messages."""
+    """The path or a description, for messages."""
     name: str
-    """The default name of its model."""
+    """The default name of the model."""
     content: bytes
     header: PlanHeader
     path: Path | None = None
-    """Its file, or ``None`` if it has none."""
+    """The file, or ``None`` if there is none."""
 
 
 def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Plan) -> Plan:
-    """Read a plan from a path or from memory, and check its header. One that was read stays as it is.
+    """Read a plan from a path or from memory, and check its header. A :class:`Plan` is returned unchanged.
 
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it is not a plan, or is truncated.
@@ -109,7 +109,7 @@ def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None =
 
     :param content: the whole plan, or its beginning.
     :param where: the name of the plan in messages.
-    :param nbytes: the size of the whole plan. Default: that of ``content``.
+    :param nbytes: the size of the whole plan. Default: the size of ``content``.
     :raises ModelError: if it is not a plan, or is truncated.
     """
     given = len(content) if nbytes is None else nbytes
@@ -141,12 +141,12 @@ def capability_text(capability: tuple[int, int]) -> str:
 def _read_file(path: Path) -> bytes:
     try:
         with open_regular(path) as file:
-            # What is no plan is refused before it is read as a whole, however large it is.
+            # Refuse a file that is not a plan before reading all of it, however large it is.
             read_header(
                 file.read(HEADER_NBYTES), where=repr(str(path)), nbytes=os.fstat(file.fileno()).st_size
             )
             file.seek(0)
-            # Not mapped: truncating a file while it is mapped would kill the process.
+            # Not memory-mapped, because truncating a mapped file would kill the process.
             return file.read()
     except FileNotFoundError as error:
         raise ModelNotFoundError(
@@ -164,7 +164,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def _guess(content: bytes) -> str:
-    """Return what a file that is not a plan probably is, and the fix."""
+    """Return what kind of file this probably is, and the fix."""
     for signature, meaning in _SIGNATURES:
         if content.startswith(signature):
             return f"begins like {meaning}"

@@ -1,4 +1,4 @@
-"""Libraries of plugins: TensorRT has one registry of them in a process, and a library stays in it."""
+"""Plugin libraries: TensorRT has one plugin registry per process, and libraries stay in it."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from asynctrt.errors import ModelError
 
 
 def register_plugins(flavour: Flavour, paths: Iterable[str], log: LogSubscription) -> None:
-    """Register TensorRT's own plugins, if the package has them, and those of the libraries at ``paths``.
+    """Register TensorRT's own plugins, if the package has them, and those in the libraries at ``paths``.
 
     :raises ModelError: for a library that cannot be opened, or is for another version.
     """
@@ -17,7 +17,7 @@ def register_plugins(flavour: Flavour, paths: Iterable[str], log: LogSubscriptio
     if initialise is not None:
         initialise(of_all, "")
     for path in paths:
-        # A library that is loaded a second time is refused.
+        # TensorRT refuses to load a library twice.
         with of_all.plugins_lock:
             if path in of_all.plugins:
                 continue

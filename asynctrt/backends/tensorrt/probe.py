@@ -1,9 +1,9 @@
 """Find out by trying which input dimension each dynamic dimension of an output follows.
 
-An engine reports -1 for a dynamic dimension, but not where its value comes from. So a context that runs
-nothing is given many input shapes and infers the output shapes: an output dimension that equals the same
-input dimension each time follows it. The result is checked again for every new shape of a batch, so a wrong
-guess is an error, and never a write beyond the memory that was bound.
+An engine reports -1 for a dynamic dimension, but not where its value comes from. So this sets many input
+shapes on a context that never runs, and lets it infer the output shapes. An output dimension that equals the
+same input dimension every time follows it. The result is checked again for every new shape of a batch, so a
+wrong guess leads to an error, and never to a write beyond the bound memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,14 +22,14 @@ Values = Mapping[str, int]
 
 
 class OutputProbe:
-    """The output shapes that a context infers for many input shapes."""
+    """Output shapes that a context infers for many input shapes."""
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
         self._seen: list[tuple[Values, dict[str, Dims]]] = []
 
     def observe(self, context: Any, stream_handle: int) -> None:
-        """Try shapes of every profile, and skip those that the engine refuses."""
+        """Try shapes of every profile, skipping those that the engine refuses."""
         for profile in self._signature.profiles:
             try:
                 if not context.set_optimization_profile_async(profile.index, stream_handle):
@@ -44,8 +44,8 @@ class OutputProbe:
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return the outputs, with dynamic dimensions named after the input dimensions that they follow.
 
-        :raises ModelError: for an output whose first axis does not count rows, or that has the batch size on
-            another axis too.
+        :raises ModelError: for an output whose first axis does not count rows, or that also has the batch
+            size on another axis.
         """
         return tuple(self._output(spec) for spec in self._signature.outputs)
 
@@ -61,7 +61,7 @@ class OutputProbe:
                 spec.name: shape_of(context.get_tensor_shape(spec.name)) for spec in self._signature.outputs
             }
         except RuntimeError:
-            return None  # Inputs that do not fit together.
+            return None  # Incompatible inputs.
 
     def _output(self, spec: TensorSpec) -> TensorSpec:
         model = self._signature.model
@@ -86,7 +86,7 @@ class OutputProbe:
         return TensorSpec(spec.name, spec.dtype, tuple(dims))
 
     def _followed(self, spec: TensorSpec, axis: int) -> list[str]:
-        """Return the input dimensions that equalled this one every time."""
+        """Return the input dimensions that were equal to this one every time."""
         if not self._seen:
             return []
         return [
@@ -111,7 +111,7 @@ def _at(shape: Dims, axis: int) -> int:
 
 
 def _values(signature: Signature, profile: Profile) -> Iterator[Values]:
-    """Yield values to try within one profile: each dimension on its own, and all of them together."""
+    """Yield values to try within one profile: each dimension alone, and all of them together."""
     samples: dict[str, list[int]] = {ROWS: []}
     for spec, (low, usual, high) in zip(signature.inputs, profile.shapes, strict=True):
         for name, axis in ((ROWS, 0), *((dim, axis) for axis, dim in enumerate(spec.dims, start=1))):
@@ -121,7 +121,7 @@ def _values(signature: Signature, profile: Profile) -> Iterator[Values]:
     for name, tried in samples.items():
         for value in tried:
             yield {**middle, name: value}
-    # Inputs that have to agree on a dimension refuse all but the middle of the above.
+    # Inputs that must agree on a dimension accept only the middle of the above.
     lengths = {name: tried for name, tried in samples.items() if name != ROWS}
     for step in range(max((len(tried) for tried in lengths.values()), default=0)):
         together = {name: tried[min(step, len(tried) - 1)] for name, tried in lengths.items()}
@@ -129,7 +129,7 @@ def _values(signature: Signature, profile: Profile) -> Iterator[Values]:
 
 
 def _samples(low: int, usual: int, high: int) -> list[int]:
-    """Return values of one dimension: even and odd, at both ends, in the middle and at the optimal size."""
+    """Return values to try for one dimension: even and odd, at both ends, in the middle, near the optimum."""
     half = (low + high) // 2
     near = {low, low + 1, half, half + 1, usual - 1, usual, usual + 1, high - 1, high}
     return sorted(value for value in near if low <= value <= high)

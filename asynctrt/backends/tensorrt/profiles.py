@@ -1,6 +1,6 @@
-"""Optimisation profiles: read from their notation, proposed for a network, and checked against its inputs.
+"""Optimisation profiles: parsed from their notation, proposed for a network, and checked against its inputs.
 
-TensorRT takes a wrong name or order without a word and fails later, so all is checked here.
+TensorRT silently accepts a wrong name or order and fails later, so everything is checked here.
 """
 
 import re
@@ -12,7 +12,7 @@ from asynctrt.errors import ModelError, OptionsError
 
 SHAPE: Final = r"\d+(?:x\d+)*"
 INPUT: Final = re.compile(rf"(?P<name>[^=]+)=(?P<shapes>{SHAPE}(?::{SHAPE}:{SHAPE})?)(?:,|$)")
-"""One input of a profile. Names may have any character but "=" in them, colons and commas included."""
+"""One input of a profile. Names may contain any character except "=", including colons and commas."""
 
 NOTATION: Final = "input=1x3x224x224:16x3x224x224:64x3x224x224"
 
@@ -20,29 +20,29 @@ SIZE_MAX: Final = 2**31 - 1
 
 Shape = tuple[int, ...]
 Range = tuple[Shape, Shape, Shape]
-"""The smallest, the best and the largest shape of an input."""
+"""The smallest, the optimal and the largest shape of an input."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkTensor:
-    """An input or output of a network that a parser has read."""
+    """An input or output of a network that was parsed."""
 
     name: str
     dtype: str
     """TensorRT's name: ``FLOAT``."""
     shape: Shape
-    """-1 where a size is dynamic."""
+    """-1 for dynamic sizes."""
     dims: tuple[str | None, ...]
-    """Names of dimensions, of which plans know nothing any more."""
+    """Names of dimensions, which plans do not keep."""
     is_shape_tensor: bool = False
 
     def name_of(self, axis: int) -> str:
-        """Return how a dimension is called: by its own name, or ``INPUT.AXIS``."""
+        """Return the name of a dimension, or ``INPUT.AXIS`` if it has none."""
         return self.dims[axis] or f"{self.name}.{axis}"
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether any of its sizes is."""
+        """Whether any of its sizes is dynamic."""
         return -1 in self.shape
 
 
@@ -52,12 +52,12 @@ def profiles_of(
     rows_max: int,
     dims: Mapping[str, tuple[int, int, int]],
 ) -> tuple[dict[str, Range], ...]:
-    """Return the profiles of a network: those that are given, or one that is proposed; none if all is fixed.
+    """Return the profiles of a network: the given ones, or a proposed one; none if all sizes are fixed.
 
-    :param given: profiles in their notation.
-    :param rows_max: rows of the largest batch that a proposal takes.
-    :param dims: sizes of dynamic dimensions, for a proposal.
-    :raises OptionsError: if they do not fit the inputs, or sizes are missing.
+    :param given: profiles in text notation.
+    :param rows_max: the largest batch that a proposed profile accepts.
+    :param dims: sizes of dynamic dimensions, for a proposed profile.
+    :raises OptionsError: if profiles do not fit the inputs, or sizes are missing.
     :raises ModelError: for an input whose values are shapes.
     """
     for one in inputs:
@@ -77,9 +77,9 @@ def profiles_of(
 
 
 def parse_profile(text: str) -> dict[str, Range]:
-    """Read a profile in its notation.
+    """Parse a profile.
 
-    :raises OptionsError: if it is not written so, or a size is zero, too large, or out of order.
+    :raises OptionsError: if the notation is wrong, or a size is zero, too large, or out of order.
     """
     found: dict[str, Range] = {}
     position = 0
@@ -106,7 +106,7 @@ def parse_profile(text: str) -> dict[str, Range]:
 
 
 def profile_text(profile: Mapping[str, Range]) -> str:
-    """Return a profile in its notation."""
+    """Return a profile in text notation."""
     return ",".join(
         f"{name}={':'.join('x'.join(map(str, shape)) for shape in shapes)}"
         for name, shapes in profile.items()
@@ -136,7 +136,7 @@ def _checked(profile: dict[str, Range], text: str, inputs: Sequence[NetworkTenso
 def _propose(
     inputs: Sequence[NetworkTensor], rows_max: int, dims: Mapping[str, tuple[int, int, int]]
 ) -> tuple[dict[str, Range], ...]:
-    """Return one profile, for 1 to ``rows_max`` rows, and best for the most, which full batches have."""
+    """Return one profile for 1 to ``rows_max`` rows, optimal for the maximum, which full batches have."""
     dynamic = {
         one.name_of(axis): axis == 0 for one in inputs for axis, size in enumerate(one.shape) if size < 0
     }

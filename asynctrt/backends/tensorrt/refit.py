@@ -1,4 +1,4 @@
-"""Give an engine its weights from an ONNX file, before it has contexts."""
+"""Load an engine's weights from an ONNX file, before it has contexts."""
 
 import logging
 import os
@@ -11,17 +11,17 @@ from asynctrt.devices.base import mib
 from asynctrt.errors import ModelError, OptionsError
 
 NAMES_MAX: Final = 5
-"""How many missing weights a message names."""
+"""The maximum number of missing weights that a message names."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
 def refit(plan: Plan, loaded: Loaded) -> None:
-    """Give the engine the weights of the file that the options name; check that it lacks none without it.
+    """Load weights from the file named in the options. Without a file, check that no weights are missing.
 
     :raises OptionsError: if the plan was not built to be refitted.
-    :raises ModelError: if the plan lacks weights, and no file is named; if the file does not have them.
-    :raises DeviceMemoryError, DeviceLostError, ExecutionError: if TensorRT cannot replace them.
+    :raises ModelError: if weights are missing and no file is named, or if the file lacks them.
+    :raises DeviceMemoryError, DeviceLostError, ExecutionError: if TensorRT fails to replace them.
     """
     path = loaded.options.refit_from
     is_refittable = bool(loaded.engine.refittable)
@@ -33,7 +33,7 @@ def refit(plan: Plan, loaded: Loaded) -> None:
             f"refit_from is {os.fspath(path)!r}, but {plan.where} was not built to be refitted. Build it "
             "with BuilderFlag.STRIP_PLAN or BuilderFlag.REFIT, or leave the option out"
         )
-    # They are gone when this returns: the engine has to outlive both.
+    # The refitter and the parser end when this returns, because the engine must outlive both.
     _refit_from(os.fspath(path), plan, loaded)
 
 
@@ -58,8 +58,8 @@ def _refit_from(path: str, plan: Plan, loaded: Loaded) -> None:
     module, log = loaded.flavour.module, log_of(loaded.flavour.module)
     loaded.log.take()
     refitter = _create_refitter(plan, loaded, log)
-    # With an error recorder, TensorRT's ONNX parsers crash when what they parse for is destroyed. Without one
-    # errors are logged.
+    # With an error recorder, TensorRT's ONNX parsers crash when the object that they fill is destroyed.
+    # Without one, errors are logged.
     refitter.error_recorder = None
     if loaded.options.max_threads is not None:
         refitter.max_threads = loaded.options.max_threads
@@ -81,14 +81,14 @@ def _refit_from(path: str, plan: Plan, loaded: Loaded) -> None:
     if not refitter.refit_cuda_engine():
         errors = loaded.recorder.take().joined(loaded.log.take())
         raise loaded.failed(f"refitting {plan.where} from {path!r}", errors)
-    # It came with 11; before, they are freed with the engine.
+    # New in 11. In earlier versions they are freed with the engine.
     release = getattr(refitter, "release_refit_resources", None)
     if release is not None and not release():
         logger.warning("%s was refitted, but %s keeps memory for it", plan.where, loaded.flavour.title)
 
 
 def _create_refitter(plan: Plan, loaded: Loaded, log: Any) -> Any:
-    """Create TensorRT's ``Refitter``, which is an exception after an error that is logged if it cannot."""
+    """Create TensorRT's ``Refitter``. If that fails, TensorRT logs an error and raises an exception."""
     try:
         refitter = loaded.flavour.module.Refitter(loaded.engine, log)
     except (RuntimeError, TypeError) as error:
@@ -99,7 +99,7 @@ def _create_refitter(plan: Plan, loaded: Loaded, log: Any) -> Any:
 
 
 def _said(parser: Any, loaded: Loaded) -> TensorRTErrors:
-    """Return what the parser has found, and what was logged meanwhile."""
+    """Return the parser's errors, and errors logged in the meantime."""
     count = min(int(parser.num_errors), ERRORS_MAX)
     texts = (str(parser.get_error(index).desc()) for index in range(count))
     return TensorRTErrors(tuple(("", text) for text in texts)).joined(loaded.log.take())

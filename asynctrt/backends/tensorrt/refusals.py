@@ -1,8 +1,8 @@
-"""Why a plan was refused, and what to do about it: from its header, from what the library reported, and from
-the device.
+"""The reasons why plans are refused, and their fixes, derived from the header, the library's errors, and the
+device.
 
-``deserialize_cuda_engine`` returns ``None`` and raises nothing. This module turns that into one typed error,
-which always ends with the library's own words, so that nothing it reported is lost.
+``deserialize_cuda_engine`` returns ``None`` and never raises. This module turns that into one typed error,
+which always ends with the library's own words, so that none of them are lost.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from asynctrt.errors import (
 )
 
 NO_CUDA = r"CUDA initialization failure|cudaError (?:3|35|36|100|803|804)\b|driver version is insufficient"
-"""CUDA cannot be used at all: there is no driver, it is too old, or there is no GPU."""
+"""CUDA cannot be used at all: the driver is missing or too old, or there is no GPU."""
 
 OTHER_VERSION = (
     r"version tag does not match|stdVersionRead|expecting library version|incompatible serialization version"
@@ -46,8 +46,8 @@ NO_LEAN = (
     r"|old deserialization call on a newer plan"
 )
 NO_PLUGIN = r"plugin[^.]*not (?:found|registered)|could not find plugin|getPluginCreator"
-"""How TensorRT words each of these, as seen with TensorRT 11.4 and TensorRT for RTX 1.7 or found among the
-texts of their libraries, or as reported for other versions."""
+"""TensorRT's texts for each of these reasons, as seen with TensorRT 11.4 and TensorRT for RTX 1.7, found
+among the texts of their libraries, or reported for other versions."""
 
 FAULTS: Final = {
     OTHER_PLATFORM: "it was built on another platform: another operating system or kind of processor. Build "
@@ -56,12 +56,12 @@ FAULTS: Final = {
     TOO_SMALL_GPU: "it was built on a GPU with more multiprocessors than this one has, which may be a part "
     "(MIG) of a GPU of the same kind. Build it on this one, or on the smallest that is to run it",
 }
-"""What a plan is refused for, by the library's words, and what to do about it, whatever else is known."""
+"""Reasons for a refusal, by the library's texts, with their fixes, which apply whatever else is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A plan that the library refused to load, with everything that is known about the refusal."""
+    """A plan that the library refused to load, with all that is known about the refusal."""
 
     plan: Plan
     flavour: Flavour
@@ -69,10 +69,10 @@ class Refused:
     errors: TensorRTErrors
     memory: tuple[MemoryRefusal, ...]
     runtime: Any = None
-    """The library's ``Runtime``, which in some versions can diagnose the header."""
+    """The library's ``Runtime``, which can diagnose the header in some versions."""
 
     def error(self) -> AsynctrtError:
-        """Return the error to raise; its type says who has to act, its message what to do."""
+        """Return the error to raise. Its type says who must act, and its message what to do."""
         if self.device.lost is not None:
             return self.device.lost
         error_type, said = self._cause()
@@ -82,11 +82,11 @@ class Refused:
         )
 
     def before_loading(self, *, has_lean_runtime: bool) -> AsynctrtError | None:
-        """Return the error for a plan that the library need not see to be refused, or ``None``.
+        """Return the error for a plan that can be refused before the library sees it, or ``None``.
 
-        To deserialise a plan is to run code of it, so what its header decides is decided by that.
+        Deserialising a plan runs code from it, so refuse it by its header where that suffices.
 
-        :param has_lean_runtime: whether another version's runtime is to run it.
+        :param has_lean_runtime: whether another version's runtime will run the plan.
         """
         here, found = numbers_of(self.flavour.version), self.plan.header.version
         fatal = self._diagnoses() & {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}
@@ -110,7 +110,7 @@ class Refused:
         if self.memory or errors.is_out_of_memory:
             refused = describe_refusals(self.memory) or f"An allocation failed; {self.device.memory()}"
             return DeviceMemoryError, f"the device has no room for its weights. {refused}"
-        # A library that cannot use CUDA is not asked about the header: it would only repeat that.
+        # If the library cannot use CUDA, do not ask it about the header: it would only repeat that.
         diagnoses = frozenset() if errors.search(NO_CUDA) else self._diagnoses()
         if errors.search(NO_CUDA) or diagnoses & {"OLD_CUDA_DRIVER", "OLD_CUDA_RUNTIME"}:
             return DeviceUnavailableError, (
@@ -125,7 +125,7 @@ class Refused:
     def _fault_of_the_plan(self, diagnoses: frozenset[str]) -> str:
         errors = self.errors
         for words, said in FAULTS.items():
-            # Among what a plan of another version begins with, the library looks at the platform first.
+            # For a plan of another version, the library reports the platform first.
             if errors.search(words) and not (words is OTHER_PLATFORM and self._is_of_other_version()):
                 return said
         if "UNSUPPORTED_CC" in diagnoses or self._is_for_other_gpus() or errors.search(OTHER_GPU):
@@ -163,7 +163,7 @@ class Refused:
                 name for name, member in names.__members__.items() if int(member) and int(bits) & int(member)
             )
         except (RuntimeError, TypeError, ValueError):
-            return frozenset()  # The diagnosis is optional; what failed is the loading.
+            return frozenset()  # The diagnosis is optional, and the actual failure was the loading.
 
     def _is_of_other_version(self) -> bool:
         found, here = self.plan.header.version, numbers_of(self.flavour.version)
@@ -219,7 +219,7 @@ class Refused:
         )
 
     def _rebuild(self) -> str:
-        """Return the command that builds the plan again, as far as is known."""
+        """Return the command that builds the plan again, as far as it is known."""
         path = self.plan.path
         manifest = None
         if path is not None and manifest_path(path).is_file():
@@ -230,5 +230,5 @@ class Refused:
             words += ["--flavour", self.flavour.name]
         for profile in () if manifest is None else manifest.profiles:
             words += ["--profiles", profile]
-        # It may be copied into a shell, and what is in a manifest is not to be trusted.
+        # Users may paste it into a shell, and the manifest is not trusted.
         return "".join(filter(str.isprintable, shlex.join(words)))

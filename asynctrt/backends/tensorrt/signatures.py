@@ -1,8 +1,8 @@
-"""Check the OpenSSH signature of a plan with ``ssh-keygen``, against the keys that may sign plans here.
+"""Check the OpenSSH signature of a plan with ``ssh-keygen``, against the keys that are allowed to sign plans.
 
-``ssh-keygen -Y sign -n asynctrt -f KEY PLAN`` writes the signature beside the plan, as ``PLAN.sig``. Which
-keys count is in an allowed-signers file, whose format ``man ssh-keygen`` describes. Whoever can change that
-file decides what code runs here, and ``ssh-keygen`` does not look at its owner or mode, so this module does.
+``ssh-keygen -Y sign -n asynctrt -f KEY PLAN`` writes the signature beside the plan, as ``PLAN.sig``. The
+valid keys are in an allowed-signers file, whose format ``man ssh-keygen`` describes. Write access to that
+file decides what code runs here, and ``ssh-keygen`` does not check its owner or mode, so this module does.
 Every file is read once; ``ssh-keygen`` gets copies that only this user can write, and the plan from a pipe.
 """
 
@@ -19,21 +19,21 @@ from asynctrt.errors import UntrustedError, UsageError
 from asynctrt.files import open_regular, read_regular
 
 NAMESPACE: Final = "asynctrt"
-"""What a signature has to be made for: one of an e-mail or a commit does not count."""
+"""The required purpose of a signature: one made for an e-mail or a commit is not accepted."""
 
 VARIABLE: Final = "ASYNCTRT_ALLOWED_SIGNERS"
 
 REVOKED: Final = ".revoked"
-"""What the name of the file of revoked keys adds to that of the allowed signers."""
+"""The suffix of the file of revoked keys, after the name of the allowed-signers file."""
 
 FILE_NBYTES_MAX: Final = 1 << 20
-"""More than any signature or list of signers has: reading a file in the place of one must end."""
+"""More than any signature or list of signers needs. It bounds the read if a file is something else."""
 
 START_S: Final = 60.0
-"""How long ``ssh-keygen`` may take besides reading the plan, on a machine that is busy."""
+"""How long ``ssh-keygen`` may take, excluding reading the plan, on a busy machine."""
 
 NBYTES_PER_S: Final = 20e6
-"""How slowly it may read the plan: a tenth of what it hashes on a core that has other work."""
+"""The minimum rate at which it must read the plan: a tenth of its hashing rate on a core with other work."""
 
 REASONS: Final = {
     "incorrect signature": "it was changed after it was signed. Copy both again, or sign it again",
@@ -51,14 +51,14 @@ REASONS: Final = {
         'NAME namespaces="asynctrt" ssh-ed25519 AAAA...'
     ),
 }
-"""What ``ssh-keygen`` prints when it refuses a signature, and what that means; the first that fits counts.
+"""Texts of ``ssh-keygen`` when it refuses a signature, with their meanings; the first match applies.
 
-They only choose a message: what decides is its exit status.
+They only choose the message. The decision is the exit status.
 """
 
 
 def signature_path(path: Path) -> Path:
-    """Return where the signature of a plan is."""
+    """Return the path of a plan's signature."""
     return path.with_name(f"{path.name}.sig")
 
 
@@ -75,16 +75,16 @@ def signers_path(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def check_signature(content: bytes, signature: Path, signers: Path, where: str) -> str:
-    """Check that an allowed signer has signed a plan, and return who it is.
+    """Check that an allowed signer has signed a plan, and return the signer's identity.
 
-    :param content: the very bytes that are to be deserialised.
+    :param content: the exact bytes that will be deserialised.
     :param signature: the file with its signature.
-    :param signers: the allowed-signers file. Beside it may lie ``SIGNERS.revoked``, with revoked keys.
+    :param signers: the allowed-signers file. ``SIGNERS.revoked`` beside it may list revoked keys.
     :param where: the name of the plan in messages.
-    :raises UntrustedError: if it is not signed, or not for this use, or not by a key that counts now, or was
-        changed since; or if that took too long.
-    :raises UsageError: if ``ssh-keygen`` is not installed, or the allowed signers cannot be read, or others
-        could change them.
+    :raises UntrustedError: if the plan is not signed, not signed for this use, not signed with a currently
+        valid key, or was changed since; or if the check took too long.
+    :raises UsageError: if ``ssh-keygen`` is not installed, or the allowed signers cannot be read, or other
+        users could change them.
     """
     try:
         signed = read_regular(signature, FILE_NBYTES_MAX)
@@ -123,7 +123,7 @@ def _verify(program: str, content: bytes, folder: Path, signers: Path, where: st
     base = [program, "-Y"]
     files = ["-f", str(folder / "signers"), "-s", str(folder / "signature")]
     found = _run([*base, "find-principals", *files], None)
-    # Of several identities any will do: each is a name for the same line of the allowed signers.
+    # Any of several identities will do: each is a name for the same line of the allowed signers.
     identity = os.fsdecode(found.stdout.partition(b"\n")[0])
     if found.returncode or not identity:
         raise UntrustedError(_refusal(found, signers, where))
@@ -132,7 +132,7 @@ def _verify(program: str, content: bytes, folder: Path, signers: Path, where: st
     checked = _run([*verify, *(["-r", str(folder / "revoked")] if has_revoked else [])], content)
     if not checked.returncode:
         return identity
-    # It does not say that a key is revoked.
+    # Its output does not say whether the key is revoked.
     if has_revoked and not _run(verify, content).returncode:
         raise UntrustedError(
             f"{where} is not trusted: {str(signers) + REVOKED!r} revokes its key, or is not a list of keys. "
@@ -160,16 +160,16 @@ def _refusal(done: subprocess.CompletedProcess[bytes], signers: Path, where: str
 
 
 def _read_own(path: Path, what: str) -> bytes:
-    """Return the content of a file that only this user or root can change or replace.
+    """Return the content of a file after checking that only this user or root can change or replace it.
 
-    :raises UsageError: if it cannot be read, or others could do that.
+    :raises UsageError: if it cannot be read, or other users could change it.
     """
     try:
         real = Path(os.path.realpath(path, strict=True))
         with open_regular(real) as file:
             _check_own(real, os.fstat(file.fileno()))
             content = file.read(FILE_NBYTES_MAX + 1)
-        # A link counts as a file: whoever can replace it decides as well.
+        # A symbolic link counts too: replacing it is as good as changing the file.
         for one in (path.absolute(), real):
             _check_own(one.parent, one.parent.stat())
             _check_above(one.parent)
@@ -184,9 +184,9 @@ def _read_own(path: Path, what: str) -> bytes:
 
 
 def _check_own(path: Path, status: os.stat_result) -> None:
-    """Check that nobody else decides which keys count.
+    """Check that no other user can decide which keys are valid.
 
-    :raises UsageError: if somebody else can write it.
+    :raises UsageError: if another user can write the path.
     """
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o022 or status.st_uid not in (os.getuid(), 0):
@@ -197,9 +197,9 @@ def _check_own(path: Path, status: os.stat_result) -> None:
 
 
 def _check_above(folder: Path) -> None:
-    """Check that not everybody can put another folder in the place of this one.
+    """Check that not every user can replace this folder.
 
-    :raises UsageError: if anybody can.
+    :raises UsageError: if every user can.
     """
     for parent in folder.parents:
         mode = stat.S_IMODE(parent.stat().st_mode)

@@ -1,4 +1,4 @@
-"""Check that a plan is trusted, on the very bytes that are deserialised: to do that is to run them."""
+"""Check that a plan is trusted, on the exact bytes to be deserialised, because deserialising runs them."""
 
 import hashlib
 import hmac
@@ -14,13 +14,13 @@ BUILT_HERE = "built-here"
 
 
 def check_trust(content: bytes, path: Path | None, where: str, trust: tuple[str, ...]) -> None:
-    """Check that a plan is trusted, in one of the ways that the option ``trust`` names.
+    """Check that a plan is trusted, by one of the methods in the option ``trust``.
 
-    :param content: the whole plan, which is used afterwards and nothing else.
-    :param path: its file, beside which its signature is, or ``None``.
+    :param content: the whole plan. The caller must use these bytes and no others.
+    :param path: its file, with the signature beside it, or ``None``.
     :param where: the name of the plan in messages.
-    :param trust: ``signed``, ``built-here`` and digests; nothing at all trusts every plan.
-    :raises UntrustedError: if it is not.
+    :param trust: ``signed``, ``built-here`` and digests; if empty, every plan is trusted.
+    :raises UntrustedError: if the plan is not trusted.
     :raises UsageError: if the allowed signers cannot be read, or ``ssh-keygen`` is not installed.
     """
     if not trust:

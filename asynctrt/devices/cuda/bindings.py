@@ -1,7 +1,7 @@
 """The only module of the package that imports ``cuda.*``.
 
-What runs once a batch goes through ``cuda.bindings``, which costs less a call than ``cuda.core``; arrays of
-other libraries are read through ``cuda.core``.
+Calls made for each batch use ``cuda.bindings``, which costs less per call than ``cuda.core``; arrays of other
+libraries are read through ``cuda.core``.
 """
 
 from asynctrt.errors import DeviceUnavailableError

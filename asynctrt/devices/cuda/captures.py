@@ -1,4 +1,4 @@
-"""What a capture has collected: whether it can be launched again and again, and what it copies."""
+"""The contents of a capture: whether they can be launched repeatedly, and what they copy."""
 
 import ctypes
 import threading
@@ -12,8 +12,8 @@ from asynctrt.devices.cuda.memory import PinnedBuffer
 from asynctrt.errors import DeviceError
 
 CAPTURING: Final = threading.RLock()
-"""Held while a stream captures, and by what CUDA refuses then in any thread: to wait for the whole GPU, as
-ONNX Runtime does when it loads a session. It would end the capture, too."""
+"""Held during a capture, and during calls that CUDA refuses while any thread captures and that would end the
+capture: waiting for the whole GPU, as ONNX Runtime does when it loads a session."""
 
 _OK: Final = driver.CUresult.CUDA_SUCCESS
 _ACTIVE: Final = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -35,12 +35,12 @@ _REPEATABLE: Final = frozenset(
 
 
 def outside_of_capture(handle: int) -> str:
-    """Return what was captured on a stream so far that cannot be launched again and again; '' if nothing.
+    """Return what was captured on a stream so far that cannot be launched repeatedly, or an empty string.
 
-    That is a function of the host, such as those by which ONNX Runtime frees memory; a copy to the host, as
-    its result was read during the capture only; and memory that is allocated and not freed.
+    These are host functions, such as those with which ONNX Runtime frees memory; copies to the host, because
+    their result was only read during the capture; and memory that is allocated but not freed.
 
-    :param handle: the stream's.
+    :param handle: the stream's handle.
     """
     code, status, _, graph, *_ = driver.cuStreamGetCaptureInfo(handle)
     if code != _OK or status != _ACTIVE:
@@ -58,10 +58,10 @@ def outside_of_capture(handle: int) -> str:
 
 
 def own_sources(context: CudaContext, graph: Any) -> PinnedBuffer | None:
-    """Have a graph copy from memory of its own wherever it copies from the host; return that memory, if any.
+    """Make a graph copy host data from memory that it owns; return that memory, or ``None`` if not needed.
 
-    Whoever put such a copy on the stream may free or refill what it reads once the call returns, as CUDA
-    reads unpinned memory at once; a graph reads it at each launch.
+    CUDA reads unpinned memory when the copy is enqueued, so the code that enqueued it may free or refill the
+    memory once the call returns. A graph reads it at each launch.
 
     :raises DeviceError: if a copy is not of consecutive bytes.
     """
@@ -90,7 +90,7 @@ def own_sources(context: CudaContext, graph: Any) -> PinnedBuffer | None:
 
 
 def _nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the nodes of a graph and their kinds."""
+    """Yield the nodes of a graph with their kinds."""
     code, _, count = driver.cuGraphGetNodes(graph, 0)
     if code == _OK and count:
         code, nodes, count = driver.cuGraphGetNodes(graph, count)
@@ -112,7 +112,7 @@ def _copy_of(node: Any) -> Any:
 
 
 def _source(copy: Any) -> tuple[Any, int]:
-    """Return where a copy reads, and its kind of memory."""
+    """Return the kind of memory that a copy reads, and the address."""
     return copy.srcMemoryType, int(copy.srcHost if copy.srcMemoryType == _HOST else copy.srcDevice)
 
 

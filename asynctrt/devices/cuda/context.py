@@ -1,4 +1,4 @@
-"""The context of one GPU: how its statuses become errors, and the memory that it holds."""
+"""The context of one GPU: the conversion of its statuses to errors, and the memory that it holds."""
 
 import logging
 import threading
@@ -40,13 +40,13 @@ STICKY: Final = frozenset(
     )
     if hasattr(driver.CUresult, name)  # Older bindings know fewer.
 )
-"""After one of these errors every later call of the process on the device fails too."""
+"""After one of these errors every later call of this process on the device also fails."""
 
 FREE_S: Final = 1.0
-"""How long memory that is needed waits for other memory to be freed in a thread."""
+"""How long an allocation waits for memory that a thread is freeing."""
 
 LEGACY_STREAM: Final = 1
-"""``CU_STREAM_LEGACY``: the default stream, which PyTorch and others use unless they are told otherwise."""
+"""``CU_STREAM_LEGACY``: the default stream, which PyTorch and others use by default."""
 
 _OK: Final = driver.CUresult.CUDA_SUCCESS
 _L2_LIMIT: Final = driver.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE
@@ -55,29 +55,30 @@ logger = logging.getLogger("asynctrt")
 
 
 class Gpu:
-    """What all devices of a process have to know of a GPU, however often it is opened."""
+    """The state of a GPU that all device objects of a process share."""
 
     def __init__(self) -> None:
         self.lost: DeviceLostError | None = None
-        """Why nothing can run there any more in this process."""
+        """Why this process can no longer run anything there; ``None`` while it can."""
         self.hanging: set[Stream] = set()
-        """The streams whose work may run for ever."""
+        """The streams whose work may run forever."""
         self.put_off: list[Callable[[], None]] = []
-        """What would have waited for that work: it is done when that has ended after all."""
+        """Operations postponed because they would wait for that work. They run if it ends after all."""
         self.held_nbytes = 0
-        """Bytes of memory that buffers of this process hold, over all its device objects."""
+        """Bytes of memory that buffers of this process hold, across all its device objects."""
         self.l2_nbytes = 0
         """How much of its L2 cache is set aside for data that persists there."""
-        # A thread that has it takes it again if the garbage that is collected meanwhile frees memory.
+        # Reentrant, because garbage collection in the thread that holds it may free memory.
         self.lock = threading.RLock()
         self._to_free: deque[Callable[[], None]] = deque()
         self._is_freeing = False
         self._all_is_free = threading.Condition(self.lock)
 
     def free(self, free: Callable[[], None]) -> None:
-        """Free something, which waits for all work on the GPU.
+        """Run ``free``, which waits for all work on the GPU.
 
-        It is done in a thread if this one runs an event loop, and later if some work may run for ever.
+        If this thread runs an event loop, a separate thread runs it. If some work may run forever, it is
+        postponed.
         """
         with self.lock:
             if self.lost is not None:
@@ -89,14 +90,14 @@ class Gpu:
                 self._to_free.append(free)
                 if not self._is_freeing:
                     self._is_freeing = True
-                    # No threading.Thread: a collection may have called this while this thread starts another,
-                    # and the lock that is held meanwhile is not reentrant.
+                    # Not threading.Thread: garbage collection may call this while this thread starts another,
+                    # and the lock held then is not reentrant.
                     start_new_thread(self._free_all, ())
                 return
         free()
 
     def wait_for_frees(self) -> bool:
-        """Wait until nothing is being freed, up to :data:`FREE_S`; return False if nothing was."""
+        """Wait up to :data:`FREE_S` until nothing is being freed; return False if nothing was."""
         with self._all_is_free:
             was_freeing = self._is_freeing
             self._all_is_free.wait_for(lambda: not self._is_freeing, FREE_S)
@@ -125,12 +126,12 @@ _limit_nbytes: int | None = None
 
 
 def limit_memory(nbytes: int | None) -> None:
-    """Let this process hold at most ``nbytes`` on each GPU, over all its models; ``None``: no limit.
+    """Limit the memory that this process holds on each GPU, across all models; ``None``: no limit.
 
-    What counts is all that engines allocate there: weights and what contexts keep, arenas, the buffers of
-    slabs, and outputs that stay on the GPU. What is held already stays.
+    The limit covers everything that engines allocate there: weights, persistent context memory, arenas, slab
+    buffers, and outputs that stay on the GPU. Memory that is already held is kept.
 
-    :raises OptionsError: for anything but a positive number.
+    :raises OptionsError: if ``nbytes`` is not positive.
     """
     global _limit_nbytes  # noqa: PLW0603  (one for the process, as the memory is)
     if nbytes is not None and nbytes < 1:
@@ -139,7 +140,7 @@ def limit_memory(nbytes: int | None) -> None:
 
 
 class Account:
-    """The memory that one device object holds, with its parts, and the most that it may."""
+    """The memory that a device object and its parts hold, and the maximum."""
 
     def __init__(self, budget_nbytes: int | None) -> None:
         self.budget_nbytes = budget_nbytes
@@ -147,11 +148,11 @@ class Account:
 
 
 class CudaContext:
-    """The primary context of a GPU, which other CUDA libraries of the process share.
+    """The primary context of a GPU, which is shared with other CUDA libraries in the process.
 
     :param cuda_device: the driver's handle of the GPU.
     :param ordinal: the number of the GPU.
-    :param memory_nbytes: the most that its buffers may hold. ``None``: what the GPU has.
+    :param memory_nbytes: the most that its buffers may hold. ``None``: no limit but the GPU's.
     :raises DeviceLostError: if the GPU was lost in this process.
     """
 
@@ -161,8 +162,8 @@ class CudaContext:
         self._origin = Origin()
         self._what = f"the device cuda:{ordinal}"
         self._gpu = _gpus[ordinal]
-        # Guards what engines on several threads may change at once. A thread that has it takes it again if
-        # the garbage that is collected meanwhile frees memory here.
+        # Guards state that engines in several threads may change at once. Reentrant, because garbage
+        # collection in the thread that holds it may free memory here.
         self._lock = threading.RLock()
         if self._gpu.lost is not None:
             raise copy_for(self._gpu.lost)
@@ -192,11 +193,11 @@ class CudaContext:
 
     @property
     def state(self) -> str:
-        """Return ``lost``, ``stuck`` while work on it does not end, or ``ready``."""
+        """Return ``lost``, ``stuck`` while work on it hangs, or ``ready``."""
         return "lost" if self._gpu.lost else "stuck" if self._gpu.hanging else "ready"
 
     def abandon(self, stream: Stream) -> None:
-        """Note that the work of a stream may run for ever. Nothing is freed until it has ended."""
+        """Record that the work of a stream may run forever. Nothing is freed until it has ended."""
         with self._gpu.lock:
             is_first = not self._gpu.hanging
             self._gpu.hanging.add(stream)
@@ -208,7 +209,7 @@ class CudaContext:
             )
 
     def ended(self, stream: Stream) -> None:
-        """Note that the work of a stream has ended, if it was given up, and free what waits for that."""
+        """Record that the work of a stream has ended. If it had been abandoned, run the postponed frees."""
         with self._gpu.lock:
             if stream not in self._gpu.hanging:
                 return
@@ -221,7 +222,7 @@ class CudaContext:
             self._gpu.free(free)
 
     def take(self, nbytes: int, *, zeroed_on: int) -> int:
-        """Allocate memory for a buffer, zeroed on the stream with that handle, and return its address.
+        """Allocate memory for a buffer, zero it on the stream with that handle, and return its address.
 
         :raises DeviceMemoryError: if it exceeds the budget, or the GPU has no room.
         """
@@ -249,7 +250,7 @@ class CudaContext:
         return int(address)
 
     def give_back(self, address: int, nbytes: int) -> None:
-        """Free memory of a buffer, as :meth:`Gpu.free` does."""
+        """Free a buffer's memory through :meth:`Gpu.free`."""
         self._gpu.free(partial(self._give_back, address, nbytes))
 
     def _give_back(self, address: int, nbytes: int) -> None:
@@ -270,14 +271,14 @@ class CudaContext:
         return int(address)
 
     def count_in(self, nbytes: int) -> None:
-        """Count memory that a library has taken or is about to take by itself, until :meth:`count_out`.
+        """Count memory that a library has allocated or is about to allocate, until :meth:`count_out`.
 
-        :raises DeviceMemoryError: if that exceeds the budget; then it is not counted.
+        :raises DeviceMemoryError: if that exceeds the budget; it is not counted then.
         """
         self._hold(nbytes)
 
     def count_out(self, nbytes: int) -> None:
-        """Note that a library has given back memory that :meth:`count_in` counted."""
+        """Subtract memory that :meth:`count_in` counted and the library has freed."""
         self._let_go(nbytes)
 
     def _hold(self, nbytes: int) -> None:
@@ -304,7 +305,7 @@ class CudaContext:
             self._gpu.held_nbytes -= nbytes
 
     def _budget(self) -> tuple[int, int | None]:
-        """Return what is held and the most that may be: of this object, or of the process if it has less."""
+        """Return the bytes held and the maximum: of this object, or of the process if it has less room."""
         own, limit = self._account.budget_nbytes, _limit_nbytes
         with self._gpu.lock:
             held, all_held = self._account.held_nbytes, self._gpu.held_nbytes
@@ -313,7 +314,7 @@ class CudaContext:
         return all_held, limit
 
     def free_pinned(self, address: int) -> None:
-        """Free a pinned block, as :meth:`give_back` does, from any thread and at any time."""
+        """Free a pinned block through :meth:`Gpu.free`. May be called from any thread at any time."""
         self._gpu.free(partial(self._free_pinned, address))
 
     def _free_pinned(self, address: int) -> None:
@@ -322,7 +323,7 @@ class CudaContext:
         driver.cuCtxPopCurrent()
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Pin memory of the process, and return what unpins it, as :meth:`give_back` frees."""
+        """Pin memory of the process, and return a function that unpins it through :meth:`Gpu.free`."""
         self.activate()
         code = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)[0]
         self.check(code, f"pinning {nbytes} bytes that are shared with another process")
@@ -334,7 +335,7 @@ class CudaContext:
         driver.cuCtxPopCurrent()
 
     def free_in_order(self, address: int, nbytes: int, stream: int) -> None:
-        """Free stream-ordered memory once a stream has done the work it has been given until now."""
+        """Free stream-ordered memory once a stream has done its work so far."""
         if self._gpu.lost is not None:
             return
         driver.cuCtxPushCurrent(self._context)
@@ -343,13 +344,13 @@ class CudaContext:
         self._let_go(nbytes)
 
     def set_l2_aside(self, nbytes: int, *, most_nbytes: int) -> None:
-        """Set some of the L2 cache aside for data that persists there, beside all that is already.
+        """Set part of the L2 cache aside for persisting data, in addition to earlier reservations.
 
-        The limit of the context, which other libraries of the process share, is raised, and never lowered
+        This raises, and never lowers, the limit of the context, which other libraries in the process share
         (``CU_LIMIT_PERSISTING_L2_CACHE_SIZE``).
 
-        :param most_nbytes: what the GPU can set aside.
-        :raises DeviceMemoryError: if it cannot set aside as much.
+        :param most_nbytes: the maximum that the GPU can set aside.
+        :raises DeviceMemoryError: if the GPU cannot set that much aside.
         """
         self.activate()
         with self._gpu.lock:
@@ -367,19 +368,19 @@ class CudaContext:
             self._gpu.l2_nbytes = wanted
 
     def give_l2_back(self, nbytes: int) -> None:
-        """Give back what :meth:`set_l2_aside` took."""
+        """Release what :meth:`set_l2_aside` took."""
         with self._gpu.lock:
             self._gpu.l2_nbytes -= nbytes
 
     def check(self, code: Any, what: str) -> None:
-        """Raise the error for a status that is not success."""
+        """Raise the error for a status other than success."""
         if code != _OK:
             raise self.failed(code, what)
 
     def failed(self, code: Any, what: str, *, ends_unknown: bool = False) -> DeviceError:
-        """Return the error for a status. A sticky error is remembered: the device is lost from then on.
+        """Return the error for a status. After a sticky error the device is lost.
 
-        :param ends_unknown: whether nothing says any more when work ends, so that it may run for ever.
+        :param ends_unknown: whether it is no longer known when work ends, so that it may run forever.
         """
         name = text_of(driver.cuGetErrorName(code)[1])
         said = text_of(driver.cuGetErrorString(code)[1])
@@ -408,5 +409,5 @@ class CudaContext:
 
 
 def text_of(raw: Any) -> str:
-    """Return a C string of the driver's as text."""
+    """Return a C string from the driver as text."""
     return raw.split(b"\0", 1)[0].decode(errors="replace") if isinstance(raw, bytes) else str(raw)

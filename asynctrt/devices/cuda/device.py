@@ -1,4 +1,4 @@
-"""A GPU as a device, and how to find one by its name."""
+"""A GPU as a device, and its lookup by name."""
 
 import logging
 import os
@@ -15,20 +15,20 @@ from asynctrt.devices.cuda.streams import CudaEvent, CudaStream
 from asynctrt.errors import DeviceUnavailableError, InputError, OptionsError, UsageError, show
 
 QUEUES: Final = "32"
-"""Hardware queues that the streams of a process share on a GPU: the most that CUDA knows
+"""The number of hardware queues that the streams of a process share on a GPU: the maximum in CUDA
 (``CUDA_DEVICE_MAX_CONNECTIONS``, CUDA C++ Programming Guide, environment variables)."""
 
 DRIVER_MIN: Final = 12_000
-"""The oldest supported driver, as ``cuDriverGetVersion`` counts: graph upload needs it."""
+"""The oldest supported driver, in the format of ``cuDriverGetVersion``: graph upload needs it."""
 
 CONCURRENCY: Final = 2
-"""Batches that keep a GPU busy: while one computes, the next is copied in and waits for it there."""
+"""The number of batches that keep a GPU busy: while one computes, the next is copied in and waits."""
 
 CONTEXTS: Final = 4
-"""One context for the batch that is copied in, one that computes, one that is copied out, and a spare."""
+"""One context each for the batch being copied in, computed and copied out, and a spare."""
 
 CLOSE_S: Final = 0.1
-"""How long to wait for the device's own stream when the device is closed."""
+"""How long to wait for the device's private stream when the device is closed."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -39,13 +39,13 @@ _DLPACK_CUDA: Final = 2
 
 
 class CudaDevice(CudaContext):
-    """One GPU, in its primary context, which other CUDA libraries of the process share.
+    """One GPU, in its primary context, which is shared with other CUDA libraries in the process.
 
-    Engines that are opened with the same object share its budget; ``device="cuda:0"`` makes a new one.
+    Engines opened with the same object share its budget; ``device="cuda:0"`` creates a new one.
 
     :param ordinal: the number of the GPU among those in ``CUDA_VISIBLE_DEVICES``.
-    :param memory_nbytes: the most that its buffers may hold. Default: what the GPU has.
-    :param concurrency: how many batches keep it busy. Others wait for their turn.
+    :param memory_nbytes: the most that its buffers may hold. Default: no limit but the GPU's.
+    :param concurrency: how many batches keep it busy. Further batches wait for their turn.
     :raises DeviceUnavailableError: if the driver is missing or too old, or there is no such GPU.
     :raises DeviceLostError: if the GPU was lost in this process.
     """
@@ -82,7 +82,7 @@ class CudaDevice(CudaContext):
                 self.name,
                 os.environ.get("CUDA_MODULE_LOADING", "not set"),
             )
-        # For work that does not wait for the streams of batches.
+        # For work that must not wait for the streams of batches.
         self._own_stream = CudaStream(self)
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ class CudaDevice(CudaContext):
         return self
 
     def partition(self, share: float) -> "tuple[CudaDevice, CudaDevice]":
-        """Divide its multiprocessors (CUDA's green contexts); stream priorities do not keep work apart."""
+        """Divide its multiprocessors (CUDA's green contexts); stream priorities do not isolate work."""
         check_share(self, share)
         some, rest = self._divided(share)
         first = CudaPart(self, some)
@@ -152,9 +152,9 @@ class CudaDevice(CudaContext):
             raise
 
     def _divided(self, share: float) -> tuple[Any, Any]:
-        """Return two sets of multiprocessors as CUDA's resources.
+        """Return two sets of multiprocessors as CUDA resources.
 
-        :raises DeviceUnavailableError: if this GPU, its driver or CUDA's bindings cannot divide them.
+        :raises DeviceUnavailableError: if this GPU, its driver or the CUDA bindings cannot divide them.
         """
         if not hasattr(driver, "cuGreenCtxCreate"):
             raise DeviceUnavailableError(
@@ -165,7 +165,7 @@ class CudaDevice(CudaContext):
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         code, whole = driver.cuDeviceGetDevResource(self._cuda_device, kind)
         if code == _OK:
-            # CUDA rounds the number up to its granularity, which is 8 on an H200.
+            # CUDA rounds the number up to its granularity (8 on an H200).
             wanted = max(1, round(whole.sm.smCount * share))
             code, groups, _, rest = driver.cuDevSmResourceSplitByCount(1, whole, 0, wanted)
         if code != _OK or not rest.sm.smCount:
@@ -195,7 +195,7 @@ class CudaDevice(CudaContext):
         self.give_l2_back(nbytes)
 
     def close(self) -> None:
-        """End its own stream. The context stays, as other libraries of the process may use it."""
+        """Destroy its private stream. The context stays for other libraries in the process."""
         self._own_stream.close(CLOSE_S)
 
     def import_array(self, value: object) -> DeviceArray | None:
@@ -237,11 +237,11 @@ class CudaDevice(CudaContext):
 
 
 class CudaPart(CudaDevice):
-    """Some of the multiprocessors of a GPU: what is put on its streams runs there and nowhere else.
+    """Some of the multiprocessors of a GPU. Work and graphs on its streams run only there.
 
-    Graphs that are captured on its streams run there, too. Everything else is the whole's, memory included.
+    It shares everything else with the whole device, including memory.
 
-    :param resource: CUDA's resource of those multiprocessors.
+    :param resource: the CUDA resource for those multiprocessors.
     """
 
     def __init__(self, whole: CudaDevice, resource: Any) -> None:
@@ -278,7 +278,7 @@ class CudaPart(CudaDevice):
 def find_cuda_device(name: str) -> CudaDevice:
     """Return the GPU called ``cuda`` or ``cuda:N``.
 
-    :raises DeviceUnavailableError: if it cannot be used on this machine.
+    :raises DeviceUnavailableError: if the GPU cannot be used on this machine.
     """
     found = re.fullmatch(r"cuda(?::(\d+))?", name)
     if found is None:
@@ -291,16 +291,16 @@ def find_cuda_device(name: str) -> CudaDevice:
 
 
 def _initialise(ordinal: int) -> Any:
-    """Start the driver, and return its handle of the GPU with that number.
+    """Start the driver, and return its handle for the GPU with that number.
 
-    :raises DeviceUnavailableError: with what is missing and the fix.
+    :raises DeviceUnavailableError: if that fails, naming what is missing and the fix.
     """
-    # By default the streams of a process share 8 hardware queues of the GPU, and a batch in one stream may
+    # By default the streams of a process share 8 hardware queues of the GPU, so a batch in one stream may
     # wait for a batch in another although both would fit. CUDA reads the variable when it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)
     try:
         code = driver.cuInit(0)[0]
-    except RuntimeError as error:  # cuda-python loads the driver at its first call.
+    except RuntimeError as error:  # cuda-python loads the driver on the first call.
         raise DeviceUnavailableError(
             f"cuda:{ordinal} cannot be used: the NVIDIA driver's library libcuda.so.1 cannot be loaded "
             f"({error}). Install the driver (nvidia-smi should work then); in a container, start it with "
@@ -335,7 +335,7 @@ def _initialise(ordinal: int) -> Any:
 
 
 def _is_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether strides, counted in elements, are those of an array in C order."""
+    """Return whether strides, in elements, are those of an array in C order."""
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size > 1 and stride != expected:

@@ -11,7 +11,7 @@ from asynctrt.errors import DeviceError
 
 
 class CudaBuffer:
-    """Device memory, zeroed, which the CPU cannot see.
+    """Zeroed device memory, which the CPU cannot access.
 
     :param zeroed_on: the handle of the stream that zeroes it.
     """
@@ -38,7 +38,7 @@ class CudaBuffer:
 
 
 class PinnedBuffer:
-    """Page-locked host memory, zeroed, which the GPU copies from and to without the CPU.
+    """Zeroed, page-locked host memory, which the GPU can copy from and to without the CPU.
 
     Views keep it alive after :meth:`close`.
     """
@@ -64,7 +64,7 @@ class PinnedBuffer:
 
 
 class _PinnedBlock:
-    """The memory that NumPy's views refer to; it is freed with the last of them."""
+    """The memory that NumPy's views refer to, freed when the last view goes."""
 
     def __init__(self, context: CudaContext, nbytes: int) -> None:
         context.activate()
@@ -76,12 +76,12 @@ class _PinnedBlock:
             "typestr": "|u1",
             "data": (int(address), False),
         }
-        # At exit the driver frees everything itself, and may be gone before this could run.
+        # At exit the driver frees all memory itself, and may be unloaded before this could run.
         finalize(self, context.free_pinned, int(address)).atexit = False
 
 
 class OrderedBuffer:
-    """Stream-ordered device memory: allocated in the order of one stream, freed in that of any other.
+    """Stream-ordered device memory: allocated in the order of one stream, freed in the order of any stream.
 
     :param stream: the handle of the stream.
     """
@@ -104,6 +104,6 @@ class OrderedBuffer:
         self._free()
 
     def close_on(self, stream: int) -> None:
-        """Free it once the stream with this handle has done the work it has been given until now."""
+        """Free it once the stream with this handle has done its work so far."""
         if self._free.detach() is not None:
             self._context.free_in_order(self.address, self.nbytes, stream)

@@ -15,7 +15,7 @@ from asynctrt.devices.cuda.context import CudaContext
 from asynctrt.errors import DeviceError
 
 POLL_S: Final = 200e-6
-"""The pause between two queries of a thread that waits for an event with a timeout."""
+"""The pause between two queries by a thread that waits for an event with a timeout."""
 
 _OK: Final = driver.CUresult.CUDA_SUCCESS
 _PENDING: Final = driver.CUresult.CUDA_ERROR_NOT_READY
@@ -31,7 +31,7 @@ _NO_TIMES: Final = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
 
 class CudaEvent:
-    """A CUDA event. A thread that synchronizes on it sleeps. Recording one without times costs less."""
+    """A CUDA event. A thread that synchronizes on it sleeps. Recording an untimed event costs less."""
 
     __slots__ = ("__weakref__", "_after", "_context", "_cuda", "_stream", "error", "recording")
 
@@ -39,7 +39,7 @@ class CudaEvent:
         self._context = context
         self.error: BaseException | None = None
         self.recording = 0
-        """How often it was recorded."""
+        """How many times it was recorded."""
         self._stream: CudaStream | None = None
         self._after: _Recording | None = None
         context.activate()
@@ -50,7 +50,7 @@ class CudaEvent:
         return f"<CudaEvent {self._context.name}>"
 
     def __del__(self) -> None:
-        # CUDA keeps an event that is still pending alive by itself.
+        # CUDA itself keeps a pending event alive.
         if getattr(self, "_cuda", None) is not None and driver is not None:
             driver.cuEventDestroy(self._cuda)
 
@@ -61,11 +61,11 @@ class CudaEvent:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it was recorded on a stream that was given up."""
+        """Whether it was recorded on a stream that was abandoned."""
         return self._stream is not None and self._stream.is_abandoned
 
     def begin(self, stream: "CudaStream", after: "_Recording | None") -> None:
-        """Note where it is recorded, and what the work before it waits for."""
+        """Store the stream that it is recorded on, and the recording that the work before it waits for."""
         self.error = None
         self.recording += 1
         self._stream = stream
@@ -76,8 +76,8 @@ class CudaEvent:
         if code == _PENDING:
             return False
         if code != _OK:
-            # Whatever it is, nothing tells any more whether the work still reads and writes; only a thread
-            # that captures may not ask.
+            # After any such error it is unknown whether the work still reads and writes. The exception is a
+            # thread that captures, which must not query.
             ends_unknown = code not in _CAPTURING
             self.error = self._context.failed(code, "work on a stream", ends_unknown=ends_unknown)
         return True
@@ -87,7 +87,7 @@ class CudaEvent:
             return True
         known, recording = self._after
         event = known()
-        # An event is recorded again only once it was done.
+        # An event is only recorded again once it was done.
         if event is None or event.recording != recording or event.is_abandoned or event.query():
             self._after = None
             return True
@@ -97,8 +97,8 @@ class CudaEvent:
         return False
 
     def on_done(self, callback: Callable[[], None]) -> bool:
-        # A host function could call, but it holds up its stream until it has run, is slow to enqueue, and
-        # comes late to a loop that is never idle.
+        # A host function could call it, but that blocks its stream until it has run, is slow to enqueue, and
+        # runs late beside a busy event loop.
         return False
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
@@ -122,9 +122,9 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream of its own, which does not wait for the default stream.
+    """A CUDA stream that does not wait for the default stream.
 
-    :param green: the green context whose multiprocessors its work runs on; ``None``: all of the GPU.
+    :param green: the green context whose multiprocessors run its work. ``None``: the whole GPU.
     """
 
     def __init__(self, context: CudaContext, green: Any = None) -> None:
@@ -140,9 +140,9 @@ class CudaStream:
         self.is_capturing = False
         self._owns_sources = False
         self.is_abandoned = False
-        """Whether its work was given up as hung."""
+        """Whether its work was abandoned as hung."""
         self.ran_ns: int | None = None
-        """A GPU does not tell."""
+        """Unknown on a GPU."""
         self._after: _Recording | None = None
         self._closed = False
 
@@ -173,16 +173,17 @@ class CudaStream:
             raise self._context.failed(code, f"a copy of {nbytes} bytes")
 
     def check(self, what: str) -> None:
-        """Notice an error that has made the GPU unusable, in work on this stream: ``lost`` tells of it then.
+        """Detect a sticky error in work on this stream, and set ``lost`` in that case.
 
-        :param what: what was being done, for the message.
+        :param what: the operation, for the message.
         """
         code = driver.cuStreamQuery(self._cuda)[0]
         if code not in (_OK, _PENDING) and code not in _CAPTURING:
             self._context.failed(code, what)
 
     def begin_capture(self) -> None:
-        # Calls that are forbidden during a capture (allocating, say) end it only if this thread makes them.
+        # Calls that are forbidden during a capture (allocation, for example) end it only if this thread makes
+        # them.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         CAPTURING.acquire()
         code = driver.cuStreamBeginCapture(self._cuda, mode)[0]
@@ -193,7 +194,7 @@ class CudaStream:
         _collector.pause()
 
     def own_sources(self) -> None:
-        """Have the graph that is being captured copy from memory of its own where it copies from the host."""
+        """Make the graph being captured copy host data from memory that the graph owns."""
         self._owns_sources = True
 
     def end_capture(self) -> "CudaGraph":
@@ -235,10 +236,10 @@ class CudaStream:
 
 
 class _Collector:
-    """Keeps Python's garbage collector off while a stream captures.
+    """Disables Python's garbage collector while a stream captures.
 
-    It runs in whichever thread allocates. There it would free memory that an earlier engine has left, and end
-    the capture.
+    The collector runs in whichever thread allocates. During a capture it could free memory left by an earlier
+    engine, which would end the capture.
     """
 
     def __init__(self) -> None:
@@ -264,9 +265,9 @@ _collector = _Collector()
 
 
 class CudaGraph:
-    """A capture of a stream, instantiated.
+    """An instantiated capture of a stream.
 
-    :param owns_sources: whether it has a copy of whatever it copies from the host.
+    :param owns_sources: whether it owns a copy of the host data that it reads.
     """
 
     def __init__(self, context: CudaContext, graph: Any, stream: Any, *, owns_sources: bool) -> None:
@@ -279,7 +280,7 @@ class CudaGraph:
         except BaseException:
             driver.cuGraphDestroy(graph)
             raise
-        # So that the first launch costs no more than the others.
+        # Makes the first launch as cheap as later ones.
         context.check(driver.cuGraphUpload(self._exec, stream)[0], "uploading a graph")
 
     def __repr__(self) -> str:
@@ -292,7 +293,7 @@ class CudaGraph:
 
     def close(self) -> None:
         graph, self._graph = self._graph, None
-        # To free what it has allocated would wait for work that hangs: then it is left as it is.
+        # Freeing the graph's allocations would wait for hung work, so leave them in that case.
         if graph is not None and self._context.state == "ready":
             driver.cuGraphExecDestroy(self._exec)
             driver.cuGraphDestroy(graph)
@@ -300,7 +301,7 @@ class CudaGraph:
 
 
 _Recording = tuple[ref[CudaEvent], int]
-"""A recording of another stream's event, which work was told to wait for."""
+"""A recording of another stream's event that work waits for."""
 
 
 def _own(event: Event) -> CudaEvent:

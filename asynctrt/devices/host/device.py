@@ -25,19 +25,19 @@ CONTEXTS_MAX: Final = 32
 class HostDevice:
     """The CPU as a device.
 
-    Engines that are opened with the same object share its threads; ``device="host"`` makes a new one.
+    Engines opened with the same object share its threads; ``device="host"`` creates a new one.
 
-    A function runs in a thread, and in the same one each time if its engine has ``contexts=1``, unless it
-    says ``run_on="loop"``. Batches of ONNX models that were measured to be shorter than a hand-over to a
-    thread run in place, on the event loop's thread. What holds the loop for more than 0.1 s is logged:
-    ``batch_timeout`` cannot end it, because the loop is what would notice.
+    A function runs in a thread unless it says ``run_on="loop"``; with ``contexts=1`` it is always the same
+    thread. Batches of ONNX models that were measured to be shorter than a hand-over to a thread run in place,
+    on the event loop's thread. A run that blocks the loop for more than 0.1 s is logged: ``batch_timeout``
+    cannot end it, because the blocked loop cannot notice the timeout.
 
-    :param threads: how many batches compute at once. Default: the cores that the process may use.
-    :param in_place: ``auto`` does as said above. ``always`` runs everything in the launching thread;
-        ``never`` runs nothing there, and what says ``run_on="loop"`` as a callback of the loop.
+    :param threads: how many batches compute at once. Default: the number of cores available to the process.
+    :param in_place: ``auto`` behaves as described above. ``always`` runs everything in the launching thread.
+        ``never`` runs nothing there, and runs functions with ``run_on="loop"`` as callbacks of the loop.
     :param unified: ``False`` gives the device separate memory, so that every batch is copied in and out as on
         a GPU, for tests.
-    :param memory_nbytes: the most that its buffers may hold. Default: what the machine has.
+    :param memory_nbytes: the most that its buffers may hold. Default: no limit but the machine's.
     :raises OptionsError: if ``threads`` is less than 1.
     """
 
@@ -63,7 +63,7 @@ class HostDevice:
         self._thread_name = name
         self._stream_threads = StreamThreads(self._threads, name, now_ns)
         self._memory_nbytes = memory_nbytes
-        # Guards what engines on several threads may change at once.
+        # Guards state that engines in several threads may change at once.
         self._lock = threading.Lock()
         self._held_nbytes = 0
         self._origin = Origin()
@@ -107,7 +107,7 @@ class HostDevice:
 
     @property
     def is_parallel(self) -> bool:
-        # With separate memory it is to do all that a GPU does.
+        # With separate memory it imitates a GPU in every respect.
         return self._unified
 
     @property
@@ -124,8 +124,8 @@ class HostDevice:
 
     @property
     def contexts_default(self) -> int:
-        # Twice as many as can compute, so that a thread which is done finds the next batch waiting. But each
-        # context has a slab, and on a machine with many cores those would take a lot of memory.
+        # Twice as many as can compute, so that a thread finds the next batch ready when it finishes one. The
+        # maximum limits memory on machines with many cores, because each context has a slab.
         return min(2 * self._threads, CONTEXTS_MAX)
 
     @property
@@ -133,7 +133,7 @@ class HostDevice:
         return self
 
     def partition(self, share: float) -> "tuple[HostDevice, HostDevice]":
-        """Divide its threads; each part has one at least."""
+        """Divide its threads; each part has at least one."""
         self._origin.check(self)
         check_share(self, share)
         threads = max(1, round(self._threads * share))
@@ -160,7 +160,7 @@ class HostDevice:
         return stream
 
     def stream_of(self, handle: int) -> HostStream:
-        """Return the stream with that handle, for libraries that take handles as CUDA's do.
+        """Return the stream with that handle, for libraries that take handles as with CUDA.
 
         :raises DeviceError: if no stream has it.
         """
@@ -189,7 +189,7 @@ class HostDevice:
                 )
             self._held_nbytes += nbytes
         try:
-            # Weakly: what a buffer calls in the end would keep the device and its threads until then.
+            # A weak reference: the buffer's finalizer would otherwise keep the device and its threads alive.
             return HostBuffer(nbytes, partial(_gave_back, weakref.ref(self)))
         except BaseException:
             self._gave_back(nbytes)
@@ -199,7 +199,7 @@ class HostDevice:
         """Do nothing: caches of the CPU cannot be set aside."""
 
     def release_l2(self, nbytes: int) -> None:
-        """Do nothing, as before."""
+        """Do nothing, as :meth:`reserve_l2` does."""
 
     def import_array(self, value: object) -> DeviceArray | None:
         return value if isinstance(value, DeviceArray) and value.device.whole is self.whole else None
@@ -211,13 +211,13 @@ class HostDevice:
         self.stream_of(stream).launch(buffer.close, label="free", run_on="auto")
 
     def abandon(self, stream: Stream) -> None:
-        """Do nothing: freeing memory of the process waits for no work."""
+        """Do nothing: freeing host memory waits for no work."""
 
     def ended(self, stream: Stream) -> None:
-        """Do nothing: nothing was put off."""
+        """Do nothing: nothing was postponed."""
 
     def _gave_back(self, nbytes: int) -> None:
-        if self._origin.is_here:  # The lock may be the parent's.
+        if self._origin.is_here:  # After a fork the parent may hold the lock.
             with self._lock:
                 self._held_nbytes -= nbytes
 
@@ -230,10 +230,10 @@ class HostDevice:
 
 
 class HostPart(HostDevice):
-    """Some of the threads of a host device. Everything else is the whole's."""
+    """Some of the threads of a host device. It shares everything else with the whole."""
 
     def __init__(self, whole: HostDevice, threads: int) -> None:
-        # Streams, too: a library finds them by their handles.
+        # Includes the streams, because libraries find them by their handles.
         self.__dict__.update(whole.__dict__)
         self._whole = whole
         self._threads = threads
@@ -263,14 +263,14 @@ class HostPart(HostDevice):
 
 
 def _gave_back(device: "weakref.ref[HostDevice]", nbytes: int) -> None:
-    """Count the bytes of a buffer no longer, if anybody still counts."""
+    """Subtract a buffer's bytes from the total, if the device still exists."""
     counting = device()
     if counting is not None:
         counting._gave_back(nbytes)
 
 
 def _nothing() -> None:
-    """Do nothing: the CPU copies from wherever it is told."""
+    """Do nothing: the CPU can copy from any address."""
 
 
 def cores() -> int:
@@ -281,7 +281,7 @@ def cores() -> int:
 
 
 def _available_nbytes() -> int | None:
-    """Return how much memory Linux can give without swapping, or ``None`` on other systems."""
+    """Return how much memory Linux can provide without swapping, or ``None`` on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

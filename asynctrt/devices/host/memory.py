@@ -10,7 +10,7 @@ from asynctrt.devices.base import view_of
 from asynctrt.errors import DeviceMemoryError
 
 BLOCK_ALIGNMENT: Final = 512
-"""That of what CUDA allocates, which is what TensorRT 8 asks of enqueue memory."""
+"""The alignment of CUDA allocations, which TensorRT 8 requires of enqueue memory."""
 
 
 class HostBuffer:
@@ -25,7 +25,7 @@ class HostBuffer:
             ) from error
         start = -block.ctypes.data % BLOCK_ALIGNMENT
         self._bytes = block[start : start + nbytes]
-        # The bytes are given back once: when it is closed, or when the last reference to it goes.
+        # Runs once: on `close`, or when the last reference goes.
         self._give_back = None if on_close is None else finalize(self, on_close, nbytes)
 
     @property

@@ -32,7 +32,7 @@ logger = logging.getLogger("asynctrt")
 
 
 class HostEvent:
-    """A flag that a stream sets when it gets there."""
+    """A flag that a stream sets when it reaches the event."""
 
     __slots__ = (
         "_callback",
@@ -47,8 +47,8 @@ class HostEvent:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        # Recordings are counted, so that a stream can wait for the one that it was told to wait for,
-        # however often the event has been recorded again by the time it gets there.
+        # Recordings are counted, so that a stream waits for the right one even if the event has been recorded
+        # again by the time the stream gets there.
         self._recorded = 0
         self._reached = 0
         self._time_ns = 0
@@ -67,7 +67,7 @@ class HostEvent:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it is pending on a stream that was given up."""
+        """Whether it is pending on a stream that was abandoned."""
         stream = self._stream
         return self._reached != self._recorded and stream is not None and stream.is_abandoned
 
@@ -88,9 +88,9 @@ class HostEvent:
         return self._stream.threads.lend_gil()
 
     def on_done(self, callback: Callable[[], None]) -> bool:
-        # This side stores the callback and then looks at the flag; the stream's thread sets the flag and
-        # then looks for a callback. So one of the two sees the other without a lock. If both do, there is
-        # one call too many, which does no harm.
+        # This method stores the callback and then checks the flag; the stream's thread sets the flag and then
+        # checks for a callback. At least one of the two therefore sees the other without a lock. If both do,
+        # there is one redundant call, which is harmless.
         self._callback = callback
         return self._reached != self._recorded
 
@@ -100,9 +100,9 @@ class HostEvent:
         return reached.wait(timeout_s)
 
     def call_when_reached(self, recording: int, callback: Callable[[], None]) -> None:
-        """Call back once, now or from a thread of the stream, when that recording is done."""
+        """Call ``callback`` once, now or from a thread of the stream, when that recording is done."""
         with self._lock:
-            # The order is that of on_done; the lock is for taking the callback back.
+            # The same order as in on_done; the lock allows removing the callback.
             self._waiters.append(callback)
             if self._reached < recording:
                 return
@@ -117,7 +117,7 @@ class HostEvent:
     def begin(self, stream: "HostStream") -> None:
         """Mark the event as pending on ``stream``.
 
-        :raises DeviceError: if it is still pending from before.
+        :raises DeviceError: if it is still pending from an earlier recording.
         """
         if self._reached != self._recorded:
             raise _pending(self)
@@ -127,12 +127,12 @@ class HostEvent:
         self._recorded += 1
 
     def withdraw(self) -> None:
-        """Take back what :meth:`begin` did, if the event is still pending."""
+        """Undo :meth:`begin` if the event is still pending."""
         if self._reached != self._recorded:
             self._recorded -= 1
 
     def reach(self, time_ns: int, error: BaseException | None) -> None:
-        """Mark the event as done, and call whoever waits for it."""
+        """Mark the event as done, and call its waiters."""
         self.error = error
         self._time_ns = time_ns
         self._reached = self._recorded
@@ -147,27 +147,27 @@ class HostEvent:
 
 
 class Unfinished(ABC):
-    """What some work began and left to go on elsewhere, such as a coroutine on an event loop."""
+    """Work that continues elsewhere after it was started, such as a coroutine on an event loop."""
 
     @abstractmethod
     def start(self, finish: Callable[[BaseException | None], None]) -> None:
-        """Let it go on, and call ``finish`` with its error, once, from any thread, when it is over."""
+        """Continue it, and call ``finish`` with its error, once, from any thread, when it has finished."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ask it, from any thread, to be over soon. Idempotent."""
+        """Request, from any thread, that it finish soon. Idempotent."""
 
 
 Work = Callable[[], object]
-"""What a stream runs. If it returns an :class:`Unfinished`, that holds up the stream, but no thread."""
+"""Work that a stream runs. If it returns an :class:`Unfinished`, that blocks the stream but no thread."""
 
 
 class Launched(partial[bool]):
-    """Work in the queue of a stream, which runs in a thread. What else is there takes no time."""
+    """Queued work that runs in a thread. All other queued operations take negligible time."""
 
 
 class OnLoop(Unfinished):
-    """Work that runs on the event loop although its turn came in a thread.
+    """Work that runs on the event loop although it was queued for a thread.
 
     :param loop: the loop that launched it.
     :param name: the model, for the log.
@@ -182,7 +182,7 @@ class OnLoop(Unfinished):
         self._finish: Callable[[BaseException | None], None] = lambda _: None
 
     def start(self, finish: Callable[[BaseException | None], None]) -> None:
-        """Run it on its loop, from any thread, and call `finish` when it is over."""
+        """Run it on its loop, from any thread, and call `finish` when it has finished."""
         self._finish = finish
         if _get_running_loop() is self._loop:
             self._run()
@@ -193,7 +193,7 @@ class OnLoop(Unfinished):
             finish(ExecutionError("the function runs on the event loop (run_on='loop'), which is closed"))
 
     def cancel(self) -> None:
-        """Do not begin it, or cancel what it began."""
+        """Prevent it from starting, or cancel the work that it started."""
         self._is_given_up.set()
         if self._left is not None:
             self._left.cancel()
@@ -222,7 +222,7 @@ class OnLoop(Unfinished):
 
 
 class HostStream:
-    """Work in order: on a thread of the device or, if it may, in place."""
+    """An ordered queue of work that runs on a thread of the device or, if permitted, in place."""
 
     def __init__(
         self, *, threads: StreamThreads, in_place: InPlace, now_ns: Callable[[], int], handle: int
@@ -230,20 +230,20 @@ class HostStream:
         self.threads = threads
         self.handle = handle
         self.is_computing = False
-        """Whether work of this stream runs at this moment: on a thread, in place, or as what it began."""
+        """Whether work of this stream is running now: on a thread, in place, or as :class:`Unfinished`."""
         self.is_abandoned = False
-        """Whether its work was given up as hung."""
+        """Whether its work was abandoned as hung."""
         self.ran_ns = 0
-        """How long its work has run so far, here or on threads."""
+        """How long its work has run so far, in ns, in place or on threads."""
         self._name = "the work"
         self._runs = Runs(self._name)
         self._in_place = in_place
         self._now_ns = now_ns
         self._operations: deque[Callable[[], bool]] = deque()
-        # Guards the step from served to idle against an operation that arrives meanwhile.
+        # Guards the transition from served to idle against an operation that arrives at the same time.
         self._lock = threading.Lock()
         self._is_served = False
-        # One for each time that a thread is to serve it.
+        # One entry for each scheduled turn of a thread.
         self._turns: list[None] = []
         self._awaited: HostEvent | None = None
         self._unfinished: Unfinished | None = None
@@ -258,15 +258,15 @@ class HostStream:
 
     @property
     def is_running(self) -> bool:
-        """Whether it is at work, rather than waiting for a thread or for another stream."""
+        """Whether it is running, rather than waiting for a thread or for another stream."""
         awaited = self._awaited
-        # What an abandoned stream holds up is not waiting for its turn: it hangs as well.
+        # Work blocked by an abandoned stream is not waiting for its turn: it hangs too.
         return self.is_computing or (awaited is not None and awaited.is_abandoned)
 
     def belong_to(self, model: str, runs: Runs, *, keeps_thread: bool) -> None:
-        """Name the model whose work it runs, for the log, before there is any.
+        """Set the model whose work it runs, for the log. Call this before it has any work.
 
-        :param runs: those of the engine, of which each work on this stream is one.
+        :param runs: the engine's runs; each work on this stream is one of them.
         :param keeps_thread: whether all of its work runs in one thread, until some hangs there.
         """
         self._name = repr(model)
@@ -275,20 +275,20 @@ class HostStream:
             self.threads.settle(self)
 
     def launch(self, work: Work, *, label: Hashable = None, run_on: RunOn = "thread") -> None:
-        """Run ``work`` after everything launched before.
+        """Run ``work`` after everything launched earlier.
 
-        :param label: with ``auto``, what tells how long it takes: runs with one label take about as long, on
-            all streams of the device.
+        :param label: with ``auto``, a key for its duration: runs with the same label take about equally long,
+            on all streams of the device.
         :param run_on: ``thread``: in a thread of the device. ``loop``: on the running event loop, at once if
-            nothing is before it. ``auto``: in a thread or, if runs with its label were measured to be shorter
-            than a hand-over, in place. That is for work that never waits for the loop or for anything else.
-            A device with ``in_place="always"`` runs everything in place.
+            the stream is idle. ``auto``: in place if runs with its label were measured to be shorter than a
+            hand-over, otherwise in a thread; use it only for work that never waits for the loop or for
+            anything else. A device with ``in_place="always"`` runs everything in place.
         :raises ExecutionError: for ``loop``, if no event loop is running.
 
-        Whatever it raises becomes the error of the next event recorded here, and the stream goes on. Work
-        that runs in place is called by the launching thread, so KeyboardInterrupt and SystemExit concern the
-        application as well: the running event loop raises them once it is back in control. Without a
-        running loop they are raised from here.
+        An exception from the work becomes the error of the next event recorded here, and the stream goes on.
+        Work that runs in place is called by the launching thread, so KeyboardInterrupt and SystemExit also
+        concern the application: the running event loop raises them once it regains control. Without a running
+        loop they are raised here.
         """
         if self._captured is not None:
             self._captured.add(partial(HostStream.launch, work=work, label=label, run_on=run_on))
@@ -324,16 +324,16 @@ class HostStream:
             try:
                 self._put(reach)
             except BaseException:
-                # A thread takes an operation from there only once it is done: what is not there is done, or
-                # never was there.
+                # A thread removes an operation only after running it. If the operation is not in the queue,
+                # it has either run or was never added.
                 if reach not in tuple(self._operations):
                     event.withdraw()
                 raise
         elif event._reached != event._recorded:
             raise _pending(event)
         else:
-            # An idle stream gets there at once, so this is `begin` and `reach` in one: nobody can be waiting
-            # yet. Most events are recorded like this.
+            # An idle stream reaches the event at once, so this combines `begin` and `reach`; there cannot be
+            # a waiter yet. Most events are recorded this way.
             event.error, self._error = self._error, None
             event._callback = None
             event._stream = self
@@ -376,9 +376,9 @@ class HostStream:
         return graph
 
     def abandon(self) -> None:
-        """Give up its work: the thread that serves it is replaced, and ends if the work ever does.
+        """Abandon its work: replace the thread that serves it, which ends if the work ever does.
 
-        What is unfinished is cancelled.
+        Unfinished work is cancelled.
         """
         self.is_abandoned = True
         self.threads.replace(self)
@@ -405,15 +405,15 @@ class HostStream:
         return self.threads.leave(timeout_s)
 
     def serve(self) -> None:
-        """From a thread, in its turn: do the work until none is left, or an event has to be waited for."""
+        """Run queued work in a thread until none is left or an event must be waited for."""
         try:
             self._turns.pop()
         except IndexError:
-            return  # It was taken back.
+            return  # The turn was taken back.
         self._go_through(may_run=True)
 
     def _go_through(self, *, may_run: bool) -> None:
-        """Do what is queued. Without ``may_run``, leave it to a thread from the first work on."""
+        """Run queued operations. Without ``may_run``, leave the first work and all after it to a thread."""
         while True:
             while self._operations:
                 operation = self._operations[0]
@@ -446,11 +446,12 @@ class HostStream:
                 if is_first:
                     self._is_served = False
                 if not self._is_served and operation in self._operations:
-                    self._operations.remove(operation)  # No thread will do it: the caller is told so.
+                    self._operations.remove(operation)  # No thread will run it: the caller gets the error.
             raise
 
     def _schedule(self) -> None:
-        """Let a thread serve it, or raise and let none; an interrupt after one has begun is raised later."""
+        """Schedule the stream on a thread, or raise. An interrupt after a thread has started is raised
+        later."""
         self._turns.append(None)
         try:
             self.threads.schedule(self)
@@ -491,7 +492,7 @@ class HostStream:
         return True
 
     def _suspend(self, unfinished: Unfinished, run: Run, *, in_place: bool) -> bool:
-        """Hold up what follows until ``unfinished`` is over; return False, as :meth:`_await` does."""
+        """Block later operations until ``unfinished`` has finished; return False, as :meth:`_await` does."""
         over = HostEvent()
         over.begin(self)
         over.call_when_reached(over.recording, self._go_on)
@@ -503,7 +504,7 @@ class HostStream:
             run.end()
             over.reach(self._now_ns(), error)
 
-        token = hold_from_here(Limits(run=run))  # What it starts is in the run.
+        token = hold_from_here(Limits(run=run))  # Code that it starts belongs to the run.
         try:
             if in_place:
                 self._is_served = True
@@ -513,7 +514,7 @@ class HostStream:
             unfinished.start(finish)
         except BaseException as error:
             if not isinstance(error, Exception):
-                unfinished.cancel()  # It may have begun.
+                unfinished.cancel()  # It may have started.
                 if in_place:
                     raise_on_loop(error)
             finish(error)
@@ -528,7 +529,7 @@ class HostStream:
         return True
 
     def _go_on(self) -> None:
-        """Do what follows after something unfinished: what is little right here, and work in a thread."""
+        """Continue after unfinished work: run cheap operations here, and work in a thread."""
         self._go_through(may_run=self._in_place == "always")
 
     def _cancel(self) -> None:
@@ -542,7 +543,7 @@ class HostStream:
         return True
 
     def _await(self, event: HostEvent, recording: int) -> bool:
-        """Return True when the event is done; otherwise a thread goes on here when it is."""
+        """Return True if the event is done; otherwise schedule the stream for when it is."""
         if event.has_reached(recording):
             self._awaited = None
             return True
@@ -552,7 +553,7 @@ class HostStream:
 
 
 class HostGraph:
-    """Operations that were put on a stream while it captured, to be put on a stream again."""
+    """Captured operations, which `launch` puts on a stream again."""
 
     def __init__(self) -> None:
         self._operations: list[Callable[[HostStream], None]] = []
@@ -561,7 +562,7 @@ class HostGraph:
         return f"<HostGraph operations={len(self._operations)}>"
 
     def add(self, operation: Callable[[HostStream], None]) -> None:
-        """Append an operation; the capturing stream calls this."""
+        """Append an operation. Called by the capturing stream."""
         self._operations.append(operation)
 
     def launch(self, *, stream: Stream) -> None:
@@ -582,7 +583,7 @@ def _foreign(event: Event) -> DeviceError:
 
 
 def warn_if_held(name: str, took_ns: int) -> None:
-    """Log that a run held the running event loop, if there is one and that was for long."""
+    """Log that a run held the running event loop for long, if it did."""
     if took_ns > HELD_NS and _get_running_loop() is not None:
         logger.warning(
             "%s held the event loop for %.0f ms in one go: nothing else ran there, and batch_timeout cannot "
@@ -594,7 +595,7 @@ def warn_if_held(name: str, took_ns: int) -> None:
 
 
 def raise_on_loop(error: BaseException) -> None:
-    """Let the running loop raise ``error`` as soon as the code that launched the work has returned to it."""
+    """Raise ``error`` from the running loop as soon as the code that launched the work has returned to it."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

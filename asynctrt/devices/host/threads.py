@@ -1,4 +1,4 @@
-"""The threads of the host device, and how a loop that is never idle lets them have the GIL."""
+"""The threads of the host device, and the hand-over of the GIL from a busy event loop to them."""
 
 import atexit
 import sys
@@ -14,54 +14,54 @@ from asynctrt.forks import Origin
 from asynctrt.pace import Paces
 
 HAND_OVER_NS: Final = 50_000
-"""About what giving work to a thread and hearing back from it costs; shorter work runs in place."""
+"""The approximate cost of handing work to a thread and getting the result; shorter work runs in place."""
 
 LABELS_MAX: Final = 1024
-"""Of how many kinds of work a device remembers the pace."""
+"""The maximum number of labels whose durations a device remembers."""
 
 LEND_S: Final = 200e-6
-"""How long a loop may stand still to hand the GIL over."""
+"""How long an event loop may pause to hand the GIL over."""
 
 LEND_PAUSE_NS_MIN: Final = 100_000
 LEND_PAUSE_NS_MAX: Final = 10_000_000
-"""The pause after a hand-over that turned out to be in vain; it doubles each time."""
+"""The pause after a hand-over that gained nothing; it doubles each time."""
 
 EXIT_NS: Final = 500_000_000
 EXIT_LOOK_S: Final = 0.001
-"""How long an interpreter that exits waits for threads that are in the middle of something, and how often it
-looks. One that comes back into an interpreter which has gone is ended by the system from within the library
-that it ran, which C++ takes for an error that ends the process (``std::terminate``)."""
+"""How long interpreter exit waits for threads that are running work, and how often it checks. If a thread
+returned to an interpreter that is gone, the system would end the thread inside the library that it ran, and
+C++ treats that as a fatal error (``std::terminate``)."""
 
 GIL: Final[bool] = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Served(Protocol):
-    """Something that a thread serves: a stream with work, or a copy."""
+    """An item that a thread serves: a stream with work, or a copy."""
 
     def serve(self) -> None:
-        """Do the work. Never raises."""
+        """Run the work. Never raises."""
 
 
 class ReadyQueue:
-    """What is ready to be served by several threads, by any or by a certain one, which is known by the lock
-    that it sleeps on. Of those that are idle, the last to become so is woken.
+    """A queue of items for several threads. An item is for any thread or for one thread, identified by its
+    lock. Of the idle threads, it wakes the one that became idle last.
 
-    Its core is warm, and so is what libraries keep for each thread. ``queue.SimpleQueue`` wakes the first:
-    with four threads, each call of a lone caller was served by another one, and took 1.15 times as long if
-    the model itself takes no time.
+    That thread's core and the per-thread caches of libraries are warm. ``queue.SimpleQueue`` wakes the thread
+    that has been idle longest: with four threads, each call of a lone caller was served by a different
+    thread, and took 1.15 times as long with a model that takes no time itself.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ready: deque[tuple[Served, threading.Lock | None]] = deque()
         self._is_over = False
-        # Of each thread that sleeps, what wakes it when it is released.
+        # The locks of sleeping threads; releasing a lock wakes its thread.
         self._asleep: list[threading.Lock] = []
 
     def put(self, served: Served, home: "threading.Lock | None" = None) -> None:
-        """Add something, and wake a thread for it.
+        """Add an item, and wake a thread for it.
 
-        :param home: the only thread that may take it.
+        :param home: the only thread that may serve it.
         """
         with self._lock:
             while self._asleep if home is None else home in self._asleep:
@@ -69,7 +69,7 @@ class ReadyQueue:
                 is_woken = sleep.locked()
                 if is_woken:
                     sleep.release()
-                # Not before: one that Ctrl-C came in between would sleep for good.
+                # Not earlier: if Ctrl-C came in between, the thread would sleep forever.
                 if home is None:
                     self._asleep.pop()
                 else:
@@ -79,7 +79,7 @@ class ReadyQueue:
             self._ready.append((served, home))
 
     def free(self, home: "threading.Lock") -> None:
-        """Let any thread take what was for this one, which takes nothing any more."""
+        """Make the items of this thread, which no longer serves, available to any thread."""
         with self._lock:
             left = [served for served, its_home in self._ready if its_home is home]
             self._ready = deque(entry for entry in self._ready if entry[1] is not home)
@@ -87,19 +87,19 @@ class ReadyQueue:
             self.put(served)
 
     def end(self) -> None:
-        """Let the threads end when nothing is ready any more.
+        """End the threads once the queue is empty.
 
-        It takes no lock: the garbage collector may call it wherever another call is.
+        This takes no lock, because the garbage collector may call it during any other call.
         """
         self._is_over = True
         for sleep in self._asleep.copy():
-            with suppress(RuntimeError):  # It is awake already.
+            with suppress(RuntimeError):  # The thread is already awake.
                 sleep.release()
 
     def get(self, sleep: threading.Lock) -> Served | None:
-        """Wait for something, in a thread; ``None`` if it is to end.
+        """Wait for an item in a thread; return ``None`` if the thread should end.
 
-        :param sleep: a lock of the thread's own, which it holds.
+        :param sleep: the thread's private lock, which it holds.
         """
         while True:
             with self._lock:
@@ -108,7 +108,8 @@ class ReadyQueue:
                         del self._ready[index]
                         return served
                 self._asleep.append(sleep)
-            # This side goes to sleep and then looks, and `end` the other way round, so one sees the other.
+            # This method registers as asleep and then checks the flag; `end` does the reverse, so one sees
+            # the other.
             if self._is_over:
                 return None
             sleep.acquire()
@@ -123,16 +124,16 @@ class _Worker:
         self.serves: Served | None = None
         self.is_replaced = False
         self.sleep = threading.Lock()
-        """What it sleeps on, which it holds."""
+        """The lock that it sleeps on, which it holds."""
         self.sleep.acquire()
         self._cpu_ns: Callable[[], int] | None = None
         self._seen: tuple[int, int] | None = None
-        # A daemon: a model that hangs must not keep the interpreter from exiting.
+        # A daemon thread, so that a hung model does not keep the interpreter from exiting.
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
     def is_stalled(self, now_ns: int) -> bool:
-        """Return whether it has work and has not computed since the last look, so that it wants the GIL."""
+        """Return whether it has work but has not computed since the last check, so that it wants the GIL."""
         if self.serves is None or self._cpu_ns is None:
             return False
         cpu_ns = self._cpu_ns()
@@ -140,7 +141,7 @@ class _Worker:
         return seen is not None and 2 * (cpu_ns - seen[1]) < now_ns - seen[0]
 
     def has_computed(self, lent_ns: int, now_ns: int) -> bool:
-        """Return whether it has computed for half of the time since a look at ``lent_ns``."""
+        """Return whether it has computed for half of the time since the check at ``lent_ns``."""
         if self.serves is None or self._cpu_ns is None or self._seen is None:
             return False
         seen_ns, seen_cpu_ns = self._seen
@@ -164,7 +165,7 @@ class _Worker:
             atexit.unregister(self._let_end)
 
     def _let_end(self) -> None:
-        """Let it come back, if it is in the middle of something, before the interpreter goes."""
+        """Let running work return to its thread before the interpreter exits."""
         threads = self._threads()
         end_ns = 0 if threads is None else threads.exit_end_ns()
         while self.serves is not None and clock.now_ns() < end_ns:
@@ -172,7 +173,7 @@ class _Worker:
 
 
 class StreamThreads:
-    """Threads that the streams of a device share. They start when needed and end with the last stream."""
+    """Threads that the streams of a device share. They start on demand and end with the last stream."""
 
     def __init__(self, threads_max: int, name: str, now_ns: Callable[[], int]) -> None:
         self._threads_max = threads_max
@@ -181,40 +182,40 @@ class StreamThreads:
         self._origin = Origin()
         self._what = f"the device of the threads {name!r}"
         self._exit_end_ns = 0
-        # Guards what engines on several threads may change at once: streams, workers, tickets.
+        # Guards state that engines in several threads may change at once: streams, workers, tickets.
         self._lock = threading.Lock()
         self._streams = 0
         self._workers: list[_Worker] = []
-        # Streams that were scheduled and not served yet: each could keep a thread busy.
+        # Streams that were scheduled and not yet served: each could keep a thread busy.
         self._tickets = 0
-        # The streams that one thread serves, and which, once that is chosen.
+        # Streams that must be served by one thread, and that thread once it is chosen.
         self._homes: dict[Served, _Worker | None] = {}
         self.ready = ReadyQueue()
         self.paces = Paces(HAND_OVER_NS, LABELS_MAX)
-        """What work took, on any of the streams: a model has one for each context, and many sizes of batches,
-        so that each stream would learn for a long time."""
-        # The hand-over of the GIL: a thread frees the baton whenever it gets anywhere.
+        """The durations of work on any of the streams. They are shared because a model has a stream per
+        context and many batch sizes, so each stream alone would learn slowly."""
+        # The hand-over of the GIL: a thread releases the baton whenever it makes progress.
         self._baton = threading.Lock()
         self._baton.acquire()
         self._lend_pause_ns = LEND_PAUSE_NS_MIN
         self._lend_next_ns = 0
 
     def exit_end_ns(self) -> int:
-        """Return until when an interpreter that exits waits for threads in the middle of something."""
+        """Return the time until which interpreter exit waits for threads that are running work."""
         if not self._origin.is_here:
-            return 0  # Threads are not forked.
+            return 0  # A fork does not copy threads.
         self._exit_end_ns = self._exit_end_ns or clock.now_ns() + EXIT_NS
         return self._exit_end_ns
 
     def check(self) -> None:
-        """Check that the threads are this process's.
+        """Check that the threads belong to this process.
 
         :raises UsageError: in a process that was forked from the one that made this object.
         """
         self._origin.check(self._what)
 
     def join(self) -> None:
-        """Count one more stream.
+        """Register a stream.
 
         :raises UsageError: as :meth:`check`.
         """
@@ -223,17 +224,17 @@ class StreamThreads:
             self._streams += 1
 
     def leave(self, timeout_s: float) -> bool:
-        """Count one stream less, and end the threads with the last.
+        """Unregister a stream, and end the threads after the last one.
 
-        Return False if one of them does not end within ``timeout_s``, which is for all together.
+        Return False if any of them is still running after ``timeout_s``, which covers all of them together.
         """
         if not self._origin.is_here:
-            return True  # Its threads are the parent's, and so may be the lock.
+            return True  # The threads, and perhaps the lock, are the parent's.
         with self._lock:
             self._streams -= 1
             if self._streams:
                 return True
-            # Streams that are made from now on have threads and a queue of their own.
+            # Streams created from now on get new threads and a new queue.
             workers, self._workers = self._workers, []
             ready, self.ready = self.ready, ReadyQueue()
         ready.end()
@@ -243,18 +244,18 @@ class StreamThreads:
         return not any(worker.thread.is_alive() for worker in workers)
 
     def settle(self, stream: Served) -> None:
-        """Let one thread serve this stream from now on, until it hangs there."""
+        """Serve this stream from one thread from now on, until work hangs there."""
         with self._lock:
             self._homes[stream] = None
 
     def unsettle(self, stream: Served) -> None:
-        """Forget that it keeps to one."""
-        if self._origin.is_here:  # The lock may be the parent's.
+        """Allow any thread to serve this stream again."""
+        if self._origin.is_here:  # After a fork the parent may hold the lock.
             with self._lock:
                 self._homes.pop(stream, None)
 
     def schedule(self, stream: Served) -> None:
-        """Let a thread serve this stream, which has work."""
+        """Schedule this stream, which has work, on a thread."""
         with self._lock:
             self._tickets += 1
             is_settled = stream in self._homes
@@ -264,7 +265,7 @@ class StreamThreads:
                 elif self._homes[stream] is None:
                     self._start_worker(len(self._taken()) + 1)
             except RuntimeError:
-                # The system refuses another thread (ulimit -u). Those that there are will do.
+                # The system refuses another thread (ulimit -u). The existing threads suffice.
                 if not self._workers:
                     self._tickets -= 1
                     raise
@@ -274,14 +275,14 @@ class StreamThreads:
             self.ready.put(stream, self._home_of(stream) if is_settled else None)
 
     def replace(self, stream: Served) -> None:
-        """Let another thread stand in for the one that serves this stream, which hangs, if one does."""
+        """Replace the thread that serves this stream, which hangs, if there is one."""
         with self._lock:
             for worker in self._workers:
                 if worker.serves is stream:
                     worker.is_replaced = True
                     self._workers.remove(worker)
                     self._tickets -= 1
-                    with suppress(RuntimeError):  # It is tried again with the next one that is scheduled.
+                    with suppress(RuntimeError):  # The next `schedule` tries again.
                         self._start_worker(self._tickets)
                     for settled, home in self._homes.items():
                         if home is worker:
@@ -290,7 +291,7 @@ class StreamThreads:
                     return
 
     def has_served(self, worker: _Worker) -> bool:
-        """From a worker: it has served its stream. Return whether it goes on, or has been replaced."""
+        """Record, from a worker, that it has served its stream. Return False if it has been replaced."""
         with self._lock:
             worker.serves = None
             if not worker.is_replaced:
@@ -298,7 +299,7 @@ class StreamThreads:
         return not worker.is_replaced
 
     def hand_back(self) -> None:
-        """From a worker, whenever it gets anywhere: give the GIL back to the loop that lent it."""
+        """Return the GIL to the loop that lent it. Workers call this whenever they make progress."""
         if self._baton.locked():
             try:  # noqa: SIM105  (a context manager costs more than the rest)
                 self._baton.release()
@@ -306,17 +307,17 @@ class StreamThreads:
                 pass  # Another worker was quicker.
 
     def lend_gil(self) -> bool:
-        """Let a thread that waits for the GIL have it. Return False, at once, if none seems to."""
+        """Yield the GIL to a thread that waits for it. Return False, at once, if none seems to."""
         now_ns = self._now_ns()
         if now_ns < self._lend_next_ns or not GIL:
             return False
         stalled = [worker.is_stalled(now_ns) for worker in self._workers]
-        # A thread that has been given work and has not taken it up.
+        # A thread that was given work and has not started it.
         idle = sum(worker.serves is None for worker in self._workers)
         is_wanted = idle > 0 and self._tickets > len(self._workers) - idle
         if not is_wanted and not any(stalled):
             return False
-        # An old sign of life must not end the hand-over before it has begun.
+        # An earlier release of the baton must not end the hand-over before it starts.
         self._baton.acquire(blocking=False)
         if self._baton.acquire(timeout=LEND_S) or self._have_computed(now_ns):
             self._lend_pause_ns = LEND_PAUSE_NS_MIN
@@ -326,24 +327,24 @@ class StreamThreads:
         return False
 
     def _have_computed(self, lent_ns: int) -> bool:
-        """Return whether a thread used most of what it was lent, and is not through: it wants more soon.
+        """Return whether a thread computed for most of the lent time and is not done: it needs the GIL again.
 
-        Work that takes the GIL again and again, as a copy of many arrays does for each, starves otherwise.
+        Otherwise, work that acquires the GIL repeatedly would starve, such as a copy of many arrays.
         """
         now_ns = self._now_ns()
         return any(worker.has_computed(lent_ns, now_ns) for worker in self._workers)
 
     def _start_worker(self, wanted: int) -> None:
-        """Start a thread if there are fewer than wanted, and room."""
+        """Start a thread if fewer are running than wanted and the maximum allows it."""
         if len(self._workers) < min(wanted, self._threads_max):
             self._workers.append(_Worker(self, f"{self._name}-{len(self._workers)}"))
 
     def _taken(self) -> set[_Worker]:
-        """Return the threads that some streams keep to."""
+        """Return the threads that serve certain streams exclusively."""
         return {home for home in self._homes.values() if home is not None}
 
     def _home_of(self, stream: Served) -> "threading.Lock":
-        """Return what the thread that this stream keeps to sleeps on; choose the one that fewest keep to."""
+        """Return the lock of the thread for this stream; choose the thread with the fewest such streams."""
         home = self._homes[stream]
         if home is None:
             kept = list(self._homes.values())
