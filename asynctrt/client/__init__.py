@@ -8,7 +8,8 @@
     with asynctrt.client.connect_blocking("http://127.0.0.1:8000") as client:
         outputs = client.infer("resnet", {"input": rows})
 
-``asynctrt[client]`` has what it needs. :data:`JAVASCRIPT` is a client for browsers, with types beside it.
+``asynctrt[client]`` installs its dependencies. :data:`JAVASCRIPT` is a client for browsers, with types beside
+it.
 """
 
 from pathlib import Path
@@ -30,4 +31,4 @@ __all__ = [
 ]
 
 JAVASCRIPT: Final = Path(__file__).with_name("asynctrt.js")
-"""A client for browsers: one module without dependencies, to be served with an application's own files."""
+"""A client for browsers: one module without dependencies. Serve it with your application's own files."""

@@ -10,9 +10,9 @@ export type TensorData =
 
 export interface Tensor {
   datatype: Datatype;
-  /** The first number mostly counts the rows. That of a scalar is []. */
+  /** The first number usually counts the rows. The shape of a scalar is []. */
   shape: number[];
-  /** Of an answer's BYTES: one Uint8Array an element. */
+  /** For an answer's BYTES: one Uint8Array per element. */
   data: TensorData;
 }
 
@@ -20,7 +20,7 @@ export interface Tensor {
 export function tensor(
   datatype: Datatype, shape: readonly number[], data: TensorData | readonly number[] | readonly bigint[]): Tensor;
 
-/** What went wrong, on the server or on the way. */
+/** An error on the server or on the way there. */
 export class ServerError extends Error {
   /**
    * The name of the error's class on the server, such as "QueueFullError", "DeadlineError", "InputError";
@@ -38,11 +38,11 @@ export interface ClientOptions {
   /** Requests in flight at once; further calls wait. Default: 64. */
   maxInFlight?: number;
   /**
-   * How often a request is sent at most. It is sent again if the server has surely not begun with it: its queue
-   * was full, or the model was not loaded. Default: 1.
+   * The maximum number of times a request is sent. It is retried if the server has certainly not begun it:
+   * its queue was full, or the model was not loaded. Default: 1.
    */
   attempts?: number;
-  /** Whether a request may be computed twice, so that it is also sent again if its connection was lost. */
+  /** Whether a request may be computed twice, so that it is also retried if its connection was lost. */
   idempotent?: boolean;
   /** Called whenever the connection is made, lost or closed. */
   onstate?: (state: "connected" | "connecting" | "closed") => void;
@@ -51,7 +51,7 @@ export interface ClientOptions {
 export interface CallOptions {
   /** The model's version; the newest by default. */
   version?: string | number;
-  /** Milliseconds until there has to be an answer, with all attempts. The request is cancelled then. */
+  /** Milliseconds until the answer must arrive, over all attempts. Then the request is cancelled. */
   deadline?: number;
   /** Cancels the request on the server when it is aborted; the call throws its reason. */
   signal?: AbortSignal;
@@ -71,7 +71,7 @@ export interface InferOptions extends CallOptions {
 export interface TensorMetadata {
   name: string;
   datatype: Datatype;
-  /** -1 where any size will do. */
+  /** -1 for a dimension of any size. */
   shape: number[];
 }
 
@@ -83,7 +83,7 @@ export interface ModelMetadata {
   outputs: TensorMetadata[];
 }
 
-/** A client of one websocket. It connects at once, and again whenever the connection was lost. */
+/** A client of one websocket. It connects at once, and reconnects whenever the connection is lost. */
 export class Client {
   /**
    * `url` may be relative to the page, and begin with http as well as with ws: "/v2/ws".
@@ -92,7 +92,7 @@ export class Client {
   constructor(url: string | URL, options?: ClientOptions);
   readonly url: string;
   readonly connected: boolean;
-  /** Requests that are sent and not answered yet. */
+  /** The number of requests sent but not answered yet. */
   readonly inFlight: number;
   /**
    * Run rows through a model; on the websocket of a single model its name is ignored.
@@ -101,6 +101,6 @@ export class Client {
   infer(model: string, inputs: Record<string, Tensor>, options?: InferOptions): Promise<Record<string, Tensor>>;
   /** Return KServe's description of a model. */
   metadata(model: string, options?: CallOptions): Promise<ModelMetadata>;
-  /** Close the connection; what is in flight fails. */
+  /** Close the connection; requests in flight fail. */
   close(): void;
 }

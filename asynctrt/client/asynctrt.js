@@ -15,12 +15,12 @@ const ARRAYS = {
   FP64: Float64Array, FP16: globalThis.Float16Array ?? Uint16Array, BF16: Uint16Array,
 };
 
-// What says that the server has not begun with a request, so that it may be sent again whatever it does.
+// Errors which mean that the server has not begun a request, so that any request may be retried.
 const NOT_BEGUN = new Set(["NotConnectedError", "QueueFullError", "ModelNotReadyError"]);
 const IF_IDEMPOTENT = new Set(["ConnectionLostError", "EngineClosedError", "LifecycleError", "OverloadError"]);
-const TIMER_MAX_MS = 2 ** 31 - 1;             // Browsers take a longer time for none.
+const TIMER_MAX_MS = 2 ** 31 - 1;             // Browsers treat a longer delay as 0.
 
-/** What went wrong. `type` is the name of the error's class on the server, `status` its HTTP status. */
+/** An error. `type` is the name of its class on the server, `status` its HTTP status. */
 export class ServerError extends Error {
   constructor(message, type, status) {
     super(message);
@@ -89,11 +89,11 @@ function outputsOf(head, message, start) {
   return outputs;
 }
 
-/** A client of one websocket. It connects at once, and again whenever the connection was lost. */
+/** A client of one websocket. It connects at once, and reconnects whenever the connection is lost. */
 export class Client {
   #url; #token; #attempts; #idempotent; #maxInFlight; #onstate;
   #socket = null; #closed = false; #number = 0; #delay = DELAY_MIN_MS; #timer = 0; #held = 0;
-  #waiting = new Map();  // Requests by id: what to do with their answer.
+  #waiting = new Map();  // By request id: the functions that settle its promise.
   #turns = [];           // Calls that wait until fewer are in flight.
   #opening = [];         // Calls that wait for the connection.
 
@@ -116,7 +116,7 @@ export class Client {
   get connected() { return this.#socket?.readyState === WebSocket.OPEN; }
   get inFlight() { return this.#waiting.size; }
 
-  /** Run rows through a model; see asynctrt.d.ts for what may be given and what is thrown. */
+  /** Run rows through a model; see asynctrt.d.ts for the options and errors. */
   async infer(model, inputs, { outputs, version, priority, timeout, deadline, signal, idempotent } = {}) {
     const queued = Math.min(limit("timeout", timeout) ?? Infinity, limit("deadline", deadline) ?? Infinity);
     const raw = Object.values(inputs).map(written);
@@ -139,7 +139,7 @@ export class Client {
     return this.#persist(head, [], deadline, signal, true);
   }
 
-  /** Close the connection; what is in flight fails. */
+  /** Close the connection; requests in flight fail. */
   close() {
     this.#closed = true;
     clearTimeout(this.#timer);
@@ -171,10 +171,10 @@ export class Client {
   async #send(head, raw, stop) {
     stop.throwIfAborted();
     if (this.#held < this.#maxInFlight) this.#held++;
-    else await this.#wait(this.#turns, stop);  // Whoever ends hands its turn over.
+    else await this.#wait(this.#turns, stop);  // Each call that ends hands over its turn.
     try {
       if (!this.connected) await this.#wait(this.#opening, stop);
-      stop.throwIfAborted();  // It may have been, since its turn came.
+      stop.throwIfAborted();  // It may have been aborted since its turn came.
       if (!this.connected) throw new ServerError(`not connected to ${this.#url}`, "NotConnectedError", 0);
       return await this.#exchange(head, raw, stop);
     } finally {
@@ -211,7 +211,7 @@ export class Client {
     }
   }
 
-  // Wait in a queue; a call that is given up leaves it, so that it takes nobody's turn.
+  // Wait in a queue; an aborted call leaves it, so that it does not use up a turn.
   #wait(queue, stop) {
     if (this.#closed) throw new ServerError("this client is closed", "NotConnectedError", 0);
     return new Promise((answer, fail) => {
@@ -224,7 +224,7 @@ export class Client {
   }
 
   #connect() {
-    // A browser cannot set headers, so the token is the name of a subprotocol.
+    // A browser cannot set headers, so the token is sent as the name of a subprotocol.
     const coded = btoa(String.fromCharCode(...encoder.encode(this.#token)));
     const bearer = `bearer64.${coded.replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "")}`;
     const socket = new WebSocket(this.#url, this.#token ? ["asynctrt", bearer] : []);
@@ -239,7 +239,7 @@ export class Client {
     socket.onclose = () => {
       if (this.#closed) return;
       this.#fail(new ServerError(`the connection to ${this.#url} was lost`, "ConnectionLostError", 0));
-      // Many pages that lost one server do not come back at the same moment.
+      // Jitter: many pages that lost one server must not all reconnect at the same moment.
       this.#timer = setTimeout(() => this.#connect(), this.#delay * (1 + Math.random()) / 2);
       this.#delay = Math.min(2 * this.#delay, DELAY_MAX_MS);
       this.#onstate("connecting");
@@ -260,7 +260,7 @@ export class Client {
     } catch (error) {
       const why = new ServerError(`the answer cannot be read: ${error.message}`, "AnswerError", 0);
       if (request) return request.fail(why);
-      // Nobody knows whose answer it was, so all of this connection have it.
+      // It is unknown whose answer this was, so all requests of this connection fail.
       this.#fail(why);
       this.#socket.close();
     }

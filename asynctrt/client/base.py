@@ -1,4 +1,4 @@
-"""What clients have in common, whatever they speak."""
+"""The base class of clients, whatever their protocol."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -48,7 +48,7 @@ class Client(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or self._origin.is_here:  # What ends a child goes on.
+        if error is None or self._origin.is_here:  # In a forked child, let the exception pass.
             await self.aclose()
 
     @abstractmethod
@@ -76,25 +76,25 @@ class Client(ABC):
         :param model: the model's name; ignored on the websocket of a single model.
         :param inputs: an array, for a model with one input; or arrays by tensor name, each of the tensor's
             shape, mostly ``(rows, *dims)``, and dtype; for BYTES, bytes or text. Nested lists and numbers
-            become arrays of that dtype. The name of a model's only input, and the dtypes for lists, are asked
-            for once.
+            become arrays of that dtype. The client asks the server once for the name of a model's only input
+            and for the dtypes for lists.
         :param version: the model's version; the newest if empty.
         :param outputs: the names of the wanted outputs; all by default. The server's engine copies no others.
-            An engine's ``outputs=`` may also say where they are, which a client has no say in.
+            Unlike an engine's ``outputs=``, it cannot say where they are.
         :param timeout: seconds that the request may be queued on the server.
         :param priority: 1 is the most urgent; 0 means the model's default.
-        :param deadline: seconds until there has to be an answer, with all attempts. The server learns of it
-            as the longest time in its queue.
-        :param idempotent: whether the request may be computed twice; as given to ``connect`` by default.
-        :returns: arrays by output name; of BYTES, objects that are bytes.
+        :param deadline: seconds until the answer must arrive, over all attempts. It also limits the time in
+            the server's queue.
+        :param idempotent: whether the request may be computed twice. Default: the value given to ``connect``.
+        :returns: arrays by output name; for BYTES, arrays of ``bytes`` objects.
         :raises AsynctrtError: the server's error, as :meth:`asynctrt.Engine.infer` would raise it.
         :raises ConnectionLostError: if the connection is lost before the answer arrives.
         :raises DeadlineError: if there is no answer within ``deadline``, or the request was queued for longer
             than ``timeout``.
-        :raises OptionsError: for a ``timeout`` or ``deadline`` that is no number of seconds.
+        :raises OptionsError: for a ``timeout`` or ``deadline`` that is not a number of seconds.
         :raises UsageError: for an array without a name, if the model has several inputs; for a model or a
-            version that is no text; on another event loop than the client's, and in a process forked from its
-            own.
+            version that is not a string; on an event loop other than the client's, and in a process forked
+            from the client's.
         :raises AnswerError: if the server's answer cannot be read.
         """
 
@@ -112,7 +112,7 @@ class Client(ABC):
     async def _named(
         self, model: str, version: str, inputs: Any, deadline: float | None
     ) -> tuple[Mapping[str, Any], float | None]:
-        """Return a call's inputs by name, and what is left of its deadline once the model was asked for."""
+        """Return a call's inputs by name, and the rest of its deadline after any request for metadata."""
         self._check_loop()
         check_names(model, version)
         deadline = seconds_of("deadline", deadline)
@@ -134,13 +134,13 @@ class Client(ABC):
         return {name: with_dtype(specs, name, value) for name, value in inputs.items()}, deadline
 
     def _enter(self) -> None:
-        """Note where it belongs."""
+        """Record the event loop and the process to which it belongs."""
         self._loop, self._origin = running_loop(), Origin()
 
     def _check_loop(self) -> None:
-        """Check that its sockets may be used here.
+        """Check that the client belongs to this process and event loop.
 
-        :raises UsageError: if not.
+        :raises UsageError: if it does not.
         """
         self._origin.check(self)
         if self._loop is not None and running_loop() is not self._loop:

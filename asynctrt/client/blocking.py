@@ -17,7 +17,7 @@ from asynctrt.tensors import Array
 T = TypeVar("T")
 
 CLOSE_S: Final = 5.0
-"""How long calls that closing fails may take to notice."""
+"""How long closing waits for calls in flight to fail."""
 
 
 def connect_blocking(
@@ -31,7 +31,7 @@ def connect_blocking(
     max_size: int | None = None,
     **settings: Any,
 ) -> "BlockingClient":
-    """Return a client to be entered with ``with``. It waits where the one of ``connect`` is awaited.
+    """Return a client to enter with ``with``. Its methods block, where those of ``connect`` are awaited.
 
     The parameters are those of :func:`asynctrt.client.connect`.
 
@@ -51,9 +51,9 @@ def connect_blocking(
 
 
 class BlockingClient:
-    """Made by :func:`connect_blocking`. Any number of threads may use it at once.
+    """A blocking client, made by :func:`connect_blocking`. Any number of threads may use it at once.
 
-    It has one thread with an event loop, in which a client of :func:`asynctrt.client.connect` runs.
+    It runs a client of :func:`asynctrt.client.connect` on an event loop in a separate thread.
     """
 
     def __init__(self, client: Client) -> None:
@@ -86,13 +86,13 @@ class BlockingClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or self._origin.is_here:  # What ends a child goes on.
+        if error is None or self._origin.is_here:  # In a forked child, let the exception pass.
             self.close()
 
     def close(self) -> None:
         """Close the connection, and end the thread; requests in flight fail. Idempotent.
 
-        :raises UsageError: in a process that was forked from the client's, which lacks the thread.
+        :raises UsageError: in a process forked from the client's, where the thread does not exist.
         """
         self._origin.check(self)
         thread, self._thread = self._thread, None
@@ -132,12 +132,12 @@ class BlockingClient:
             future.cancel()  # Control-C must not leave a request behind.
             raise
         finally:
-            del future  # It has its error, whose traceback has this frame.
+            del future  # It would form a cycle: future, error, traceback, this frame.
 
     def submit(self, model: str, inputs: Any, **settings: Any) -> "Future[dict[str, Array]]":
-        """Send a request, and return a future of its answer: many can be under way from one thread.
+        """Send a request and return a future of its answer, so that one thread can have many in flight.
 
-        :param settings: as for :meth:`infer`. A future that is cancelled cancels its request.
+        :param settings: as for :meth:`infer`. Cancelling the future cancels the request.
         """
         return self._running().submit(self._client.infer(model, inputs, **settings))
 
@@ -159,11 +159,11 @@ class BlockingClient:
 
 
 class _LoopThread:
-    """An event loop in a thread of its own. A fork of the process, which lacks the thread, can exit."""
+    """An event loop in a separate thread. A forked process, which lacks the thread, can still exit."""
 
     def __init__(self) -> None:
         started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        # A daemon: a client that nobody closed must not keep the interpreter from exiting.
+        # A daemon: an unclosed client must not keep the interpreter from exiting.
         self._thread = threading.Thread(
             target=asyncio.run, args=(_run(started),), name="asynctrt-client", daemon=True
         )
@@ -181,8 +181,8 @@ class _LoopThread:
         raise NotConnectedError("this client is closed")
 
     def end(self) -> None:
-        """End what runs on the loop, the loop, and the thread."""
-        with self._lock:  # What was submitted before is on the loop before this, and so is waited for.
+        """End the calls on the loop, then the loop and its thread."""
+        with self._lock:  # Calls submitted earlier reach the loop before this, so the loop waits for them.
             self._is_over = True
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""From an address to a client: the scheme decides which one."""
+"""The choice of a client by the scheme of an address."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def connect(
     max_size: int | None = None,
     **settings: Any,
 ) -> Client:
-    """Return a client of the server at ``url``, to be entered with ``async with``.
+    """Return a client of the server at ``url``. Enter it with ``async with``.
 
     :param url: ``ws://HOST:PORT/v2/ws`` for every model, ``.../v2/models/NAME/ws`` for one; or
         ``http://HOST:PORT`` for every model of any KServe V2 server; ``wss://`` and ``https://`` with TLS. A
@@ -27,17 +27,17 @@ def connect(
     :param token: the server's bearer token, if it requires one.
     :param max_in_flight: requests in flight at once; further calls wait. Beyond the server's own limit
         (``max_requests_per_connection``) requests wait on the connection.
-    :param attempts: how often a request is sent at most. It is sent again if the server has surely not begun
-        with it: it was not connected, its queue was full, or the model was not loaded.
-    :param idempotent: whether a request may be computed twice, so that it is also sent again if its
-        connection was lost, or the server stopped.
+    :param attempts: the maximum number of times a request is sent. It is retried if the server has certainly
+        not begun it: there was no connection, its queue was full, or the model was not loaded.
+    :param idempotent: whether a request may be computed twice, so that it is also retried if its connection
+        was lost or the server stopped.
     :param reconnect_timeout: seconds to keep trying to connect again after a websocket was lost.
     :param max_size: the largest answer in bytes; ``None`` for no limit.
     :param settings: passed to ``websockets.asyncio.client.connect`` or to ``aiohttp.TCPConnector``: ``ssl``
         and others.
-    :raises UsageError: if ``max_in_flight`` or ``attempts`` is less than 1, ``url`` is no such address,
-        ``token`` cannot stand in a header, or there are a token and a password in the address, which is in no
-        message; on entering, for an unknown setting.
+    :raises UsageError: if ``max_in_flight`` or ``attempts`` is less than 1, ``url`` is not such an address,
+        ``token`` is not valid in a header, or there are both a token and a password in the address (messages
+        never show the password); on entering, for an unknown setting.
     :raises MissingExtraError: for HTTP without aiohttp.
     :raises ConnectionLostError: on entering, if there is no server at the address of a websocket.
     :raises UnauthorizedError: on entering, if the websocket's server refuses the token.
@@ -58,7 +58,7 @@ def connect(
         )
     scheme = url.partition("://")[0]
     if scheme in ("http", "https"):
-        # Not before it is needed: applications that use websockets need no aiohttp.
+        # Imported only when needed: applications that use websockets do not need aiohttp.
         from asynctrt.client.http import HttpClient  # noqa: PLC0415
 
         return HttpClient(

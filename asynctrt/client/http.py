@@ -1,4 +1,4 @@
-"""Call a server over HTTP: KServe V2, with raw tensors where the server takes them and as JSON where not."""
+"""Call a server over HTTP: KServe V2, with raw tensors if the server accepts them, otherwise as JSON."""
 
 import asyncio
 import math
@@ -38,7 +38,7 @@ except ImportError as error:
 
 HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 KIND: Final = "Asynctrt-Error"
-"""The header in which a server of asynctrt names the class of an error."""
+"""The header in which an asynctrt server names the class of an error."""
 
 BY_STATUS: Final = {
     400: errors.RequestError,
@@ -47,16 +47,16 @@ BY_STATUS: Final = {
     413: errors.TooLargeError,
     501: errors.UnsupportedError,
 }
-"""The error for the status of a server that does not name its class."""
+"""The error for each status, for a server that does not name its class."""
 
 TEXT_LENGTH_MAX: Final = 300
 
 REFUSAL_NBYTES_MAX: Final = 64 * 1024
-"""What is read of the body of an error."""
+"""The maximum number of bytes read of an error's body."""
 
 
 class HttpClient(Client):
-    """Made by :func:`asynctrt.client.connect` for an address with ``http`` or ``https``."""
+    """A client over HTTP, made by :func:`asynctrt.client.connect` for ``http`` or ``https``."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class HttpClient(Client):
             connector=connector,
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),  # A call has its own deadline.
+            timeout=aiohttp.ClientTimeout(total=None),  # Each call has its own deadline.
         )
         return self
 
@@ -160,7 +160,7 @@ class HttpClient(Client):
         )
 
     async def _learns_binary(self) -> bool:
-        """Ask the server whether it takes raw tensors, or JSON alone."""
+        """Ask the server whether it accepts raw tensors, or only JSON."""
         try:
             answer, _ = await self._ask("GET", "/v2")
             return takes_binary(parse_object(answer, "the answer"))
@@ -209,11 +209,11 @@ class HttpClient(Client):
         except asyncio.CancelledError:
             if not self._is_closed or is_cancelled():
                 raise
-            # Closing the pool cancels those that wait for a connection; nobody cancelled this task.
+            # Closing the pool cancels requests that wait for a connection; this task was not cancelled.
             raise NotConnectedError("this client was closed") from None
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            # asyncio looks hosts up in threads, and has none when the interpreter exits: a RuntimeError.
-            # Without its traceback: aiohttp keeps the error in an object that a frame there has.
+            # asyncio resolves hosts in threads, which raise RuntimeError while the interpreter exits.
+            # Drop the traceback: aiohttp keeps the error in an object that one of its frames refers to.
             raise ConnectionLostError(
                 f"the connection to {self.url} was lost: {_text_of(error)}"
             ) from error.with_traceback(None)
@@ -222,7 +222,7 @@ class HttpClient(Client):
         return answer, response.headers
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return the body of an answer; of an error, as much of it as a message shows.
+        """Return the body of an answer; of an error, only a bounded part for the message.
 
         :raises AnswerError: if it is larger than allowed.
         """

@@ -1,4 +1,4 @@
-"""Whether a request may be sent again, and until when: what all clients do about servers that fail."""
+"""Retries and deadlines of requests, and the checks that all clients share."""
 
 import asyncio
 import math
@@ -28,7 +28,7 @@ SECONDS: Final = duration()
 
 DELAY_S_MIN: Final = 0.05
 DELAY_S_MAX: Final = 2.0
-"""The pause before a request is sent again; it doubles each time, and a random half of it is left out."""
+"""The maximum pause before a retry. It doubles each time, and a random part of up to half is left out."""
 
 
 class RemoteError(AsynctrtError):
@@ -43,17 +43,18 @@ class NotConnectedError(ConnectionLostError):
 
 
 NOT_BEGUN: Final = (NotConnectedError, QueueFullError, ModelNotReadyError)
-"""What says that the server has not begun with the request."""
+"""Errors which mean that the server has not begun the request."""
 
 TRANSIENT: Final = (ConnectionLostError, LifecycleError, OverloadError)
-"""What another attempt may mend, after the request may have been computed; but not a deadline."""
+"""Errors after which a retry may help, although the request may have been computed. Deadline errors do not
+count."""
 
 GATEWAY: Final = (502, 503, 504)
-"""What proxies answer if a server is away, whether or not it has the request."""
+"""Statuses with which proxies answer if a server is unreachable, whether or not it received the request."""
 
 
 def may_repeat(error: AsynctrtError, *, is_idempotent: bool) -> bool:
-    """Return whether a request that failed with ``error`` may be sent again, and whether that may help."""
+    """Return whether a request that failed with ``error`` may be retried, and a retry may help."""
     if isinstance(error, NOT_BEGUN):
         return True
     if isinstance(error, RemoteError):
@@ -71,7 +72,7 @@ async def persist(
 ) -> T:
     """Send a request until it is answered, up to ``attempts`` times and within ``deadline`` seconds.
 
-    :param is_over: returns whether no attempt can succeed any more.
+    :param is_over: returns whether no further attempt can succeed.
     :raises DeadlineError: if there is no answer within the deadline.
     """
     delay_s = DELAY_S_MIN
@@ -85,22 +86,22 @@ async def persist(
                 except AsynctrtError as error:
                     if attempts < 1 or is_over() or not may_repeat(error, is_idempotent=is_idempotent):
                         raise
-                # Many clients that lost one server do not come back at the same moment.
+                # Jitter: many clients that lost one server must not all retry at the same moment.
                 await asyncio.sleep(random.uniform(delay_s / 2, delay_s))  # noqa: S311  (not a secret)
                 delay_s = min(2 * delay_s, DELAY_S_MAX)
     except TimeoutError as error:
         if not limit.expired() or isinstance(error, DeadlineError):
             raise
     finally:
-        del limit  # It has the task, which may end with an error whose traceback has this frame.
-    # Not while the other error is handled, which would stay its context, and has the task as well.
+        del limit  # It refers to the task, whose error's traceback may refer to this frame.
+    # Raised outside the handler: otherwise the other error, which also refers to the task, stays its context.
     raise DeadlineError(f"no answer within the deadline of {deadline:g} s")
 
 
 def check_settings(max_in_flight: object, attempts: object) -> None:
-    """Check the settings that all clients have.
+    """Check the settings that all clients share.
 
-    :raises UsageError: if one is no whole number, or less than 1.
+    :raises UsageError: if one is not a whole number, or is less than 1.
     """
     if any(number is None or number < 1 for number in map(int_or_none, (max_in_flight, attempts))):
         raise UsageError(
@@ -110,9 +111,9 @@ def check_settings(max_in_flight: object, attempts: object) -> None:
 
 
 def check_names(model: object, version: object) -> None:
-    """Check what a request says which model it is for.
+    """Check the model name and the version of a request.
 
-    :raises UsageError: for a name or a version that is no text, or one that UTF-8 cannot hold.
+    :raises UsageError: for a name or a version that is not a string, or cannot be encoded as UTF-8.
     """
     for what, text in (("model", model), ("version", version)):
         if not isinstance(text, str) or not _is_utf8(text):
@@ -128,7 +129,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def without_credentials(url: str) -> str:
-    """Return an address without the user and the password in it, for messages."""
+    """Return an address without its user and password, for messages."""
     return re.sub(r"//[^/]*@", "//", url, count=1)
 
 
@@ -142,9 +143,9 @@ def seconds_of(name: str, value: Any) -> float | None:
 
 
 def queue_timeout(timeout: float | None, deadline: float | None) -> float | None:
-    """Return how long a request may be queued on the server, in seconds: not beyond its deadline.
+    """Return how long a request may be queued on the server, in seconds, at most until its deadline.
 
-    :raises OptionsError: if ``timeout`` is no number of seconds.
+    :raises OptionsError: if ``timeout`` is not a number of seconds.
     """
     timeout = seconds_of("timeout", timeout)
     if timeout is None or deadline is None:
@@ -153,7 +154,7 @@ def queue_timeout(timeout: float | None, deadline: float | None) -> float | None
 
 
 def remote_error(kind: object, status: object, text: str) -> AsynctrtError:
-    """Return a server's error, of the class that it had there if asynctrt has it."""
+    """Return a server's error, of the class that the server names if asynctrt has that class."""
     found = getattr(errors, str(kind), None)
     if isinstance(found, type) and issubclass(found, AsynctrtError):
         return found(text)
@@ -187,12 +188,12 @@ def input_specs(model: str, metadata: Mapping[str, Any]) -> tuple[TensorSpec, ..
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value has no dtype of its own: lists, and Python's numbers."""
+    """Return whether a value has no dtype: a list or a Python number."""
     return isinstance(value, list | tuple | int | float)
 
 
 def with_dtype(specs: Sequence[TensorSpec], name: str, value: Any) -> Any:
-    """Return a plain value as an array of its input's dtype; all else, and what is no number, as it is.
+    """Convert a plain value for a numeric input to an array of that input's dtype; return others unchanged.
 
     :raises InputError: for a value that the dtype cannot hold, and for ragged lists.
     """

@@ -57,7 +57,7 @@ PREFIX_NBYTES: Final = 4
 
 
 class WebSocketClient(Client):
-    """Made by :func:`asynctrt.client.connect` for an address with ``ws`` or ``wss``."""
+    """A client over a websocket, made by :func:`asynctrt.client.connect` for ``ws`` or ``wss``."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class WebSocketClient(Client):
         self._task: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._number = 0
-        # Heads repeat except for the id: those of requests are cached by content, those of answers by bytes.
+        # Heads repeat except for the id. Heads of requests are cached by content, heads of answers by bytes.
         self._heads: dict[Any, bytes] = {}
         self._answers: dict[bytes, list[PlacedTensor]] = {}
         in_child(self, WebSocketClient._let_go)
@@ -98,17 +98,17 @@ class WebSocketClient(Client):
         return self
 
     def _let_go(self) -> None:
-        """In a child that was forked: leave the connection to the parent, and do not close it."""
+        """Detach a forked child from the connection, which is the parent's, without closing it."""
         self._lost = ConnectionLostError("this client belongs to the process that this one was forked from")
         if self._socket is not None and self._socket.transport is not None:
             seal(self._socket.transport.get_extra_info("socket").fileno())
 
     async def aclose(self) -> None:
-        """Close the websocket, and stop connecting again. Idempotent."""
+        """Close the websocket and stop reconnecting. Idempotent."""
         self._origin.check(self)
         self._lost = self._lost or ConnectionLostError("this client is closed")
         socket, self._socket = self._socket, None
-        self._fail_all()  # Before a server that does not answer keeps it.
+        self._fail_all()  # First of all: closing may have to wait for an unresponsive server.
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -176,12 +176,12 @@ class WebSocketClient(Client):
 
     async def _call(self, rest: bytes, tensors: list[Buffer]) -> Any:
         if not self._connected.is_set():
-            await self._connected.wait()  # It is also set when reconnecting is given up.
+            await self._connected.wait()  # It is also set once reconnecting has failed.
         if self._lost is not None:
             raise copy_for(self._lost)
         socket = self._socket
         if socket is None or socket.state is not State.OPEN:
-            self._connected.clear()  # The receiving task learns of it later.
+            self._connected.clear()  # The receiving task notices later.
             raise NotConnectedError(f"the connection to {self.url} was lost")
         self._number += 1
         number = str(self._number)
@@ -192,7 +192,7 @@ class WebSocketClient(Client):
             await socket.send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
             return await future
         except ConnectionClosed as error:
-            if socket is self._socket:  # The receiving task learns of it later.
+            if socket is self._socket:  # The receiving task notices later.
                 self._connected.clear()
             raise ConnectionLostError(f"the connection to {self.url} was lost: {error}") from error
         except asyncio.CancelledError:
@@ -201,11 +201,11 @@ class WebSocketClient(Client):
             raise
         finally:
             self._waiting.pop(number, None)
-            del future  # It has its error, whose traceback has this frame.
+            del future  # It would form a cycle: future, error, traceback, this frame.
 
     @staticmethod
     def _cancel(socket: ClientConnection, number: str) -> None:
-        """Tell the server that a request is cancelled, without waiting, as its caller is being cancelled."""
+        """Notify the server of a cancelled request, without waiting, as its caller is being cancelled."""
         task = asyncio.get_running_loop().create_task(socket.send(dump({"cancel": number}).decode()))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -246,11 +246,11 @@ class WebSocketClient(Client):
                 f"{show(self.url)} is not the address of a websocket, such as ws://HOST:PORT/v2/ws"
             ) from error
         except (OSError, InvalidHandshake, TimeoutError, RuntimeError) as error:
-            # asyncio looks hosts up in threads, and has none when the interpreter exits: a RuntimeError.
+            # asyncio resolves hosts in threads, which raise RuntimeError while the interpreter exits.
             raise ConnectionLostError(f"cannot connect to {self.url}: {_text_of(error)}") from error
 
     async def _run(self, socket: ClientConnection) -> None:
-        """Receive answers, and connect again whenever the connection is lost."""
+        """Receive answers, and reconnect whenever the connection is lost."""
         try:
             while True:
                 await self._receive(socket)
@@ -270,9 +270,9 @@ class WebSocketClient(Client):
             await socket.close()
 
     async def _open_again(self) -> ClientConnection:
-        """Connect, again and again with growing delays while that fails for reasons that may pass.
+        """Connect, retrying with growing delays after transient failures.
 
-        The library's own iterator does so, but only websockets 17 lets its delays be set.
+        The library's own iterator does so too, but its delays can be set only from websockets 17 on.
         """
         delays = backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
         while True:
@@ -290,7 +290,7 @@ class WebSocketClient(Client):
             async for message in socket:
                 self._take(message)
         except ConnectionClosed:
-            pass  # The waiting callers are told below.
+            pass  # The waiting callers fail below.
         except Exception as error:
             self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {_text_of(error)}")
         self._socket = None
@@ -305,7 +305,7 @@ class WebSocketClient(Client):
                 future.set_exception(copy_for(why))
 
     def _take(self, message: bytes | str) -> None:
-        if isinstance(message, str):  # Only cancellations are sent as text, so this answers one.
+        if isinstance(message, str):  # The client sends only cancellations as text, so this answers one.
             message = message.encode()
             head, stop = message, len(message)
         else:
@@ -328,7 +328,7 @@ class WebSocketClient(Client):
                 known = place_outputs(content)
                 remember(self._answers, key, known)
             outputs = read_outputs(known, message, stop)
-        except AnswerError as error:  # Of one request: the next message begins where it begins.
+        except AnswerError as error:  # This fails only one request: later messages are still readable.
             self._settle(request_id, error=error)
             return
         # The caller may write to its outputs, so they are copies.

@@ -1,7 +1,7 @@
-"""Examine a machine before anything runs on it, and say what to do about what is wrong.
+"""Examine a machine before anything runs on it, and say how to fix what is wrong.
 
-``facts`` gathers what can be known, the risky parts in child processes (``children``, ``probes``); ``checks``
-interprets the facts and touches nothing else. :func:`diagnose` does both.
+``facts`` gathers facts, the risky ones in child processes (``children``, ``probes``); ``checks`` interprets
+them and touches nothing else. :func:`diagnose` does both.
 """
 
 from asynctrt.doctor.diagnosis import diagnose

@@ -1,7 +1,7 @@
 """Run a probe in a child process with a time limit, so that a crash becomes an answer.
 
-A library that does not fit the driver may end the process that loads it, or hang it. A child gives its answer
-through a file of its own, since libraries write to standard output and standard error as they like.
+A library that does not fit the driver may crash or hang the process that loads it. A child writes its answer
+to a separate file, because libraries may write anything to standard output and standard error.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 PROBES: Final = Path(__file__).parent / "probes"
-"""Where the probes are, each a file with a function ``probe``."""
+"""The folder of the probes, each a file with a function ``probe``."""
 
 CONTENT_NBYTES_MAX: Final = 4 << 20
 SAID_CHARS_MAX: Final = 600
@@ -28,18 +28,18 @@ class Ending(StrEnum):
     """How a probe ended."""
 
     ANSWERED = "answered"
-    """It gave an answer, and its process ended as it should."""
+    """It gave an answer, and its process exited normally."""
     FAILED = "failed"
     """It raised an exception, or its answer cannot be read."""
     CRASHED = "crashed"
     """A signal ended its process, perhaps after it had answered."""
     HUNG = "hung"
-    """It did not end in time, though perhaps it had answered."""
+    """It did not end in time, perhaps after it had answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a probe ended, and what it answered."""
+    """How a probe ended, and its answer."""
 
     ending: Ending
     value: Any = None
@@ -57,16 +57,16 @@ def ask(probe: str | Path, *args: str, timeout_s: float, env: Mapping[str, str] 
     """Run a probe in a child process, and return how it ended. Blocks for ``timeout_s`` at most.
 
     :param probe: the name of a probe of this package, or the path of a file with a function ``probe``, which
-        takes strings and returns what JSON can hold.
+        takes strings and returns a value that JSON can represent.
     :param args: the arguments of the function.
     :param env: the environment of the child. Default: that of this process.
     """
     path = probe if isinstance(probe, Path) else PROBES / f"{probe}.py"
     env = {**(os.environ if env is None else env), "ORT_DISABLE_TELEMETRY": "1"}
-    # Files and no pipes: a process that a probe leaves running would keep pipes open.
+    # Files instead of pipes: a process that a probe leaves running would keep pipes open.
     with _file("answer") as answer, _file("errors") as errors:
         child = subprocess.Popen(  # noqa: S603  (its arguments are ours)
-            # -P: a file beside a probe, or in the working directory, is not a module.
+            # -P: do not import modules from a probe's folder or the working directory.
             [sys.executable, "-P", str(PROBES / "run.py"), str(answer.fileno()), str(path), *args],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -86,7 +86,7 @@ def ask(probe: str | Path, *args: str, timeout_s: float, env: Mapping[str, str] 
 
 
 def _outcome(code: int | None, raw: bytes, said: str, timeout_s: float) -> Outcome:
-    """Return what the exit status, the answer and the standard error of a child amount to."""
+    """Return the outcome for a child's exit status, answer and standard error."""
     value = None
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(raw)
@@ -114,9 +114,9 @@ def _file(name: str) -> IO[bytes]:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End a child, and whatever it has started."""
+    """Kill a child and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        # A process that hangs in the driver cannot be killed. It is left behind.
+        # A process that hangs in the driver cannot be killed, and is left behind.
         child.wait(2)

@@ -22,12 +22,12 @@ ADVICE_PROBES: Final = ("driver", "nvml")
 
 
 def diagnose(device: str | None = None, *, timeout: float = TIMEOUT_S) -> Report:
-    """Examine this machine, and return what was found. Blocks for seconds, as libraries are loaded.
+    """Examine this machine and return a report. Blocks for seconds, while libraries are loaded.
 
-    Nothing is loaded into this process: what may crash or hang is tried in child processes.
+    Nothing is loaded into this process: anything that may crash or hang runs in child processes.
 
-    :param device: ``host``, ``cuda:0`` and so on: what has to work. A GPU that is missing is an error only if
-        one is named, or if there are signs of one.
+    :param device: the device that must work: ``host``, ``cuda:0`` and so on. A missing GPU is an error only
+        if one is named, or if there are signs of one.
     :param timeout: seconds that each probe may take; several run at once.
     :raises OptionsError: if ``device`` is not the name of a device, or ``timeout`` is not positive.
     """
@@ -41,7 +41,7 @@ def diagnose(device: str | None = None, *, timeout: float = TIMEOUT_S) -> Report
 
 
 def conclude(facts: Facts) -> Report:
-    """Return what facts mean."""
+    """Return the report that follows from the facts."""
     # Earlier findings explain later ones.
     checks = (drivers.check, gpus.check, packages.check, machine.check, engines.check)
     return Report(tuple(finding for check in checks for finding in check(facts)))
@@ -66,7 +66,7 @@ def advise(
         facts = gather(device=device, timeout_s=ADVICE_TIMEOUT_S, env=env, ask=ask_some)
         found = [one for one in drivers.check(facts) if one.level is Level.ERROR]
     except Exception:
-        return error  # It says what went wrong in any case.
+        return error  # The error itself says what went wrong.
     said = [str(error), *(f"asynctrt doctor: {one.what}. {one.fix}" for one in found[:1])]
     said.append(f"To examine this machine: asynctrt doctor --device {device}")
     return DeviceUnavailableError(". ".join(part.rstrip(".") for part in said))

@@ -1,4 +1,4 @@
-"""Gather all that can be known about this machine, the risky parts in child processes, several at a time."""
+"""Gather the facts about this machine, the risky ones in child processes, several at a time."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ from asynctrt.doctor.machine import Machine, read_machine
 from asynctrt.tensorrt_options import FLAVOURS
 
 CHILDREN_MAX: Final = 4
-"""Probes that run at once."""
+"""The maximum number of probes that run at once."""
 
 PACKAGES: Final = ("onnxruntime", "cuda.bindings.driver", "uvloop")
 """The packages whose import is tried, besides those of TensorRT."""
@@ -26,29 +26,29 @@ Ask = Callable[..., Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that the checks look at."""
+    """The facts that the checks interpret."""
 
     env: Mapping[str, str]
     device: str | None
-    """The device that has to work, if the user named one."""
+    """The device that must work, if the user named one."""
     python: str
     """The version of Python."""
     machine: Machine
     distributions: Mapping[str, str]
     """The versions of installed packages, by name in lower case with hyphens."""
     needed: Mapping[str, str]
-    """The lowest versions of the packages that asynctrt cannot do without."""
+    """The minimum versions of the packages that asynctrt requires."""
     driver: Outcome
     nvml: Outcome
     kernel_log: Outcome
     packages: Mapping[str, Outcome]
-    """For each package of TensorRT and each of ``PACKAGES``: how its import ended."""
+    """The outcome of importing each package of TensorRT and each of ``PACKAGES``."""
     engines: Mapping[str, Outcome]
-    """For each device, and for a ``worker``: whether it works."""
+    """The outcome of trying each device, and a ``worker``."""
 
     @property
     def gpus(self) -> list[dict[str, Any]]:
-        """What CUDA says about each GPU that it shows."""
+        """The GPUs that CUDA shows, as it describes them."""
         return list(self.driver.value["devices"]) if self.driver.has_answered else []
 
     @property
@@ -61,26 +61,26 @@ class Facts:
 def gather(
     *, device: str | None = None, timeout_s: float, env: Mapping[str, str] | None = None, ask: Ask = ask
 ) -> Facts:
-    """Return all that can be known about this machine. Blocks; no probe takes longer than ``timeout_s``.
+    """Return the facts about this machine. Blocks; no probe takes longer than ``timeout_s``.
 
-    :param device: the device that has to work: ``host``, ``cuda:0`` and so on. Default: all are tried.
+    :param device: the device that must work: ``host``, ``cuda:0`` and so on. Default: all are tried.
     :param env: the environment of the probes. Default: that of this process.
     :param ask: runs a probe; for tests.
     """
     env = dict(os.environ if env is None else env)
-    # The probe of engines imports asynctrt, from where this process has found it.
+    # The engine probe imports asynctrt from the same place as this process.
     place = str(Path(__file__).parents[2])
     ours = {**env, "PYTHONPATH": os.pathsep.join(filter(None, (place, env.get("PYTHONPATH"))))}
 
     def run(probe: str, *args: str, env: Mapping[str, str] = env) -> Outcome:
         return ask(probe, *args, timeout_s=timeout_s, env=env)
 
-    # In exclusive mode a GPU takes one process at a time: what uses it runs alone.
+    # In exclusive mode a GPU accepts one process at a time, so probes that use it run alone.
     with ThreadPoolExecutor(CHILDREN_MAX) as pool, ThreadPoolExecutor(1) as alone:
         nvml, kernel_log = pool.submit(run, "nvml"), pool.submit(run, "kernel_log")
         driver = run("driver")
         gpus = [f"cuda:{ordinal}" for ordinal in range(len(driver.value["devices"]) if driver.value else 0)]
-        # Without a GPU, no runtime of TensorRT can be made; that is a finding about the driver.
+        # Without a GPU, no TensorRT runtime can be made; the findings about the driver cover that.
         runtime = ["runtime"] if gpus else []
         packages = {name: alone.submit(run, "package", name, *runtime) for name in FLAVOURS}
         packages |= {name: pool.submit(run, "package", name) for name in PACKAGES}
@@ -107,8 +107,8 @@ def gather(
 
 
 def _needed() -> dict[str, str]:
-    """Return the lowest version of each package that asynctrt cannot do without."""
-    with suppress(PackageNotFoundError):  # It may run from its sources.
+    """Return the minimum version of each package that asynctrt requires."""
+    with suppress(PackageNotFoundError):  # asynctrt may run from its sources.
         core = [one for one in requires("asynctrt") or () if "extra ==" not in one]
         return {found[1]: found[2] for one in core if (found := re.match(r"([\w-]+)>=([\d.]+)", one))}
     return {}

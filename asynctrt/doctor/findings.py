@@ -1,4 +1,4 @@
-"""What the doctor found: findings, and the report that they make up."""
+"""The doctor's findings, and the report made of them."""
 
 import textwrap
 from collections import Counter
@@ -20,7 +20,7 @@ class Level(StrEnum):
     OK = "ok"
     """It is as it should be."""
     NOTE = "note"
-    """It is worth knowing, and may be intended; or it cannot be known here."""
+    """It is worth knowing, and may be intended; or it cannot be determined here."""
     WARNING = "warning"
     """It works, but slowly, or not for long, or by chance."""
     ERROR = "error"
@@ -29,13 +29,13 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
     """A stable name for programs: ``driver.missing``."""
     level: Level
     what: str
-    """What was found, and what follows from it."""
+    """What was found, and its consequences."""
     fix: str = ""
     """What to do about it; empty if there is nothing to do."""
 
@@ -62,19 +62,19 @@ class Report:
         return SICK if self.at(Level.ERROR) or (strict and self.at(Level.WARNING)) else 0
 
     def counts(self) -> dict[str, int]:
-        """Return how many findings there are of each level that occurs, the worst first."""
+        """Return the number of findings of each level that occurs, the worst level first."""
         found = Counter(finding.level for finding in self.findings)
         return {level.value: found[level] for level in reversed(Level) if found[level]}
 
     def as_json(self, *, strict: bool = False) -> dict[str, Any]:
-        """Return the report as plain values, with its status as :meth:`status` gives it."""
+        """Return the report as plain values, with its :meth:`status`."""
         findings = [asdict(finding) for finding in self.findings]
         return {"status": self.status(strict=strict), "counts": self.counts(), "findings": findings}
 
     def lines(self, width: int = WIDTH) -> Iterator[tuple[Level | None, str]]:
         """Yield the report as lines of text, each with the level of its finding; ``None`` for the summary.
 
-        :param width: the longest a line may be, unless a single word is longer.
+        :param width: the maximum length of a line, unless a single word is longer.
         """
         for one in self.findings:
             fix = _wrapped(f"{INDENT}fix: ", one.fix, width)
@@ -94,7 +94,7 @@ class Report:
 
 
 def _wrapped(start: str, text: str, width: int) -> list[str]:
-    # Paths are copied by double click, so they are never broken.
+    # Paths are never broken, so that a double click selects all of one.
     wrapper = textwrap.TextWrapper(
         width, start, " " * len(start), break_long_words=False, break_on_hyphens=False
     )

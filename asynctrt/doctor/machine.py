@@ -1,4 +1,4 @@
-"""Read what the operating system says: limits, cores, signs of a GPU. Nothing is loaded."""
+"""Read limits, cores and signs of a GPU from the operating system. No library is loaded."""
 
 import os
 import resource
@@ -11,38 +11,38 @@ from typing import Final
 from asynctrt.cgroup import Cgroup, text_of, total_memory
 
 NVIDIA: Final = "0x10de"
-"""The number of the vendor on the PCI bus."""
+"""NVIDIA's vendor id on the PCI bus."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the operating system says. A limit that does not exist, or is not known, is ``None``."""
+    """The machine as the operating system describes it. A missing or unknown limit is ``None``."""
 
     usable_cores: int
     """Cores that this process may run on (its affinity)."""
     quota_cores: float | None
-    """How many cores' time the container may use."""
+    """The CPU quota of the container, in cores."""
     memory_nbytes: int | None
     memory_limit_nbytes: int | None
-    """What the container may use."""
+    """The memory that the container may use."""
     memory_used_nbytes: int | None
-    """What the container uses, without files that could be dropped."""
+    """The memory that the container uses, without cached files that could be dropped."""
     oom_kills: int | None
     """Processes of the container that were killed because its memory was used up."""
     shm_free_nbytes: int | None
-    """What is free in ``/dev/shm``."""
+    """Free memory in ``/dev/shm``."""
     memlock_nbytes: int | None
-    """Memory that a process may lock."""
+    """The maximum memory that a process may lock."""
     descriptors: int | None
-    """Open files that a process may have."""
+    """The maximum number of open files of a process."""
     gpu_signs: tuple[str, ...]
-    """``/dev/nvidia*``, ``/dev/dxg`` of WSL, and the places of NVIDIA's GPUs on the PCI bus."""
+    """``/dev/nvidia*``, ``/dev/dxg`` of WSL, and the PCI paths of NVIDIA's GPUs."""
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """Return what the operating system says.
+    """Read the facts about the machine from the operating system.
 
-    :param root: the folder that has ``proc``, ``sys`` and ``dev``, for tests.
+    :param root: the folder with ``proc``, ``sys`` and ``dev``, for tests.
     """
     cgroup = Cgroup(root)
     return Machine(

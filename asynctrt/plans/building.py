@@ -22,26 +22,26 @@ from asynctrt.loading import PLAN_SUFFIXES, find_device
 from asynctrt.plans.digest import digest_of, opened
 
 MODEL_NBYTES_MAX: Final = 2 << 30
-"""What protobuf takes at most; larger models keep their weights beside them."""
+"""The limit of protobuf; larger models keep their weights in external files."""
 
 LOCATION: Final = re.compile(rb"\x0a\x08location\x12([\x01-\x7f]|[\x80-\xff][\x01-\x1f])")
-"""How an ONNX file begins to name a file that holds weights: a protobuf entry whose key is "location", and
-the length of the name."""
+"""The bytes in an ONNX file before the name of an external file with weights: a protobuf entry whose key is
+"location", and the length of the name."""
 
 REPLACED: Final = {"float64": "FLOAT", "int64": "INT32", "uint64": "INT32"}
-"""Types that TensorRT may replace, and by what."""
+"""Types that TensorRT may replace, and their replacements."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """An ONNX model that was read, and what identifies it."""
+    """The content of an ONNX model, and the digests that identify it."""
 
     path: Path
     content: bytes
     digest: str
     """SHA-256 of the file itself, in hexadecimal."""
     external: dict[str, str]
-    """Files beside it that hold weights, and the SHA-256 of each."""
+    """Its external files with weights, and the SHA-256 of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,17 @@ def build(
 ) -> BuiltPlan:
     """Build a TensorRT plan from an ONNX model. Blocks, for seconds to hours; Ctrl-C ends it.
 
-    It is built in a process of its own, as the library's parser crashes on some damaged models.
+    The build runs in a child process, because the library's parser crashes on some damaged models.
 
-    The manifest is written beside it, as ``PLAN.json``, and its digest is recorded, so that this user can
-    open it with ``trust="built-here"``.
+    It also writes a manifest beside the plan, as ``PLAN.json``, and records the plan's digest, so that this
+    user can open the plan with ``trust="built-here"``.
 
-    :param model: the path of an ``.onnx`` file. Its folder is where weights outside of it are read from.
+    :param model: the path of an ``.onnx`` file. External weights are read from its folder.
     :param plan: where to write the plan. Default: the model's path with ``.plan`` as its suffix.
     :param device: the GPU to build on, ``"cuda:0"``. Default: CUDA's own choice; TensorRT for RTX needs none.
-    :param progress: told of each step, a :class:`~asynctrt.backends.tensorrt.builder.BuildStep`, in the
-        thread that called.
-    :param options: a :class:`BuildOptions`; ``settings`` are single options, and win over it.
+    :param progress: called with each step, a :class:`~asynctrt.backends.tensorrt.builder.BuildStep`, in the
+        calling thread.
+    :param options: a :class:`BuildOptions`; ``settings`` are single options, which override it.
     :raises OptionsError: for an option that is unknown, or that the package or the model does not have.
     :raises BuildError: if the model cannot be parsed, or no plan can be built from it.
     :raises ModelNotFoundError: if there is no such file.
@@ -95,9 +95,9 @@ def build(
 
 
 def read_source(path: Path) -> ModelSource:
-    """Read an ONNX file, and digest it and the files beside it that it may name.
+    """Read an ONNX file, and digest it and its external files.
 
-    :raises ModelNotFoundError, ModelError: if there is none, or it cannot be read.
+    :raises ModelNotFoundError, ModelError: if there is no such file, or it cannot be read.
     :raises BuildError: if it is larger than any ONNX file can be.
     """
     with opened(path) as file:
@@ -119,11 +119,11 @@ def build_from(
     report: Report | None = None,
     key: Mapping[str, Any] | None = None,
 ) -> tuple[Built, Manifest]:
-    """Build a plan, in a process of its own, and describe it.
+    """Build a plan in a child process, and describe it.
 
-    :param flavour: the name of a package, ``None`` for the first that is installed; or a stand-in for one,
-        with which it is built in this process.
-    :param key: what the plan cache knows it by.
+    :param flavour: the name of a package, ``None`` for the first one installed; or a stand-in for a package,
+        with which the plan is built in this process.
+    :param key: the facts by which the plan cache identifies it.
     """
     found = None if device is None else find_device(device)
     try:
@@ -134,7 +134,7 @@ def build_from(
             builder = find_builder(flavour)
             built = build_plan(source.content, source.path, builder, options, report, device=found)
         if _external(source.path, source.content) != source.external:
-            # What was built would be known by the digests of other weights.
+            # The plan would be recorded with the digests of other weights.
             raise BuildError(
                 f"files beside {str(source.path)!r} that hold its weights were changed while the plan was "
                 "built. Build it again when they are complete"
@@ -150,8 +150,7 @@ def write_plan(target: Path, content: bytes, manifest: Manifest) -> None:
 
     :raises UsageError: if they cannot be written.
     """
-    # In this order a plan never stands beside what was said of another one for long: what is left over is
-    # recognised by its digest.
+    # In this order a plan is only briefly beside another plan's manifest, which its digest reveals.
     write_whole(target, content)
     write_whole(manifest_path(target), manifest.as_text())
     record(manifest.plan_digest)
@@ -186,16 +185,16 @@ def _tensor(tensor: NetworkTensor) -> ManifestTensor:
 
 
 def _changes(source: ModelSource, built: Built) -> list[str]:
-    """Return which inputs and outputs TensorRT has given another type than the model."""
+    """Return a note on each input and output whose type TensorRT has replaced."""
     try:
-        # Not before it is needed, and it is optional.
+        # Imported only when needed, because it is optional.
         from asynctrt.plans.onnx_file import read_onnx_file  # noqa: PLC0415
 
         model = read_onnx_file(source.path)
     except MissingExtraError:
         return ["types were not compared with the model's: that needs pip install 'asynctrt[inspect]'"]
     except ModelError:
-        return []  # What is compared is a courtesy; the parser has read the model.
+        return []  # The notes are a courtesy: the parser has read the model.
     dtypes = {tensor.name: tensor.dtype for tensor in (*model.inputs, *model.outputs)}
     return [
         f"{kind} {tensor.name!r} is {dtypes[tensor.name]} in the model and {tensor.dtype} in the plan: send "
@@ -207,10 +206,10 @@ def _changes(source: ModelSource, built: Built) -> list[str]:
 
 
 def _external(path: Path, content: bytes) -> dict[str, str]:
-    """Return the files beside a model that it names as holders of weights, with the digest of each.
+    """Return the external files with weights that a model names, with the digest of each.
 
-    Found by how ONNX writes such a name, so that no parser is needed. One too many costs a digest; one that
-    is not there, or lies outside the model's folder, is the parser's to refuse.
+    It searches for the bytes with which ONNX writes such a name, so that no parser is needed. A false match
+    costs only a digest. The parser refuses files that are missing or outside the model's folder.
     """
     folder = os.path.realpath(path.parent)
     found = {}

@@ -1,8 +1,8 @@
 """The plan cache: ``open("model.onnx", runtime="tensorrt")`` builds a plan once, and finds it afterwards.
 
-An entry is a plan with its manifest, named by a digest of everything that it depends on. It is read and
-written under a lock, so that several processes that open a model build it once. What is read is checked
-against the digests of plans that were built here; an entry that fails is built again.
+An entry is a plan with its manifest, named by a digest of everything that the plan depends on. It is read and
+written under a lock, so that several processes that open a model build it once. Entries are checked against
+the recorded digests of plans built here; an entry that fails the check is built again.
 """
 
 import hashlib
@@ -29,36 +29,36 @@ from asynctrt.plans.digest import digest_of
 from asynctrt.plans.plan_file import installed_versions
 
 NBYTES_MAX: Final = 10 << 30
-"""What all plans of the cache may take together, by default; those that were used longest ago go first."""
+"""The default limit of all plans in the cache together; the least recently used are evicted first."""
 
 LOCKS: Final = 2
 """Hexadecimal digits of an entry's name that choose its lock, so that there are few lock files."""
 
 FORMAT: Final = 1
-"""Part of every entry's name: other ways to build or to write plans are other entries."""
+"""A part of every entry's name: if plans are built or written differently, their entries differ."""
 
 DRIVER: Final = Path("/sys/module/nvidia/version")
 
 logger = logging.getLogger("asynctrt")
 PROGRESS: Final = logging.getLogger("asynctrt.build")
-"""What a build tells of its progress. A record has ``model``, a path, and ``step``: how far it is, if any."""
+"""The logger for the progress of builds. A record has ``model``, a path, and ``step``, a step or ``None``."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPlan:
-    """A plan for a model, from the cache or built just now."""
+    """A plan for a model, from the cache or newly built."""
 
     plan: Plan
     is_hit: bool
-    """Whether it was there."""
+    """Whether it was in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCache:
     """A folder of plans.
 
-    :param folder: where they are. Default: ``asynctrt/plans`` in the user's folder for caches.
-    :param nbytes_max: bytes of all plans together.
+    :param folder: their folder. See :meth:`of_user` for the default one.
+    :param nbytes_max: the limit of all plans together, in bytes.
     """
 
     folder: Path
@@ -66,12 +66,12 @@ class PlanCache:
 
     @classmethod
     def of_user(cls, env: Mapping[str, str] = os.environ) -> "PlanCache":
-        """Return the cache of this user."""
+        """Return this user's cache: ``asynctrt/plans`` in the user's cache folder."""
         cache = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         return cls(Path(cache) / "asynctrt" / "plans")
 
     def plan_for(self, model: Path, device: Device, flavour: str | None, options: BuildOptions) -> CachedPlan:
-        """Return the plan for a model on a device, building it if it is not there. Blocks, maybe for long.
+        """Return the plan for a model on a device, building it if necessary. Blocks, perhaps for long.
 
         :raises ModelNotFoundError, ModelError: if there is no such model, or it cannot be read.
         :raises MissingExtraError: if no package that builds plans is installed.
@@ -95,7 +95,7 @@ class PlanCache:
         return CachedPlan(content, is_hit=False)
 
     def forget(self, found: CachedPlan, reason: str) -> None:
-        """Remove a plan that does not run after all, so that it is built again."""
+        """Evict a plan that turned out not to run, so that it is built again."""
         logger.warning("%s is removed from the plan cache: %s", found.plan.where, reason)
         path = found.plan.path
         assert path is not None, "it is a file of the cache"
@@ -116,7 +116,7 @@ class PlanCache:
             ) from error
 
     def _find(self, path: Path, source: ModelSource) -> tuple[Plan | None, str | None]:
-        """Return an entry, or why it cannot be used; twice ``None`` if there is none."""
+        """Return an entry, or why it cannot be used; ``None`` for both if it does not exist."""
         try:
             with open_regular(path, follow=False) as file:
                 content = file.read()
@@ -134,11 +134,11 @@ class PlanCache:
         if manifest.plan_digest != digest or not is_recorded(digest):
             return None, "the entry is not what was built here: it was changed, or its record is gone"
         with suppress(OSError):
-            os.utime(path)  # The time of its last use, by which entries go.
+            os.utime(path)  # Record its last use, for eviction.
         return Plan(where, source.path.stem, content, header, path), None
 
     def _why_not(self, facts: Mapping[str, Any]) -> str | None:
-        """Return in which way the latest entry for the same file differs, or ``None`` without one."""
+        """Return how the latest entry for the same file differs, or ``None`` if there is none."""
         latest, latest_ns = None, -1
         for beside in self.folder.glob(f"*.plan{SUFFIX}"):
             with suppress(ModelError, OSError):
@@ -169,7 +169,7 @@ class PlanCache:
         PROGRESS.info("building a plan from %r for %s: %s", where, device.name, reason, extra=about)
 
         def report(step: BuildStep) -> None:
-            # Few are worth a line in a log; a terminal shows them all.
+            # Only top-level steps are worth a line in a log; a terminal shows all.
             level = logging.INFO if step.parent is None else logging.DEBUG
             told = (where, step.phase, step.done, step.total)
             PROGRESS.log(level, "building %r: %s, %d of %d", *told, extra={"model": where, "step": step})
@@ -190,7 +190,7 @@ class PlanCache:
         return Plan(name, source.path.stem, built.content, read_header(built.content, where=name), path)
 
     def _shrink(self, newest: Path) -> None:
-        """Remove what was used longest ago, until all the rest fits; never what was just built."""
+        """Evict the least recently used plans until the rest fit, but never the newest one."""
         with locked(self.folder / "lock"):
             entries = []
             for path in self.folder.glob("*.plan"):
@@ -221,10 +221,10 @@ def plan_for(
 
 
 def _facts(source: ModelSource, device: Device, flavour: str | None, options: BuildOptions) -> dict[str, Any]:
-    """Return all that a plan depends on."""
+    """Return everything that a plan depends on."""
     chosen, version = _builder(flavour or options.flavour)
     settings = replace(options, flavour=chosen).as_json()
-    # How long it took to build is nothing that the plan depends on, and neither is what was logged.
+    # The plan does not depend on the options for the build's speed and logging.
     for name in ("timing_cache", "max_threads", "verbosity"):
         settings.pop(name)
     settings["plugins"] = {path: digest_of(Path(path)) for path in options.plugins}

@@ -1,4 +1,4 @@
-"""``runtime="tensorrt"``: an ONNX model run by TensorRT, with a plan of the plan cache."""
+"""``runtime="tensorrt"``: run an ONNX model with TensorRT, using a plan from the plan cache."""
 
 import dataclasses
 import os
@@ -56,10 +56,10 @@ def _load_built(
         )
     build = build or BuildOptions()
     if options.max_rows is not None and not build.profiles and build.max_rows == BuildOptions().max_rows:
-        # Unless the build has its own, the profile takes what the engine will send.
+        # Unless the build options set profiles or rows, build for the engine's max_rows.
         build = dataclasses.replace(build, max_rows=options.max_rows)
-    # What comes out of the cache is code that this user built, or it is not run: other ways to be trusted
-    # are for plans that come from elsewhere.
+    # A plan from the cache is run only if this user built it. The other kinds of trust are for plans from
+    # elsewhere.
     trusted = dataclasses.replace(tensorrt, trust=("built-here",))
     cache = PlanCache.of_user()
     flavour = options.flavour or tensorrt.flavour
@@ -69,7 +69,7 @@ def _load_built(
     except ModelError as error:
         if not found.is_hit:
             raise
-        # Something has changed that its name does not tell.
+        # Something has changed that is not a part of the entry's name.
         cache.forget(found, str(error))
     again = cache.plan_for(model, device, flavour, build)
     return TensorRTModel(again.plan, device=device, options=trusted)

@@ -1,4 +1,4 @@
-"""Open a file of a model, and find the digest by which it is known."""
+"""Open a model file, and compute the digest that identifies it."""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from asynctrt.files import open_regular
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of a model to read it.
+    """Open a model file for reading.
 
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it cannot be read.
@@ -34,7 +34,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal. Reads all of it, a part at a time.
+    """Return the SHA-256 of a file in hexadecimal. Reads the whole file, part by part.
 
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it cannot be read.
@@ -44,6 +44,6 @@ def digest_of(path: Path) -> str:
 
 
 def digest_of_file(file: BufferedReader) -> str:
-    """Return the SHA-256 of an open file, from its beginning on, in hexadecimal."""
+    """Return the SHA-256 of the whole of an open file, in hexadecimal."""
     file.seek(0)
     return hashlib.file_digest(file, "sha256").hexdigest()

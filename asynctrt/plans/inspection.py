@@ -1,4 +1,4 @@
-"""Look into a file of a model, whatever kind it is, without running it."""
+"""Inspect a model file of any kind without running it."""
 
 import dataclasses
 import os
@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt.plans.plan_file import PlanFile, is_plan, read_beginning, read_plan_file
 
-if TYPE_CHECKING:  # It needs a package of its own.
+if TYPE_CHECKING:  # It needs an optional package.
     from asynctrt.plans.onnx_file import OnnxFile
 
 ONNX_SUFFIX: Final = ".onnx"
 
 
 def inspect(path: str | os.PathLike[str]) -> "PlanFile | OnnxFile":
-    """Return what can be known of a model without running it. Reads the whole file; blocks.
+    """Return what a model file says without running the model. Reads the whole file; blocks.
 
-    :param path: a TensorRT plan, known by its content, or an ONNX model.
+    :param path: a TensorRT plan, recognised by its content, or an ONNX model.
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it is neither, or is damaged.
     :raises MissingExtraError: for an ONNX model, if the package ``onnx`` is not installed.
     """
     path = Path(path)
     beginning = read_beginning(path)
-    # An ONNX model has no signature. What has neither a plan's nor its suffix is explained as a plan is.
+    # An ONNX model has no signature. Any other file is read as a plan, whose errors explain the mismatch.
     if not is_plan(beginning) and (path.suffix == ONNX_SUFFIX or beginning[:1] == b"\x08"):
         from asynctrt.plans.onnx_file import read_onnx_file  # noqa: PLC0415  (it is optional)
 
@@ -32,6 +32,6 @@ def inspect(path: str | os.PathLike[str]) -> "PlanFile | OnnxFile":
 
 
 def as_json(found: Any) -> dict[str, Any]:
-    """Return what was found as plain values."""
+    """Return the result of :func:`inspect` as plain values."""
     plain: dict[str, Any] = dataclasses.asdict(found)
     return plain

@@ -1,6 +1,6 @@
-"""What an ONNX file tells without being loaded by a runtime. The only importer of ``onnx``.
+"""Inspection of an ONNX file without a runtime. The only importer of ``onnx``.
 
-Weights outside the file are not read: only the places and sizes of their files are looked at.
+External weights are not read: only the paths and sizes of their files are examined.
 """
 
 import math
@@ -28,12 +28,12 @@ Dim = int | str | None
 """A size, a name, or ``None`` for a dimension that has neither."""
 
 TYPES: Final = {"float32": "float", "float64": "double", "sequence": "seq"}
-"""What ONNX Runtime calls types that have another name here."""
+"""ONNX Runtime's names of types that have another name here."""
 
 STANDARD_DOMAINS: Final = frozenset(("ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training"))
 
 DATA_DEPENDENT: Final = ("Compress", "NonMaxSuppression", "NonZero", "Unique")
-"""Operators whose outputs are as large as the data says."""
+"""Operators whose output sizes depend on the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,16 @@ class OnnxTensor:
 
     name: str
     kind: str
-    """``tensor``, or what else it is: ``sequence``, ``map``, ``optional``, ``sparse_tensor``."""
+    """``tensor``, ``sequence``, ``map``, ``optional`` or ``sparse_tensor``."""
     dtype: str | None
     """NumPy's name, ``string``, or ``None``."""
     dims: tuple[Dim, ...] | None
-    """``None`` if not even their number is known."""
+    """The dimensions; ``None`` if not even their number is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Constants of the model: initialisers, and what nodes carry."""
+    """The model's constants: initialisers and constants in nodes."""
 
     tensors: int
     nbytes: int
@@ -61,35 +61,35 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ExternalFile:
-    """A file beside the model that holds weights."""
+    """An external file that holds weights."""
 
     location: str
-    """As the model names it, from its own folder on."""
+    """Its path as in the model, relative to the model's folder."""
     nbytes: int | None
     """Its size, or ``None`` if there is no such file."""
     is_inside: bool
-    """Whether it is in the model's folder, where alone runtimes look for it."""
+    """Whether it is in the model's folder: runtimes look for it only there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """What would count rows, as batching needs it."""
+    """The axis that counts rows, and whether batching is possible."""
 
     rows: str | int | None
-    """The name of the axis that counts rows, its fixed size, or ``None``: it has no name."""
+    """The name of the axis that counts rows, or its fixed size; ``None`` if it has no name."""
     refusal: str | None
     """Why the model cannot be opened, or ``None``."""
     alone: str
     """Why each request runs alone, as far as shapes tell; empty if rows may share batches."""
     doubt: str
-    """What the made-up rows have to settle that are run when the model is opened; empty for nothing."""
+    """The question that opening the model settles by running made-up rows; empty if there is none."""
     free_dims: tuple[str, ...]
     """Names of dimensions besides rows that differ from request to request."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxFile:
-    """What an ONNX file tells without being loaded by a runtime."""
+    """The content of an ONNX file, found without a runtime."""
 
     path: str
     nbytes: int
@@ -97,7 +97,7 @@ class OnnxFile:
     """SHA-256 of the file itself, in hexadecimal."""
     ir_version: int
     opsets: dict[str, int]
-    """The version of each set of operators."""
+    """The version of each operator set."""
     producer: str
     model_version: int
     graph: str
@@ -107,17 +107,17 @@ class OnnxFile:
     weights: Weights
     external: tuple[ExternalFile, ...]
     operators: dict[str, int]
-    """How often each occurs, the most frequent first; with subgraphs and functions."""
+    """How often each occurs, the most frequent first, including subgraphs and functions."""
     foreign_operators: tuple[str, ...]
-    """Operators of other domains than ONNX's own: a runtime has them or it has not."""
+    """Operators of domains other than ONNX's own, which a runtime may lack."""
     functions: int
     batching: Batching
     notes: tuple[str, ...]
-    """What TensorRT makes of it differently, or cannot."""
+    """What TensorRT does differently with this model, or cannot do."""
 
 
 def read_onnx_file(path: Path) -> OnnxFile:
-    """Read an ONNX file, without the weights that lie beside it.
+    """Read an ONNX file without its external weights.
 
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it is not an ONNX model.
@@ -182,7 +182,7 @@ def _tensor(info: Any) -> OnnxTensor:
 def _dim(dim: Any) -> Dim:
     if dim.dim_param:
         return _text(dim.dim_param)
-    # Some exporters write -1 for what they do not know.
+    # Some exporters write -1 for an unknown size.
     return int(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value >= 0 else None
 
 
@@ -197,7 +197,7 @@ def _dtype(number: int) -> str:
 
 
 def _nodes(model: Any) -> Iterator[Any]:
-    """Yield every node, also of subgraphs and functions. Without recursion, however deep they are."""
+    """Yield every node, including those of subgraphs and functions, without recursion at any depth."""
     left = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     while left:
         node = left.pop()
@@ -219,12 +219,12 @@ def _domain(owner: Any) -> str:
 
 
 def _text(given: str | bytes) -> str:
-    """Return a text of the file, which protobuf gives as bytes if it is not UTF-8."""
+    """Return a string of the file, which protobuf returns as bytes if it is not UTF-8."""
     return given.decode(errors="replace") if isinstance(given, bytes) else given
 
 
 def _weights(model: Any, nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield the tensors of the graph, of subgraphs, and of nodes that are constants."""
+    """Yield the constant tensors of the graph, of subgraphs, and of nodes."""
     yield from model.graph.initializer
     for sparse in model.graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
@@ -252,7 +252,7 @@ def _nbytes(tensor: Any) -> int:
         return len(tensor.raw_data)
     if tensor.data_type == TensorProto.STRING:
         return int(sum(len(text) for text in tensor.string_data))
-    # Types have their bits in their name: float32, uint4, float8_e4m3fn; a bool has 8, a complex128 has 128.
+    # The name of a type has its number of bits: float32, uint4, float8_e4m3fn, complex128. A bool has 8.
     bits = re.search(r"\d+", _dtype(tensor.data_type))
     elements = max(0, math.prod(int(dim) for dim in tensor.dims))
     return math.ceil(elements * (int(bits[0]) if bits else 8) / 8)
@@ -269,17 +269,17 @@ def _external(path: Path, tensors: Iterable[Any]) -> tuple[ExternalFile, ...]:
     folder = os.path.realpath(path.parent)
     found = []
     for place in places:
-        # A damaged name may have a zero in it, which no file has.
+        # A damaged name may contain a zero byte, which no file name has.
         real = Path(os.path.realpath(path.parent / place.replace("\0", "?")))
         is_inside = os.path.commonpath([folder, real]) == folder
-        # What lies elsewhere is none of our business, not even its size.
+        # Files outside the folder are not examined at all, not even for their sizes.
         is_there = is_inside and real.is_file()
         found.append(ExternalFile(place, real.stat().st_size if is_there else None, is_inside))
     return tuple(found)
 
 
 def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[OnnxTensor, ...]) -> Batching:
-    """Return what would count rows, by the rules by which ONNX models are opened."""
+    """Return the axis that counts rows, by the same rules as when an ONNX model is opened."""
     try:
         axes = read_axes(model, [_declared(one) for one in inputs], [_declared(one) for one in outputs])
     except ModelError as error:

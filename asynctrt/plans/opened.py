@@ -1,4 +1,4 @@
-"""What a runtime tells of a model once it has opened it. For a plan, that is to run its code."""
+"""Inspection of a model that a runtime has opened. For a plan, opening runs its code."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import TensorSpec
 
 CLOSE_S: Final = 1.0
-"""How long the streams of what was tried may take to come to rest."""
+"""How long the streams of the trial may take to become idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class OpenedTensor:
     name: str
     dtype: str
     dims: tuple[int | str, ...]
-    """The whole shape; a name where it may differ, ``rows`` where rows are."""
+    """The whole shape, with names for dimensions that may vary and ``rows`` for the axis of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +40,33 @@ class OpenedProfile:
 
     index: int
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-    """For each input the smallest, the optimal and the largest shape, with rows."""
+    """For each input the smallest, the optimal and the largest shape, including rows."""
     enqueue_nbytes: int
-    """Enqueue memory that its largest shapes need."""
+    """The enqueue memory for its largest shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What an engine of this model would hold on the device."""
+    """An estimate of the device memory of an engine with this model."""
 
     contexts: int
     arenas: int
     weights_nbytes: int
     context_nbytes: int
-    """What one context keeps for itself, as measured on one."""
+    """The memory held by one context, measured on one."""
     arena_nbytes: int
-    """Enqueue memory of one arena, for the widest profile."""
+    """The enqueue memory of one arena, for the widest profile."""
     slab_nbytes: int | None
-    """Inputs and outputs of one context's largest batch, or ``None`` if a dimension of an output is open."""
+    """The inputs and outputs of one context's largest batch; ``None`` if an output dimension is unknown."""
 
     @property
     def total_nbytes(self) -> int:
-        """All of it, as far as it is known."""
+        """The total, as far as known."""
         return self._total(self.arenas)
 
     @property
     def total_without_sharing_nbytes(self) -> int:
-        """The same with an arena for each context."""
+        """The total with an arena for each context."""
         return self._total(self.contexts)
 
     def _total(self, arenas: int) -> int:
@@ -76,22 +76,22 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a runtime tells of a model."""
+    """A model as described by its runtime."""
 
     runtime: str
-    """``tensorrt_lean 11.4.0.106``, ``ONNX Runtime``."""
+    """For example ``tensorrt_lean 11.4.0.106`` or ``ONNX Runtime``."""
     device: str
     inputs: tuple[OpenedTensor, ...]
     outputs: tuple[OpenedTensor, ...]
     rows: tuple[int | None, int | None]
-    """The smallest and the largest batch; ``None``: any."""
+    """The smallest and the largest batch; ``None`` for any number of rows."""
     batching: str = ""
-    """Whether rows of different requests share batches, and why, or why that could not be tried."""
+    """Whether rows of different requests share batches, and why; or why that could not be tried."""
     profiles: tuple[OpenedProfile, ...] = ()
     unbound: tuple[str, ...] = ()
-    """Outputs whose size the data decides."""
+    """Outputs whose sizes depend on the data."""
     is_capturable: bool | None = None
-    """Whether batches can be captured into CUDA graphs, as far as the library tells without trying."""
+    """Whether batches can be captured into CUDA graphs, as far as the library says without trying."""
     engine: EngineDetails | None = None
     memory: Memory | None = None
 
@@ -104,13 +104,13 @@ def open_file(
     arenas: int = 1,
     options: Options | None = None,
 ) -> Opened:
-    """Open a model with its runtime, and return what that tells. Blocks.
+    """Open a model with its runtime, and return the runtime's description. Blocks.
 
-    A plan's own code is run: do it only with plans that you trust.
+    Opening a plan runs its code: do it only with plans that you trust.
 
-    :param device: Default: ``cuda:0`` for a plan, ``host`` for an ONNX model.
-    :param contexts: of the engine whose memory is estimated. Default: as many as the device would have.
-    :param arenas: blocks of enqueue memory that these contexts share.
+    :param device: the device. Default: ``cuda:0`` for a plan, ``host`` for an ONNX model.
+    :param contexts: the number of contexts for the memory estimate. Default: the device's default.
+    :param arenas: the number of blocks of enqueue memory that these contexts share.
     :param options: ``flavour`` and ``tensorrt`` say how a plan is loaded, ``onnx`` how an ONNX model is.
     :raises ModelError, DeviceUnavailableError, DeviceMemoryError, MissingExtraError: as when an engine is
         opened.
@@ -133,7 +133,7 @@ def open_file(
         assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
         if is_a_plan and onnx is not None:
             raise OptionsError(f"onnx says how ONNX Runtime loads a model, and {str(path)!r} is a plan")
-        # A plan is known by its content here, whatever its name.
+        # A plan is recognised by its content, whatever its name.
         model: Model = (
             TensorRTModel(path, device=found, flavour=options.flavour, options=tensorrt)
             if is_a_plan
@@ -150,7 +150,7 @@ def open_file(
 
 
 def _try_batching(model: Model, device: Device, options: Options) -> str:
-    """Run made-up rows as an engine does when it is opened, and return what came of it."""
+    """Run made-up rows, as opening an engine does; return the conclusion about batching."""
     try:
         settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None)
         parts = build_on(model, device, settings, None)
@@ -161,7 +161,7 @@ def _try_batching(model: Model, device: Device, options: Options) -> str:
 
 
 def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened:
-    """Return what the runtime tells of a model that is open."""
+    """Return the runtime's description of an open model."""
     fixed = model.rows_fixed
     inputs, outputs = _tensors(model.inputs), _tensors(model.outputs)
     if not isinstance(model, TensorRTModel):
@@ -211,7 +211,7 @@ def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) ->
 
 
 def _slab(model: TensorRTModel) -> int | None:
-    """Return the size of inputs and outputs of the largest batch of any profile."""
+    """Return the bytes of inputs and outputs of the largest batch of any profile; ``None`` if unknown."""
     sizes = []
     for profile in model.signature.profiles:
         symbols: dict[str, int] = {}

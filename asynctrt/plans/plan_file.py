@@ -1,4 +1,4 @@
-"""What a plan tells without being deserialised: its header, and which installed packages could run it."""
+"""Inspection of a plan without deserialising it: its header, and which installed packages could run it."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from asynctrt.plans.digest import digest_of_file, opened
 from asynctrt.tensorrt_options import FLAVOURS
 
 SUFFIXES: Final = ("", "-cu11", "-cu12", "-cu13")
-"""What the names of packages end in: nothing, or the CUDA version that they are built for."""
+"""The suffixes of package names: none, or the CUDA version that the package is built for."""
 
 BEGINNING_NBYTES: Final = max(HEADER_NBYTES, 4096)
 
@@ -34,7 +34,7 @@ class Runner:
 
     package: str
     version: str | None
-    """The version that is installed, or ``None``."""
+    """The installed version, or ``None``."""
     verdict: str
     """``yes``, ``no``, ``maybe`` or ``not installed``."""
     why: str
@@ -42,7 +42,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """What a plan tells without being deserialised."""
+    """The facts about a plan that are known without deserialising it."""
 
     path: str
     nbytes: int
@@ -52,25 +52,25 @@ class PlanFile:
     """``TensorRT`` or ``TensorRT for RTX``."""
     tag: str
     version: str
-    """Of the library that built it."""
+    """The version of the library that built it."""
     layout: int
     parts: int
     compute_capabilities: tuple[str, ...] | None
-    """The GPUs that it was built for, or ``None``: plans of TensorRT do not say."""
+    """The GPUs that it was built for; ``None`` for plans of TensorRT, whose headers do not say."""
     surplus_nbytes: int
-    """Bytes after the plan's end, which its digest covers all the same."""
+    """The number of bytes after the plan's end, which the digest also covers."""
     runners: tuple[Runner, ...]
     manifest: Manifest | None
-    """What is kept beside it of how it was built, if that is of these very bytes."""
+    """The manifest beside it, if it describes exactly these bytes."""
 
 
 def read_plan_file(path: Path) -> PlanFile:
-    """Read a plan's header and digest. Nothing of it is run.
+    """Read a plan's header and digest without running any of its code.
 
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it is not a plan, or is truncated.
     """
-    # Opened once: the file may be replaced meanwhile.
+    # Open it only once: the file may be replaced meanwhile.
     with opened(path) as file:
         beginning = file.read(BEGINNING_NBYTES)
         digest = digest_of_file(file)
@@ -104,12 +104,12 @@ def read_beginning(path: Path) -> bytes:
 
 
 def is_plan(beginning: bytes) -> bool:
-    """Return whether a file begins as plans do."""
+    """Return whether a file begins with the signature of a plan."""
     return beginning[:4] in KINDS
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of each of TensorRT's packages that is installed, without importing any."""
+    """Return the version of each installed TensorRT package, without importing any."""
     found = {}
     for package in FLAVOURS:
         for suffix in SUFFIXES:
@@ -119,7 +119,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def judge(header: PlanHeader, installed: Mapping[str, str]) -> tuple[Runner, ...]:
-    """Return what each package would make of a plan, from versions alone."""
+    """Return whether each package can run a plan, judged by versions only."""
     is_rtx = header.tag == TAG_RTX
     return tuple(_judge(header, name, installed.get(name)) for name in FLAVOURS if ("rtx" in name) == is_rtx)
 

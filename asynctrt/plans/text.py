@@ -1,4 +1,4 @@
-"""Show what was found in a file of a model as text."""
+"""Format the result of an inspection as text."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,12 +9,12 @@ from asynctrt.devices.base import mib
 from asynctrt.plans.opened import Memory, Opened
 from asynctrt.plans.plan_file import PlanFile
 
-if TYPE_CHECKING:  # It needs a package of its own.
+if TYPE_CHECKING:  # It needs an optional package.
     from asynctrt.plans.onnx_file import Batching, OnnxFile
 
 WIDTH: Final = 80
 LABEL: Final = 14
-"""Characters that the names on the left take."""
+"""The width of the labels on the left, in characters."""
 
 OPERATORS_MAX: Final = 12
 METADATA_MAX: Final = 200
@@ -200,7 +200,7 @@ def _shape(dims: Iterable[Any]) -> str:
 
 def _row(label: str, text: str) -> list[str]:
     return textwrap.wrap(
-        # Names come out of files: nothing in them moves the cursor or changes colours.
+        # Names come from untrusted files: they must not move the cursor or change colours.
         "".join(character if character.isprintable() else "\ufffd" for character in text),
         WIDTH,
         initial_indent=label.ljust(LABEL),

@@ -1,7 +1,7 @@
-"""The blocks of large rows that a worker knows, from which its engine runs batches without gathering them.
+"""The blocks of large rows that a worker knows. Its engine runs batches from them without gathering.
 
-A device with memory of its own can copy from them directly once they are pinned. Pinning takes milliseconds,
-so a thread does it, and batches are gathered until then.
+A device with its own memory can copy from a block directly once the block is pinned. Pinning takes
+milliseconds, so a thread does it, and batches are gathered until then.
 """
 
 import asyncio
@@ -19,51 +19,51 @@ from asynctrt.workers.layout import Layout
 from asynctrt.workers.memory import SharedMemory
 
 BLOCKS_MAX: Final = 64
-"""Blocks that are remembered: more than a front alternates between."""
+"""The maximum number of known blocks: more than a front alternates between."""
 
 PINNED_NBYTES_MAX: Final = 1 << 30
-"""The most that is pinned of one front's memory. What is pinned can be neither swapped out nor given back."""
+"""The maximum pinned memory of one front. Pinned memory can be neither swapped out nor returned."""
 
 PINS_IN_VAIN_MAX: Final = 3
-"""After so many failures in a row, no further block is pinned."""
+"""After this many failures in a row, no further block is pinned."""
 
 logger = logging.getLogger("asynctrt")
 
 
 class Where(NamedTuple):
-    """Where the rows of a group lie in the memory of its front."""
+    """The position of a group's rows in its front's memory."""
 
     block: int
     rows: int
     start: int
-    """The first of them in the block."""
+    """The first row within the block."""
     capacity: int | None
     """The rows of the block, if the group shares it."""
     generation: int
-    """Of the block's pages: it changes when they are replaced by others."""
+    """The generation of the block's pages, which changes when other pages replace them."""
 
 
 class _Known(NamedTuple):
-    """A block that was seen, and what must be unchanged for it to be the same one."""
+    """A known block, with the fields that must not change for it to be the same block."""
 
     shared: SharedBlock
     start: int
     end: int
     sizes: tuple[int, ...]
-    """Of the dimensions that vary."""
+    """The sizes of the dimensions that vary."""
     generation: int
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The block's size."""
         return self.end - self.start
 
 
 class Blocks:
     """The blocks of one front.
 
-    :param memory: that of the front.
-    :param on_ended: called when a batch that had rows of one of them is over.
+    :param memory: the front's memory.
+    :param on_ended: called when a batch that used rows of a block has ended.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Blocks:
         self._buffer: SharedBuffer | None = None
         self._engine = engine
         self._on_ended = on_ended
-        # By where they begin; those that were used last come last.
+        # Keyed by offset, least recently used first.
         self._known: OrderedDict[int, _Known] = OrderedDict()
         self._pins: ThreadPoolExecutor | None = None
         self._unpin: dict[SharedBlock, tuple[int, Callable[[], None]]] = {}
@@ -91,7 +91,7 @@ class Blocks:
         return f"<Blocks known={len(self._known)} pinned={self._pinned_nbytes} bytes>"
 
     def rows(self, arrays: tuple[Array, ...], layout: Layout, where: Where) -> SharedRows:
-        """Return the payload for rows that lie in a block."""
+        """Return the payload for rows in a block."""
         known = self._known.get(where.block)
         end = where.block + layout.nbytes(where.capacity or where.rows)
         if known is None or known[2:] != (end, layout.symbols, where.generation):
@@ -100,20 +100,20 @@ class Blocks:
         return SharedRows.at(known.shared, where.start, arrays, self._ended)
 
     def close(self) -> None:
-        """Forget all, as soon as no batch has rows of them, so that the memory is free."""
+        """Forget each block as soon as no batch uses its rows, so that the memory can be freed."""
         self._is_closed = True
         for known in self._known.values():
             self._forget(known.shared)
         self._known.clear()
         self._end_thread()
-        # Else the memory would stay mapped until garbage is collected.
+        # Otherwise the memory would stay mapped until the next garbage collection.
         self._buffer = None
         del self._memory, self._on_ended
 
     def _meet(self, inputs: int, layout: Layout, where: Where, end: int) -> _Known:
-        """Note a block that is new, or has other rows or other pages than before."""
+        """Record a block that is new, or whose rows or pages have changed."""
         for block, known in list(self._known.items()):
-            # What lay there is no longer used, or the front would not have given the memory out again.
+            # An overlapping block is no longer in use: otherwise the front would not have reused its memory.
             if known.start < end and known.end > where.block:
                 del self._known[block]
                 self._forget(known.shared)
@@ -137,7 +137,7 @@ class Blocks:
             self._on_ended()
 
     def _forget(self, shared: SharedBlock) -> None:
-        """Let go of what is kept for a block: now, or when no batch has rows of it any more."""
+        """Release a block's resources: now, or once no batch uses its rows."""
         shared.is_forgotten = True
         if shared.batches:
             return
@@ -148,17 +148,17 @@ class Blocks:
         nbytes, unpin = self._unpin.pop(shared, (0, None))
         self._pinned_nbytes -= nbytes
         if unpin is not None and self._pins is not None:
-            # Until then the memory stays mapped: other memory at its addresses would count as pinned.
+            # Until then the memory must stay mapped: new memory at its addresses would count as pinned.
             self._pins.submit(_unpin, unpin, shared)
         self._end_thread()
 
     def _end_thread(self) -> None:
-        """Let the thread that pins end, once there is nothing left for it to do."""
+        """End the pinning thread after closing, once it has nothing left to do."""
         if self._is_closed and self._pins is not None and not self._unpin and not self._pinning:
             self._pins.shutdown(wait=False)
 
     def _pin(self, known: _Known) -> None:
-        """Have a block pinned in a thread, if the device needs that."""
+        """Pin a block in a thread, if the device needs that."""
         device = self._engine._device
         if device.unified or self._pins_in_vain >= PINS_IN_VAIN_MAX:
             return
@@ -174,11 +174,11 @@ class Blocks:
         pinning.add_done_callback(partial(self._pinned, known))
 
     def _thread(self) -> ThreadPoolExecutor | None:
-        """Return what pins in a thread; ``None`` if the system refuses one (ulimit -u)."""
+        """Return the pinning thread's executor; ``None`` if the system refuses a thread (ulimit -u)."""
         if self._pins is None:
             pins = ThreadPoolExecutor(1, "asynctrt-pin")
             try:
-                # Its thread starts with what it is given first, which stays in its queue if that is refused.
+                # The first submission starts the thread. If that is refused, the job stays in the queue.
                 pins.submit(int)
             except RuntimeError:
                 return None
@@ -186,7 +186,7 @@ class Blocks:
         return self._pins
 
     def _pinned(self, known: _Known, pinning: "asyncio.Future[Callable[[], None]]") -> None:
-        """Let the device copy from a block from now on."""
+        """Allow the device to copy directly from a block, unless pinning failed."""
         self._pinning -= 1
         shared = known.shared
         error = None if pinning.cancelled() else pinning.exception()
@@ -208,5 +208,5 @@ class Blocks:
 
 
 def _unpin(unpin: Callable[[], None], _shared: SharedBlock) -> None:
-    """Unpin a block, and only then let go of its memory."""
+    """Unpin a block, keeping its memory alive until that is done."""
     unpin()

@@ -1,7 +1,7 @@
-"""A worker: a process with an engine, that takes rows from shared memory and puts answers there.
+"""A worker: a process with an engine, which reads rows from shared memory and writes answers there.
 
-It is started by :mod:`asynctrt.workers.process` and ends with the front's end of its socket, whatever its own
-event loop does.
+:mod:`asynctrt.workers.process` starts it. It exits when the front's end of its socket closes, whatever its
+own event loop does.
 """
 
 import asyncio
@@ -70,26 +70,26 @@ from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from asynctrt.workers.work import Work
 
 BEAT_S: Final = 0.1
-"""How often the front is shown that the event loop runs, and told what the engine has done."""
+"""How often the worker shows that its event loop runs, and sends the engine's statistics."""
 
 UUID: Final = re.compile(r"cuda:((?:MIG|GPU)-[\w/-]+)")
 """A GPU, or a part of one, as ``nvidia-smi -L`` names it."""
 
 TEXT_MAX: Final = 10_000
-"""Characters of an error or a log record that goes to the front over the socket."""
+"""The maximum length, in characters, of an error or a log record sent over the socket."""
 
 KNOWN: Final = {
     kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AsynctrtError)
 }
-"""The errors that a front has, too."""
+"""The error classes that the front also has."""
 
 EXIT_LOST: Final = 70
-"""The status of a worker whose device is lost."""
+"""The exit status of a worker whose device is lost."""
 
 IN_LARGE: Final = 1
-"""Last word of an answer that lies in a block of its own."""
+"""The last word of an answer that lies in a separate block."""
 
-# To look a member of an enumeration up takes longer than to compare it.
+# Looking up a member of an enumeration takes longer than comparing it.
 SUBMIT: Final = Kind.SUBMIT
 ANSWER: Final = Kind.ANSWER
 
@@ -131,8 +131,8 @@ class Served:
         self._checks_once = engine._input_check.looks_at_shapes_alone
         self._works: dict[int, Work] = {}
         self._large: dict[int, bytes | tuple[Work, InferResult, Placed]] = {}
-        # Those that are over but for batches which may still read their blocks, each with its error; `None`
-        # if its caller left.
+        # Finished works whose blocks a batch may still read, each with its error, or `None` if its caller
+        # left.
         self._leaving: list[tuple[Work, Exception | None]] = []
         self._blocks = Blocks(loop, self._memory, engine, self._let_go_soon)
         self._publishes = False
@@ -147,13 +147,13 @@ class Served:
         self._let_go()
 
     def close(self) -> None:
-        """Give up what the front has asked for, and use nothing of it any more."""
+        """Cancel the front's work and release everything of the front's."""
         self._is_closed = True
         self._loop.remove_reader(self._receiver.eventfd)
         for work in list(self._works.values()):
             if not work.is_over:
                 work.cancel()
-        # They refer to this, and the front's memory would stay mapped until garbage is collected.
+        # These refer to this object: the front's memory would stay mapped until the next garbage collection.
         self._works.clear()
         self._large.clear()
         self._leaving.clear()
@@ -167,7 +167,7 @@ class Served:
         self._look()
 
     def _look(self) -> None:
-        """Take what there is; then sleep, or let the loop run before looking again."""
+        """Handle the entries in the ring; then sleep, or let the loop run before looking again."""
         if self._is_closed:
             return
         for kind, _, number, id_, time_ns, block, rows, start, capacity, pages in self._receiver.take():
@@ -215,17 +215,17 @@ class Served:
             request.payload = work.shared = self._blocks.rows(request.payload, layout, where)
 
     def _submit_parts(self, work: Work, timeout_ns: int | None, priority: int) -> None:
-        """Submit more rows than a batch holds."""
+        """Submit a group with more rows than a batch holds."""
         timeout = None if timeout_ns is None else timeout_ns / 1e9
         task: Any = self._engine.submit(work.arrays.inputs, timeout=timeout, priority=priority)
-        work.on_launch()  # Which of the parts runs when is not seen from here.
+        work.on_launch()  # When each part is launched cannot be seen from here.
         work.task, work.requests = task, task.requests
         task.add_done_callback(partial(self._done, work))
 
     def _cancel(self, id_: int) -> None:
         work = self._works.get(id_)
         if work is None:
-            return  # Its answer is on the way.
+            return  # Its answer has already been sent.
         if not work.is_over:
             work.cancel()
             if work.task is None:
@@ -234,12 +234,12 @@ class Served:
             self._gone(work)
 
     def _gone(self, work: Work) -> None:
-        """Tell the front that nothing here uses the block any more."""
+        """Notify the front that the worker no longer uses the block."""
         del self._works[work.id]
         self._put(Kind.GONE, 0, 0, work.id, 0, 0, 0, 0, 0, 0)
 
     def _leave(self, work: Work, error: Exception | None) -> None:
-        """Answer what is over with its error, if any, as soon as no batch reads its block."""
+        """End a finished work with its error, if any, as soon as no batch reads its block."""
         if work.is_read:
             self._leaving.append((work, error))
         elif error is None:
@@ -248,12 +248,12 @@ class Served:
             self._failed(work, error)
 
     def _let_go_soon(self) -> None:
-        """Look, once what ended a batch is through, whose blocks are free."""
+        """Schedule :meth:`_let_go` for after the code that is ending a batch."""
         if self._leaving:
             self._loop.call_soon(self._let_go)
 
     def _let_go(self) -> None:
-        """Give back the blocks of those whose batches are over by now."""
+        """Release the blocks of finished works whose batches have ended."""
         if not self._leaving or self._is_closed:
             return
         leaving, self._leaving = self._leaving, []
@@ -261,10 +261,10 @@ class Served:
             self._leave(work, error)
 
     def _done(self, work: Work, task: "asyncio.Future[InferResult]") -> None:
-        """End what was split as its task ended."""
+        """End a split work with the result, error or cancellation of its task."""
         error = None if task.cancelled() else task.exception()
         if task is not work.task:
-            return  # It broke a rule, which was answered.
+            return  # `_broken` has already answered it.
         work.is_over = True
         if error is not None or task.cancelled():
             self._end(work, error)
@@ -272,11 +272,11 @@ class Served:
             self.answer(work, task.result())
 
     def fail_soon(self, work: Work, error: BaseException) -> None:
-        """Answer with an error, when what ended the batch is through."""
+        """Answer with an error, after the code that is ending the batch."""
         self._loop.call_soon(self._end, work, error)
 
     def answer(self, work: Work, result: InferResult) -> None:
-        """Answer rows that were computed. It raises nothing, as the answers of others follow."""
+        """Answer computed rows. Never raises, because the answers of others follow."""
         if self._is_closed:
             return
         try:
@@ -285,7 +285,7 @@ class Served:
             self._broken(work.id, error)
 
     def _broken(self, id_: int, error: Exception) -> None:
-        """Answer what went wrong here: a rule of ours that is broken must not leave callers waiting."""
+        """Answer with an internal error: a bug of ours must not leave callers waiting."""
         why = InternalError(f"the worker could not take or answer a request: {describe(error)}")
         why.__cause__ = error
         logger.error("%s", why, exc_info=error)
@@ -298,7 +298,7 @@ class Served:
             self._leave(work, why)
 
     def _end(self, work: Work, error: BaseException | None) -> None:
-        """End what was not computed; without an error, it was cancelled."""
+        """End a work that was not computed; without an error, it was cancelled."""
         if self._is_closed:
             return
         try:
@@ -326,7 +326,7 @@ class Served:
         batch = batches[0]
         number, rows, launched_ns = 1, batch.rows, batch.launched_ns
         copy_in_ns, compute_ns, copy_out_ns = batch.copy_in_ns, batch.compute_ns, batch.copy_out_ns
-        if len(batches) > 1:  # Few: what has more rows than a batch.
+        if len(batches) > 1:  # Rare: only for more rows than a batch holds.
             number, rows = min(len(batches), 0xFFFF), result.batch_rows
             launched_ns = min(batch.launched_ns for batch in batches)
             timing = result.timing
@@ -339,7 +339,7 @@ class Served:
             del self._works[work.id]
 
     def _failed(self, work: Work, error: BaseException) -> None:
-        """Answer with an error: its class, its words, and what caused it."""
+        """Answer with an error: its class, message and cause."""
         cause = error.__cause__
         text = json.dumps(
             {
@@ -363,7 +363,7 @@ class Served:
             self._put(Kind.LARGE, 0, 0, work.id, 0, 0, 0, 0, len(text), 0)
 
     def _fetch(self, id_: int, block: int) -> None:
-        """Write what was too large for its own block into the one that the front has for it."""
+        """Write an answer that was too large for its own block into the one allocated by the front."""
         kept = self._large.pop(id_)
         if isinstance(kept, bytes):
             self._memory.buffer[block : block + len(kept)] = kept
@@ -377,15 +377,15 @@ class Served:
     def _put(self, *fields: Any) -> None:
         self._sender.put(*fields)
         if not self._publishes:
-            # All answers of a batch are shown at once, so that the front wakes once for them.
+            # Publish all answers of a batch at once, so that the front wakes only once.
             self._publishes = True
             self._loop.call_soon(self.publish)
 
     def publish(self) -> None:
-        """Show the front the answers that there are."""
+        """Publish the answers written so far to the front."""
         if self._is_closed:
             return
-        self._let_go()  # Of what was in the same batches.
+        self._let_go()  # Works in the same batches may be free now.
         self._publishes = False
         self._sender.publish()
 
@@ -404,10 +404,10 @@ class Worker:
         self._beat()
 
     def hear(self, message: Any, fds: list[int]) -> None:
-        """Do what a front says."""
+        """Handle a message from a front."""
         if isinstance(message, Attach):
             why = self._attach(message, fds)
-            with suppress(OSError):  # The front is gone, which is seen next.
+            with suppress(OSError):  # The front is gone; `_listen` notices that next.
                 send(self._end, Attached(message.number, why))
         elif isinstance(message, Detach):
             for attached in [one for one in self._attached if one.number == message.number]:
@@ -417,7 +417,7 @@ class Worker:
             self.closing.set()
 
     def _attach(self, message: Attach, fds: list[int]) -> str:
-        """Serve a front; return why that cannot be."""
+        """Serve a front; return the reason if that is impossible, else an empty string."""
         try:
             self._attached.append(Served(self._loop, self._engine, message, fds, self.lose))
         except ValueError:
@@ -430,7 +430,7 @@ class Worker:
         return ""
 
     def tell(self) -> None:
-        """Tell the front what the engine has done, if that has changed and the front listens."""
+        """Send the engine's statistics, if they have changed and the front reads its socket."""
         statistics = self._engine.statistics()
         if statistics != self._told:
             try:
@@ -440,7 +440,7 @@ class Worker:
             self._told = statistics
 
     def lose(self, error: DeviceLostError) -> NoReturn:
-        """End at once: nothing on the device can be trusted, and the front starts another worker."""
+        """Exit at once: nothing on the device can be trusted, and the front starts another worker."""
         for attached in self._attached:
             attached.publish()
         with suppress(OSError):
@@ -456,7 +456,7 @@ class Worker:
 
 
 class ToFront(logging.Handler):
-    """Sends records to the front, which has the application's logging."""
+    """A handler that sends log records to the front, where the application's logging is."""
 
     def __init__(self, end: socket.socket, level: int) -> None:
         super().__init__(level)
@@ -472,7 +472,7 @@ class ToFront(logging.Handler):
 
 
 def _launched(batch: Batch) -> None:
-    """Note in the blocks of a batch that it was launched: should this process die, it may be why."""
+    """Mark the blocks of a batch as launched: if this process dies, the batch may be the cause."""
     for request in batch.requests:
         mark = getattr(request.future, "on_launch", None)
         if mark is not None:
@@ -482,11 +482,11 @@ def _launched(batch: Batch) -> None:
 def _listen(
     end: socket.socket, loop: asyncio.AbstractEventLoop, hear: Callable[[Any, list[int]], None]
 ) -> None:
-    """Hand messages to the loop; end the process with the front, even if the loop hangs. A thread's work."""
+    """Hand messages to the loop; exit when the front ends, even if the loop hangs. Runs in a thread."""
     events = select.poll()
     events.register(end, select.POLLIN)
     with suppress(OSError):
-        # A process that the front has forked holds the other end as well, and may live on.
+        # A process that the front has forked also holds the other end, and may outlive the front.
         events.register(os.pidfd_open(os.getppid()), select.POLLIN)
     while True:
         if end.fileno() not in dict(events.poll()):
@@ -515,7 +515,7 @@ async def _run(end: socket.socket, start: Start) -> None:
             limit_gpu_memory(start.gpu_memory_nbytes)
         files = await in_thread(partial(files_of, start.model))
         before = marks_of(files)
-        # While it is opened, as both take long for large files.
+        # Read the files while the engine opens, because both take long for large files.
         reading = loop.create_task(in_thread(partial(digests_of, files)))
         engine = await open_engine(start.model, device=device, options=start.options)
         digests = await reading
@@ -530,9 +530,9 @@ async def _run(end: socket.socket, start: Start) -> None:
         engine.keep_rows_first()
     except Exception as error:
         send(end, Failed(_sendable(error)))
-        # Not by way of the interpreter's end, which waits for whatever threads the model has started.
+        # A normal interpreter exit would wait for any threads that the model has started.
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # Whoever read what is printed may be gone.
+            with suppress(Exception):  # The reader of the output may be gone.
                 stream.flush()
         os._exit(1)
     async with engine:
@@ -566,10 +566,10 @@ async def _run(end: socket.socket, start: Start) -> None:
 
 
 def _visible(device: str) -> str:
-    """Return the device's name in this process, in which a GPU that is named by its UUID is the only one.
+    """Return the device's name in this process. A GPU named by its UUID becomes the only visible one.
 
-    That has to be said before CUDA is loaded, and the parts of a divided GPU (MIG) cannot be named otherwise:
-    CUDA shows a process one part only.
+    This must happen before CUDA is loaded. The parts of a divided GPU (MIG) have no other name, because CUDA
+    shows a process only one part.
     """
     found = UUID.fullmatch(device)
     if found is None:
@@ -579,9 +579,9 @@ def _visible(device: str) -> str:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error if the front can have it; else one of ours with its words.
+    """Return the error if the front can unpickle it; else one of our errors with its message.
 
-    A class of others would have the front import the module it is from, which may be one that loads CUDA.
+    To unpickle a foreign class, the front would import its module, which may load CUDA.
     """
     is_known = type(error) is _nearest(error) or type(error).__module__ == "builtins"
     try:
@@ -600,21 +600,21 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _nearest(error: BaseException) -> type[AsynctrtError]:
-    """Return the class of the error that the front knows: its own, or the nearest base."""
+    """Return the error's class if the front knows it, else the nearest base that the front knows."""
     return next((kind for kind in type(error).__mro__ if kind in KNOWN), ExecutionError)
 
 
 def main() -> None:
     """Run a worker; the argument is the descriptor of its socket."""
-    # Ctrl-C goes to every process of a terminal, and a service's SIGTERM to all of its processes: the front
-    # answers what was taken, with this one's help, and then closes it.
+    # Ctrl-C reaches every process of a terminal, and a service's SIGTERM all of its processes. The front
+    # needs this worker to finish accepted requests, and then closes it.
     for number in UNHEARD:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)
     faulthandler.enable()
     enter_worker()
     if sys.argv[2] != __version__:
-        # The package was exchanged under a running front, which would not understand this one.
+        # The package was replaced under a running front, which would not understand this version.
         sys.exit(f"asynctrt {__version__} is installed now, and the front runs {sys.argv[2]}: start it again")
     end = socket.socket(fileno=int(sys.argv[1]))
     start, _ = receive(end)
@@ -628,7 +628,7 @@ def main() -> None:
         loop = runner.get_loop()
         task = loop.create_task(_run(end, start))
         while not task.done():
-            # What a model raises on the loop stops it. Its batch has failed with that, and nobody else has.
+            # If a model raises one of these on the loop, the loop stops. Only that batch fails: continue.
             with suppress(SystemExit, KeyboardInterrupt):
                 loop.run_until_complete(task)
         task.result()

@@ -1,4 +1,4 @@
-"""An engine whose driver is a front: what ``asynctrt.open(..., isolation="process")`` gives."""
+"""An engine whose driver is a front, as returned by ``asynctrt.open(..., isolation="process")``."""
 
 import asyncio
 import dataclasses
@@ -33,25 +33,25 @@ from asynctrt.workers.spawn import SPAWNER, OwnWorkers
 from asynctrt.workers.stand_ins import StandIns
 
 SHARE_OF_MEMORY: Final = 0.5
-"""Of the machine's memory, what a front's shared memory may grow to. Only what is used is taken."""
+"""The maximum share of the machine's memory for a front's shared memory. Only used pages take any."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """The scheduler as the engine sees it: the real ones are in the workers, which split what is larger."""
+    """The scheduler as the engine sees it. The real ones are in the workers, which split larger requests."""
 
     rows_max: int
 
     def limit(self, _key: BatchKey) -> int:
-        """Return the rows of one batch."""
+        """Return the maximum rows of one batch."""
         return self.rows_max
 
 
 class IsolatedEngine(Engine):
-    """A model behind ``await``, in worker processes that may die. It is used as every :class:`Engine`.
+    """A model behind ``await``, in worker processes that may die. It is used like any :class:`Engine`.
 
-    Of the methods that need the device in this process there are none: ``slot`` and ``tracing`` raise
-    ``UsageError``, and ``outputs="device"`` raises ``InputError``.
+    Methods that need the device in this process are refused: ``slot`` and ``tracing`` raise ``UsageError``,
+    and ``outputs="device"`` raises ``InputError``.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class IsolatedEngine(Engine):
         for link in links:
             link.owner = self._front
         self._front.stand_ins = StandIns(loop, self._front, stand_in, options.close_timeout)
-        # What the methods of an engine ask these for, a front can tell as well.
+        # The front has the methods and attributes that an engine uses of its driver.
         self._driver = self._front  # type: ignore[assignment]
         self._scheduler = _Limits(description.max_rows)  # type: ignore[assignment]
         self._state = "open"
@@ -94,7 +94,7 @@ class IsolatedEngine(Engine):
 
     @property
     def state(self) -> str:
-        """As every engine's; and ``restarting`` while there is no worker, since the last one died."""
+        """The engine's state, or ``restarting`` after the last worker died, until another is ready."""
         if self._state != "open":
             return self._state
         if self._front.lost is not None:
@@ -108,7 +108,7 @@ class IsolatedEngine(Engine):
 
     @property
     def platform(self) -> str:
-        """What runs the model in the workers."""
+        """The platform that runs the model in the workers."""
         return self._description.platform
 
     @property
@@ -118,29 +118,29 @@ class IsolatedEngine(Engine):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What the model takes."""
+        """The model's inputs."""
         return self._description.inputs
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What the model gives."""
+        """The model's outputs."""
         return self._description.outputs
 
     @property
     def batching(self) -> Batching:
-        """Whether rows of different requests share batches, as the workers found out."""
+        """Whether rows of different requests share batches, as determined by the workers."""
         return self._description.batching
 
     @property
     def workers(self) -> tuple[WorkerState, ...]:
-        """The worker of each device, as it is now."""
+        """The current state of each device's worker."""
         return tuple(
             WorkerState(link.device, link.state, link.pid, link.deaths, len(link.groups), link.spare)
             for link in self._front.links
         )
 
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
-        """Refuse: there are no slots with worker processes.
+        """Refuse: an engine in worker processes has no slots.
 
         :raises UsageError: always.
         """
@@ -167,7 +167,7 @@ class IsolatedEngine(Engine):
         )
 
     def statistics(self) -> Statistics:
-        """What the workers last told of batches, at most 0.1 s ago, and what the front knows of requests."""
+        """Return the workers' latest batch statistics (at most 0.1 s old) and the front's request counts."""
         self._origin.check(self)
         joined = reduce(Statistics.joined, [link.counts for link in self._front.links if link.has_counts])
         front = self._front.counters
@@ -211,7 +211,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
     """Start a worker for each device, wait until all have opened the model, and return an engine.
 
     :param model: a path, or ``module:attribute``.
-    :raises DeviceUnavailableError: for a system without what it needs, or a device that is not here.
+    :raises DeviceUnavailableError: if the system lacks a required feature, or the device does not exist.
     :raises AsynctrtError: whatever opening the model in this process would raise.
     """
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
@@ -238,7 +238,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
             await wait_shielded(task)
         for link in links:
             if link.first.done() and not link.first.cancelled():
-                link.first.exception()  # Only the first one is raised.
+                link.first.exception()  # Mark it as retrieved: only the first error is raised.
         memory.close()
         raise
 

@@ -1,8 +1,8 @@
-"""The front: it takes requests on the application's loop, and has workers compute them.
+"""The front: it accepts requests on the application's loop and sends them to workers.
 
-It stands where the driver stands for an engine in process, and has its interface: :class:`Engine` checks and
-submits. What comes in one tick travels in groups; each group is in one place at any time: held here, or with
-one link. A group is given back by a link that lost its worker, and goes to another or to the next worker.
+It takes the place of an in-process engine's driver and has the same interface: :class:`Engine` checks and
+submits. Requests of one tick travel in groups. Each group is in one place at any time: held here, or with one
+link. A link that loses its worker returns its groups, which go to another link or to the next worker.
 """
 
 import asyncio
@@ -49,24 +49,24 @@ from asynctrt.workers.slabs import Slabs
 from asynctrt.workers.stand_ins import StandIns
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
-"""Groups with more bytes than this are copied in other threads, in or out, as batches in process are."""
+"""Groups with more bytes than this are copied in and out by threads, as in-process batches are."""
 
 DEATHS_MAX: Final = 2
-"""A group that was in a batch when so many workers died is suspected, and tried apart from the others."""
+"""A group that was in a batch when this many workers died is suspected, and tried apart from the others."""
 
 EXPIRY_S: Final = 0.02
-"""How often the deadlines of groups that no worker has are looked at."""
+"""How often the deadlines of held groups are checked."""
 
 OVERDUE_S: Final = 0.1
-"""How often those of groups that workers have are, and by how much they have to have passed then: a worker
-whose event loop runs keeps them itself."""
+"""How often the deadlines of groups with a worker are checked, and how far past they must be to expire here.
+A worker whose event loop runs enforces them itself."""
 
 logger = logging.getLogger("asynctrt")
 
 
 @dataclass(slots=True)
 class Counters:
-    """What the front has done with requests; the words are those of :class:`Statistics`."""
+    """The front's request counters, named as in :class:`Statistics`."""
 
     submitted: int = 0
     succeeded: int = 0
@@ -81,15 +81,15 @@ class Counters:
     copy_out_ns: int = 0
     total_ns: int = 0
     retried: int = 0
-    """Groups that were given to another worker because theirs died."""
+    """Groups that were retried on another worker because theirs died."""
 
 
 class Front:
-    """Takes requests, forms groups, gives them to links, answers.
+    """The driver of an isolated engine: it accepts requests, forms groups, gives them to links, answers.
 
-    :param description: of the engine in the workers, which is the same in all.
-    :param heap: of the memory that all workers have.
-    :param workers: how many there are.
+    :param description: the description of the engine, which is the same in all workers.
+    :param heap: the allocator of the memory shared with all workers.
+    :param workers: the number of workers.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Front:
         self._context = contextvars.copy_context()
         self._description = description
         self._rows_max = description.max_rows
-        # The workers' schedulers bound what is queued, and decide who must leave. This bounds all that is
-        # taken, also while there is no worker.
+        # The workers' schedulers bound their queues and decide what to drop. This bounds all accepted rows,
+        # even while there is no worker.
         in_flight = description.max_rows * description.contexts
         self._rows_bound = (options.max_queue_rows + in_flight) * workers
         self._pace = Pace(description.parallel_batches * workers)
@@ -125,10 +125,10 @@ class Front:
         self._refusing: AsynctrtError | None = None
         self._closed: EngineClosedError | None = None
         self.lost: DeviceLostError | None = None
-        """Why nothing can be computed any more, once that is so."""
+        """Why nothing can be computed; ``None`` while something can."""
         self._pending: list[Request] = []
-        # Whether any caller has named outputs so far. Workers write all of them, and only those that are
-        # wanted are copied out of the shared memory.
+        # Whether any caller has named outputs so far. Workers write all outputs, and only the requested ones
+        # are copied out of the shared memory.
         self._names_outputs = False
         self._flushes = False
         self._held: deque[Group] = deque()
@@ -139,7 +139,7 @@ class Front:
         self.requests = 0
         """Requests that are neither answered nor cancelled."""
         self.rows = 0
-        """Their rows."""
+        """The rows of those requests."""
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._reaper: Reaper | None = None
         self._copiers: Copiers | None = None
@@ -148,7 +148,7 @@ class Front:
         in_child(self, Front._let_go)
 
     def _let_go(self) -> None:
-        """In a child that was forked: put no rows into the memory that the parent shares with its workers."""
+        """Drop all rows in a forked child, which must not write to the memory shared with the workers."""
         self._pending.clear()
         self._held.clear()
 
@@ -165,7 +165,7 @@ class Front:
         future: "asyncio.Future[InferResult] | None" = None,
         outputs: frozenset[str] | None = None,
     ) -> Request:
-        """Take rows, or raise with nothing changed."""
+        """Accept rows, or raise and change nothing."""
         if self._refusing is not None:
             self.counters.refused += 1
             raise copy_for(self._refusing)
@@ -200,7 +200,7 @@ class Front:
         timeout_ns: int | None,
         outputs: frozenset[str] | None = None,
     ) -> list[Request]:
-        """Take all parts; the engine gives none to a front, whose workers split themselves."""
+        """Refuse parts: the engine passes none to a front, because the workers split requests."""
         raise NotImplementedError
 
     def cancel(self, request: Request) -> None:
@@ -219,19 +219,19 @@ class Front:
         self.tell_if_idle()
 
     async def wait_idle(self) -> None:
-        """Return when every request was answered."""
+        """Wait until every request is answered."""
         while self.requests:
             await self.next_idle()
 
     def next_idle(self) -> "asyncio.Future[None]":
-        """Return a future that is done when every request was answered."""
+        """Return a future that is done when every request is answered."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._idle_waiters.append(waiter)
         self.tell_if_idle()
         return waiter
 
     def tell_if_idle(self) -> None:
-        """Tell those who wait for it."""
+        """Resolve the futures of :meth:`next_idle` if every request is answered."""
         if self.requests or not self._idle_waiters:
             return
         waiters, self._idle_waiters = self._idle_waiters, []
@@ -240,11 +240,11 @@ class Front:
                 waiter.set_result(None)
 
     def refuse(self, why: AsynctrtError) -> None:
-        """Take no new request; answer those that were taken."""
+        """Refuse new requests; still answer accepted ones."""
         self._refusing = why
 
     def fail_queued(self, why: EngineClosedError) -> None:
-        """Take no new request, and fail those that were not launched. What was launched goes on."""
+        """Refuse new requests, and fail those not yet launched. Launched ones continue."""
         self._refusing = self._closed = why
         self._fail_all(self._pending, why)
         self._pending.clear()
@@ -260,7 +260,7 @@ class Front:
         self.tell_if_idle()
 
     def lose(self, why: DeviceLostError) -> None:
-        """Fail everything, until there is a worker again: there is none, and may never be one."""
+        """Fail all requests until there is a worker again, which may never happen."""
         if self._refusing is self.lost:
             self._refusing = why
         self.lost = why
@@ -271,17 +271,17 @@ class Front:
         self.tell_if_idle()
 
     def close(self) -> None:
-        """Fail whatever is left. The links are closed before."""
+        """Fail the remaining requests. The links must be closed first."""
         why = EngineClosedError(f"{self._description.name!r} is closed")
         self._fail_all(self._pending, why)
         self._fail_groups(self._held, why)
         for group in self._copying:
-            self._fail_all(group.requests, why)  # A thread may still be at its block.
+            self._fail_all(group.requests, why)  # Its block is not freed: a thread may still use it.
             group.left = 0
         for link in self.links:
             self._fail_groups(link.groups.values(), why)
             link.groups.clear()
-            # Its worker may have died since nothing was queued any more.
+            # Its worker may have died after `fail_queued`.
             self._fail_groups(link.take_suspects(), why)
         self._has_deadlines = False
         if self._expiry is not None:
@@ -293,27 +293,27 @@ class Front:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of shared memory that it has used."""
+        """The bytes of shared memory used so far."""
         return self._heap.nbytes
 
     @property
     def row_ns(self) -> float:
-        """What one more row takes all workers together, in ns; 0 as long as that is not known."""
+        """The time that one more row takes, over all workers together, in ns; 0 while unknown."""
         return self._pace.added_row_ns
 
     def end_threads(self, timeout_s: float) -> None:
-        """After :meth:`close`: end the threads that copy. Blocks while they copy, up to ``timeout_s``."""
+        """End the copy threads, after :meth:`close`. Blocks while they copy, up to ``timeout_s``."""
         if self._copiers is not None:
             self._copiers.close(timeout_s)
 
     def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> "asyncio.Future[None]":
-        """Join the answers of parts; a front has none, see :meth:`submit_parts`."""
+        """Refuse: only answers of parts are copied so, and a front has none (see :meth:`submit_parts`)."""
         raise NotImplementedError
 
     # Out: from requests to links.
 
     def _flush(self) -> None:
-        """Form groups of what came in this tick, and send them."""
+        """Form groups of this tick's requests, and send them."""
         self._flushes = False
         pending, self._pending = self._pending, []
         kinds: dict[tuple[BatchKey, int, int], list[Request]] = {}
@@ -323,7 +323,7 @@ class Front:
                 continue
             deadline_ns = request.deadline_ns
             timeout_ns = -1 if deadline_ns == NO_DEADLINE_NS else deadline_ns - request.arrival_ns
-            # Most are of the kind of the one before: to look that up takes longer than to see it.
+            # Most requests are of the same kind as the one before; comparing is faster than a lookup.
             if request.key is not last[0] or request.priority != last[1] or timeout_ns != last[2]:
                 kind = last = request.key, request.priority, timeout_ns
                 requests = kinds.setdefault(kind, [])
@@ -339,7 +339,7 @@ class Front:
         self.send_held()
 
     def _begin(self, group: Group) -> None:
-        """Put a group's rows into shared memory, here or in threads, and then send it."""
+        """Copy a group's rows into shared memory, here or in threads, and then send it."""
         try:
             group.allocate(self._heap, self._memory, self._slabs)
         except MemoryError as error:
@@ -362,9 +362,9 @@ class Front:
         nbytes: int,
         then: Callable[[BaseException | None], object],
     ) -> bool:
-        """Copy something of a group in threads, and call ``then`` on the loop.
+        """Copy rows or outputs of a group in threads, and then call ``then`` on the loop.
 
-        :returns: False if the system refuses threads: then the loop has to.
+        :returns: False if the system refuses threads: then the caller must copy on the loop.
         """
         self._copying.add(group)
         try:
@@ -383,9 +383,9 @@ class Front:
         refused: list[tuple[Request, InputError]] | None,
         error: BaseException | None,
     ) -> None:
-        """Go on with a group whose rows threads have copied, or could not.
+        """Continue with a group after threads have copied its rows or failed to.
 
-        :param refused: of those that were copied one by one; ``None`` if it was tried in parts.
+        :param refused: the requests that failed when copied one by one; ``None`` after a copy in parts.
         """
         self._copying.discard(group)
         if error is None:
@@ -399,7 +399,7 @@ class Front:
             self.tell_if_idle()
 
     def _write_one_by_one(self, group: Group, payloads: Sequence[Any]) -> None:
-        """Find out whose rows cannot be copied, in a thread if there is one."""
+        """Find the requests whose rows cannot be copied, in a thread if possible."""
         refused: list[tuple[Request, InputError]] = []
 
         def write() -> None:
@@ -427,7 +427,7 @@ class Front:
             self._held.append(group)
 
     def send_held(self) -> None:
-        """Give the groups that are held to links, as far as there are links that take them."""
+        """Give held groups to links, as long as a link accepts more."""
         while self._held:
             link = min(
                 (link for link in self.links if link.takes),
@@ -448,7 +448,7 @@ class Front:
             self._watch_deadlines()
 
     def _watch_deadlines(self) -> None:
-        """Look at deadlines soon."""
+        """Schedule the next check of deadlines."""
         pause_s = EXPIRY_S if self._held else OVERDUE_S
         if self._expiry is not None and pause_s < self._expiry_s:
             self._expiry.cancel()
@@ -458,7 +458,7 @@ class Front:
             self._expiry = self._loop.call_later(pause_s, self._expire_due, context=self._context)
 
     def _expire_due(self) -> None:
-        """Answer requests whose deadline has passed, and that nobody else answers."""
+        """Expire requests whose deadline has passed, unless a worker will answer them."""
         self._expiry = None
         now_ns = self._now_ns()
         self._expire_overdue(now_ns)
@@ -467,7 +467,7 @@ class Front:
         self.send_held()
 
     def _expire_overdue(self, now_ns: int) -> None:
-        """Answer those that a worker has neither launched nor answered: it is stopped, or hangs."""
+        """Expire overdue requests that a worker has neither launched nor answered: it is stopped or hangs."""
         due_ns = now_ns - int(OVERDUE_S * 1e9)
         self._has_deadlines = False
         for link in self.links:
@@ -480,7 +480,7 @@ class Front:
                     link.cancel(group)
 
     def _expire_held(self, now_ns: int) -> None:
-        """Answer those that no worker has; free groups that nobody waits for."""
+        """Expire overdue requests in held groups; free groups without a waiting caller."""
         kept: deque[Group] = deque()
         for group in self._held:
             if group.deadline_ns <= now_ns:
@@ -495,10 +495,10 @@ class Front:
     # Back: from links to callers.
 
     def answered(self, link: Link, group: Group, fields: tuple[int, ...]) -> None:
-        """Answer the requests of a group that a worker is done with."""
+        """Answer the requests of a group that a worker has finished."""
         try:
             self._answered(link, group, fields)
-        except Exception as error:  # A rule of ours that is broken must not leave callers waiting.
+        except Exception as error:  # A bug of ours must not leave callers waiting.
             why = InternalError(f"an answer of the worker on {link.device} could not be taken: {error}")
             why.__cause__ = error
             logger.exception("%s", why)
@@ -546,7 +546,7 @@ class Front:
     def _copied(
         self, group: Group, views: dict[str, Array], *, callers_differ: bool
     ) -> list[dict[str, Array]]:
-        """Return the outputs of each request, in arrays that are its caller's."""
+        """Return the outputs of each request, copied into arrays that its caller owns."""
         requests = group.requests
         if callers_differ:
             return [copied(own) for own in views_of(views, requests, spans_of(requests))]
@@ -581,7 +581,7 @@ class Front:
         counters = self.counters
         record = records[0]
         answered = rows = arrived_ns = 0
-        # For each request once, so what can be done once a group is done below. No callback runs meanwhile.
+        # This loop runs for every request, so work per group is done below it. No callback runs meanwhile.
         for number, request in enumerate(group.requests):
             if request.state is not QUEUED:
                 continue
@@ -603,7 +603,7 @@ class Front:
         counters.copy_out_ns += answered * record.copy_out_ns
 
     def _error_of(self, group: Group, nbytes: int, *, in_large: bool) -> AsynctrtError:
-        """Return the error that a worker wrote."""
+        """Return the error that a worker has written."""
         if in_large:
             assert group.large is not None
             start = group.large[0]
@@ -624,12 +624,12 @@ class Front:
         return error
 
     def _failed(self, group: Group, error: AsynctrtError) -> None:
-        """Answer the requests of a group that failed; try each on its own, if one of several is to blame."""
+        """Fail the requests of a group, or retry each alone if one of several may be to blame."""
         if type(error) is DeadlineError:
             self._expire(group.waiting())
             group.free(self._heap)
             return
-        # Of several requests in it, also if only one is waited for: the rows of another may be to blame.
+        # Count cancelled requests too: their rows may be to blame.
         may_help = type(error) in (ExecutionError, DeviceMemoryError) and len(group.requests) > 1
         if may_help and self._options.isolate_failures:
             if self._restored(group):
@@ -643,12 +643,12 @@ class Front:
                 self.counters.refused_late += group.left
         self._fail_groups([group], error)
 
-    # What becomes of groups whose worker died.
+    # Groups whose worker died.
 
     def returned(self, groups: list[Group], how: str) -> list[list[Group]]:
-        """Take back what a worker that died had; hold what may be tried again.
+        """Take back the groups of a worker that died; hold those that may be retried.
 
-        :returns: one by one, the requests of each group that was in a batch for the second time, or hung.
+        :returns: for each group that was in a batch for the second time, or hung, its requests one by one.
         """
         suspects = []
         again = []
@@ -684,7 +684,7 @@ class Front:
         return suspects
 
     def _restored(self, group: Group) -> bool:
-        """Let the rows of a group be what they were; return False if nobody waits for them any more."""
+        """Restore the original rows of a group; return False if no caller waits for them any more."""
         for request, error in group.restore(self._memory):
             self._fail_all([request], error)
             group.left = len(group.waiting())
@@ -694,7 +694,7 @@ class Front:
         return bool(group.left)
 
     def room_for(self, group: Group, nbytes: int) -> int | None:
-        """Return a block for an answer that does not fit into the group's own; ``None``: it was failed."""
+        """Return a block for an answer that does not fit the group's own; ``None`` if the group failed."""
         try:
             group.large = self._heap.allocate(nbytes), nbytes
         except MemoryError as error:
@@ -704,7 +704,7 @@ class Front:
         return group.large[0]
 
     def link_lost(self) -> None:
-        """Fail everything if no link is left; the other links have the work else."""
+        """Fail all requests if no link is left; otherwise give the work to the other links."""
         whys = [link.lost for link in self.links if link.lost is not None]
         if len(whys) == len(self.links):
             self.lose(whys[-1])
@@ -712,23 +712,23 @@ class Front:
             self.send_held()
 
     def link_found(self) -> None:
-        """Take requests again if a link was lost, and give it what is held."""
+        """Accept requests again if the engine was lost, and send the held groups."""
         if self._refusing is self.lost:
             self._refusing = None
         self.lost = None
         self.send_held()
 
     def link_looked(self, link: Link) -> None:
-        """Have others do what waits for a link that takes nothing."""
+        """Let other links, or a stand-in, take over while a link accepts no groups."""
         if self.stand_ins is not None:
             self.stand_ins.looked(link)
 
     def waits_for(self, link: Link) -> bool:
-        """Return whether something waits that the link does not work on."""
+        """Return whether groups are held or wait, not begun, in the link's stuck worker."""
         return bool(self._held or link.not_begun())
 
     def rescue(self, link: Link) -> None:
-        """Give others what a link has and has not begun. Its worker may yet begin it, for nothing."""
+        """Move the groups that a link has not begun to others. Its worker may still begin them, in vain."""
         for group in link.not_begun() if self._options.idempotent else ():
             try:
                 copy = group.moved(self._heap, self._memory)
@@ -739,7 +739,7 @@ class Front:
         self.send_held()
 
     def hold(self, groups: Iterable[Group]) -> None:
-        """Hold groups that are not suspected any more, before all others; free what nobody waits for."""
+        """Hold groups no longer suspected, before all others; free those without a waiting caller."""
         for group in reversed(list(groups)):
             if group.left:
                 self._held.appendleft(group)
@@ -747,7 +747,7 @@ class Front:
                 group.free(self._heap)
 
     def _singles(self, group: Group, error: AsynctrtError) -> list[Group]:
-        """Return each request of a group on its own; none, if there is no room: then they fail."""
+        """Return each request of a group as its own group; if there is no room, fail them and return none."""
         if len(group.requests) == 1:
             return [group]
         try:
@@ -758,7 +758,7 @@ class Front:
             return []
 
     def poisoned(self, group: Group, how: str) -> None:
-        """Answer the request that ends every worker it is given to."""
+        """Fail the request that ended every worker it was given to."""
         logger.error(
             "a request of %d rows to %r ended %d workers, the last time alone in it (%s)",
             group.rows,
@@ -809,7 +809,7 @@ class Front:
             group.free(self._heap)
 
     def _copy_threads(self) -> Copiers:
-        """Return what copies in threads, which most engines never need."""
+        """Return the copy threads, made on first use: most engines never need them."""
         if self._copiers is None:
             self._reaper = Reaper(self._loop, self._now_ns, waiting="adaptive", context=self._context)
             self._copiers = Copiers(self._reaper, self._now_ns)
@@ -817,7 +817,7 @@ class Front:
 
 
 def _raise_in(request: Request, error: AsynctrtError) -> None:
-    """Give a request its error, if its caller still waits."""
+    """Fail a request's future, if its caller still waits."""
     future, request.future, request.payload = request.future, None, None
     if not future.done():
         future.set_exception(error)

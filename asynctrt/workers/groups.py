@@ -18,16 +18,16 @@ from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.slabs import Slab, Slabs
 
 PIECES: Final = 4
-"""Groups that are not a batch by themselves have at most this part of one."""
+"""A group smaller than a batch has at most this fraction of one."""
 
 
 class Group:
     """Requests of one tick that may share a batch, one after the other in the arrays of one block.
 
-    Large rows share a block, a slab, with those of other groups.
+    Groups of large rows share a block, called a slab.
 
-    The worker's engine has it as a single request: what a request costs there is paid once for all of them.
-    The inputs stay in the block until it is answered, so that another worker can be given it.
+    The worker's engine treats a group as a single request, so that per-request costs are paid once for all.
+    The inputs stay in the block until the group is answered, so that it can be given to another worker.
     """
 
     __slots__ = (
@@ -59,41 +59,41 @@ class Group:
         self.rows = sum([request.rows for request in requests])
         self.key: BatchKey = first.key
         self.priority = first.priority
-        self.deadline_ns = first.deadline_ns  # Of the same tick and with the same timeout as the others.
+        self.deadline_ns = first.deadline_ns  # The others have the same tick and timeout.
         self.layout = layout
         self.nbytes = layout.nbytes(self.rows)
         self.block = -1
         self.slab: Slab | None = None
-        """The slab that its block is, if it shares it."""
+        """The slab, if the group shares its block."""
         self.start = 0
         """Its first row in the block."""
         self.capacity: int | None = None
         """The rows of the block, if it shares it."""
         self.generation = 0
-        """Of the pages of its block, as :meth:`Heap.generation` says."""
+        """The generation of its block's pages, from :meth:`Heap.generation`."""
         self.sources: Sequence[Any] | None = None
-        """What large rows were copied from: models may write to their inputs, and have these in place."""
+        """The arrays that large rows were copied from, because a model may overwrite its inputs in place."""
         self.large: tuple[int, int] | None = None
         """Offset and bytes of the block for an answer that does not fit into its own."""
         self.pins: Sequence[object] = ()
-        """What keeps anybody from freeing what threads copy."""
+        """References that keep arrays from being freed while threads copy them."""
         self.left = len(requests)
         """Requests whose callers still wait."""
         self.number = 0
         self.sent_ns = 0
-        """When a worker was given it."""
+        """When it was last given to a worker."""
         self.deaths = 0
         """Workers that died while it was in a batch."""
         self.hangs = False
-        """Whether one of them had not answered it for the batch_timeout."""
+        """Whether one of those workers had not answered it within the batch_timeout."""
 
     def __repr__(self) -> str:
         return f"<Group {self.number} requests={len(self.requests)} rows={self.rows} deaths={self.deaths}>"
 
     def allocate(self, heap: Heap, memory: SharedMemory, slabs: Slabs | None = None) -> None:
-        """Get a block, or rows of one.
+        """Allocate a block, or rows of a shared one.
 
-        :param slabs: where large rows get them.
+        :param slabs: the slabs that large rows are allocated from.
         :raises MemoryError: if there is no room.
         """
         if slabs is not None and self.layout.is_large:
@@ -122,7 +122,7 @@ class Group:
 
     @property
     def launched(self) -> int:
-        """Which word of the shared memory says whether it was launched."""
+        """The index of the word of shared memory that says whether it was launched."""
         return self.block // 8 + self.layout.launched(self.start)
 
     def inputs(self, memory: SharedMemory) -> dict[str, Array]:
@@ -136,8 +136,8 @@ class Group:
     def write(self, memory: SharedMemory, payloads: Sequence[Any]) -> list[tuple[Request, InputError]]:
         """Copy rows into the block.
 
-        :param payloads: the arrays of each request. A cancelled request has its own no more.
-        :returns: the requests whose rows could not be copied, with what to tell their callers.
+        :param payloads: the arrays of each request, because a cancelled request no longer has them.
+        :returns: the requests whose rows could not be copied, each with the error for its caller.
         """
         if self.layout.is_large:
             self.sources = payloads
@@ -157,13 +157,13 @@ class Group:
     def writes(
         self, memory: SharedMemory, payloads: Sequence[Any], parts_max: int
     ) -> list[Callable[[], object]]:
-        """Return what copies rows into the block in parts, for several threads.
+        """Return functions that copy the rows into the block in parts, for several threads.
 
-        :meth:`write` is to follow if one of them raises: it finds out whose rows cannot be copied.
+        If one of them raises, call :meth:`write`, which finds the requests whose rows cannot be copied.
         """
         if self.layout.is_large:
             self.sources = payloads
-        # Nobody can free what they read while they do.
+        # Keep the arrays from being freed while threads read them.
         self.pins = pins(array for payload in payloads for array in payload)
         views = list(self.inputs(memory).values())
         spans = spans_of(self.requests)
@@ -175,7 +175,7 @@ class Group:
     def _write_one_by_one(
         self, views: Sequence[Array], payloads: Sequence[Any]
     ) -> list[tuple[Request, InputError]]:
-        """Find whose rows cannot be copied, and put a copy of another one's first row in their place."""
+        """Find requests whose rows cannot be copied, and fill in the first row of another request."""
         good, refused, spans = None, [], []
         for request, payload, start in zip(self.requests, payloads, starts_of(self.requests), strict=True):
             span = slice(start, start + request.rows)
@@ -193,13 +193,13 @@ class Group:
         return refused
 
     def restore(self, memory: SharedMemory) -> list[tuple[Request, InputError]]:
-        """Copy large rows once more, since a model that had them in place may have written there.
+        """Copy large rows again, because a model that used them in place may have overwritten them.
 
-        :returns: as :meth:`write`; requests that nobody waits for may be among them.
+        :returns: as :meth:`write`; they may include requests whose callers no longer wait.
         """
         if self.sources is None:
             return []
-        # Who was answered or cancelled may do with the arrays as they like.
+        # Once a request is answered or cancelled, its caller may change the arrays.
         payloads = [
             source if request.state is QUEUED else ()
             for request, source in zip(self.requests, self.sources, strict=True)
@@ -213,9 +213,9 @@ class Group:
         return [request for request in self.requests if request.state is QUEUED]
 
     def singles(self, heap: Heap, memory: SharedMemory) -> "list[Group]":
-        """Return what is left of it, each request in a group and a block of its own; free its block.
+        """Move each waiting request to its own group and block; free this group's block.
 
-        :raises MemoryError: if there is no room; nothing has changed then.
+        :raises MemoryError: if there is no room; then nothing has changed.
         """
         made = [Group([request], self.layout) for request in self.waiting()]
         done = []
@@ -245,9 +245,9 @@ class Group:
         return made
 
     def moved(self, heap: Heap, memory: SharedMemory) -> "Group":
-        """Return what is left of it in a group with a block of its own. Its own block stays with its worker.
+        """Move the waiting requests to a new group and block. The old block stays with its worker.
 
-        :raises MemoryError: if there is no room; nothing has changed then.
+        :raises MemoryError: if there is no room; then nothing has changed.
         """
         made = Group(self.waiting(), self.layout)
         made.allocate(heap, memory)
@@ -275,7 +275,7 @@ def _write_part(
 
 
 def starts_of(requests: Iterable[Request]) -> list[int]:
-    """Return where the rows of each request begin."""
+    """Return the first row of each request."""
     starts, start = [], 0
     for request in requests:
         starts.append(start)
@@ -288,14 +288,14 @@ def formed(
 ) -> list[list[Request]]:
     """Cut requests of one kind into groups.
 
-    As long as there are enough for a whole batch, each has the rows of one. What is left over is cut finer,
-    so that the worker can fill its batches with groups of several ticks.
+    While enough rows are left for a whole batch, a group has the rows of one. The rest is cut into smaller
+    groups, so that the worker can fill its batches with groups of several ticks.
 
-    :param rows_max: rows that one batch holds.
-    :param alone: whether each request is a group of its own.
-    :param parts: how many groups there are at least, if the requests can be divided so: batches that compute
-        side by side.
-    :param pieces: groups that are not a batch by themselves have at most this part of one.
+    :param rows_max: the maximum rows of one batch.
+    :param alone: whether each request becomes a separate group.
+    :param parts: the minimum number of groups, if the requests can be divided so: the number of batches that
+        compute side by side.
+    :param pieces: a group smaller than a batch has at most this fraction of one.
     """
     if alone or len(requests) == 1:
         return [[request] for request in requests]
@@ -318,5 +318,5 @@ def formed(
 
 
 def copied(views: dict[str, Any]) -> dict[str, Array]:
-    """Return arrays of one's own."""
+    """Return copies of the arrays."""
     return {name: view.copy() for name, view in views.items()}

@@ -1,7 +1,7 @@
-"""Where the arrays of a group lie in its block of shared memory: front and worker work it out alike.
+"""The layout of a group's arrays in its block of shared memory. Front and worker compute it independently.
 
-A block has one group in it, but for large rows: then groups of one shape lie in it one after the other, and a
-group has so many of its rows, from its ``start`` on.
+A block holds one group, except with large rows: then it holds groups of one shape, one after the other, and
+each group has some of the block's rows, beginning at its ``start``.
 """
 
 import hashlib
@@ -17,22 +17,22 @@ from asynctrt.tensors import Array, Dims, TensorSpec
 from asynctrt.workers.memory import ALIGNMENT, SharedMemory, align
 
 LAUNCHED: Final = 0
-"""Word at the beginning of a block: set to 1 by the worker when the batch with these rows is launched, and to
-:meth:`Layout.stamp` once it has written an answer there. Without it nothing in the block is one."""
+"""The first word of a block. The worker sets it to 1 when the batch with these rows is launched, and to
+:meth:`Layout.stamp` once it has written an answer. Without the stamp, the block contains no answer."""
 ANSWERED: Final = 1 << 63
-"""In every stamp, and in no other value of that word."""
+"""A bit that is set in every stamp, and in no other value of that word."""
 SYMBOLS: Final = 1
-"""Words from here on: the sizes of the dimensions that vary, in the order of :func:`symbols_of`."""
+"""The first of the words with the sizes of the varying dimensions, in the order of :func:`symbols_of`."""
 
 LARGE_ROW_NBYTES_MIN: Final = 64 << 10
-"""From this size on a row takes longer to copy than to be found where it lies."""
+"""From this size on, copying a row takes longer than using it in place."""
 
 LARGE_ALIGNMENT: Final = 256
-"""Of the arrays of large rows, to which models may be bound: what devices demand."""
+"""The alignment of arrays of large rows, as devices require it: models may be bound to them."""
 
 ARRAYS_KEPT: Final = 512
-"""Blocks of small rows whose arrays are kept, by where they begin and how many rows they have. The heap gives
-out the same ones again and again, and to make the arrays takes longer than to copy the rows."""
+"""The maximum number of blocks of small rows whose arrays are kept, by offset and number of rows. The heap
+reuses the same blocks again and again, and making the arrays takes longer than copying the rows."""
 
 LENGTH: Final = struct.Struct("<Q")
 
@@ -44,7 +44,7 @@ def symbols_of(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
 
 
 class BlockArrays:
-    """The arrays of a group in its block. The mappings are shared, and not to be changed."""
+    """The arrays of a group in its block. The mappings are shared: do not change them."""
 
     __slots__ = ("checked", "inputs", "layout", "memory", "outputs")
 
@@ -56,19 +56,19 @@ class BlockArrays:
         self.inputs = inputs
         self.outputs = outputs
         self.checked: Checked | None = None
-        """What a worker's check of the inputs has returned, if it looks at nothing but their shapes."""
+        """The result of a worker's input check, if that checks only the shapes."""
 
 
 KnownArrays = dict[tuple[int, int], BlockArrays]
-"""By block and rows."""
+"""Arrays by block and number of rows."""
 
 
 class Layout:
     """The arrays of rows of one shape.
 
     :param symbols: the sizes of the dimensions that vary.
-    :param arrays: those that are kept of all layouts of a front or a worker.
-    :param places_outputs: whether outputs have the shapes that their specs say, so that there can be room for
+    :param arrays: the kept arrays, shared by all layouts of a front or a worker.
+    :param places_outputs: whether outputs have the shapes in their specs, so that a block can have room for
         them.
     """
 
@@ -87,8 +87,8 @@ class Layout:
         known = [(spec.name, spec.dtype, spec.resolve(symbols)) for spec in outputs]
         self._outputs = [(name, dtype, dims) for name, dtype, dims in known if dims is not None]
         self.has_outputs = places_outputs and len(self._outputs) == len(known)
-        """Whether the shapes of the outputs follow from those of the inputs, so that there is room for them
-        in the block."""
+        """Whether the shapes of the outputs follow from those of the inputs, so that the block has room for
+        them."""
         if not self.has_outputs:
             self._outputs.clear()
         self._row_nbytes = [
@@ -98,28 +98,28 @@ class Layout:
         self.row_nbytes = sum(self._row_nbytes)
         """Bytes of one row over all inputs and outputs."""
         self.is_large = sum(self._row_nbytes[: len(self._inputs)]) >= LARGE_ROW_NBYTES_MIN
-        """Whether groups share blocks, from which batches may be run as they lie there."""
+        """Whether groups share blocks, from which batches may run in place."""
         text = repr((self._inputs, self._outputs, self.has_outputs)).encode()
         self._mark = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) | ANSWERED
-        # By number of rows: where each array begins, and where the block ends.
+        # By number of rows: the offset of each array, and the end of the block.
         self._offsets: dict[int, tuple[tuple[int, ...], int]] = {}
 
     def nbytes(self, capacity: int) -> int:
-        """Return the bytes of a block of so many rows."""
+        """Return the bytes of a block of ``capacity`` rows."""
         return self._at(capacity)[1]
 
     def launched(self, start: int = 0) -> int:
-        """Return which word of the block says whether the group that starts at this row was launched."""
+        """Return the index of the word that says whether the group starting at this row was launched."""
         return LAUNCHED if not start else len(self.symbols) + start
 
     def stamp(self, number: int) -> int:
-        """Return what says that a block has the answer to the group of this number, laid out like this."""
+        """Return the stamp of a block with the answer to the group of this number in this layout."""
         return self._mark ^ number
 
     def room_for_text(self, rows: int, start: int = 0, capacity: int | None = None) -> tuple[int, int]:
-        """Return where outputs lie in the block, as (offset, bytes), for an error instead of them.
+        """Return the (offset, bytes) of the outputs in the block, where an error may be written instead.
 
-        :param capacity: the rows of the whole block, if that is not the group's alone.
+        :param capacity: the rows of the whole block, if the group shares it.
         """
         count = len(self._inputs)
         if capacity is not None:
@@ -132,7 +132,7 @@ class Layout:
     def inputs(
         self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
     ) -> dict[str, Array]:
-        """Return the inputs that lie in a block, by name, each ``(rows, *dims)``."""
+        """Return the inputs in a block by name, each ``(rows, *dims)``."""
         if capacity is None:
             return self._known_arrays(memory, block, rows).inputs
         return self._inputs_at(memory, block, rows, self.offsets(rows, start, capacity))
@@ -140,7 +140,7 @@ class Layout:
     def outputs(
         self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
     ) -> dict[str, Array]:
-        """Return the outputs, likewise."""
+        """Return the outputs in a block by name, each ``(rows, *dims)``."""
         if capacity is None:
             return self._known_arrays(memory, block, rows).outputs
         return self._outputs_at(memory, block, rows, self.offsets(rows, start, capacity))
@@ -148,7 +148,7 @@ class Layout:
     def arrays(
         self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
     ) -> BlockArrays:
-        """Return both. Those of a group that has its block to itself are kept."""
+        """Return inputs and outputs. They are kept if the group does not share its block."""
         if capacity is None:
             return self._known_arrays(memory, block, rows)
         offsets = self.offsets(rows, start, capacity)
@@ -183,7 +183,7 @@ class Layout:
         }
 
     def offsets(self, rows: int, start: int = 0, capacity: int | None = None) -> tuple[int, ...]:
-        """Return where in the block the rows of a group begin: those of each input, then of each output."""
+        """Return the offset in the block of a group's rows: for each input, then for each output."""
         if capacity is None:
             return self._at(rows)[0]
         offsets = self._at(capacity)[0]
@@ -194,7 +194,7 @@ class Layout:
     def _at(self, rows: int) -> tuple[tuple[int, ...], int]:
         known = self._offsets.get(rows)
         if known is None:
-            # Models are bound to large rows as they lie here, and each group has a word of its own.
+            # Models may be bound to large rows in place, and each group in the block has its own word.
             to = LARGE_ALIGNMENT if self.is_large else ALIGNMENT
             words = SYMBOLS + len(self.symbols) + (rows - 1 if self.is_large else 0)
             offsets, end = [], align(8 * words, to)
@@ -212,7 +212,7 @@ def _dims(spec: TensorSpec, symbols: Mapping[str, int]) -> Dims:
 
 
 class Layouts:
-    """The layouts of the shapes that were seen, by the shape of a batch's key."""
+    """The layouts of the known shapes, by the sizes of the dimensions that vary."""
 
     KEPT = 4096
 
@@ -223,7 +223,7 @@ class Layouts:
         self._places_outputs = places_outputs
         self._names = symbols_of(inputs)
         self.symbols = len(self._names)
-        """How many dimensions vary."""
+        """The number of dimensions that vary."""
         self._known: dict[Hashable, Layout] = {}
         self._arrays: KnownArrays = {}
 
@@ -240,7 +240,7 @@ class Layouts:
         return known
 
     def forget_arrays(self) -> None:
-        """Keep no array over the memory any more."""
+        """Drop all arrays over the memory."""
         self._arrays.clear()
 
 
@@ -263,16 +263,16 @@ class Placed:
         self.nbytes = end
 
     def write(self, memory: SharedMemory, block: int) -> None:
-        """Write them into a block of at least :attr:`nbytes`."""
+        """Write the outputs into a block of at least :attr:`nbytes`."""
         memory.buffer[block : block + len(self._head)] = self._head
         for array, offset in zip(self._arrays, self._offsets, strict=True):
             np.copyto(np.ndarray(array.shape, array.dtype, memory.buffer, block + offset), array)
 
     @staticmethod
     def read(memory: SharedMemory, block: int, nbytes: int, specs: Sequence[TensorSpec]) -> dict[str, Array]:
-        """Return the outputs that lie in a block of so many bytes, by name.
+        """Return the outputs in a block of ``nbytes``, by name.
 
-        :raises ValueError: if they are not what the specs say.
+        :raises ValueError: if they do not match the specs or exceed the block.
         """
         (length,) = LENGTH.unpack_from(memory.buffer, block)
         first = block + LENGTH.size

@@ -1,10 +1,10 @@
-"""A link: a front and one worker after the other, on one device.
+"""A link: a front's connection to one device's worker and to the workers that replace it.
 
-When a worker dies, what it had goes back to the front, and another takes its place: the spare, if there is
-one. Requests that were in a batch when two workers died are suspected, at once if they hung. They are tried
-one by one, with nothing else in the worker, until each is answered or has ended a worker by itself. A trial
-takes hardly any time unless it ends the worker, so no request needs more workers to be found than three.
-Meanwhile the others have every second turn.
+When a worker dies, its groups go back to the front, and another worker takes its place: the spare, if there
+is one. Requests that were in a batch when two workers died are suspected; requests that hung are suspected
+at once. Suspects are tried one by one, with nothing else in the worker, until each is answered or has ended
+a worker by itself. A trial takes hardly any time unless it ends the worker, so finding a bad request takes
+at most three workers. Meanwhile other requests get every second turn.
 """
 
 import asyncio
@@ -30,60 +30,60 @@ from asynctrt.workers.spares import Spares
 from asynctrt.workers.spawn import Spawner, Worker
 
 GROUPS_MAX: Final = 8192
-"""Groups that one worker has at the most; further ones are held by the front."""
+"""The maximum number of groups of one worker; the front holds the rest."""
 
 CAPACITY: Final = 4 * GROUPS_MAX
 """Entries of a ring: for each group at most SUBMIT, CANCEL and FETCH, or LARGE and an answer."""
 
 VAIN_DEATHS_MAX: Final = 12
-"""Workers that may die one after the other without an answer between, and without a request in a batch, which
-would be to blame. Then the model or the device is at fault."""
+"""The maximum number of workers in a row that die without an answer in between and without a request in a
+batch. Then no request is to blame, but the model or the device."""
 
 FAILED_STARTS_MAX: Final = 5
-"""Workers that may fail to open the engine, one after the other, while callers wait."""
+"""The maximum number of workers in a row that fail to open the engine while callers wait."""
 
 PAUSE_S: Final = 0.1
 """The pause after the second failed start; it doubles with each further one."""
 
 RETRY_S: Final = 1.0
-"""The pause before a lost engine is tried again. It doubles each time until a worker has answered."""
+"""The pause before a lost engine is started again. It doubles each time until a worker has answered."""
 
 RETRY_S_MAX: Final = 300.0
 LOSSES_COUNTED: Final = 10
-"""With more of them the pause is the longest anyway."""
+"""With more losses than this, the pause has reached its maximum anyway."""
 
 LOOK_S: Final = 0.5
-"""How often it is looked whether the worker's event loop runs."""
+"""How often the link checks that the worker's event loop runs."""
 
 STUCK_S: Final = 2.0
-"""A worker that has groups and has answered none for so long is given no more: what waits goes to others."""
+"""A worker that has groups but has answered none for this long gets no more; waiting groups go to others."""
 
 STUCK_FACTOR: Final = 4
-"""The same, as a multiple of the longest batch that was answered."""
+"""The same limit as a multiple of the longest batch answered so far; the larger limit counts."""
 
 IDLE_LOOKS_MAX: Final = 3
-"""After so many looks a worker that runs, has groups and works on none will not answer them."""
+"""After this many checks, a worker that runs and has groups but works on none will never answer them."""
 
 SILENCE_S_MIN: Final = 0.9
-"""A silence that is shorter says nothing, whatever the batch_timeout is."""
+"""A shorter silence means nothing, whatever the batch_timeout is."""
 
 TURN_NS_MAX: Final = 10_000_000_000
-"""How long suspects and others wait for one another at most, but for the batches that are running then."""
+"""The maximum turn of suspects and of others, apart from the batches still running when it ends."""
 
 TRIAL_S_MIN: Final = 5.0
-"""How long the trial of a request that hung before may take at least, ..."""
+"""The minimum time limit for the trial of a request that hung before."""
 
 TRIAL_FACTOR: Final = 10
-"""... and how many times as long as the longest batch so far; never longer than the batch_timeout."""
+"""The same limit as a multiple of the longest batch so far. It never exceeds the batch_timeout."""
 
 KILL_S: Final = 5.0
-"""How long a process that was killed may take to end."""
+"""How long a killed process may take to end."""
 
 logger = logging.getLogger("asynctrt")
 
 
 class Owner(Protocol):
-    """What a link needs of its front."""
+    """The part of the front that a link uses."""
 
     def answered(self, link: "Link", group: Group, fields: tuple[int, ...]) -> None:
         """Answer the requests of a group."""
@@ -92,58 +92,58 @@ class Owner(Protocol):
         """Return a block for an answer that does not fit into the group's own."""
 
     def returned(self, groups: list[Group], how: str) -> list[list[Group]]:
-        """Take groups back from a worker that died; return the suspects of each, one by one."""
+        """Take groups back from a worker that died; return the suspects of each group, one by one."""
 
     def hold(self, groups: list[Group]) -> None:
-        """Take back groups that may go anywhere."""
+        """Take back groups that may go to any link."""
 
     def poisoned(self, group: Group, how: str) -> None:
-        """Answer the request that ends workers."""
+        """Fail the request that ends workers."""
 
     def send_held(self) -> None:
-        """Give groups to links."""
+        """Give held groups to links."""
 
     def tell_if_idle(self) -> None:
-        """Tell those who wait until every request was answered."""
+        """Notify the waiters for idleness if every request is answered."""
 
     def link_lost(self) -> None:
-        """Go on with the other links, if there are any."""
+        """Continue with the other links, if there are any."""
 
     def link_found(self) -> None:
-        """Take requests again, if none were taken."""
+        """Accept requests again, if they were refused."""
 
     def link_looked(self, link: "Link") -> None:
-        """Have others do what waits for a link that takes nothing."""
+        """Let others take over while a link accepts no groups."""
 
 
 class Candidate:
-    """A process, from its start on: it becomes the link's worker when it is ready and needed."""
+    """A worker process from its start on, which becomes the link's worker when it is ready and needed."""
 
     def __init__(self, link: "Link") -> None:
         self.link = link
         self.process: Worker | None = None
         self.is_alone = False
-        """Whether no other front has it, for the suspects of this one."""
+        """Whether no other front shares it, because it tries suspects of this front."""
         self.description: Description | None = None
         self.counts: Statistics | None = None
         self.ready_ns: int | None = None
         self.is_refused = False
-        """Whether it has opened the engine in vain: it and its front cannot share memory, or it has opened
-        another one."""
+        """Whether the front cannot use it although it has opened the engine: they cannot share memory, or the
+        engine is a different one."""
         self.is_hopeless = False
-        """Whether the next one would fail as this did, or callers have waited for long enough."""
+        """Whether the next one would fail in the same way, or callers have waited long enough."""
         self.started_ns = 0
         self.limit: asyncio.TimerHandle | None = None
-        """When it has had long enough to open the engine."""
+        """The timer that ends it if it takes too long to open the engine."""
         self.error: Exception | None = None
         """Why it could not open the engine, or lost its device."""
 
     def heard(self, message: Any) -> None:
-        """Tell its link what it said."""
+        """Pass its message to the link."""
         self.link._heard(self, message)
 
     def died(self, how: str) -> None:
-        """Tell its link that it has ended."""
+        """Notify the link that it has ended."""
         self.link._died(self, how)
 
 
@@ -152,9 +152,9 @@ class Link:
 
     :param model: as :func:`asynctrt.open` takes it: a path, or ``module:attribute``.
     :param memory: the heap of the front.
-    :param spawner: gives it workers.
-    :param place: which of the workers of this process it has.
-    :param original: what all workers of the engine must be.
+    :param spawner: where it gets workers.
+    :param place: which of this process's workers it uses.
+    :param original: the engine that every worker must match.
     """
 
     def __init__(
@@ -180,34 +180,34 @@ class Link:
         """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
         self.lost: DeviceLostError | None = None
         self.is_stand_in = False
-        """Whether it has a second worker on its device, for as long as the first takes nothing."""
+        """Whether its worker is a second one on the device, needed only while the first accepts nothing."""
         self.is_leaving = False
-        """Whether it is given nothing more."""
+        """Whether it gets no more groups."""
         self._worker: Candidate | None = None
         self._spare: Candidate | None = None
         self._spares = Spares(loop, device, self._have_spare)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        # Of its eventfds. They are closed with the last reference, if the loop was closed under it.
+        # Close its eventfds, at the latest with the last reference, in case the loop was closed first.
         self._closes: list[weakref.finalize[[int], Link]] = []
         self.groups: dict[int, Group] = {}
         self._last_number = 0
         self._rows = 0
         self.pace = 1.0
-        """How long its batches take, as a multiple of what others of their size take."""
+        """How long its batches take, as a multiple of the usual time for their size."""
         self._unpublished = False
-        # Those that are still to be tried, of each group that they were in, and the one that is being tried.
+        # The suspects still to be tried, listed by original group; and the one being tried.
         self._suspects: deque[list[Group]] = deque()
         self._tried: Group | None = None
         self._trial: asyncio.TimerHandle | None = None
-        # While there are suspects: whose turn it is, when it began, until when it lasts, and how many rows
-        # the others may send even if it is over before.
+        # While there are suspects: whose turn it is, when it began and when it ends, and how many rows the
+        # others may send even if it ends earlier.
         self._is_turn_of_others = False
         self._turn_ns = 0
         self._until_ns = 0
         self._turn_rows = 0
-        # What the longest batch took.
+        # The time that the longest batch took.
         self._longest_ns = 0
         self._failed_starts = 0
         self._vain_deaths = 0
@@ -215,18 +215,18 @@ class Link:
         self._losses = 0
         self.deaths = 0
         """Workers that died."""
-        # When the worker's loop was last looked at, what showed then that it ran, and since when nothing has.
+        # When the worker's loop was last checked, its heartbeat then, and for how long that has not changed.
         self._looked_ns = 0
         self._beat = 0
         self._silent_ns = 0
-        # The oldest group, in how many looks on end, while the worker's loop ran and worked on nothing.
+        # The oldest group, and for how many checks in a row it was that while the loop ran but did no work.
         self._idle_with = 0
         self._idle_looks = 0
-        # For how long it has had groups and answered none.
+        # For how long it has had groups without answering any.
         self._waited_ns = 0
         self._has_answered = False
         self.is_stuck = False
-        """Whether it has answered nothing for so long that others take what waits for it."""
+        """Whether it has answered nothing for so long that others take over its waiting groups."""
         self._look: asyncio.TimerHandle | None = None
         self._counts_before: Statistics | None = None
         self.first: asyncio.Future[Description] = loop.create_future()
@@ -235,17 +235,17 @@ class Link:
         in_child(self, Link._let_go)
 
     def _let_go(self) -> None:
-        """In a child that was forked: give the worker nothing, and put no other one in its place."""
+        """Disable the link in a forked child: the worker is the parent's."""
         self.state = "closed"
 
     def __repr__(self) -> str:
         return f"<Link {self.device} {self.state} groups={len(self.groups)} deaths={self.deaths}>"
 
-    # What the front does with it.
+    # The front's operations.
 
     @property
     def takes(self) -> bool:
-        """Whether it can be given a group now."""
+        """Whether it accepts a group now."""
         if self.is_stuck or self.is_leaving:
             return False
         if self.state != "open" or len(self.groups) >= GROUPS_MAX:
@@ -256,12 +256,12 @@ class Link:
 
     @property
     def drain(self) -> tuple[float, float]:
-        """How much its worker still has to do; of two without work, the slower one has more."""
+        """The worker's remaining work, as a sort key; of two idle workers, the slower one ranks higher."""
         return self._rows * self.pace, self.pace
 
     @property
     def spare(self) -> str:
-        """Its spare: ``""``: it has none of its own; ``starting``, ``ready``, ``failed``."""
+        """The state of its spare: ``starting``, ``ready``, ``failed``, or ``""`` if the link manages none."""
         if not self._options.warm_spare or self._spawner.is_shared:
             return ""
         if self._spares.is_given_up:
@@ -271,12 +271,12 @@ class Link:
 
     @property
     def pid(self) -> int | None:
-        """The process id of its worker."""
+        """The worker's process id."""
         worker = self._worker
         return None if worker is None or worker.process is None else worker.process.pid
 
     def put(self, group: Group) -> None:
-        """Give the worker a group, which it sees when :meth:`publish` is called."""
+        """Give the worker a group, which it sees after :meth:`publish`."""
         assert self._sender is not None
         self._last_number += 1
         group.number = self._last_number
@@ -290,25 +290,25 @@ class Link:
         self._unpublished = True
 
     def cancel(self, group: Group) -> None:
-        """Tell the worker, if it has the group, that nobody waits for it any more."""
+        """Cancel a group in the worker, if the worker has it: no caller waits for it any more."""
         if self._sender is None or self.groups.get(group.number) is not group:
             return
         self._sender.put(Kind.CANCEL, 0, 0, group.number, NO_DEADLINE_NS, 0, 0, 0, 0, 0)
         self._sender.publish()
 
     def publish(self) -> None:
-        """Show the worker what it was given."""
+        """Publish the groups put so far to the worker."""
         if self._unpublished and self._sender is not None:
             self._unpublished = False
             self._sender.publish()
 
     def take_suspects(self) -> list[Group]:
-        """Return the suspects that no worker has, which are the caller's then."""
+        """Hand over the suspects that no worker has to the caller."""
         suspects, self._suspects = self._suspects, deque()
         return [group for part in suspects for group in part]
 
     def give_spare(self) -> Candidate | None:
-        """Return the spare, which is the caller's then, if it is ready."""
+        """Hand over the spare to the caller, if it is ready."""
         spare = self._spare
         if spare is None or spare.description is None:
             return None
@@ -316,7 +316,7 @@ class Link:
         return spare
 
     def not_begun(self) -> list[Group]:
-        """Return the groups that wait in a worker which does not come to them."""
+        """Return the groups that wait, not yet launched, in a stuck worker."""
         if not self.is_stuck or self._tried:
             return []
         words = self._memory.words
@@ -328,25 +328,25 @@ class Link:
         return bool(self._suspects or self._tried)
 
     def unanswered(self) -> list[Group]:
-        """Return the groups that it has, those included that are still to be tried apart."""
+        """Return its unanswered groups, including the suspects still to be tried."""
         return [*self.groups.values(), *[group for part in self._suspects for group in part]]
 
     @property
     def counts(self) -> Statistics:
-        """What its workers have done, as they last told."""
+        """The latest statistics of all its workers so far."""
         counts = None if self._worker is None else self._worker.counts
         both = [one for one in (counts, self._counts_before) if one is not None]
         return reduce(Statistics.joined, both)
 
     @property
     def has_counts(self) -> bool:
-        """Whether any worker of it has told what it has done."""
+        """Whether any of its workers has sent statistics."""
         return self._counts_before is not None or (
             self._worker is not None and self._worker.counts is not None
         )
 
     def add_counts(self, other: "Link") -> None:
-        """Keep what the workers of another link, which is closed, have done."""
+        """Add the statistics of another link's workers. The other link must be closed."""
         if other.has_counts:
             both = [one for one in (self._counts_before, other.counts.without_gauges()) if one is not None]
             self._counts_before = reduce(Statistics.joined, both)
@@ -357,7 +357,7 @@ class Link:
     def start(self, spare: Candidate | None = None) -> None:
         """Start the first worker.
 
-        :param spare: what it is, instead of a new one.
+        :param spare: the worker to use instead of a new one.
         """
         if spare is None:
             self._worker = self._new_candidate()
@@ -380,7 +380,7 @@ class Link:
                 if candidate.process is None or was_closed:
                     continue
                 if candidate.description is None:
-                    self._give_up(candidate)  # It is still opening what nobody wants any more.
+                    self._give_up(candidate)  # It is still opening an engine that is no longer needed.
                 else:
                     candidate.process.send(Close())
             await self._all_ended(processes, timeout_s)
@@ -404,7 +404,7 @@ class Link:
             await asyncio.wait([change], timeout=left_s)
 
     def _give_up(self, candidate: Candidate) -> None:
-        """End a process that is of no use to this front; it may be to others."""
+        """End a process that this front cannot use, or let go of it if other fronts share it."""
         assert candidate.process is not None
         if self._spawner.is_shared:
             candidate.process.send(Close())
@@ -412,7 +412,7 @@ class Link:
             candidate.process.kill()
 
     def kill(self) -> None:
-        """End the worker by SIGKILL, as a hang or a test asks for."""
+        """Kill the worker with SIGKILL, after a broken answer or for a test."""
         if self._worker is not None and self._worker.process is not None:
             self._worker.process.kill()
 
@@ -445,7 +445,7 @@ class Link:
             self._died(candidate, "was not started")
 
     def _hangs(self, candidate: Candidate, limit_s: float) -> None:
-        """End a process that opens the engine, and may do so for ever."""
+        """End a process that takes too long to open the engine."""
         if candidate.process is not None and candidate.description is None:
             candidate.is_hopeless = True
             why = self._original.why_late(limit_s)
@@ -476,7 +476,7 @@ class Link:
             candidate.counts = message.statistics
 
     def _attach(self, candidate: Candidate) -> None:
-        """Make a ready candidate the worker: with rings of its own, it takes groups from now on."""
+        """Make a ready candidate the worker: give it new rings, so that it accepts groups."""
         assert candidate.description is not None
         assert candidate.process is not None
         memory = self._memory
@@ -513,7 +513,7 @@ class Link:
         return number
 
     def _told_of_memory(self, candidate: Candidate, error: str) -> None:
-        """Go on with a worker that has the front's memory, or without it."""
+        """Handle the worker's reply to ``Attach``: it has mapped the front's memory, or could not."""
         assert candidate.description is not None
         if error:
             self._refuse(candidate, DeviceUnavailableError(f"the worker {error}"))
@@ -523,19 +523,19 @@ class Link:
             self.first.set_result(candidate.description)
 
     def _refuse(self, candidate: Candidate, why: AsynctrtError) -> None:
-        """End a worker that can have nothing from this front."""
+        """Give up a worker that this front cannot use."""
         candidate.is_refused = True
         candidate.error = why
         self._give_up(candidate)
 
     def _have_spare(self) -> None:
-        """Start a spare, unless there is one, or they are somebody else's business."""
+        """Start a spare, unless there is one already or the spawner manages them."""
         wanted = self._options.warm_spare and not self._spawner.is_shared
         if wanted and self._spare is None and self.state == "open":
             self._spare = self._new_candidate()
 
     def _detach(self) -> None:
-        """Let go of the rings."""
+        """Release the rings."""
         self._end_trial()
         if self._look is not None:
             self._look.cancel()
@@ -549,7 +549,7 @@ class Link:
         self._unpublished = False
 
     def _died(self, candidate: Candidate, how: str) -> None:
-        """Go on after the end of a process."""
+        """Handle the end of a process."""
         for change in self._changed:
             if not change.done():
                 change.set_result(None)
@@ -565,19 +565,19 @@ class Link:
             self._worker_died(candidate, how)
 
     def _worker_died(self, candidate: Candidate, how: str) -> None:
-        """Take back what it had, and put another one in its place, if there is hope."""
+        """Take back the worker's groups, and replace it unless that is hopeless."""
         if candidate.description is None or candidate.is_refused:
             self._failed_starts += 1
         else:
             self.deaths += 1
             self._vain_deaths += 1
-            self._look_at_answers()  # What it still answered counts.
+            self._look_at_answers()  # Answers from before its death count.
             if any(self._memory.words[group.launched] for group in self.groups.values()):
-                self._vain_deaths = 0  # One of these is to blame, and is found.
+                self._vain_deaths = 0  # One of these is to blame, and trials will find it.
         self._give_back(how)
         self._detach()
         self._keep_counts(candidate)
-        # One that was ready has opened the engine; other fronts of a server may have had it end.
+        # A worker that was ready has opened the engine: other fronts of the server may have ended it.
         if not self.first.done() and (candidate.description is None or candidate.is_refused):
             self.first.set_exception(_opening_error(candidate, how))
             self.state = "closed"
@@ -589,15 +589,15 @@ class Link:
             self._replace(how)
 
     def _replace(self, how: str) -> None:
-        """Put the spare in the place of the worker that died, or start another one."""
-        if not self._spawner.is_shared:  # Else whoever started it says so, once for all fronts.
+        """Replace the worker that died with the spare or a new one."""
+        if not self._spawner.is_shared:  # Otherwise the server's parent logs it, once for all fronts.
             logger.error("the worker on %s %s; another one takes its place", self.device, how)
         self.state = "restarting"
         self._worker, self._spare = self._spare, None
         if self._worker is None:
             pause_s = PAUSE_S * 2 ** (self._failed_starts - 2) if self._failed_starts > 1 else 0.0
             self._worker = self._new_candidate(pause_s)
-            # In a worker that other fronts have too, their requests would be taken for this one's.
+            # In a shared worker, a request of another front could end it, and our suspect would be blamed.
             self._worker.is_alone = self._spawner.is_shared and bool(self._suspects)
         elif self._worker.description is not None:
             self._attach(self._worker)
@@ -605,7 +605,7 @@ class Link:
             self.owner.send_held()
 
     def _give_back(self, how: str) -> None:
-        """Return what the worker had to the front, except for what is to be tried apart."""
+        """Return the worker's groups to the front, except suspects, which will be tried apart."""
         groups, self.groups, self._rows = list(self.groups.values()), {}, 0
         tried = self._end_trial()
         if self.owner is None:
@@ -613,7 +613,7 @@ class Link:
         for suspects in self.owner.returned(groups, how):
             if tried in suspects:
                 self.owner.poisoned(suspects[0], how)
-                # What came with it may be as bad, and what came at another time better.
+                # Go on with another group's suspects: requests that came with this one may be as bad.
                 self._suspects.rotate(-1)
                 self._until_ns = 0
             else:
@@ -622,8 +622,8 @@ class Link:
     def _next_turn(self) -> None:
         """Try the next suspect, or begin the others' turn, once the worker has nothing else.
 
-        Each turn lasts as long as the one before, if that was not too long. The suspects' turn ends with a
-        worker, whose end and replacement are a part of it; the others' when nobody waits.
+        Each turn lasts as long as the one before, up to a limit. The suspects' turn ends when a worker dies,
+        and includes the time to replace it. The others' turn ends early when none of them waits.
         """
         while self.state == "open" and self._suspects and not self.groups:
             assert self.owner is not None
@@ -641,7 +641,7 @@ class Link:
             if suspect.left:
                 self._try(suspect)
             else:
-                self.owner.hold([suspect])  # It frees it.
+                self.owner.hold([suspect])  # This frees it.
         if self._suspects or self._tried:
             return
         self._is_turn_of_others, self._turn_ns, self._until_ns = False, 0, 0
@@ -658,7 +658,7 @@ class Link:
 
     @property
     def _worker_rows(self) -> int:
-        """The rows that fill the worker once."""
+        """The rows that fill all contexts of the worker once."""
         assert self._worker is not None
         assert self._worker.description is not None
         return self._worker.description.max_rows * self._worker.description.contexts
@@ -674,7 +674,7 @@ class Link:
             self._trial = self._loop.call_later(limit_s, self._hangs_again, limit_s)
 
     def _hangs_again(self, limit_s: float) -> None:
-        """End the worker of a request that hung before and does again: the batch_timeout may be long."""
+        """End the worker of a request that hung before and hangs again: the batch_timeout may be long."""
         assert self._worker is not None
         assert self._worker.process is not None
         why = f"a request hung for the batch_timeout before, and for {limit_s:.3g} s when it was alone"
@@ -682,7 +682,7 @@ class Link:
         self._worker.process.kill(why)
 
     def _end_trial(self) -> Group | None:
-        """Return what was being tried, which is over."""
+        """End the current trial; return its group, if there was one."""
         tried, self._tried = self._tried, None
         if self._trial is not None:
             self._trial.cancel()
@@ -690,7 +690,7 @@ class Link:
         return tried
 
     def _share_again(self, worker: Candidate) -> None:
-        """Let go of a worker that no other front has, now that there are no suspects any more."""
+        """Replace the unshared worker with a shared one, after the last suspect."""
         assert worker.process is not None
         worker.process.send(Close())
         self._detach()
@@ -699,7 +699,7 @@ class Link:
         self._worker = self._new_candidate()
 
     def _lose(self, how: str) -> None:
-        """Let nobody wait any longer; if it was ever open, try again later."""
+        """Fail waiting callers; if the engine was ever open, try again later."""
         tries = max(self._failed_starts, self._vain_deaths)
         pause_s = min(RETRY_S * 2**self._losses, RETRY_S_MAX)
         self._losses = min(self._losses + 1, LOSSES_COUNTED)
@@ -725,7 +725,7 @@ class Link:
             self.owner.link_lost()
 
     def _keep_counts(self, candidate: Candidate) -> None:
-        """Keep what a worker that ended has counted."""
+        """Keep the statistics of a worker that has ended."""
         if candidate.counts is not None:
             self._counts_before = self.counts.without_gauges()
             candidate.counts = None
@@ -738,7 +738,7 @@ class Link:
         self._answers()
 
     def _answers(self) -> None:
-        """Take the answers that there are; then sleep, or let the loop run before looking again."""
+        """Handle the answers in the ring; then sleep, or let the loop run before looking again."""
         if self._receiver is None:
             return
         self._look_at_answers()
@@ -763,14 +763,14 @@ class Link:
             if group is self._tried:
                 self._end_trial()
             self._vain_deaths = self._losses = 0
-            # What was cancelled or has expired, it tells of while a batch hangs as well.
+            # Cancelled and expired groups do not count: they are reported even while a batch hangs.
             if fields[0] == Kind.ANSWER or (fields[0] == Kind.ERROR and group.deadline_ns == NO_DEADLINE_NS):
                 self._has_answered, self.is_stuck = True, False
                 self._longest_ns = max(self._longest_ns, fields[6])
             self.owner.answered(self, group, fields)
 
     def _fetch(self, group: Group, nbytes: int) -> None:
-        """Ask for an answer that does not fit into its group's block."""
+        """Allocate a block for an answer that does not fit into its group's, and request the answer."""
         assert self.owner is not None
         assert self._sender is not None
         block = self.owner.room_for(group, nbytes) if group.left else None
@@ -783,12 +783,12 @@ class Link:
     # Hangs.
 
     def _look_after(self) -> None:
-        """End a worker whose event loop has not run for the batch_timeout."""
+        """Check the worker; end it if its event loop has not run for the batch_timeout, or it lost groups."""
         self._look = self._loop.call_later(LOOK_S, self._look_after)
         if self._sender is None or self._worker is None or self._worker.process is None:
             return
         now_ns, (beat, works) = clock.now_ns(), beat_of(self._sender)
-        # Who was stopped as well (Ctrl-Z) has not seen for how long the worker was silent.
+        # If this process was stopped too (Ctrl-Z), it cannot know how long the worker was silent.
         seen_ns = min(now_ns - self._looked_ns, int(LOOK_S * 1e9))
         is_silent = beat == self._beat
         self._silent_ns = self._silent_ns + seen_ns if is_silent else 0
@@ -806,7 +806,7 @@ class Link:
             silent_s = self._silent_ns / 1e9
             why = f"its event loop had not run for {silent_s:.1f} s (batch_timeout is {limit_s:g} s)"
         elif self._idle_looks >= IDLE_LOOKS_MAX:
-            # Its loop has run twice since it was given the oldest, so it must have taken it.
+            # Its loop has run twice since it got the oldest group, so it must have read it.
             why = f"it worked on none of the {len(self.groups)} groups of requests that it was given"
         if why:
             self._worker.error = DeviceLostError(why)

@@ -1,7 +1,7 @@
-"""Memory that a front shares with its workers, and the allocator of the front.
+"""The memory that a front shares with its workers, and the front's allocator.
 
-It is a file without a name (``memfd_create``), passed on by descriptor: it is gone with the last process that
-has it, however that ends.
+It is an anonymous file (``memfd_create``), passed by descriptor: it disappears with the last process that has
+it, however that process ends.
 """
 
 import fcntl
@@ -15,14 +15,14 @@ from asynctrt.errors import DeviceUnavailableError
 from asynctrt.forks import Origin
 
 ALIGNMENT: Final = 64
-"""Of blocks and of arrays in them: a cache line."""
+"""The alignment of blocks and of the arrays in them: a cache line."""
 PAGE: Final = mmap.PAGESIZE
 BLOCK_NBYTES_MIN: Final = 256
 KEPT_NBYTES: Final = 256 << 20
-"""Large free blocks keep their pages up to this many bytes in all. Beyond that, those of the blocks that have
-been free for longest go back to the system."""
+"""Large free blocks keep up to this many bytes of pages in all. Beyond that, the blocks that have been free
+longest return theirs to the system."""
 RETURNED_NBYTES_MIN: Final = 1 << 20
-"""Smaller blocks keep their pages always."""
+"""Smaller blocks always keep their pages."""
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -32,11 +32,11 @@ def align(nbytes: int, to: int = ALIGNMENT) -> int:
 
 
 class SharedMemory:
-    """A mapping of memory that several processes have.
+    """A mapping of memory that several processes share.
 
     Arrays made over :attr:`buffer` keep it mapped; it is unmapped when the last of them is gone.
 
-    :param fd: the descriptor, which becomes its own.
+    :param fd: the file descriptor, which this object takes over.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -44,17 +44,17 @@ class SharedMemory:
         self.nbytes = nbytes
         self._origin = Origin()
         self.buffer = mmap.mmap(fd, nbytes)
-        # With the last reference, if nobody closes it.
+        # Closes the descriptor with the last reference, unless `close` is called before.
         self._close = weakref.finalize(self, os.close, fd)
         self.words: memoryview[int] = memoryview(self.buffer).cast("Q")
-        """The same as words of 8 bytes. A word that two processes use is written by one of them alone."""
+        """The same memory as words of 8 bytes. Only one process writes a word that two processes use."""
 
     def __repr__(self) -> str:
         return f"<SharedMemory {self.nbytes} bytes>"
 
     @classmethod
     def create(cls, nbytes: int) -> "SharedMemory":
-        """Return new memory of zeros. Only pages that are written to take any.
+        """Return new, zeroed memory. Only pages that are written to use memory.
 
         :raises DeviceUnavailableError: if the system refuses it.
         """
@@ -63,7 +63,7 @@ class SharedMemory:
         try:
             fd = os.memfd_create("asynctrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
-            # A process that made it smaller would end all others by SIGBUS.
+            # If a process shrank it, the others would die by SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return cls(fd, nbytes)
         except BaseException as error:
@@ -78,43 +78,44 @@ class SharedMemory:
             ) from error
 
     def discard(self, nbytes: int) -> None:
-        """Give the first ``nbytes`` back to the system, whoever still maps them, and close it. Idempotent.
+        """Return the first ``nbytes`` to the system, even if they are still mapped, and close. Idempotent.
 
-        What is read there from now on is zeros.
+        From then on they read as zeros.
         """
         if self.fd >= 0 and nbytes and self._origin.is_here:
             self.buffer.madvise(mmap.MADV_REMOVE, 0, min(align(nbytes, PAGE), self.nbytes))
         self.close()
         self.words.release()
-        # While there are arrays over it, the address space is not given back.
+        # While arrays exist over it, the address space cannot be released.
         with suppress(BufferError):
             self.buffer.close()
 
     def close(self) -> None:
-        """Close the descriptor; what is mapped stays so while arrays are over it. Idempotent."""
+        """Close the descriptor; the memory stays mapped while arrays exist over it. Idempotent."""
         self._close()
         self.fd = -1
 
 
 class Heap:
-    """Blocks of a shared memory, given out by one process.
+    """An allocator of blocks in shared memory, used by one process.
 
-    Sizes are rounded up to four steps a power of two, and a freed block serves the next one of its size. So
-    both calls take the same short time however many blocks there are, and at most a quarter is wasted.
+    Sizes are rounded up to four steps per power of two, and a freed block is reused for its size. So both
+    calls take constant time, however many blocks there are, and at most a quarter is wasted.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._free: dict[int, list[int]] = {}
-        # Large free blocks that have pages, with their sizes, those that have been free for longest first.
+        # The sizes of large free blocks that have pages, by offset, longest free first.
         self._kept: dict[int, int] = {}
         self._kept_nbytes = 0
-        # By offset: how many blocks had given pages back when that one last did; and when any last could.
+        # By offset: the value of `_returns` when that block last returned its pages. `_returns_before` holds
+        # for all other blocks.
         self._returned: dict[int, int] = {}
         self._returns = self._returns_before = 0
         self._end = 0
         self.blocks = 0
-        """Blocks that are given out."""
+        """The number of allocated blocks."""
         self._origin = Origin()
 
     def __repr__(self) -> str:
@@ -122,11 +123,11 @@ class Heap:
 
     @property
     def nbytes(self) -> int:
-        """How far it has reached. What large free blocks gave back to the system is counted."""
+        """The end of the used range, including pages that large free blocks returned to the system."""
         return self._end
 
     def allocate(self, nbytes: int) -> int:
-        """Return the offset of a block.
+        """Allocate a block and return its offset.
 
         :raises MemoryError: if there is no room.
         """
@@ -141,7 +142,7 @@ class Heap:
             self._free.clear()
             while self._kept:
                 self._return_oldest()
-            # Blocks that begin elsewhere have these pages next.
+            # The next blocks may use these pages at other offsets.
             self._returned.clear()
             self._returns_before = self._returns
             self._end = 0
@@ -153,9 +154,9 @@ class Heap:
         return start
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Take back a block of ``nbytes``, the number that :meth:`allocate` was given."""
+        """Free a block; ``nbytes`` is the number passed to :meth:`allocate`."""
         if not self._origin.is_here:
-            return  # Arrays that a forked child lets go of lie in memory that its parent uses.
+            return  # This is a forked child, whose blocks are in memory that the parent still uses.
         size = rounded(nbytes)
         self._free.setdefault(size, []).append(offset)
         self.blocks -= 1
@@ -166,9 +167,9 @@ class Heap:
                 self._return_oldest()
 
     def generation(self, offset: int) -> int:
-        """Return a number that changes when a block gets other pages, because its own were given back.
+        """Return a number that changes when a block gets new pages because it returned the old ones.
 
-        Whoever had the old pages pinned must have the new ones pinned.
+        A process that pinned the old pages must then pin the new ones.
         """
         return self._returned.get(offset, self._returns_before)
 
@@ -178,11 +179,11 @@ class Heap:
         self._kept_nbytes -= size
         self._returns += 1
         self._returned[offset] = self._returns
-        if self._memory.fd >= 0:  # Else all of it has been given back.
+        if self._memory.fd >= 0:  # Otherwise all of it has been returned.
             self._memory.buffer.madvise(mmap.MADV_REMOVE, offset, size // PAGE * PAGE)
 
 
 def rounded(nbytes: int) -> int:
-    """Round a size up to one of four steps a power of two."""
+    """Round a size up to one of four steps per power of two."""
     nbytes = max(nbytes, BLOCK_NBYTES_MIN)
     return align(nbytes, max(1 << (nbytes - 1).bit_length() - 3, BLOCK_NBYTES_MIN))

@@ -1,7 +1,7 @@
-"""What a front and its worker tell each other besides rows: few messages, over a socket pair.
+"""The messages between a front and its worker, apart from rows: they are few, and go over a socket pair.
 
-They are pickled, since both ends are one program: the worker was started by the front, and nobody else has an
-end of the socket.
+They are pickled, because both ends are one program: the front started the worker, and no other process has
+an end of the socket.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from asynctrt.tensors import TensorSpec
 MESSAGE_NBYTES_MAX: Final = 128 << 10
 FDS_MAX: Final = 8
 ATTACH_FDS: Final = 4
-"""The descriptors that come with an :class:`Attach`."""
+"""The number of descriptors sent with an :class:`Attach`."""
 STDERR_FILENO: Final = 2
 
 
@@ -35,33 +35,33 @@ class Kind(IntEnum):
     SUBMIT = 1
     CANCEL = 2
     FETCH = 3
-    """Write what did not fit into its block into this larger one."""
+    """Write an answer that did not fit into its block into this larger one."""
     # To the front.
     ANSWER = 4
     ERROR = 5
-    """The text lies where the outputs would."""
+    """The error's text is in the place of the outputs."""
     LARGE = 6
     """The answer or the error does not fit into the block."""
     GONE = 7
-    """It was cancelled. Each SUBMIT is followed by one ANSWER, ERROR or GONE, which gives its block back."""
+    """The group was cancelled. One ANSWER, ERROR or GONE follows each SUBMIT and releases its block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """To a new worker: what to open."""
+    """To a new worker: open this model."""
 
     model: str
     device: str
     options: Options
     gpu_memory_nbytes: int | None
-    """What it may hold on its GPU; ``None``: what there is."""
+    """The limit of its GPU memory; ``None`` for no limit."""
     level: int
-    """From which level on log records are sent to the front."""
+    """The lowest level of log records sent to the front."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a front must know of the engine in its worker."""
+    """The facts about a worker's engine that its front needs."""
 
     name: str
     platform: str
@@ -73,11 +73,11 @@ class Description:
     parallel_batches: int
     """Batches that may compute side by side."""
     is_unified: bool = True
-    """Whether its device works in the host's memory."""
+    """Whether its device uses the host's memory."""
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
     files: tuple[tuple[str, str], ...] = ()
-    """The model's files, each with the SHA-256 of what was opened."""
+    """The model's files, each with the SHA-256 of the opened content."""
     versions: tuple[tuple[str, str], ...] = ()
     """The packages that it computes with, each with its version."""
 
@@ -96,26 +96,26 @@ class Failed:
 
     error: Exception
     is_hopeless: bool = False
-    """Whether the next one would fail as well, or callers have waited for long enough."""
+    """Whether the next worker would fail as well, or callers have waited long enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """From a worker: nothing on its device can be trusted any more, and so it ends."""
+    """From a worker: it exits because nothing on its device can be trusted any more."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """From a worker: what its engine has done."""
+    """From a worker: its engine's statistics."""
 
     statistics: Statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """From a worker: a record for the log."""
+    """From a worker: a log record."""
 
     logger: str
     level: int
@@ -129,34 +129,34 @@ class Attach:
     heap_nbytes: int
     rings_nbytes: int
     number: int
-    """By which it is detached; 0 for a front that has the worker to itself."""
+    """The number for :class:`Detach`; 0 if the front does not share the worker."""
     capacity: int
-    """Entries of each of the two rings: first the worker's, then the front's."""
+    """The entries of each of the two rings: first the one read by the worker, then the front's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """From a worker: whether it has the memory of a front."""
+    """From a worker: whether it has mapped the memory of a front."""
 
     number: int
-    """That of its :class:`Attach`."""
+    """The number in the :class:`Attach`."""
     error: str
-    """Why not; empty if it has."""
+    """Why it could not; empty if it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """To a worker: a front is gone, or wants nothing more."""
+    """To a worker: a front has ended, or no longer needs it."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """To a worker: close the engine, and end. From one of several fronts: it wants nothing more."""
+    """To a worker: close the engine and exit. From one of several fronts: this front no longer needs it."""
 
 
-# Between the fronts of a server and their parent, which has the workers. A ticket is a front's word for one.
+# Between the fronts of a server and their parent, which owns the workers. A ticket is a front's id for one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,22 +167,22 @@ class Want:
     device: str
     options: Options
     place: str
-    """Which of the workers of a front it is, as two of one model on one device may differ in nothing else.
-    Fronts that want the same share it."""
+    """Which of the front's workers it is: two of one model on one device may differ in nothing else. Fronts
+    that want the same one share it."""
     alone: bool
-    """Whether no other front may have it."""
+    """Whether no other front may share it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """From a front: the worker hangs."""
+    """From a front: kill the worker, because it hangs."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class To:
-    """From a front: something for a worker."""
+    """From a front: a message for a worker."""
 
     ticket: int
     message: Any
@@ -190,7 +190,7 @@ class To:
 
 @dataclass(frozen=True, slots=True)
 class From:
-    """To a front: what a worker said."""
+    """To a front: a message from a worker."""
 
     ticket: int
     pid: int
@@ -199,7 +199,7 @@ class From:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """To a front: the worker has ended, or has let go of the front."""
+    """To a front: the worker has ended, or has detached the front."""
 
     ticket: int
     how: str
@@ -207,18 +207,18 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """From a front, again and again: its event loop runs."""
+    """From a front, periodically: its event loop runs."""
 
     is_lost: bool
-    """Whether nothing can run one of its models now."""
+    """Whether one of its models has no worker that can run it now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """To a front: answer what was taken, and end."""
+    """To a front: finish accepted requests and exit."""
 
     at_once: bool
-    """Whether to answer nothing more."""
+    """Whether to exit without finishing them."""
 
 
 def send(end: socket.socket, message: Any, fds: Sequence[int] = (), flags: int = 0) -> None:
@@ -229,15 +229,15 @@ def send(end: socket.socket, message: Any, fds: Sequence[int] = (), flags: int =
     text = pickle.dumps(message)
     if len(text) > MESSAGE_NBYTES_MAX:
         raise ValueError(f"{type(message).__name__} has {len(text)} bytes; {MESSAGE_NBYTES_MAX} fit")
-    # Not by `socket.send_fds`, which ignores the flags.
+    # `socket.send_fds` would ignore the flags.
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
     end.sendmsg([text], rights, flags)
 
 
 class Outbox:
-    """Messages for the other end of a socket. What it does not read at once is sent later, in order.
+    """A queue of messages to the other end of a socket. What the other end does not read now is sent later.
 
-    :param end: the socket, which does not block, or is sent to as if it did not.
+    :param end: the socket. Sending never blocks, even if the socket is a blocking one.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, end: socket.socket) -> None:
@@ -250,19 +250,19 @@ class Outbox:
         return f"<Outbox unsent={len(self._unsent)}>"
 
     def _let_go(self) -> None:
-        """In a child that was forked: say nothing in the parent's name, and read nothing that is for it."""
+        """Detach a forked child from the socket: it must neither send nor read in the parent's place."""
         self._unsent.clear()
         seal(self._end.fileno())
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything was sent."""
+        """Whether all messages were sent."""
         return not self._unsent
 
     def put(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message, later if the other end does not read now; nothing if it is gone.
+        """Send a message, later if the other end does not read now; drop it if the other end is gone.
 
-        :param fds: descriptors that go with it, which the caller may close at once.
+        :param fds: descriptors to send with it. The caller may close them at once.
         """
         if not self._unsent and self._is_sent(message, fds):
             return
@@ -271,7 +271,7 @@ class Outbox:
             self._loop.add_writer(self._end.fileno(), self._send)
 
     def close(self) -> None:
-        """Send nothing more. Idempotent; before the socket is closed."""
+        """Drop unsent messages. Idempotent; call it before closing the socket."""
         if self._unsent:
             self._loop.remove_writer(self._end.fileno())
         while self._unsent:
@@ -284,13 +284,13 @@ class Outbox:
             self._loop.remove_writer(self._end.fileno())
 
     def _is_sent(self, message: Any, fds: Sequence[int]) -> bool:
-        """Send a message, and say whether the other end has room for it, or is gone."""
+        """Send a message; return whether it is done with: sent, or the other end is gone."""
         try:
             send(self._end, message, fds, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:
-            pass  # It has died, which is seen by who reads from it.
+            pass  # The other end has died, which the reader of the socket notices.
         return True
 
 
@@ -314,15 +314,15 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[Any, list[int]]:
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a new socket pair that keeps messages apart, for a child to have one of."""
+    """Return both ends of a new socket pair that keeps messages apart. A child may inherit one end."""
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return _beyond_std(first), _beyond_std(second)
 
 
 def _beyond_std(end: socket.socket) -> socket.socket:
-    """Return the socket with a descriptor that is no child's standard stream.
+    """Return the socket with a descriptor above those of the standard streams.
 
-    A process that began without standard streams (a daemon) has the descriptors 0 to 2 for anything.
+    A process that began without standard streams (a daemon) may use descriptors 0 to 2 for anything.
     """
     if end.fileno() > STDERR_FILENO:
         return end

@@ -1,8 +1,8 @@
-"""What the first worker of an engine was, and whether one that takes its place is the same.
+"""A check that each worker of an engine opens the same model as the first one did.
 
-Files change while a server runs, as by a deployment. A worker that opened the new file in the place of one
-that had the old would answer under the old name and version with other weights, and perhaps with other shapes
-than those that its front goes by.
+Files change while a server runs, for example by a deployment. If a replacement worker opened the new file, it
+would answer with other weights under the old name and version, and perhaps with shapes that its front does
+not expect.
 """
 
 import hashlib
@@ -22,27 +22,27 @@ from asynctrt.version import __version__
 from asynctrt.workers.messages import Description
 
 OPENING_S_MIN: Final = 20.0
-"""How long a worker that takes another's place may take to open the engine at least: files that were in
-memory at first may have to be read from a disk by now."""
+"""The minimum time limit for a replacement worker to open the engine: files that were in memory at first may
+have to be read from disk by now."""
 
 OPENING_FACTOR: Final = 10
-"""As a multiple of what the slowest one took so far."""
+"""The same limit as a multiple of the slowest opening so far; the larger limit counts."""
 
 EXTERNAL: Final = re.compile(rb"\n\x08location\x12")
-"""How an ONNX file begins to name a file beside it that has weights: a field ``location``, and its value."""
+"""The bytes in an ONNX file before the name of an external file with weights: a field ``location``."""
 
 MORE: Final = 0x80
-"""Set in each byte of its length but the last."""
+"""The bit that is set in each byte of that name's length except the last."""
 
 PATH_MAX: Final = 4096
 PART_NBYTES: Final = 16 << 20
-"""What is read of it at once."""
+"""The number of bytes read from the file at once."""
 
 FILES_NAMED: Final = 32
-"""Files that are told of by name: a model may have one for each of its tensors."""
+"""The maximum number of files reported by name: a model may have one for each of its tensors."""
 
 RUNTIMES: Final = ("numpy", "onnxruntime", "tensorrt")
-"""Packages whose versions make a difference to what a worker answers."""
+"""Packages whose versions affect a worker's answers."""
 
 Digest = tuple[str, str]
 """A file's path, and its SHA-256 in hexadecimal."""
@@ -60,17 +60,17 @@ class Original:
 
     @property
     def opening_s_max(self) -> float | None:
-        """How long the next worker may take to open it; ``None`` for the first one."""
+        """The time limit for the next worker to open the engine; ``None`` for the first one."""
         if self.description is None:
             return None
         return max(OPENING_FACTOR * self._opening_s, OPENING_S_MIN)
 
     def why_late(self, limit_s: float) -> str:
-        """Return what is to be said of a worker that has taken longer."""
+        """Return the message for a worker that exceeded the limit."""
         return f"it had not opened the engine after {limit_s:.0f} s; others took {self._opening_s:.1f} s"
 
     def why_not(self, description: Description, opening_s: float) -> str:
-        """Return why a worker cannot take part; empty if it is the first one, or the same as that."""
+        """Return why a worker cannot be used; empty if it is the first one or matches that."""
         if self.description is None:
             self.description = description
         why = difference(self.description, description)
@@ -80,7 +80,7 @@ class Original:
 
 
 def difference(first: Description, other: Description) -> str:
-    """Return why a worker cannot take the place of the first one; empty if it is the same."""
+    """Return why a worker cannot replace the first one; empty if it matches."""
     known = dict(first.files)
     for path, digest in other.files:
         if known.pop(path, None) != digest:
@@ -105,22 +105,22 @@ FIX: Final = "Open the engine again for the new one, or put the old one back"
 
 
 def files_of(model: str) -> list[Path]:
-    """Return the files of a model that exist: its own and, of an ONNX model, those beside it with weights.
+    """Return the existing files of a model: its own file and, for ONNX, its external files with weights.
 
-    Of a model in a Python module: the module's file.
+    For a model in a Python module, return the module's file.
     """
     if is_attribute(model):
         try:
             spec = find_spec(model.partition(":")[0])
         except Exception:
-            return []  # To open it fails as well, and says why.
+            return []  # Opening the model will fail as well, and say why.
         return [Path(spec.origin)] if spec is not None and spec.origin and spec.has_location else []
     path = Path(model)
     return [path, *dict.fromkeys(_beside(path))] if path.is_file() else []
 
 
 def _beside(path: Path) -> Iterator[Path]:
-    """Go through the files with weights that an ONNX file names."""
+    """Iterate over the existing external files with weights that an ONNX file names."""
     if path.suffix != ".onnx":
         return
     try:
@@ -132,7 +132,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def _places(file: BufferedReader) -> Iterator[str]:
-    """Go through what an ONNX file says of where weights lie; a part of the file at a time."""
+    """Iterate over the names of external files in an ONNX file, reading it part by part."""
     content = b""
     while part := file.read(PART_NBYTES):
         content = content[-2 * PATH_MAX :] + part
@@ -143,12 +143,12 @@ def _places(file: BufferedReader) -> Iterator[str]:
                 shift, at = shift + 7, at + 1
                 if content[at - 1] < MORE:
                     break
-            if length < PATH_MAX and at + length <= len(content):  # Else it is whole in the next part.
+            if length < PATH_MAX and at + length <= len(content):  # Otherwise the next part has all of it.
                 yield os.fsdecode(content[at : at + length]).replace("\0", "?")
 
 
 def marks_of(files: Sequence[Path]) -> list[tuple[int, int, int, int] | None]:
-    """Return what changes when a file does."""
+    """Return for each file a mark that changes when the file changes; ``None`` if it cannot be read."""
     return [_mark(path) for path in files]
 
 
@@ -161,13 +161,13 @@ def _mark(path: Path) -> tuple[int, int, int, int] | None:
 
 
 def digests_of(files: Sequence[Path]) -> tuple[Digest, ...]:
-    """Return the digests of files; of many, some and one of all others. Blocks while they are read."""
+    """Return the digests of files, with one joint digest for those above the limit. Blocks while reading."""
     found = []
     for path in files:
         try:
             with open_regular(path) as file:
                 found.append((str(path), hashlib.file_digest(file, "sha256").hexdigest()))
-        except OSError as error:  # To open the model fails as well, or it is noticed that the file has gone.
+        except OSError as error:  # Opening the model fails as well, or `check_unchanged` finds the file gone.
             found.append((str(path), str(error)))
     if len(found) > FILES_NAMED:
         named, others = found[:FILES_NAMED], found[FILES_NAMED:]
@@ -176,7 +176,7 @@ def digests_of(files: Sequence[Path]) -> tuple[Digest, ...]:
 
 
 def check_unchanged(files: Sequence[Path], before: Sequence[object]) -> None:
-    """Check that what was opened is what was read for the digest.
+    """Check that the opened files are those read for the digests.
 
     :raises ModelError: if a file was changed meanwhile.
     """
@@ -188,6 +188,6 @@ def check_unchanged(files: Sequence[Path], before: Sequence[object]) -> None:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of what this process computes with."""
+    """Return the versions of the packages that this process computes with."""
     loaded = [(name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in RUNTIMES]
     return ("asynctrt", __version__), *[(name, version) for name, version in loaded if version]

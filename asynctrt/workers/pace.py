@@ -1,21 +1,21 @@
-"""What batches take in workers, learned from their answers: how many groups to form, and who is fast."""
+"""Estimates of batch times in workers, learned from answers: how many groups to form, and who is fast."""
 
 from typing import Final
 
 EWMA: Final = 0.1
-"""Weight of the latest answer."""
+"""The weight of the latest answer."""
 
 PART_NS_MIN: Final = 200_000
-"""Requests of one tick are divided over idle cores only while each part computes for at least so long."""
+"""The minimum computing time of each part when requests of one tick are divided over idle cores."""
 
 FACTOR_MAX: Final = 8.0
-"""A worker that was slower than this in one batch was held up by something else."""
+"""The cap on a batch's factor: a worker that was slower than this was held up by something else."""
 
 
 class Pace:
-    """What a row takes, and a batch of about each size, over all workers of an engine.
+    """Estimates of the time per row and per batch of about each size, over all workers of an engine.
 
-    :param parallel: batches that compute side by side in all workers together.
+    :param parallel: the number of batches that compute side by side in all workers together.
     """
 
     def __init__(self, parallel: int) -> None:
@@ -28,21 +28,20 @@ class Pace:
 
     @property
     def added_row_ns(self) -> float:
-        """What one more row takes in the largest batches that were seen; 0 before the first."""
+        """The time that one more row takes, in ns, from the largest batches so far; 0 before the first."""
         return self._largest_row_ns / self._parallel
 
     def parts(self, rows: int) -> int:
-        """Return into how many groups to divide rows, so that all that can compute at once has some.
+        """Return the number of groups into which to divide rows, so that all cores have some.
 
         A group is one request to a worker, which cannot divide it between its idle cores.
         """
         return max(min(int(rows * self._row_ns) // PART_NS_MIN, self._parallel), 1)
 
     def measured(self, factor: float, batch_rows: int, compute_ns: int) -> float:
-        """Learn from a batch; return how long its worker's batches take, as a multiple of the usual.
+        """Learn from a batch; return its worker's batch time as a multiple of the usual for that size.
 
-        :param factor: what this returned for the worker before. It starts with 1. Batches of other sizes than
-            its own would say nothing of it.
+        :param factor: the previous return value for this worker, initially 1.
         """
         self._row_ns += EWMA * (compute_ns / max(batch_rows, 1) - self._row_ns)
         if batch_rows > self._largest_rows:

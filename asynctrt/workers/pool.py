@@ -1,6 +1,6 @@
-"""The workers of a server with several fronts: its parent process has them, and passes messages on.
+"""The workers of a server with several fronts: the parent process owns them and forwards messages.
 
-The parent has no rows: a front and a worker share memory of their own, which the parent only hands over.
+The parent sees no rows: a front and a worker share memory, whose descriptors the parent only passes on.
 """
 
 import asyncio
@@ -38,40 +38,40 @@ from asynctrt.workers.spares import Spares
 
 CLOSED: Final = "was closed"
 KEPT_S: Final = 60.0
-"""How long there is a worker that no front has any more because they all died. Others take their places and
-want it again, and to open a model may take much longer than to start a front."""
+"""How long a worker is kept after all of its fronts died. New fronts replace them and want it again, and
+opening a model may take much longer than starting a front."""
 
 logger = logging.getLogger("asynctrt")
 
 
 class Member:
-    """A front, as the pool has it.
+    """The pool's handle on a front.
 
-    :param end: the socket to it.
+    :param end: the socket to the front.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, number: int, end: socket.socket) -> None:
         self.number = number
         self.end = end
         self.uses: dict[int, Use] = {}
-        """The workers that it has, by its tickets."""
+        """The front's uses of workers, by its tickets."""
         self._outbox = Outbox(loop, end)
 
     def tell(self, message: Any) -> None:
-        """Send it a message, later if it does not read now; nothing if it is gone."""
+        """Send a message, later if the front does not read now; drop it if the front is gone."""
         if isinstance(message, From) and isinstance(message.message, Counts) and not self._outbox.is_empty:
-            return  # There will be newer ones.
+            return  # Newer statistics will follow.
         self._outbox.put(message)
 
     def forget(self) -> None:
-        """Send nothing more."""
+        """Drop unsent messages."""
         self._outbox.close()
 
 
 class Use:
-    """A worker that a front has.
+    """A front's use of a worker.
 
-    :param number: which no other use has, of any worker.
+    :param number: unique among all uses of all workers.
     """
 
     def __init__(self, number: int, member: Member, ticket: int, worker: "Pooled") -> None:
@@ -81,13 +81,13 @@ class Use:
         self.worker = worker
 
     def tell(self, message: Any) -> None:
-        """Tell the front what the worker said."""
+        """Forward a message of the worker to the front."""
         assert self.worker.process is not None
         self.member.tell(From(self.ticket, self.worker.process.pid, message))
 
 
 class Pooled:
-    """A worker, and the fronts that have it."""
+    """A worker, and the fronts that use it."""
 
     def __init__(self, key: bytes, want: Want, *, is_alone: bool) -> None:
         self.key = key
@@ -99,16 +99,16 @@ class Pooled:
         """Why it could not open the engine; it is about to end."""
         self.uses: dict[int, Use] = {}
         self.why = ""
-        """Why it is about to end, if somebody said so."""
+        """Why it is about to end, if the worker or a front gave a reason."""
         self.is_closing = False
         self.started_ns = 0
         self.ready_ns: int | None = None
         self.spares: Spares | None = None
-        """Those that have died; ``None`` as long as none has."""
+        """Its spares, once one has died; ``None`` before."""
 
 
 class WorkerPool:
-    """Starts workers as fronts want them: one for each engine, and others for suspects."""
+    """The workers of all fronts, started on demand: one for each engine, and others for suspects."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -116,10 +116,10 @@ class WorkerPool:
         self._shared: dict[bytes, Pooled] = {}
         self._spares: dict[bytes, Pooled] = {}
         self._all: set[Pooled] = set()
-        # By engine: what all of its workers must be.
+        # By engine: the original that all of its workers must match.
         self._originals: dict[bytes, Original] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # By engine: when a worker or a spare that no front has is closed.
+        # By engine: the timer that closes a worker or a spare without a front.
         self._kept: dict[bytes, asyncio.TimerHandle] = {}
         self._changed: list[asyncio.Future[None]] = []
         self._last_use = 0
@@ -129,24 +129,24 @@ class WorkerPool:
         return f"<WorkerPool workers={len(self._all)} fronts={len(self._members)}>"
 
     def add(self, number: int, end: socket.socket) -> None:
-        """Listen to a front; its other messages than those for workers are not for the pool."""
+        """Add a front."""
         self._members[number] = Member(self._loop, number, end)
 
     def remove(self, number: int) -> None:
-        """Take back what a front had, which is gone. What it did not close is kept for the next one."""
+        """Remove a front that is gone. Workers that it did not close are kept for the next front."""
         member = self._members.pop(number)
         for use in list(member.uses.values()):
             self._leave(use, is_gone=True)
         member.forget()
 
     def tell(self, number: int, message: Stop) -> None:
-        """Send a front a message that is about no worker."""
+        """Send a front a message that does not concern a worker."""
         member = self._members.get(number)
         if member is not None:
             member.tell(message)
 
     def hear(self, number: int, message: To, fds: list[int]) -> None:
-        """Do what a front wants, or pass it on."""
+        """Handle a message from a front, or forward it to its worker."""
         member = self._members[number]
         ticket, said = message.ticket, message.message
         if isinstance(said, Want):
@@ -154,24 +154,24 @@ class WorkerPool:
             return
         use = member.uses.get(ticket)
         if use is None:
-            pass  # It has ended meanwhile, and the front is told so.
+            pass  # The worker has ended; a `Gone` is on its way to the front.
         elif isinstance(said, Close):
             self._leave(use)
         elif isinstance(said, Kill) and use.worker.process is not None:
             use.worker.why = said.why
             use.worker.process.kill()
         elif isinstance(said, Attach) and len(fds) != ATTACH_FDS:
-            # With fewer the worker would end, which other fronts have, too.
+            # With fewer descriptors the worker would end, and other fronts may share it.
             self._leave(
                 use, "was not reached: the server's parent process has no descriptors left (ulimit -n)"
             )
         elif isinstance(said, Attach) and use.worker.process is not None:
             use.worker.process.send(dataclasses.replace(said, number=use.number), fds)
         for fd in fds:
-            os.close(fd)  # The worker has its own now.
+            os.close(fd)  # The worker has its own copy by now.
 
     async def aclose(self, timeout_s: float) -> None:
-        """Close all workers, by force if that takes longer."""
+        """Close all workers, by force after ``timeout_s``."""
         self._is_closed = True
         for timer in self._kept.values():
             timer.cancel()
@@ -219,7 +219,7 @@ class WorkerPool:
             use.tell(worker.failed)
 
     def _have_spare(self, worker: Pooled) -> None:
-        """Start a spare for a worker that is ready and used, unless there is one, or none is asked for."""
+        """Start a spare for a worker that is ready and used, if one is wanted and there is none."""
         wanted = worker.want.options.warm_spare and worker.uses and not worker.is_alone
         if wanted and worker.spares is None and not self._is_closed:
             self._start_spare(worker)
@@ -265,7 +265,7 @@ class WorkerPool:
             if asked is not None:
                 asked.tell(message)
         elif isinstance(message, Counts):
-            # One front tells of batches, so that the sum over all fronts is right.
+            # Only one front reports batches, so that the sum over all fronts is right.
             for use in list(worker.uses.values())[:1]:
                 use.tell(message)
         elif isinstance(message, Failed | Lost):
@@ -278,7 +278,7 @@ class WorkerPool:
                 use.tell(message)
 
     def _opened(self, worker: Pooled, message: Ready) -> None:
-        """Give a worker to the fronts that want it, if it is what all workers of its engine are."""
+        """Give an opened worker to the fronts that want it, unless it differs from the engine's first one."""
         assert worker.process is not None
         now_ns = clock.now_ns()
         opening_s = (now_ns - worker.started_ns) / 1e9
@@ -293,13 +293,13 @@ class WorkerPool:
         self._have_spare(worker)
 
     def _hangs(self, worker: Pooled, why: str) -> None:
-        """End a worker that opens its engine, and may do so for ever."""
+        """End a worker that takes too long to open its engine."""
         if worker.process is not None and worker.ready is None:
             self._heard(worker, Failed(DeviceLostError(why), is_hopeless=True))
             worker.process.kill()
 
     def _leave(self, use: Use, how: str = CLOSED, *, is_gone: bool = False) -> None:
-        """Let a front go from a worker, which ends with the last one, unless that has died."""
+        """Detach a front from a worker. Close the worker after the last front, or keep it if that died."""
         worker = use.worker
         del use.member.uses[use.ticket], worker.uses[use.number]
         if worker.process is not None and worker.ready is not None:
@@ -311,7 +311,7 @@ class WorkerPool:
             self._close(worker)
 
     def _keep(self, key: bytes) -> None:
-        """Close the worker and the spare of an engine in a while, unless a front wants them before."""
+        """Schedule closing an engine's worker and spare, unless a front wants them before."""
         self._keep_no_longer(key)
         if not self._is_closed:
             self._kept[key] = self._loop.call_later(KEPT_S, self._let_go, key)
@@ -322,7 +322,7 @@ class WorkerPool:
             timer.cancel()
 
     def _let_go(self, key: bytes) -> None:
-        """Close the worker and the spare of an engine, if no front has them."""
+        """Close the worker and the spare of an engine, if no front uses them."""
         del self._kept[key]
         worker = self._shared.get(key)
         if worker is None:
@@ -331,7 +331,7 @@ class WorkerPool:
             self._close(worker)
 
     def _close(self, worker: Pooled) -> None:
-        """Close a worker that nobody has."""
+        """Close a worker that no front uses, and its spare."""
         worker.is_closing = True
         if worker.spares is not None:
             worker.spares.cancel()
@@ -341,7 +341,7 @@ class WorkerPool:
             if spare is not None:
                 self._close(spare)
         if worker.process is None:
-            return  # It is ended as soon as it has been started.
+            return  # `_started` ends it as soon as it has started.
         if worker.ready is None:
             worker.process.kill()
         else:
@@ -361,7 +361,7 @@ class WorkerPool:
             else:
                 logger.error("the worker on %s %s", worker.want.device, how)
         if self._shared.get(worker.key) is worker:
-            # The next front that wants one gets the spare, if there is one; they may all die before.
+            # The next front that wants a worker gets the spare, which is closed if all fronts die before.
             del self._shared[worker.key]
             if worker.key in self._spares:
                 self._keep(worker.key)
@@ -375,17 +375,17 @@ class WorkerPool:
         self._changed.clear()
 
     def _spare_died(self, spare: Pooled, how: str) -> None:
-        """Start another one, after a pause, if there is hope."""
+        """Replace a spare that died, after a pause, unless too many have died."""
         worker = self._shared.get(spare.key)
         if worker is None:
-            return  # It has died as well, and the next one has a spare again.
+            return  # The worker has died as well; the next one will get a spare.
         if worker.spares is None:
             worker.spares = Spares(self._loop, worker.want.device, partial(self._start_spare, worker))
         worker.spares.died(spare.ready_ns, how)
 
 
 def _tell_ready(use: Use, ready: Ready) -> None:
-    """Tell a front that a worker is ready; one of them alone counts its contexts and memory."""
+    """Notify a front that a worker is ready. Only the worker's first front counts its contexts and memory."""
     if next(iter(use.worker.uses)) != use.number:
         ready = dataclasses.replace(ready, statistics=ready.statistics.without_gauges())
     use.tell(ready)

@@ -1,4 +1,4 @@
-"""A worker's process, as its front has it: started, heard, ended."""
+"""The front's handle on a worker process: start it, read its messages, end it."""
 
 import asyncio
 import logging
@@ -28,8 +28,8 @@ logger = logging.getLogger("asynctrt")
 class WorkerProcess:
     """A child process with an engine.
 
-    :param hear: called with each message but records of the log, which go to the log.
-    :param died: called once, when the process has ended, with how: ``ended by SIGSEGV``.
+    :param hear: called with each message, except log records, which go to the log.
+    :param died: called once, when the process has ended, with a description: ``ended by SIGSEGV``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WorkerProcess:
         """Empty while it runs."""
         self._outbox = Outbox(loop, end)
         self._pidfd = os.pidfd_open(process.pid)
-        # With the last reference, on a loop that was closed under it.
+        # Closes the descriptor with the last reference, in case the loop is closed before the process ends.
         self._close_pidfd = weakref.finalize(self, os.close, self._pidfd)
         in_child(self, WorkerProcess._let_go)
         loop.add_reader(self._pidfd, self._ended)
@@ -61,7 +61,7 @@ class WorkerProcess:
         return f"<WorkerProcess {self.pid} {self.how_it_ended or 'runs'}>"
 
     def _let_go(self) -> None:
-        """In a child that was forked: neither hear nor end the worker, which is the parent's."""
+        """Detach a forked child from the worker, which is the parent's: neither read from it nor end it."""
         if not self.how_it_ended:
             self.how_it_ended = "belongs to the process that this one was forked from"
             seal(self._pidfd)
@@ -75,7 +75,7 @@ class WorkerProcess:
         hear: Callable[[Any], None],
         died: Callable[[str], None],
     ) -> "WorkerProcess":
-        """Start a process that opens this engine. What comes of it is heard.
+        """Start a process that opens this engine. ``hear`` gets the outcome.
 
         :raises DeviceUnavailableError: if the system refuses another process.
         """
@@ -108,12 +108,12 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message; to a process that has ended, nothing."""
+        """Send a message. A no-op once the process has ended."""
         if not self.how_it_ended:
             self._outbox.put(message, fds)
 
     def kill(self, _why: str = "") -> None:
-        """End it at once, by SIGKILL. ``died`` is called when it has ended."""
+        """Kill it with SIGKILL. ``died`` is called when it has ended."""
         if not self.how_it_ended:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -134,7 +134,7 @@ class WorkerProcess:
     def _ended(self) -> None:
         if self.how_it_ended or self._process.poll() is None:
             return
-        # What it said before comes first: why it ended may be there.
+        # Read its last messages first: they may say why it ended.
         self._readable()
         self.how_it_ended = how_it_ended(self._process.returncode)
         self._loop.remove_reader(self._pidfd)
@@ -147,18 +147,18 @@ class WorkerProcess:
 
 
 UNHEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that go to every process of a terminal or a service: what a front does then, its workers follow."""
+"""Signals sent to every process of a terminal or a service. Workers ignore them and follow their front."""
 
 
 def _spawn(its: socket.socket, tether: Tether) -> "subprocess.Popen[bytes]":
     number = its.fileno()
     command = child_command("asynctrt.workers.child", str(number), __version__)
     fds = [number, tether.child_end]
-    # A child without these would take the next descriptors that it opens for them.
+    # In a child without these streams, the next opened descriptors would take their place.
     stdout = None if sys.__stdout__ is not None else subprocess.DEVNULL
     stderr = None if sys.__stderr__ is not None else subprocess.DEVNULL
-    # A child begins with the mask of the thread that makes it. It ignores these signals once it runs, and
-    # would end by them before, with the traceback of an import.
+    # A child inherits the signal mask of the thread that makes it. It ignores these signals once it runs;
+    # before that they would end it with the traceback of an import.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
     try:
         return subprocess.Popen(  # noqa: S603  (itself)
@@ -174,7 +174,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def how_it_ended(status: int) -> str:
-    """Return in words how a process ended, of which ``Popen`` has this status."""
+    """Return a description of a process's end, given the ``returncode`` of its ``Popen``."""
     if status >= 0:
         return f"ended with status {status}"
     try:

@@ -1,8 +1,8 @@
 """Messages of 64 bytes from one process to another, through shared memory.
 
-A ring has one producer and one consumer, and each of its words is written by one of the two, so there is no
-lock that a process which dies could leave locked. A consumer with nothing to do says that it sleeps, and only
-then is it woken by its eventfd: while both are busy no system call is made.
+A ring has one producer and one consumer, and only one of them writes each word, so there is no lock that a
+dying process could leave locked. A consumer with nothing to do marks itself as asleep, and only then does the
+producer wake it through its eventfd: while both are busy, there are no system calls.
 """
 
 import os
@@ -18,23 +18,23 @@ from asynctrt.workers.memory import SharedMemory, align
 ENTRY: Final = struct.Struct("<HHIQqQQQQQ")
 """Kind, count, number, id, time, and five words whose meaning depends on the kind."""
 TAIL: Final = 0
-"""Word: entries that the producer has published."""
+"""Word of the producer: the number of entries published. Each side's words have their own cache lines."""
 HEAD: Final = 8
-"""Word: entries that the consumer has taken. Each word has a cache line of its own."""
+"""Word of the consumer: the number of entries taken."""
 SLEEPS: Final = 16
-"""Word of the consumer: odd while it sleeps, and another odd number each time."""
+"""Word of the consumer: odd while it sleeps, a different odd number each time."""
 BEAT: Final = 24
 """Word of the consumer: when its event loop last ran, in ns of ``time.monotonic_ns``."""
 WORKS: Final = 25
-"""Word of the consumer: how much of what it has taken it still worked on then."""
+"""Word of the consumer: the number of taken entries that it was still working on then."""
 HEADER_NBYTES: Final = 256
 
 
 class Fence:
-    """Orders what was read and written before against what follows, in memory, each time it is called.
+    """A memory fence: each call orders earlier reads and writes before later ones.
 
-    A lock that no other thread uses is released and acquired, which the processor must do in order: on x86 by
-    a locked instruction, on ARM by a store with release and a load with acquire, which may not pass it.
+    It releases and acquires a lock that no other thread uses. The processor must keep these in order: on x86
+    they take a locked instruction, on ARM a store-release and a load-acquire, which may not pass the store.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,16 @@ class Fence:
 
 
 def ring_nbytes(capacity: int) -> int:
-    """Return the bytes that a ring of so many entries takes."""
+    """Return the bytes of a ring with ``capacity`` entries."""
     return align(HEADER_NBYTES + capacity * ENTRY.size)
 
 
 class Sender:
     """The producer's end.
 
-    :param start: where the ring begins in the memory, in bytes.
-    :param capacity: its entries, a power of two.
-    :param eventfd: what wakes the consumer.
+    :param start: the offset of the ring in the memory, in bytes.
+    :param capacity: the number of its entries, a power of two.
+    :param eventfd: the eventfd that wakes the consumer.
     """
 
     def __init__(self, memory: SharedMemory, start: int, capacity: int, eventfd: int) -> None:
@@ -71,23 +71,23 @@ class Sender:
         in_child(self, Sender._let_go)
 
     def _let_go(self) -> None:
-        """In a child that was forked: write to no ring of the parent's, and wake nobody."""
+        """Detach a forked child from the parent's ring: it must neither write to it nor wake the consumer."""
         self._buffer, self._words = _private(self._first, self._capacity)
         seal(self._eventfd)
 
     @property
     def room(self) -> int:
-        """How many entries can be put now."""
+        """The number of entries that fit now."""
         return self._capacity - (self._tail - self._words[HEAD])
 
     def put(self, *fields: Any) -> None:
-        """Write an entry, which the consumer sees after :meth:`publish`. There has to be room for it."""
+        """Write an entry, which the consumer sees after :meth:`publish`. The caller ensures that it fits."""
         at = self._first + self._tail % self._capacity * ENTRY.size
         ENTRY.pack_into(self._buffer, at, *fields)
         self._tail += 1
 
     def publish(self) -> None:
-        """Show the consumer what was put, and wake it if it sleeps."""
+        """Publish the entries put so far, and wake the consumer if it sleeps."""
         self._fence()
         self._words[TAIL] = self._tail
         self._fence()
@@ -111,12 +111,12 @@ class Receiver:
         in_child(self, Receiver._let_go)
 
     def _let_go(self) -> None:
-        """In a child that was forked: leave what comes to the parent."""
+        """Detach a forked child from the ring: the entries are the parent's."""
         self._buffer, self._words = _private(self._first, self._capacity)
         seal(self.eventfd)
 
     def take(self) -> Iterator[tuple[int, ...]]:
-        """Go through the entries that were published. Each is gone when the next one is asked for."""
+        """Iterate over the published entries. Each is taken before it is yielded."""
         tail = self._words[TAIL]
         self._fence()
         while self._head < tail:
@@ -127,11 +127,12 @@ class Receiver:
             yield fields
 
     def sleep(self) -> bool:
-        """Say that it sleeps, so that it is woken by the next entry.
+        """Mark the consumer as asleep, so that the next entry wakes it.
 
-        :returns: false if there is one already: then it is awake.
+        :returns: false if there is an entry already: then it stays awake.
         """
-        if not self._words[SLEEPS] % 2:  # Else it sleeps already: who is woken and due at once looks twice.
+        # It may be asleep already: when it is woken while already scheduled to look, it looks twice.
+        if not self._words[SLEEPS] % 2:
             self._words[SLEEPS] += 1
         self._fence()
         if self._words[TAIL] == self._head:
@@ -140,7 +141,7 @@ class Receiver:
         return False
 
     def wake(self) -> None:
-        """Say that it is awake, after it was woken."""
+        """Mark the consumer as awake, after it was woken."""
         try:
             os.eventfd_read(self.eventfd)
         except BlockingIOError:
@@ -149,13 +150,13 @@ class Receiver:
             self._words[SLEEPS] += 1
 
     def beat(self, now_ns: int, works: int = 0) -> None:
-        """Show the producer that the event loop runs, and how much it works on."""
+        """Show the producer that the event loop runs, and the number of entries it works on."""
         self._words[WORKS] = works
         self._words[BEAT] = now_ns
 
 
 def _private(first: int, capacity: int) -> "tuple[bytearray, memoryview[int]]":
-    """Return an empty ring of nobody else's: its buffer, and its words."""
+    """Return an empty ring in private memory: its buffer, and its words."""
     return bytearray(first + capacity * ENTRY.size), memoryview(bytearray(HEADER_NBYTES)).cast("Q")
 
 

@@ -1,4 +1,4 @@
-"""Blocks that groups of large rows share: each has its rows after those of the one before."""
+"""Blocks that groups of large rows share, each group's rows after those of the one before."""
 
 from typing import Final
 
@@ -6,16 +6,16 @@ from asynctrt.workers.layout import SYMBOLS, Layout
 from asynctrt.workers.memory import Heap, SharedMemory
 
 SLAB_NBYTES_MAX: Final = 64 << 20
-"""The largest slab. A few are free at any time, and the heap keeps the pages of that many of this size."""
+"""The maximum size of a slab. A few slabs are free at any time, and the heap keeps the pages of that many."""
 
 
 OPEN_SHARE: Final = 4
-"""Slabs that may still have room take up to one part in so many of the memory. Rows of many shapes at once
-would otherwise have all of it, most of it empty. A slab of any further shape is as large as its group."""
+"""Open slabs take up to 1 / ``OPEN_SHARE`` of the memory. Otherwise rows of many shapes at once would occupy
+all of it, mostly empty. Beyond the limit, a slab is only as large as its group."""
 
 
 class Slab:
-    """A block with room for the rows of one batch, in the order in which groups came."""
+    """A block with room for the rows of one batch, in order of arrival of their groups."""
 
     __slots__ = ("_slabs", "block", "capacity", "generation", "groups", "layout", "rows_given")
 
@@ -25,34 +25,34 @@ class Slab:
         self.block = block
         self.capacity = capacity
         self.generation = generation
-        """As :meth:`Heap.generation` says."""
+        """The generation of its pages, from :meth:`Heap.generation`."""
         self.rows_given = 0
         self.groups = 0
-        """Groups that have rows of it."""
+        """Groups that use its rows."""
 
     def __repr__(self) -> str:
         return f"<Slab {self.block} groups={self.groups} rows={self.rows_given} of {self.capacity}>"
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The slab's size."""
         return self.layout.nbytes(self.capacity)
 
     def give_back(self) -> None:
-        """Take back the rows of a group; with those of the last one, the slab is free."""
+        """Release the rows of a group; after the last group, free the slab."""
         self.groups -= 1
         if not self.groups:
             self._slabs.free(self)
 
 
 class Slabs:
-    """Gives out rows of slabs, all of one size for rows of one shape, whatever the sizes of groups are.
+    """An allocator of rows in slabs. Slabs for rows of one shape have one size, whatever the sizes of groups.
 
-    That way a few blocks are used again and again: they seldom need new pages from the system, and leave no
-    holes. A slab goes back to the heap with its last group.
+    So a few blocks are reused again and again: they seldom need new pages from the system, and leave no
+    holes. A slab returns to the heap with its last group.
 
-    :param rows_max: rows that a batch has at most.
-    :param nbytes_max: bytes that a batch has at most.
+    :param rows_max: the maximum rows of a batch.
+    :param nbytes_max: the maximum bytes of a batch.
     """
 
     def __init__(self, heap: Heap, memory: SharedMemory, *, rows_max: int, nbytes_max: int) -> None:
@@ -60,7 +60,7 @@ class Slabs:
         self._memory = memory
         self._rows_max = rows_max
         self._nbytes_max = min(nbytes_max, SLAB_NBYTES_MAX)
-        # By layout: the one that has rows left.
+        # By layout: the slab that may have rows left.
         self._open: dict[Layout, Slab] = {}
         self._open_nbytes = 0
 
@@ -72,7 +72,7 @@ class Slabs:
         return max(min(self._rows_max, self._nbytes_max // layout.row_nbytes), 1)
 
     def take(self, layout: Layout, rows: int) -> tuple[Slab, int]:
-        """Return rows for a group: a slab, and the first of them.
+        """Allocate rows for a group; return the slab and the first row.
 
         :raises MemoryError: if there is no room.
         """
@@ -95,7 +95,7 @@ class Slabs:
             self._shut(slab.layout)
 
     def _shut(self, layout: Layout) -> None:
-        """Give out no more rows of the slab that is open for a layout, if there is one."""
+        """Stop allocating from the open slab of a layout, if there is one."""
         slab = self._open.pop(layout, None)
         if slab is not None:
             self._open_nbytes -= slab.nbytes

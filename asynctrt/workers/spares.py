@@ -1,4 +1,4 @@
-"""How soon a spare that died is replaced, and when no further one is started."""
+"""The policy for spares that die: how soon to start another, and when to stop."""
 
 import asyncio
 import logging
@@ -8,21 +8,21 @@ from typing import Final
 from asynctrt import clock
 
 SPARES_MAX: Final = 6
-"""Spares of one worker that may die one after another. Then there is no room for them, or they do not run."""
+"""The maximum number of spares of one worker that die in a row: then they have no room, or cannot run."""
 
 PAUSE_S: Final = 0.1
-"""The pause after the first one; it doubles with each further one."""
+"""The pause after the first death; it doubles with each further one."""
 
 LIVED_NS: Final = 10_000_000_000
-"""A spare that was ready for so long was a good one: what ended it says nothing of the next."""
+"""A spare that was ready for this long worked: its end says nothing about the next one."""
 
 logger = logging.getLogger("asynctrt")
 
 
 class Spares:
-    """The spares that a worker has, one after the other, until one takes its place.
+    """The successive spares of a worker, until one takes its place.
 
-    :param start: starts one, if one is still wanted.
+    :param start: starts a spare, if one is still wanted.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, device: str, start: Callable[[], None]) -> None:
@@ -37,18 +37,18 @@ class Spares:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether no further one is to be started."""
+        """Whether no further spare will be started."""
         return self._deaths >= SPARES_MAX
 
     @property
     def is_due(self) -> bool:
-        """Whether one is to be started after a pause."""
+        """Whether a spare will be started after a pause."""
         return self._due is not None
 
     def died(self, ready_ns: int | None, how: str) -> None:
-        """Start another one in place of one that died, after a pause, if there is hope.
+        """Replace a spare that died, after a pause, unless too many have died.
 
-        :param ready_ns: when it was ready; ``None`` if it never was.
+        :param ready_ns: when it became ready; ``None`` if it never did.
         """
         if ready_ns is not None and clock.now_ns() - ready_ns >= LIVED_NS:
             self._deaths = 0
@@ -66,7 +66,7 @@ class Spares:
         self._due = self._loop.call_later(PAUSE_S * 2 ** (self._deaths - 1), self._start_now)
 
     def cancel(self) -> None:
-        """Start none that is due. Idempotent."""
+        """Cancel a pending start. Idempotent."""
         if self._due is not None:
             self._due.cancel()
             self._due = None

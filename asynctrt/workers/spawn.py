@@ -1,4 +1,4 @@
-"""Where a link has its workers from: it starts them, or shares them with the other fronts of a server."""
+"""The sources of a link's workers: it starts them, or shares them with the other fronts of a server."""
 
 import asyncio
 import socket
@@ -15,15 +15,15 @@ ORPHANED: Final = "the server's parent process is gone"
 
 
 class Worker(Protocol):
-    """A worker, as a link has it."""
+    """A link's handle on a worker."""
 
     @property
     def pid(self) -> int | None:
-        """The id of its process, once that is known."""
+        """The id of its process, once known."""
 
     @property
     def how_it_ended(self) -> str:
-        """Empty while it runs, or while it is used."""
+        """How it ended; empty while it runs and is used."""
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send a message."""
@@ -31,15 +31,15 @@ class Worker(Protocol):
     def kill(self, why: str = "") -> None:
         """End it at once.
 
-        :param why: for the log, if others have it, too.
+        :param why: the reason for the log, if other fronts share it.
         """
 
 
 class Spawner(Protocol):
-    """Gives workers."""
+    """A source of workers."""
 
     is_shared: bool
-    """Whether a worker may have other fronts, and spares are somebody else's business."""
+    """Whether a worker may have other fronts. If so, the spawner manages spares."""
 
     async def start(
         self,
@@ -55,15 +55,15 @@ class Spawner(Protocol):
         """Return a worker that opens this engine.
 
         :param hear: called with its messages.
-        :param died: called once, with how it ended.
-        :param place: which of the workers of this process it is.
-        :param alone: whether no other front may have it.
-        :raises DeviceUnavailableError: if there cannot be another process.
+        :param died: called once, with a description of how it ended.
+        :param place: which of this process's workers it is.
+        :param alone: whether no other front may share it.
+        :raises DeviceUnavailableError: if no further process can be started.
         """
 
 
 class OwnWorkers:
-    """Starts each worker as a child of this process."""
+    """A spawner that starts each worker as a child of this process."""
 
     is_shared = False
 
@@ -82,7 +82,7 @@ class OwnWorkers:
 
 
 class SharedWorker:
-    """A worker that the server's parent process has started, for this front among others."""
+    """A worker that the server's parent process has started for this front and possibly others."""
 
     def __init__(
         self,
@@ -102,21 +102,21 @@ class SharedWorker:
         return f"<SharedWorker {self.pid} {self.how_it_ended or 'runs'}>"
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send it a message, by way of the parent."""
+        """Send it a message through the parent."""
         if not self.how_it_ended:
             self._tell(self._ticket, message, fds)
 
     def kill(self, why: str = "") -> None:
-        """Have it ended, for all fronts."""
+        """Ask the parent to end it, for all fronts."""
         self.send(Kill(why))
 
 
 class SharedWorkers:
-    """Asks the server's parent process for workers.
+    """A spawner that asks the server's parent process for workers.
 
-    :param end: the socket to it.
+    :param end: the socket to the parent.
     :param orphaned: called when the parent is gone.
-    :param stop: called with ``at_once`` when it wants this process to end.
+    :param stop: called with ``at_once`` when the parent asks this process to exit.
     """
 
     is_shared = True
@@ -160,13 +160,14 @@ class SharedWorkers:
     def beat(self, *, is_lost: bool) -> None:
         """Show the parent that the event loop runs.
 
-        :param is_lost: whether nothing can run one of the models now.
+        :param is_lost: whether one of the models has no worker that can run it now.
         """
-        if self._outbox.is_empty and not self._is_orphaned:  # Else it does not read, and looks at none.
+        # If earlier messages are unsent, the parent does not read: another heartbeat would be useless.
+        if self._outbox.is_empty and not self._is_orphaned:
             self._outbox.put(Beat(is_lost))
 
     def close(self) -> None:
-        """Read and send no more."""
+        """Stop reading and sending."""
         self._loop.remove_reader(self._end.fileno())
         self._outbox.close()
 
@@ -205,4 +206,4 @@ class SharedWorkers:
 
 
 SPAWNER: ContextVar[Spawner | None] = ContextVar("SPAWNER", default=None)
-"""Where engines that are opened in this context have their workers from; ``None``: from themselves."""
+"""The spawner for engines opened in this context; ``None`` if each starts its own workers."""

@@ -1,8 +1,8 @@
-"""Second workers on devices whose first one has answered nothing for a while.
+"""Second workers on devices whose first worker has answered nothing for a while.
 
-A batch that hangs may do so for the batch_timeout, and then its requests are tried apart. Nobody else has to
-wait for that: what was not launched goes to a second worker, the spare if there is one, until the first one
-takes requests again.
+A batch may hang until the batch_timeout, and then its requests are tried apart. Other requests need not wait
+for that: groups not yet launched go to a second worker, the spare if there is one, until the first accepts
+requests again.
 """
 
 import asyncio
@@ -15,25 +15,25 @@ from asynctrt.workers.link import Link
 from asynctrt.workers.messages import Description
 
 HOST: Final = "host"
-"""The device on which a second worker is started. On others there may be no memory for it, or the first may
-need what is left: there the spare alone stands in."""
+"""The only device on which a second worker is started. Others may have no memory for it, or the first worker
+may need the rest: there only the spare stands in."""
 
 logger = logging.getLogger("asynctrt")
 
 
 class Front(Protocol):
-    """What they need of the front."""
+    """The part of the front that stand-ins use."""
 
     links: list[Link]
 
     def waits_for(self, link: Link) -> bool:
-        """Return whether something waits that the link does not work on."""
+        """Return whether groups wait that the link does not work on."""
 
     def rescue(self, link: Link) -> None:
-        """Give others what a link has and does not work on."""
+        """Move the groups that a link has not begun to others."""
 
     def link_lost(self) -> None:
-        """Look whether there is any link left."""
+        """Fail all requests if no link is left."""
 
 
 class StandIns:
@@ -51,7 +51,7 @@ class StandIns:
         self._make = make
         self._timeout_s = timeout_s
         self._of: dict[Link, Link] = {}
-        # Those for which there could not be one, until they take requests again.
+        # Links for which no stand-in could be started, until they accept requests again.
         self._in_vain: set[Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -59,12 +59,12 @@ class StandIns:
         return f"<StandIns {len(self._of)}>"
 
     def looked(self, link: Link) -> None:
-        """Do what is to be done for a link, which calls this again and again while it has a worker."""
+        """Start, use or dismiss a link's stand-in. The link calls this periodically while it has a worker."""
         if link.is_stand_in:
             return
         stand_in = self._of.get(link)
         if link.takes and link.has_suspects:
-            return  # It takes turns, and may hang again.
+            return  # It still tries suspects, and may hang again.
         if link.takes:
             self._in_vain.discard(link)
             if stand_in is not None:
@@ -80,7 +80,7 @@ class StandIns:
             self._start(link)
 
     async def wait_closed(self) -> None:
-        """Wait until those that are not needed any more have ended."""
+        """Wait until dismissed stand-ins have ended."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -107,7 +107,7 @@ class StandIns:
         self._front.link_lost()
 
     def _dismiss(self, link: Link, stand_in: Link) -> None:
-        """End a worker that is not needed any more."""
+        """End a stand-in that is no longer needed."""
         del self._of[link]
         self._front.links.remove(stand_in)
         task = self._loop.create_task(self._close(link, stand_in))

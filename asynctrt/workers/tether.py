@@ -1,9 +1,9 @@
 """A pipe by which the kernel ends a child process when its parent is gone, whatever the child is doing.
 
-The parent alone has the end that is written to. The child has the other one, of which the kernel is told to
-send it SIGKILL instead of SIGIO. When the first end is closed, be it by the parent's death, the child ends:
-also one that is stopped, or hangs in native code with Python's lock. (PR_SET_PDEATHSIG goes by the thread
-that made the child.)
+Only the parent has the write end. The child has the read end, for which the kernel is set to send the child
+SIGKILL instead of SIGIO. When the write end is closed, as by the parent's death, the child ends, even if it
+is stopped or hangs in native code with Python's lock. PR_SET_PDEATHSIG would not do: it depends on the thread
+that made the child.
 """
 
 import fcntl
@@ -18,9 +18,9 @@ STDERR_FILENO: Final = 2
 
 
 class Tether:
-    """Both ends, until :meth:`hold`; then the parent's.
+    """Both ends of the pipe until :meth:`hold`, then the parent's end.
 
-    :raises OSError: if there can be no pipe.
+    :raises OSError: if the pipe cannot be made.
     """
 
     child_end = _end = -1
@@ -29,7 +29,7 @@ class Tether:
         self.child_end, self._end = os.pipe()
         try:
             if self.child_end <= STDERR_FILENO:
-                # A process without standard streams has these for anything, and no child gets them.
+                # A process without standard streams may get these descriptors, which no child inherits.
                 low, self.child_end = (
                     self.child_end,
                     fcntl.fcntl(self.child_end, fcntl.F_DUPFD_CLOEXEC, STDERR_FILENO + 1),
@@ -47,9 +47,9 @@ class Tether:
         self.close()
 
     def hold(self, pid: int) -> None:
-        """Have the child with this process id end with this process. It has inherited :attr:`child_end`.
+        """Tie the child with this process id, which has inherited :attr:`child_end`, to this process.
 
-        Where the kernel cannot do that, as in some sandboxes, a child has to find out that it is an orphan.
+        Where the kernel cannot do that, as in some sandboxes, the child must notice that it is an orphan.
         """
         with suppress(OSError):
             fcntl.fcntl(self.child_end, fcntl.F_SETOWN, pid)
@@ -60,11 +60,11 @@ class Tether:
         self.child_end = -1
 
     def _let_go(self) -> None:
-        """In a process that was forked: do not keep the child of its parent alive."""
+        """Close the end in a forked process, which must not keep its parent's child alive."""
         seal(self._end)
 
     def close(self) -> None:
-        """Let go of it, which ends a child that is held. Idempotent."""
+        """Close the pipe, which ends a held child. Idempotent."""
         for fd in (self.child_end, self._end):
             if fd >= 0:
                 os.close(fd)

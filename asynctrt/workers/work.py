@@ -1,4 +1,4 @@
-"""What a worker is asked for: rows of one group, from when they are taken to when they are answered."""
+"""A worker's state of one group's rows, from when they are accepted to when they are answered."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,33 +12,33 @@ from asynctrt.workers.layout import BlockArrays, Layout
 
 
 class Driver(Protocol):
-    """What runs the requests of the engine."""
+    """The driver that runs the engine's requests."""
 
     def cancel(self, request: Request) -> None:
         """Drop a request whose caller has gone."""
 
 
 class Desk(Protocol):
-    """What the rows need of the worker's side of their front."""
+    """The part of the worker's side of a front that a :class:`Work` uses."""
 
     words: "memoryview[int]"
     """The front's memory."""
 
     def answer(self, work: "Work", result: InferResult) -> None:
-        """Answer rows that were computed. It raises nothing."""
+        """Answer computed rows. Never raises."""
 
     def fail_soon(self, work: "Work", error: BaseException) -> None:
-        """Answer rows with an error, when what ended their batch is through. It raises nothing."""
+        """Answer rows with an error, after the code that is ending their batch. Never raises."""
 
 
 class Work:
-    """Rows of a front that are being computed, from one block.
+    """A front's rows that are being computed, from one block.
 
-    It stands for the future of its request of the engine, so that an answer is written to the block while its
-    batch is answered, and not in a callback of its own.
+    It takes the place of the future of the engine's request, so that the answer is written to the block while
+    the batch is answered, without a separate callback.
 
-    :param desk: of the front.
-    :param where: where they lie.
+    :param desk: the worker's side of the front.
+    :param where: the position of the rows.
     """
 
     __slots__ = (
@@ -56,7 +56,7 @@ class Work:
     )
 
     arrays: BlockArrays
-    """The rows, and where their outputs go."""
+    """The rows, and the arrays for their outputs."""
 
     def __init__(self, desk: Desk, id_: int, where: Where, layout: Layout) -> None:
         self._desk = desk
@@ -65,38 +65,38 @@ class Work:
         self.where = where
         self.layout = layout
         self.word = where.block // 8 + layout.launched(where.start)
-        """The word of the front's memory that says how far it has come."""
+        """The index of the word in the front's memory that shows its progress."""
         self.is_over = False
-        """Whether it was computed, has failed or was cancelled. Its answer may still be on the way."""
+        """Whether it was computed, has failed or was cancelled. Its answer may not have been sent yet."""
         self.task: asyncio.Task[InferResult] | None = None
-        """What joins the parts of more rows than a batch holds. It says how they end."""
+        """The task that joins the parts, if there are more rows than a batch holds. Its result is theirs."""
         self.requests: Sequence[Request] = ()
-        """Those of the engine: one, or those of the parts."""
+        """The engine's requests: one, or one for each part."""
         self.shared: SharedRows | None = None
-        """Large rows, which batches may use as they lie in the block."""
+        """The payload of large rows, which batches may use in place."""
 
     def queued(self, driver: Driver, request: Request) -> None:
-        """Note what its request is, and what runs it."""
+        """Record its request and the driver that runs it."""
         self._driver = driver
         self.requests = (request,)
 
     def on_launch(self) -> None:
-        """Note in the block that a batch with it is launched."""
+        """Mark the block as launched."""
         self._desk.words[self.word] = 1
 
     def on_answer(self) -> None:
-        """Note in the block that the answer is in it, or in a larger one that the front has for it."""
+        """Mark the block as answered: the answer is in it, or in the front's larger block for it."""
         self._desk.words[self.word] = self.layout.stamp(self.id)
 
     def cancel(self) -> None:
-        """End it without an answer; what is in flight is computed all the same."""
+        """End it without an answer; rows in flight are still computed."""
         self.is_over = True
         if self.task is not None:
             self.task.cancel()
         elif self._driver is not None:
             self._driver.cancel(self.requests[0])
 
-    # What a driver does with the future of a request.
+    # The methods of a request's future that a driver calls.
 
     def done(self) -> bool:
         """Return whether it is over."""
@@ -114,10 +114,10 @@ class Work:
 
     @property
     def is_read(self) -> bool:
-        """Whether a batch may still read the block, although no caller waits for its answer any more.
+        """Whether a batch may still read the block, although no caller waits for its answer.
 
-        A thread may be gathering even small rows. Were the block free, rows of others would come there, on
-        which this batch could fail, or end the process.
+        A thread may be gathering even small rows. If the block were freed, other rows could be written there,
+        and the batch could fail on them or end the process.
         """
         if self.shared is not None and self.shared.batches:
             return True

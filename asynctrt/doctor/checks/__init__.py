@@ -1,1 +1,1 @@
-"""What the facts mean. Each check takes them and yields findings; it looks at nothing itself."""
+"""The interpretation of the facts. Each check takes facts and yields findings; it examines nothing itself."""

@@ -9,7 +9,7 @@ from asynctrt.doctor.facts import Facts
 from asynctrt.doctor.findings import Finding, error, note, ok
 
 CUDA_MIN: Final = (12, 0)
-"""The oldest CUDA version of a driver that asynctrt runs on."""
+"""The oldest CUDA version of a driver with which asynctrt runs."""
 
 NO_GPU: Final = 100
 """``CUDA_ERROR_NO_DEVICE``."""
@@ -21,7 +21,7 @@ CAUSES: Final = {
     803: ("libcuda does not fit the kernel's driver", "Reboot, or remove libcuda from the container's image"),
     804: ("this GPU does not run with cuda-compat", "Take the folder compat out of LD_LIBRARY_PATH"),
 }
-"""What ``cuInit`` returns, what it means and what to do."""
+"""For each error code of ``cuInit``: the cause and the fix."""
 
 UNKNOWN_CAUSE: Final = ("CUDA does not start", "Check nvidia-smi and the kernel's log (dmesg | grep NVRM)")
 
@@ -29,7 +29,7 @@ HOST: Final = "Without a GPU, models run on the host device: asynctrt.open(..., 
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Yield what is known about the driver."""
+    """Yield findings about the driver."""
     if facts.driver.has_answered:
         yield from _started(facts)
         yield from _old(facts)
@@ -80,7 +80,7 @@ def _started(facts: Facts) -> Iterator[Finding]:
 
 
 def _old(facts: Facts) -> Iterator[Finding]:
-    """Compare the CUDA version of the driver with the oldest that works, and with what packages need."""
+    """Compare the driver's CUDA version with the oldest that works and with the packages' requirements."""
     cuda = _supported(facts)
     said = f"The driver supports CUDA {_dotted(cuda)}"
     if cuda < CUDA_MIN:

@@ -11,10 +11,10 @@ VERBS: Final = {Ending.HUNG: "hangs", Ending.CRASHED: "crashes", Ending.ANSWERED
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Yield how each device did, and the worker."""
+    """Yield findings about each device and the worker."""
     for name, outcome in facts.engines.items():
         if name.startswith("cuda") and not facts.driver.has_answered:
-            continue  # Without a driver there is nothing to try, and a finding says so.
+            continue  # Without a driver there is nothing to try, and a finding says so already.
         if outcome.ending is Ending.ANSWERED and outcome.value["is_right"]:
             times = ", ".join(f"{what} in {ms:.1f} ms" for what, ms in outcome.value["ms"].items())
             yield ok("workers" if name == "worker" else "engine", f"{name}: {times}")

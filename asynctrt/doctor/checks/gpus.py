@@ -17,11 +17,11 @@ EXCLUSIVE: Final = (1, 3)
 PROHIBITED: Final = 2
 
 HARDWARE_XIDS: Final = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120})
-"""Faults whose likely cause is the hardware: memory, NVLink, the bus, the GPU's own processors."""
+"""Faults whose likely cause is the hardware: memory, NVLink, the bus, the GPU's internal processors."""
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Yield what is known about the GPUs."""
+    """Yield findings about the GPUs."""
     if not facts.expects_gpu:
         return
     value = facts.nvml.value or {}
@@ -85,7 +85,7 @@ def _of_one(name: str, gpu: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _faults(facts: Facts) -> Iterator[Finding]:
-    """Report what the driver has written to the kernel's log."""
+    """Yield findings about the faults that the driver has written to the kernel's log."""
     if not facts.kernel_log.has_answered:
         what = f"Faults of the GPUs (Xid) are unknown: {facts.kernel_log.said}"
         yield note("gpu.faults", what, "dmesg | grep Xid, as root on the machine itself")

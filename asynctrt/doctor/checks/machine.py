@@ -8,20 +8,20 @@ from asynctrt.doctor.findings import Finding, note, ok, warning
 from asynctrt.doctor.machine import Machine
 
 MEMORY_SHARE: Final = 0.1
-"""With a smaller share of memory left, the next model may be one too many."""
+"""With a smaller share of memory left, the next model may not fit."""
 
 SHM: Final = "/dev/shm"  # noqa: S108  (nothing is written there)
 SHM_NBYTES: Final = 64 << 20
-"""What Docker gives a container by default."""
+"""Docker's default for a container."""
 
 MEMLOCK_NBYTES: Final = 64 << 20
 
 DESCRIPTORS: Final = 4096
-"""Each connection of a server takes one, each worker some ten."""
+"""Each connection of a server takes one descriptor, each worker about ten."""
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Yield what is known about the operating system."""
+    """Yield findings about the operating system."""
     machine = facts.machine
     yield from _memory(machine)
     quota, cores = machine.quota_cores, f"{machine.usable_cores} cores"

@@ -18,13 +18,13 @@ COMPATIBLE: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch")
 """The flavours that run the same plans, if their versions agree."""
 
 CAPABILITY_MIN: Final = {13: (7, 5)}
-"""The oldest GPUs that a CUDA version has code for: CUDA 13 ended with those before Turing."""
+"""The oldest GPUs that a CUDA version supports: CUDA 13 dropped those before Turing."""
 
 ONNXRUNTIME: Final = re.compile(r"onnxruntime(-(gpu|directml|openvino|qnn|rocm|training))?")
 
 
 def check(facts: Facts) -> Iterator[Finding]:
-    """Yield what is known about packages."""
+    """Yield findings about packages."""
     yield from _core(facts)
     answers = {name: outcome.value or {} for name, outcome in facts.packages.items()}
     installed = [name for name in FLAVOURS if not answers[name].get("missing")]
@@ -47,7 +47,7 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 
 def _core(facts: Facts) -> Iterator[Finding]:
-    """Check Python and the packages that asynctrt cannot do without."""
+    """Yield findings about Python and the packages that asynctrt requires."""
     found = {name: facts.distributions.get(name, "not installed") for name in facts.needed}
     said = f"Python {facts.python}; {_listed(found)}"
     if _numbers(facts.python)[:2] > PYTHON_MAX:
@@ -67,7 +67,7 @@ def _core(facts: Facts) -> Iterator[Finding]:
 
 
 def _broken(facts: Facts, name: str, check: str) -> Finding | None:
-    """Return an error if a package cannot be imported, or ends the process that imports it."""
+    """Return an error if importing a package fails, hangs or crashes the process."""
     outcome = facts.packages[name]
     if outcome.ending is not Ending.ANSWERED:
         verb = {Ending.HUNG: "hangs", Ending.CRASHED: "crashes"}.get(outcome.ending, "fails")
@@ -85,7 +85,7 @@ def _flavour(facts: Facts, name: str) -> Iterator[Finding]:
     wheel = re.compile(rf"{name.replace('_', '-')}(-cu\d+)?(-bindings|-libs)?")
     wheels = {one: version for one, version in facts.distributions.items() if wheel.fullmatch(one)}
     cudas = {built_for(one, version) for one, version in wheels.items()} - {0}
-    # The metapackage may carry a suffix of its own after the fourth number.
+    # The metapackage may have an extra suffix after the fourth number.
     if len(cudas) > 1 or len({re.split(r"\+|\.post", version)[0] for version in wheels.values()}) > 1:
         yield error(
             "tensorrt.parts",
@@ -115,7 +115,7 @@ def _flavour(facts: Facts, name: str) -> Iterator[Finding]:
         )
     if path is None:
         yield warning("tensorrt.library", f"{name} {version} was imported without a library of TensorRT", fix)
-    # Only numbers that both have count.
+    # Only the numbers that both versions have are compared.
     elif any(ours != theirs for ours, theirs in zip(_numbers(version), _numbers(told), strict=False)):
         yield error(
             "tensorrt.mismatch",

@@ -1,5 +1,5 @@
-"""What runs in child processes, each a file with a function ``probe``: it may crash or hang.
+"""Code that may crash or hang, and so runs in child processes. Each file has a function ``probe``.
 
-A probe takes texts and returns what JSON can hold. Those that look at the machine import the standard library
-alone, so that they tell what is wrong even if a package is broken.
+A probe takes strings and returns a value that JSON can represent. Probes that examine the machine import only
+the standard library, so that they work even if a package is broken.
 """

@@ -1,4 +1,4 @@
-"""Initialise CUDA and list its devices, through libcuda alone."""
+"""Initialise CUDA and list its devices, using only libcuda."""
 
 import ctypes
 from typing import Any, Final

@@ -1,6 +1,6 @@
 """Send a request through an engine on the host device or in a worker, or try a GPU's memory and events.
 
-Unlike the other probes it imports asynctrt. A GPU is tried without a model, since TensorRT may be missing.
+Unlike the other probes it imports asynctrt. A GPU is tried without a model, because TensorRT may be missing.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from asynctrt.loading import find_device
 STAGING_NBYTES = 64 << 20
 
 TIMEOUT_S = 10
-"""How long an idle device may take for a copy."""
+"""The time limit for a copy on an idle device."""
 
 
 def double() -> Model:
@@ -27,7 +27,7 @@ def double() -> Model:
 
 
 def probe(name: str) -> dict[str, Any]:
-    """Try the device of that name, or a ``worker``: return whether the answer was right, and times."""
+    """Try a device by name, or a ``worker``; return whether the answer was right, and times."""
     if name == "worker":
         return asyncio.run(_infer("asynctrt.doctor.probes.engine:double", isolation="process"))
     if name == "host":
@@ -54,7 +54,7 @@ async def _infer(model: Model | str, **settings: Any) -> dict[str, Any]:
 
 
 def _copy(device: Device) -> dict[str, Any]:
-    """Send bytes to the GPU and back on a stream, and wait for an event behind them."""
+    """Copy bytes to the GPU and back on a stream, and wait for an event after the copies."""
     device.activate()
     sent, received = (device.allocate_staging(STAGING_NBYTES) for _ in range(2))
     memory = device.allocate(STAGING_NBYTES)

@@ -1,4 +1,4 @@
-"""Read what the NVIDIA driver has written to the kernel's log: a number for each fault (Xid)."""
+"""Read the faults that the NVIDIA driver has written to the kernel's log, each with a number (Xid)."""
 
 import os
 import re
@@ -17,9 +17,9 @@ def probe(path: str = "/dev/kmsg") -> dict[str, Any]:
         try:
             line = os.read(descriptor, 8192)
         except BrokenPipeError:
-            continue  # It was overwritten meanwhile; the next one is there.
+            continue  # The record was overwritten meanwhile; read the next one.
         except BlockingIOError:
-            break  # This was all.
+            break  # There are no more records.
         if not line:
             break
         found.update(f"{number} {gpu}" for gpu, number in XID.findall(line.decode(errors="replace")))

@@ -1,4 +1,4 @@
-"""Ask NVIDIA's management library (libnvidia-ml) about every GPU, through the library alone."""
+"""Ask NVIDIA's management library (libnvidia-ml) about every GPU, using only that library."""
 
 import ctypes
 from typing import Any
@@ -11,7 +11,7 @@ class _Memory(ctypes.Structure):
 
 
 def probe() -> dict[str, Any]:
-    """Return what each GPU says, or why nothing can be known."""
+    """Return the state of each GPU, or why it cannot be read."""
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     status = nvml.nvmlInit_v2()
     if status:
@@ -23,7 +23,7 @@ def probe() -> dict[str, Any]:
 
 
 def _gpu(nvml: ctypes.CDLL, index: int) -> dict[str, Any]:
-    """Return what one GPU says; what a virtual GPU or an old driver does not say is ``None``."""
+    """Return the state of one GPU; a value that a virtual GPU or an old driver lacks is ``None``."""
     handle = ctypes.c_void_p()
     nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
     name = ctypes.create_string_buffer(96)
@@ -43,7 +43,7 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> dict[str, Any]:
 
 
 def _numbers(nvml: ctypes.CDLL, function: str, handle: ctypes.c_void_p, count: int) -> list[int] | None:
-    """Return the numbers that a function writes, or ``None`` if it is not supported."""
+    """Return the numbers that an NVML function writes, or ``None`` if it is not supported."""
     values = [ctypes.c_uint() for _ in range(count)]
     if not hasattr(nvml, function) or getattr(nvml, function)(handle, *map(ctypes.byref, values)):
         return None

@@ -1,4 +1,4 @@
-"""Import a package, and return its version and what it has loaded."""
+"""Import a package, and return its version and the library that it has loaded."""
 
 import contextlib
 import ctypes
@@ -9,24 +9,24 @@ from types import ModuleType
 from typing import Any, Final
 
 MAPS: Final = Path("/proc/self/maps")
-"""Where Linux lists the libraries that a process has loaded."""
+"""The file in which Linux lists the libraries that a process has loaded."""
 
 TENSORRT: Final = re.compile(r"/.*/lib(?:nvinfer(?:_lean|_dispatch)?|tensorrt_rtx)\.so.*$", re.MULTILINE)
-"""The library of TensorRT that knows its version."""
+"""The TensorRT library with functions that return its version."""
 
 PARTS: Final = ("Major", "Minor", "Patch", "Build")
-"""From version 10 on, TensorRT gives its version number by number: ``getInferLibMajorVersion`` and so on."""
+"""From version 10 on, TensorRT returns its version in parts: ``getInferLibMajorVersion`` and so on."""
 
 
 def probe(name: str, with_runtime: str = "") -> dict[str, Any]:
-    """Import ``name``; return its version, its library and what else it says.
+    """Import ``name``; return its version, its library, and any errors.
 
-    :param with_runtime: if not empty, a runtime of TensorRT is made too, which needs a GPU.
+    :param with_runtime: if not empty, also make a TensorRT runtime, which needs a GPU.
     """
     try:
         module = import_module(name)
     except Exception as error:
-        # It is not installed, or it is and lacks something.
+        # It is not installed, or it is installed but lacks something.
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]
         return {"missing": is_missing, "error": f"{type(error).__name__}: {error}"}
     found: dict[str, Any] = {"version": str(getattr(module, "__version__", "unknown"))}
@@ -42,7 +42,7 @@ def probe(name: str, with_runtime: str = "") -> dict[str, Any]:
 
 
 def _version(library: ctypes.CDLL) -> str | None:
-    """Return the version that TensorRT's library gives."""
+    """Return the version that TensorRT's library reports; ``None`` if it reports none."""
     functions = [f"getInferLib{part}Version" for part in PARTS]
     numbers = [getattr(library, name)() for name in functions if hasattr(library, name)]
     if not numbers and hasattr(library, "getInferLibVersion"):
@@ -61,15 +61,15 @@ def _runtime_error(module: ModuleType) -> str | None:
 
 
 def _load_error(module: ModuleType) -> str | None:
-    """Return why ONNX Runtime's provider for CUDA cannot be loaded, if it is there and cannot."""
+    """Return why ONNX Runtime's CUDA provider cannot be loaded; ``None`` if it loads or does not exist."""
     path = Path(module.__file__ or "").parent / "capi/libonnxruntime_providers_cuda.so"
     if not path.exists():
         return None
     with contextlib.suppress(Exception):
-        module.preload_dlls()  # It takes CUDA's libraries from where pip puts them, as asynctrt does.
+        module.preload_dlls()  # This loads CUDA's libraries from where pip installs them, as asynctrt does.
     try:
         ctypes.CDLL(str(path))
     except OSError as error:
-        # It needs ONNX Runtime's own core, which is not loaded here: that is no fault.
+        # The provider needs ONNX Runtime's core, which is not loaded here: that is not a fault.
         return None if "Provider_GetHost" in str(error) else str(error)
     return None

@@ -1,6 +1,6 @@
 """Run a probe, and write its answer as JSON to a descriptor: ``run.py DESCRIPTOR FILE ARGUMENTS``.
 
-A program of its own, started by its path: it must not import asynctrt.
+A separate program, started by its path: it must not import asynctrt.
 """
 
 import json
