@@ -141,7 +141,8 @@ class Engine:
             # Its threads and its memory are given back all the same. On a loop that was closed they are
             # garbage, too, and end as such.
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._close_soon, context=Context())
+                # Two rounds of the loop later: a loop that ends in this one must not have a task destroyed.
+                self._loop.call_soon_threadsafe(self._loop.call_soon, self._close_soon, context=Context())
             warnings.warn(
                 f"{self!r}, opened at {self._opened_at}, was never closed. Use 'async with', or "
                 "await engine.aclose()",
