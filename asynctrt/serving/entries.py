@@ -65,9 +65,9 @@ class Entry:
     unloaded: ServedModel | None = None
     """The application's own engine after it was unloaded: it stays open and can be loaded again."""
     is_awaited: bool = True
-    """Whether the server waits for it to become ready: false if it appeared while the server was running."""
+    """Whether the server is not ready until it is served: false if it appeared while the server ran."""
     change: str = ""
-    """``LOADING`` or ``UNLOADING`` while it is; otherwise empty."""
+    """``LOADING`` or ``UNLOADING`` while the version is being loaded or unloaded; otherwise empty."""
 
     @property
     def is_ready(self) -> bool:
