@@ -248,7 +248,7 @@ class Api:
     ) -> Inference:
         """Like :meth:`begin`, but decode in a thread, which holds the body's memory until it is done.
 
-        :param hold: the body's memory; if omitted, the same amount is reserved for the thread.
+        :param hold: the body's memory; if omitted, the same amount is counted for the thread.
         """
         began_ns = clock.now_ns()
         hold = hold or Hold(self.account(caller), caller.received_nbytes)
@@ -432,8 +432,7 @@ class Api:
         return Answer(204, PREFLIGHT, ())
 
     def with_cors(self, headers: Headers, answer: Answer) -> Answer:
-        """Add CORS headers, if the origin is allowed, so that the page that sent a request can read the
-        answer."""
+        """Let the page that sent a request read the answer, with CORS headers, if its origin is allowed."""
         origin = headers.get(b"origin", b"")
         if not self._is_allowed(origin):
             return answer
@@ -451,8 +450,7 @@ class Api:
     def check_sender(self, headers: Headers) -> None:
         """Refuse to change the served models for a page whose requests a browser sends without a preflight.
 
-        Browsers from before 2020 send no ``Origin`` with forms. Non-browser clients do not claim to be
-        Mozilla.
+        Browsers from before 2020 send no ``Origin`` with forms. Other programs do not claim to be Mozilla.
 
         :raises UnauthorizedError: if the request could come from such a page.
         """

@@ -33,8 +33,7 @@ def inflated_nbytes_max(nbytes: int) -> int:
 
 
 def is_compressed(body: bytes) -> bool:
-    """Return whether a message begins like gzip or zlib data, which no protobuf message of this protocol
-    does.
+    """Return whether a message begins like gzip or zlib data; no protobuf message of this protocol does.
 
     As protobuf, gzip's first bytes are not a valid field, and zlib's are field 15.
     """
@@ -45,6 +44,7 @@ def decompress(body: Body, nbytes_max: int, loop: asyncio.AbstractEventLoop | No
     """Decompress a body that was compressed with gzip or zlib.
 
     :param loop: the event loop that releases a large result, if not the running one.
+    :raises TooLargeError: if the result would be larger than ``nbytes_max``.
     :raises RequestError: if it was not compressed with either, or is truncated.
     """
     machine = zlib.decompressobj(wbits=47)  # gzip or zlib, detected by the first bytes.

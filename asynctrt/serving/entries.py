@@ -61,7 +61,7 @@ class Entry:
     source: Source | None = None
     """``None`` for an engine that the application opened itself."""
     reason: str = NOT_LOADED
-    """Why it is not served; or why its current files are not what is being served."""
+    """Why it is not served; or why an earlier state of its files still is."""
     unloaded: ServedModel | None = None
     """The application's own engine after it was unloaded: it stays open and can be loaded again."""
     is_awaited: bool = True

@@ -155,7 +155,7 @@ class _Queue:
         return None
 
     def left(self) -> None:
-        """Count a request that no longer waits; drop those that left once they outnumber the others."""
+        """Record that a request no longer waits; drop those that left once they outnumber the others."""
         self.waiting -= 1
         if len(self.tickets) > 2 * self.waiting + DEAD_MIN:
             self.tickets = deque([ticket for ticket in self.tickets if ticket.is_waiting])
@@ -217,7 +217,7 @@ class Client:
         return None
 
     def latest(self) -> Ticket | None:
-        """Return the last request in turn: the newest of the connection with the most of the least urgent."""
+        """Return the request that would go last: of the least urgent, the newest in the longest queue."""
         for turns in reversed(self._turns.values()):
             queue = max(turns, key=_waiting, default=None)
             if queue is not None and (ticket := queue.latest()) is not None:
@@ -348,8 +348,7 @@ class Gate:
             self._window_rows = self._short_rows
 
     def _is_light(self, ticket: Ticket) -> bool:
-        """Return whether a request need not wait though others do; unless urgent, not past its own
-        connection's."""
+        """Return whether a request may pass waiting ones; only if urgent, those of its own connection."""
         lane, most = ticket.lane, self._light_rows
         light_rows = lane.client.light_rows + ticket.rows
         if ticket.priority > 0:

@@ -64,8 +64,7 @@ class FoundVersion:
 
 @dataclass(frozen=True, slots=True)
 class FoundModels:
-    """The models of a folder when it was read: a :class:`~asynctrt.serving.entries.Place` that never
-    changes."""
+    """The models of a folder when it was read: a fixed :class:`~asynctrt.serving.entries.Place`."""
 
     path: Path
     models: Mapping[str, Mapping[str, FoundVersion]]

@@ -41,7 +41,7 @@ FORGIVEN_NBYTES: Final = 16
 
 SLICE_NBYTES: Final = 4 << 10
 LONG_SLICE_NBYTES: Final = 64 << 10
-"""Bytes parsed at a time; the second while a message continues from one piece to the next."""
+"""Bytes parsed at a time; the second in the middle of a long message."""
 
 HEAD_NBYTES: Final = 2 + KEY_NBYTES
 """The smallest head of a frame."""
@@ -108,8 +108,7 @@ def _refusal(protocol: ServerProtocol) -> CallerError:
 def _forget_frames(error: BaseException | None) -> None:
     """Drop the tracebacks of an error that the library keeps.
 
-    They refer to the connection, and it to them: what it has read would stay in memory until the next
-    collection.
+    They refer to the connection, and it to them: its input would stay in memory until the next collection.
     """
     while error is not None:
         error.__traceback__ = None
@@ -375,14 +374,12 @@ class SocketConnection(asyncio.Protocol):
         else:
             protocol.send_binary(message)
         if not self._is_flushing:
-            # A batch's answers arrive one by one; write all of a client's answers in a loop iteration at
-            # once.
+            # A batch's answers arrive one by one; write one client's answers of a loop iteration at once.
             self._is_flushing = True
             self._hub.at_end_of_tick(self._flush)
 
     def _send_pieces(self, pieces: Sequence[Buffer]) -> None:
-        """Send a binary message. A large one is neither joined nor copied: either would block the event
-        loop."""
+        """Send a binary message. Large ones are not joined or copied, which would block the event loop."""
         nbytes = sum(map(len, pieces))
         if nbytes <= JOIN_NBYTES_MAX:
             self._send(b"".join(pieces))

@@ -72,8 +72,7 @@ class Begin:
 
 
 def places_in(fds: Sequence[int]) -> list[FoundModels]:
-    """Return the models of the folders when the server was started, from the file descriptor sent with
-    Begin."""
+    """Return the models found when the server started, from the file descriptor sent with Begin."""
     (fd,) = fds
     try:
         return cast(
@@ -121,8 +120,7 @@ class Front:
         self.error: AsynctrtError | None = None
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.scraping: asyncio.Task[bytes] | None = None
-        """The request for its metrics in flight: one at a time, however long it takes and however many
-        callers."""
+        """The only request for its metrics in flight, however long it takes and however many want them."""
         self.is_to_reload = False
         """Whether SIGHUP came before the front was ready to handle it."""
 
@@ -353,8 +351,7 @@ class Fronts:
         while True:
             await asyncio.sleep(LOOK_S)
             now_ns = clock.now_ns()
-            # Count at most one interval: if this process was stopped too (Ctrl-Z), the fronts' silence is
-            # unknown.
+            # Count at most one interval: if this process was stopped too (Ctrl-Z), it saw nothing.
             seen_ns, self._looked_ns = min(now_ns - self._looked_ns, int(LOOK_S * 1e9)), now_ns
             for front in self._fronts:
                 if front.process is None:

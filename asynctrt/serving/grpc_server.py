@@ -78,8 +78,7 @@ STRANGERS_MAX: Final = 32
 STRANGER_S: Final = 10.0
 """Time for such a message to arrive: it holds only a name."""
 CROWD_S: Final = 0.25
-"""How long a call waits before one of the messages being read makes room: honest ones may come all at
-once."""
+"""How long a call waits before a message being read makes room: honest ones may come all at once."""
 
 CALL_NS: Final = 100_000
 """Approximate event loop time of a call."""
@@ -287,7 +286,7 @@ class GrpcServer:
         self._sending[key] = _Sending(clock.now_ns(), task, context.peer())
 
     def sent(self, key: Any) -> None:
-        """Record that the client took an answer, if its task continues."""
+        """Record that the client took an answer, unless the answer ends its task."""
         self._sending.pop(key, None)
 
     def _options(self) -> list[tuple[str, int]]:
@@ -530,8 +529,7 @@ class GrpcServer:
         answer = await self._encoded(inference, bytes)
         self.sending(context, context)
         if len(answer) > SMALL_NBYTES:
-            # gRPC has it until it is sent. The context keeps the callback, and with it the hold on the
-            # memory.
+            # gRPC has it until it is sent. The context keeps the callback, and with it the hold.
             context.add_done_callback(partial(_sent, Hold(self._api.account(caller), len(answer))))
         return answer
 
@@ -657,8 +655,7 @@ class GrpcServer:
         }
 
     def _service(self, body: bytes, context: Any) -> str:
-        """Return the service that a client asks about. Asking about a model needs the token, if there is
-        one."""
+        """Return the service that a client asks about. If tokens are set, asking about a model needs one."""
         service: str = self._parse(self._kinds["HealthCheckRequest"], body).service
         if service not in ("", SERVICE) and self._api.has_tokens:
             self._api.authorize(f"/{HEALTH_SERVICE}/Check".encode(), _headers(context))

@@ -49,16 +49,14 @@ JOIN_NBYTES_MAX: Final = 128 << 10
 """The pieces of a larger body are passed to the transport one by one instead of being joined."""
 
 SPARE: Final = 32
-"""Connections beyond ``max_connections``, for health checks and for telling clients that there are too
-many."""
+"""Connections beyond ``max_connections``, for health checks and to tell clients that there are too many."""
 REFUSED_S: Final = 2.0
 """Time for a refused client to read why and to close."""
 
 PROBE_S: Final = 0.01
 """Delay between a client's end and probing whether it is still there, and between probing and checking."""
 TCP_CLOSED: Final = 7
-"""The state of a connection that its client has reset. The event loop notices only when it reads or
-writes."""
+"""The state of a connection that its client has reset, which the event loop sees only on I/O."""
 
 COPIED_NBYTES: Final = 4
 """Bytes read in a nanosecond: even input that is dropped takes time."""
@@ -146,8 +144,7 @@ class Hub:
         self._empty.clear()
 
     def greet(self, client: Hashable, holder: Any, leave: Callable[[], object]) -> None:
-        """Give a place to a stranger. If there is none, close the oldest connection of the client with the
-        most."""
+        """Give a place to a stranger. If there is none, close the oldest one of the client with the most."""
         while self.known.taken + self.strangers.taken >= self.strangers.places_max and self.strangers.taken:
             self.refused += 1
             self.strangers.free_one()
@@ -311,7 +308,7 @@ class Writing:
 
 
 def unsent_nbytes(transport: Any) -> int:
-    """Return how many written bytes the client has not acknowledged to the kernel; 0 if unknown."""
+    """Return how many written bytes the kernel still holds, unacknowledged by the client; 0 if unknown."""
     try:
         raw = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     except (OSError, AttributeError, ValueError):
@@ -467,8 +464,7 @@ class HttpConnection(asyncio.Protocol):
         return bool(self._waiting or (self._reader is not None and self._reader.rest))
 
     def _probe(self) -> None:
-        """Send a half-closed client an interim answer: it is skipped, or reset if the client has
-        disconnected."""
+        """Send an interim answer: a half-closed client skips it, and one that has disconnected resets."""
         request = self._current
         if request is None or self._transport.is_closing():
             return

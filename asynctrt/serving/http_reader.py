@@ -143,8 +143,7 @@ class KnownHead:
         ):
             return None
         head = fed[:end]
-        # It is a single head only if its first empty line is its end, even to a parser that accepts a lone CR
-        # or LF.
+        # It is one head if its first empty line is its end, even to a parser that accepts a lone CR or LF.
         ends = head.count(b"\r\n")
         if head.find(b"\r\n\r\n") != end - 4 or head.count(b"\r") != ends or head.count(b"\n") != ends:
             return None
@@ -314,7 +313,7 @@ class RequestReader:
         """Cache the head of a complete request, if that may be of use."""
         fed, self._fed = self._fed, None
         if not request.keep_alive:
-            self._known = None  # The parser stops here, and so does this.
+            self._known = None  # The parser reads no further requests, nor does this.
         elif fed is not None and self._known_in_vain < KNOWN_IN_VAIN_MAX:
             self._known_in_vain += 1
             self._known = KnownHead.of(request, fed, self._announced_nbytes)
@@ -330,8 +329,7 @@ class RequestReader:
         return self._pace.is_low(tick, self._body_nbytes, self._reserved_nbytes, ticks_max)
 
     def restart(self, tick: int) -> None:
-        """Restart the time limit of an unfinished request, because its client could not continue until
-        now."""
+        """Restart the time limit of an unfinished request: until now its client could not continue."""
         if self.began is not None:
             self.began = tick
             self._pace = Pace(tick)
@@ -489,8 +487,7 @@ class RequestReader:
         if self._body_nbytes > self._max_body:
             self._refuse(413, f"the body exceeds the {self._max_body} bytes that this server accepts")
         elif self._body_nbytes > self._reserved_nbytes and self._request is not None:
-            # Reserve all that was announced, so that an upload once begun can end; otherwise twice what is
-            # there.
+            # Reserve all that was announced, so that an upload once begun can end; else twice what is there.
             self._reserved_nbytes = max(self._announced_nbytes, min(2 * self._body_nbytes, self._max_body))
             if self._request.hold is None:
                 self._pace = Pace(self._tick)

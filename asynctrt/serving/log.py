@@ -29,7 +29,7 @@ class Logged(Protocol):
 
 
 class AccessLog:
-    """A file of buffered lines.
+    """The access log: buffered lines that are appended to a file.
 
     :param path: the file to append to; ``-`` is standard output.
     :raises UsageError: if it cannot be opened.

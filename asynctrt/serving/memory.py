@@ -18,8 +18,7 @@ from asynctrt.cgroup import memory_nbytes
 from asynctrt.serving.settings import ServerSettings
 
 UNCOUNTED_NBYTES: Final = 256 << 10
-"""Bytes of a message, and of unsent answers, that a connection may have without asking: uvloop reads as
-many."""
+"""Bytes of a message, and of unsent answers, that a connection may have unasked: uvloop reads as many."""
 
 SMALL_NBYTES: Final = 16 << 10
 """Requests with at most this many bytes of inputs and outputs are limited by ``max_requests`` alone."""
@@ -150,8 +149,7 @@ class Hold:
     def grow(self, nbytes: int, decided: Decided) -> bool:
         """Hold ``nbytes`` in total, if there is room now. Return whether there is.
 
-        :param decided: called if there is not: with ``True`` as soon as they are held, or with ``False``
-            after
+        :param decided: called if not: with ``True`` as soon as they are held, or with ``False`` after
             :data:`WAIT_NS`.
         """
         memory = self.account.memory
@@ -163,8 +161,7 @@ class Hold:
         return False
 
     async def reserve(self, nbytes: int) -> bool:
-        """Wait until ``nbytes`` in total can be held, and hold them. Return whether there was room in
-        time."""
+        """Wait for room for ``nbytes`` in total, and hold them. Return whether there was room in time."""
         memory = self.account.memory
         if not memory.waiting and memory.has_room(self.account, nbytes - self.nbytes):
             self.set(nbytes)

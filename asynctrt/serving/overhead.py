@@ -10,8 +10,7 @@ RATIO: Final = 2
 
 
 class Overhead:
-    """A count of one connection's bytes other than data: heads of chunks and frames, pings, empty
-    messages."""
+    """A count of a connection's bytes other than data: heads of chunks and frames, pings, empty messages."""
 
     __slots__ = ("nbytes",)
 

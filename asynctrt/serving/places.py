@@ -6,7 +6,7 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 SHARE: Final = 4
-"""The divisor for the fraction of places kept for clients that have none yet; memory is shared likewise."""
+"""One place in this many is kept for clients that have none yet, as with memory."""
 
 
 class Places(Generic[T]):

@@ -235,8 +235,7 @@ class Repository:
     async def load_all(self) -> None:
         """Load every model that is not loaded, including those of all places.
 
-        :raises AsynctrtError: the first failure, after the others were loaded; each is listed with its
-            reason.
+        :raises AsynctrtError: the first failure, once the others were loaded; all are listed with reasons.
         """
         failures: list[AsynctrtError] = []
 
@@ -353,7 +352,7 @@ class Repository:
     async def _open(
         self, name: str, model: Model, wanted: Mapping[str, Source | None]
     ) -> tuple[dict[str, ServedModel], list[AsynctrtError]]:
-        """Open the versions whose current files are not being served. They are not served yet."""
+        """Open the versions whose current files are not served, without serving them yet."""
         opened: dict[str, ServedModel] = {}
         failures: list[AsynctrtError] = []
         is_awaited = not self._is_started and not model.is_serving
@@ -374,7 +373,7 @@ class Repository:
                 except Exception as raised:
                     error = _typed(raised, name)
                     entry.reason = without_folders(str(error))
-                    # The first one is raised, and logged by the caller.
+                    # The first one is raised, and the caller reports it.
                     level = logging.WARNING if failures else logging.DEBUG
                     logger.log(level, "cannot load model %s version %s: %s", name, version, error)
                     failures.append(error)

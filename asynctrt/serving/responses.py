@@ -43,7 +43,7 @@ class RequestIds:
 # ---- when to retry, for a client that was refused for lack of room or time
 
 PUSHBACK: Final = "grpc-retry-pushback-ms"
-"""gRPC's name for the delay: clients with a retry policy wait for exactly so long, without jitter."""
+"""gRPC's name for the delay: clients with a retry policy wait exactly this long, without jitter."""
 
 
 def retry_s_of(error: BaseException) -> float | None:

@@ -75,7 +75,7 @@ class Sampler:
 
     :param repository: the models to sample.
     :param connections: returns the number of open connections.
-    :param in_flight: returns the number of requests being answered. Without either, its figure is null.
+    :param in_flight: returns the number of requests being answered. Without one, its figure is null.
     :param interval_ns: the time from the end of one sample to the next. The delay of a sample is the loop's
         lag, so the server restarts its timer after each. A sample within a tenth of the interval is skipped:
         rates over so short a time would be meaningless.

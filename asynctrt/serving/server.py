@@ -110,7 +110,8 @@ class Server:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or self._origin is None or self._origin.is_here:  # A forked child just exits.
+        # In a forked child, an error only propagates.
+        if error is None or self._origin is None or self._origin.is_here:
             await self.stop()
 
     @property
@@ -265,8 +266,8 @@ class Server:
     def signals(self) -> StopSignals:
         """Return the handler of SIGTERM and SIGINT, which is active while it is entered, as in :meth:`serve`.
 
-        Enter it before :meth:`start`, so that no signal in between is lost. A front is told by its parent
-        when to hurry, because signals to all processes of a service reach the front as well.
+        Enter it before :meth:`start`, or a signal in between ends the process and loses requests. A front
+        hurries only when its parent says so: signals to all processes of a service reach the front as well.
         """
         if self._signals is None:
             self._signals = StopSignals(self.ask, self.ask if self._is_front else self.end)

@@ -58,7 +58,7 @@ SUBPROTOCOL: Final = "asynctrt"
 BEARER: Final = b"bearer."
 """Prefix of a subprotocol ``bearer.TOKEN``, with which a browser sends its token: it cannot set headers."""
 BEARER64: Final = b"bearer64."
-"""Prefix for a token in URL-safe Base64, unpadded: a subprotocol may not contain ``=`` or ``/``."""
+"""Prefix for the token in URL-safe Base64, unpadded: a subprotocol may not contain ``=`` or ``/``."""
 
 Message = bytes | str
 Encoded = tuple[bytes, list[Buffer]]

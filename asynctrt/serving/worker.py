@@ -62,7 +62,7 @@ class Worker:
     ) -> T:
         """Run ``work`` in a thread and return its result. It calls :func:`pause` between pieces.
 
-        If this call is cancelled, it returns at once. Work that a thread has begun then runs to no effect.
+        If this call is cancelled, it ends at once. Work that a thread has begun then runs to no effect.
 
         :param client: the client that the work is for.
         :param hold: the memory of the work's input, held until the thread has released it.
