@@ -153,7 +153,7 @@ def write_json(inputs: Mapping[str, Any], priority: int) -> bytes:
 
 
 def takes_binary(server: Mapping[str, Any]) -> bool:
-    """Return whether a server accepts raw tensors. A server that lists no extensions is assumed to."""
+    """Return whether a server accepts raw tensors; a server without a list of extensions is assumed to."""
     extensions = server.get("extensions")
     return not isinstance(extensions, list) or BINARY in extensions
 

@@ -26,7 +26,7 @@ from asynctrt.kserve.datatypes import (
 from asynctrt.tensors import Array, InferResult, TensorSpec, check_shape, too_many_rows
 
 LAYOUTS_MAX: Final = 256
-"""The number of layouts cached for each model."""
+"""Layouts cached for each model."""
 
 LAYOUT_NBYTES_MAX: Final = 4096
 """The largest request, in bytes without its id and tensors, that is cached."""
@@ -49,7 +49,7 @@ ANSWER_NBYTES_MAX: Final = 1 << 30
 """Default limit for the total bytes of a request's outputs."""
 
 STRINGS_MAX: Final = 1 << 18
-"""The largest number of elements of a BYTES tensor: reading more would hold the event loop too long."""
+"""The largest number of elements of a BYTES tensor: reading more would block the event loop too long."""
 
 FAST_VALUES: Final = 32 << 10
 FAST_STRINGS_NBYTES: Final = 1 << 20
@@ -144,8 +144,8 @@ class ModelCodec:
     :param name: the model's name, as answers state it, like ``version``.
     :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
     :param rows_max: the largest number of rows that the engine accepts in a request.
-    :param answer_max: the largest total size in bytes of a request's outputs, including outputs it does not
-        want, as far as its inputs' shapes determine it; the same limit applies to padded inputs.
+    :param answer_max: the largest total size in bytes of a request's outputs, wanted or not, as far as its
+        inputs' shapes determine it; the same limit applies to padded inputs.
     :param pad: the sizes that dimensions are padded to, as in :attr:`Options.pad`.
     :raises ModelError: if KServe has no datatype for a tensor.
     """
@@ -181,7 +181,7 @@ class ModelCodec:
 
     @staticmethod
     def is_slow_answer(layout: RequestLayout, result: InferResult) -> bool:
-        """Return whether encoding an answer would hold the event loop for a millisecond or more."""
+        """Return whether encoding an answer would block the event loop for a millisecond or more."""
         if layout.is_simple:
             return False
         return any(
@@ -352,7 +352,7 @@ def characters_of(strings: Array) -> int:
 
 
 def _is_much(output: Array) -> bool:
-    """Return whether encoding an output that is not raw numbers would hold the event loop."""
+    """Return whether encoding an output that is not raw numbers would block the event loop."""
     if output.dtype.kind not in TEXT:
         return output.size > FAST_VALUES
     return output.size > PIECE or (output.dtype.kind == "O" and characters_of(output) > FAST_STRINGS_NBYTES)

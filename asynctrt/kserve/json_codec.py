@@ -105,7 +105,7 @@ class JsonCodec(ModelCodec):
         self.json_max = json_max
 
     def is_slow(self, body: Buffer, head_nbytes: int) -> bool:
-        """Return whether decoding a request would hold the event loop for a millisecond or more.
+        """Return whether decoding a request would block the event loop for a millisecond or more.
 
         If so, call :meth:`decode` in a thread, with a ``pause`` that lets the loop run.
         """
@@ -329,7 +329,7 @@ def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool
 
 
 def is_slow_json(nbytes: int) -> bool:
-    """Return whether parsing JSON could hold the event loop for a millisecond or more."""
+    """Return whether parsing JSON could block the event loop for a millisecond or more."""
     return nbytes > FAST_JSON_NBYTES
 
 

@@ -156,7 +156,7 @@ class SplitRequest(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """Whether parsing and decoding it would hold the event loop for a millisecond or more."""
+        """Whether parsing and decoding it would block the event loop for a millisecond or more."""
         return self.raw is not None and len(self.rest) > FAST_NBYTES
 
 
@@ -228,7 +228,7 @@ class ProtobufCodec(ModelCodec):
     """Decode requests to one model and encode its answers, as protobuf messages."""
 
     def is_slow(self, raw: Sequence[Buffer] | None) -> bool:
-        """Return whether reading the raw tensors of a request would hold the event loop."""
+        """Return whether reading the raw tensors of a request would block the event loop."""
         return raw is not None and sum(map(len, raw)) > self._slow_nbytes
 
     def decode(
@@ -266,7 +266,7 @@ class ProtobufCodec(ModelCodec):
 
     @staticmethod
     def is_slow_answer(layout: RequestLayout, result: InferResult) -> bool:
-        """Return whether encoding an answer would hold the event loop for a millisecond or more."""
+        """Return whether encoding an answer would block the event loop for a millisecond or more."""
         # The tensors are copied, which takes 0.5 ms a MiB once memory must be requested from the system.
         return layout.answer_nbytes > COPY_NBYTES_MAX or ModelCodec.is_slow_answer(layout, result)
 

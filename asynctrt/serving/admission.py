@@ -29,7 +29,7 @@ MIXED_FACTOR: Final = 8
 """Factor by which more rows are admitted for a model whose rows differ in shape: they share no batch."""
 
 LANES_MAX: Final = 16
-"""The number of lanes cached for a connection: one for each model and client that its requests name."""
+"""Lanes cached for a connection: one for each model and client that its requests name."""
 
 JOIN_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """Answers to a split request up to this total size are joined on the event loop."""
@@ -202,7 +202,7 @@ class _Whole:
         self.future = future
         self.parts: list[_Part] = []
         self.left = 0
-        """The number of parts not answered yet."""
+        """Parts not answered yet."""
 
 
 class _WholeAnswer(asyncio.Future[InferResult]):

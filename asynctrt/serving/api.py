@@ -69,7 +69,7 @@ VERBS: Final = frozenset({"infer", "ready", "config", "stats", "ws"})
 HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::[0-9]*)?", re.ASCII)
 """A ``Host`` header: an IPv6 address in brackets, or another name, and optionally a port."""
 HOSTS_MAX: Final = 64
-"""The number of accepted ``Host`` headers that are cached."""
+"""Accepted ``Host`` headers that are cached."""
 CANCELLED_STATUS: Final = 499
 """Status of a cancelled request: nginx's code for a client that closed the connection."""
 

@@ -17,7 +17,7 @@ beyond it. Compressing this much takes 0.6 ms, inflating it up to 0.4 ms."""
 
 DEFLATED_NBYTES: Final = 64 << 10
 INFLATED_NBYTES: Final = 256 << 10
-"""The number of compressed bytes inflated at a time, and the most bytes that they may become."""
+"""Compressed bytes inflated at a time, and the most bytes that they may become."""
 INFLATION_MAX: Final = 1032
 """The largest compression ratio that the format allows."""
 

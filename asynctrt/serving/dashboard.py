@@ -41,7 +41,7 @@ SAFE: Final = (
 """Allow nothing from other origins, nothing inline, and no framing."""
 
 RECENT: Final = 10
-"""The number of samples that a page polls for; a page that has missed more fetches all."""
+"""Samples that a page polls for; a page that has missed more fetches all."""
 
 
 def dashboard_pages(repository: Repository, sampler: Sampler) -> dict[str, Page]:

@@ -236,7 +236,7 @@ class Lane:
         self.rows = 0
         """Rows in the engine, queued or in flight."""
         self.waiting = 0
-        """The number of waiting requests."""
+        """Waiting requests."""
         self.waiting_rows = 0
         self._queues: dict[int, _Queue] = {}
 
@@ -297,7 +297,7 @@ class Gate:
         self.rows = 0
         """Rows in the engine, queued or in flight."""
         self.waiting = 0
-        """The number of waiting requests."""
+        """Waiting requests."""
         self.waiting_rows = 0
         self.waiting_nbytes = 0
 

@@ -10,7 +10,7 @@ LARGE_NBYTES: Final = 128 << 10
 """Larger frames are cut."""
 
 FRAMES_MAX: Final = 16
-"""The number of frames passed on at a time: the library takes 35 us for each, however small."""
+"""Frames passed on at a time: the library takes 35 us for each, however small."""
 
 MASKED: Final = 0x80
 FINAL: Final = 0x80

@@ -74,7 +74,7 @@ WATCH_S: Final = 600.0
 """The lifetime of a Watch stream, after which its client opens another."""
 
 STRANGERS_MAX: Final = 32
-"""The number of messages read at once from clients without a token: each could be of the largest size."""
+"""Messages read at once from clients without a token: each could be of the largest size."""
 STRANGER_S: Final = 10.0
 """Time for such a message to arrive: it holds only a name."""
 CROWD_S: Final = 0.25
@@ -106,7 +106,7 @@ UNSUPPORTED: Final = (
 NBYTES_MAX: Final = 2**31 - 1
 """gRPC's own limit for a message."""
 DETAILS_LENGTH_MAX: Final = 2000
-"""The number of characters sent of an error message; clients refuse trailers over 8 KiB."""
+"""Characters sent of an error message; clients refuse trailers over 8 KiB."""
 
 HANDSHAKE_MS: Final = 10_000
 """Time limit for a new connection's handshake: TLS, and HTTP/2's first frame."""

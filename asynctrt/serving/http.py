@@ -39,10 +39,10 @@ from asynctrt.serving.served import Inference
 SWEEP_S: Final = 0.25
 """Seconds between checks of all connections for timeouts."""
 SWEEP_CONNECTIONS: Final = 500
-"""The number of connections checked in one turn of the event loop: 0.5 ms."""
+"""Connections checked in one turn of the event loop: 0.5 ms."""
 
 CLOSED_MAX: Final = 40
-"""The number of disconnected clients' connections closed in one turn of the event loop: 1 ms. All clients may
+"""Disconnected clients' connections closed in one turn of the event loop: 1 ms. All clients may
 disconnect at once."""
 
 JOIN_NBYTES_MAX: Final = 128 << 10

@@ -28,7 +28,7 @@ class LineWriter:
     def __init__(self, descriptor: int, missing: Callable[[int, str], bytes] = lambda *_: b"") -> None:
         self.missing = missing
         self.lost = 0
-        """The number of lines that were not written so far."""
+        """Lines that were not written so far."""
         self.why = ""
         """Why lines are currently not written."""
         self._descriptor = os.dup(descriptor)

@@ -21,7 +21,7 @@ from asynctrt.serving.http import Hub
 from asynctrt.serving.paced import PacedTransport
 
 ACCEPTED_AT_ONCE: Final = 128
-"""The number of connections accepted in one turn of the event loop: 5 ms."""
+"""Connections accepted in one turn of the event loop: 5 ms."""
 HANDSHAKE_S: Final = 10.0
 """Time for a client's handshake."""
 RETRY_S: Final = 1.0

@@ -18,7 +18,7 @@ class Places(Generic[T]):
     def __init__(self, places_max: int) -> None:
         self.places_max = places_max
         self.taken = 0
-        """The number of places taken now."""
+        """Places taken now."""
         self._holders: dict[Hashable, dict[T, Callable[[], object]]] = {}
 
     def __repr__(self) -> str:

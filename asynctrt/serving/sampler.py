@@ -18,7 +18,7 @@ from asynctrt.serving.served import ServedModel
 from asynctrt.statistics import Statistics, batch_bounds, batch_counts
 
 SAMPLES_MAX: Final = 300
-"""The number of samples kept: five minutes."""
+"""Samples kept: five minutes."""
 
 PERCENTILES: Final = (50, 95, 99)
 

@@ -166,7 +166,7 @@ class ServedModel:
 
     @property
     def refused(self) -> dict[str, int]:
-        """The number of requests refused before the engine's queue, by reason."""
+        """Requests refused before the engine's queue, by reason."""
         return {
             "crowded": self.admission.crowded,
             "expired": self.admission.expired,

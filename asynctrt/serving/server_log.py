@@ -26,10 +26,10 @@ FIELDS: Final = ("request_id", "requests", "model", "version")
 
 TRACEBACK_CHARS_MAX: Final = 20_000
 IDS_MAX: Final = 8
-"""The number of a failed batch's requests that are named."""
+"""Requests named in the log of a failed batch."""
 
 FAILURES_MAX: Final = 10
-"""The number of failed batches logged in one period."""
+"""Failed batches logged in one period."""
 
 PERIOD_NS: Final = 10_000_000_000
 ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}

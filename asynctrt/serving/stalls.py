@@ -36,7 +36,7 @@ STILL_NS: Final = 1_000_000_000
 """The thread logs a pause that lasts this long, because the loop may never get to it."""
 
 FRAMES_MAX: Final = 6
-"""The number of functions that are named, from the innermost."""
+"""Functions that are named, from the innermost."""
 
 THREAD_S: Final = 5.0
 """Time limit for the thread to end."""

@@ -21,7 +21,7 @@ LONE_TURN_NS: Final = 5_000_000
 """A client's turn while it is alone: short turns would split input that could share a batch."""
 
 ACTIVE_MAX: Final = 64
-"""The number of clients with little of their turns used before a new round renews their turns."""
+"""Clients with little of their turns used before a new round renews their turns."""
 
 SHARED_NS: Final = 1_000_000_000
 """How long turns are short after two clients were served within this time."""

@@ -112,7 +112,7 @@ class WebSocketSession:
 
     @property
     def in_flight(self) -> int:
-        """The number of requests that have not been answered."""
+        """How many requests have not been answered."""
         return len(self._flights) + (self._decoding is not None)
 
     @property
