@@ -13,7 +13,6 @@ from asynctrt.files import read_regular
 
 FILE_NBYTES_MAX: Final = 1 << 20
 TOKENS_MAX: Final = 1024
-"""Limits the cost of comparing each request with all tokens."""
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
