@@ -24,7 +24,7 @@ TEXT_LENGTH_MAX: Final = 300
 """Characters of a server's text that an error message quotes."""
 
 UNREADABLE: Final = (RequestError, ModelError, AttributeError, KeyError, TypeError, ValueError, OverflowError)
-"""What walking through malformed content raises."""
+"""The errors raised while walking through malformed content."""
 
 
 class AnswerError(AsynctrtError):
@@ -35,15 +35,15 @@ class AnswerError(AsynctrtError):
 
 
 def as_arrays(inputs: Mapping[str, Any]) -> dict[str, Array]:
-    """Return a request's inputs as arrays that the protocol has datatypes for; see :func:`as_array`."""
+    """Return a request's inputs as arrays whose dtypes the protocol supports; see :func:`as_array`."""
     return {name: as_array(name, value) for name, value in inputs.items()}
 
 
 def as_array(name: str, value: Any) -> Array:
     """Return an input as an array in native byte order. Text, and objects that are text or bytes, become
-    objects that are bytes.
+    an array of bytes objects.
 
-    :raises InputError: if the protocol has no datatype for it, or some of it is masked.
+    :raises InputError: if the protocol has no datatype for it, or some of its values are masked.
     """
     if has_masked(value):
         raise InputError(
@@ -52,7 +52,7 @@ def as_array(name: str, value: Any) -> Array:
         )
     array = np.asarray(value)
     if array.dtype.kind in "US" and array is not value:
-        array = np.asarray(value, object)  # NumPy's own strings lose the NULs at their ends.
+        array = np.asarray(value, object)  # NumPy's own strings drop trailing NULs.
     if array.dtype.kind in "UO":
         array = _byte_strings(name, array)
     if array.dtype.kind not in TEXT and array.dtype.name not in DATATYPES:
@@ -60,12 +60,12 @@ def as_array(name: str, value: Any) -> Array:
             f"KServe has no datatype for {array.dtype}, the dtype of input {name!r}. It has datatypes for "
             f"{', '.join(DATATYPES)} and for strings"
         )
-    # The wire is little-endian, and so is every machine that this runs on.
+    # The wire is little-endian, as is every machine that this code supports.
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _byte_strings(name: str, array: Array) -> Array:
-    """Encode text, and objects of which each is text or bytes."""
+    """Encode an array of text, or of objects that are each text or bytes."""
     strings = np.empty(array.size, object)
     for index, item in enumerate(array.reshape(-1).tolist()):
         if not isinstance(item, str | bytes):
@@ -78,15 +78,15 @@ def _byte_strings(name: str, array: Array) -> Array:
 
 
 def describe(name: str, array: Array) -> dict[str, Any]:
-    """Return name, datatype and shape of an input that :func:`as_array` returned."""
+    """Return the name, datatype and shape of an input that :func:`as_array` returned."""
     datatype = "BYTES" if array.dtype.kind in TEXT else DATATYPES[array.dtype.name]
     return {"name": name, "datatype": datatype, "shape": list(array.shape)}
 
 
 def names_of(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of the outputs that are wanted; ``None`` for all.
+    """Return the names of the wanted outputs; ``None`` for all.
 
-    :raises InputError: for a text, whose letters would be taken for names.
+    :raises InputError: for a single string, whose letters would be taken for names.
     """
     if isinstance(outputs, str):
         raise InputError(
@@ -105,11 +105,11 @@ def describe_request(
     timeout: float | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:
-    """Return the head of a request whose tensors follow it as raw bytes, and which asks for the same.
+    """Return the head of a request: its tensors follow as raw bytes, and it asks for raw outputs.
 
-    :param sizes: the raw bytes of each tensor; ``None`` for a request of JSON alone, which has the values.
+    :param sizes: the number of raw bytes of each tensor; ``None`` puts the values into the JSON instead.
     :param timeout: seconds that the request may be queued.
-    :raises InputError: for ``outputs`` that are no names.
+    :raises InputError: if ``outputs`` is a single string.
     """
     outputs = names_of(outputs)
     parameters: dict[str, Any] = {} if sizes is None else {"binary_data_output": True}
@@ -133,7 +133,7 @@ def describe_request(
 
 
 BINARY: Final = "binary_tensor_data"
-"""The extension by which tensors follow the JSON as they are in memory."""
+"""The protocol extension that sends tensors as raw bytes after the JSON."""
 
 
 def write_binary(inputs: Mapping[str, Any], priority: int) -> tuple[bytes, int]:
@@ -153,7 +153,7 @@ def write_json(inputs: Mapping[str, Any], priority: int) -> bytes:
 
 
 def takes_binary(server: Mapping[str, Any]) -> bool:
-    """Return whether a server takes raw tensors, by what it tells of itself; one that tells nothing does."""
+    """Return whether a server accepts raw tensors; a server without a list of extensions is assumed to."""
     extensions = server.get("extensions")
     return not isinstance(extensions, list) or BINARY in extensions
 
@@ -164,7 +164,7 @@ def takes_binary(server: Mapping[str, Any]) -> bool:
 def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
     """Return the specs of a model's tensors from their descriptions in its metadata.
 
-    The first axis counts rows if its size is open. If not, the tensor is always sent whole. Other open axes
+    The first axis counts rows if its size is open; if not, the tensor is always sent whole. Other open axes
     are called ``NAME.AXIS``.
 
     :raises AnswerError: if a description cannot be read or a datatype is unknown.
@@ -183,7 +183,7 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
 
 
 def read_answer(body: bytes, head_nbytes: int | None) -> dict[str, Array]:
-    """Return the outputs of an answer: a JSON head of ``head_nbytes``, then raw tensors; or JSON alone.
+    """Return the outputs of an answer: a JSON head of ``head_nbytes`` then raw tensors, or JSON alone.
 
     :raises AnswerError: if it cannot be read.
     """
@@ -222,9 +222,9 @@ def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
 
 
 def read_outputs(outputs: Sequence[PlacedTensor], body: Buffer, start: int) -> dict[str, Array]:
-    """Return outputs by name, raw ones from ``body`` at ``start``. Numbers are views of it.
+    """Return outputs by name, reading raw ones from ``body`` at ``start``. Arrays of numbers are views of it.
 
-    :raises AnswerError: if there are too few bytes, or they are not such tensors.
+    :raises AnswerError: if there are too few bytes, or they do not match the outputs' shapes and datatypes.
     """
     if sum([nbytes for _, _, nbytes, _ in outputs]) > len(body) - start:
         raise AnswerError(
@@ -238,9 +238,9 @@ def read_outputs(outputs: Sequence[PlacedTensor], body: Buffer, start: int) -> d
 
 
 def read_output(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
-    """Return an output whose raw bytes stand alone, as over gRPC.
+    """Return an output from its raw bytes alone, as sent over gRPC.
 
-    :raises ValueError: if the datatype is unknown, or they do not fit datatype and shape.
+    :raises ValueError: if the datatype is unknown, or the bytes do not fit datatype and shape.
     """
     spec = TensorSpec(name, _dtype(name, datatype))
     check_nbytes(spec, shape, len(raw))
@@ -250,12 +250,12 @@ def read_output(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> 
 def read_values(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Array:
     """Return an output from its values, nested or flat. A ``null`` among floats is NaN.
 
-    :raises ValueError: if the datatype is unknown, or the values, or their number, do not fit.
+    :raises ValueError: if the datatype is unknown, or the values or their number do not fit.
     """
     dtype = _dtype(name, datatype)
     if dtype.kind == "O":
         return _byte_strings(name, np.array(values, object)).reshape(shape)
-    if dtype.kind in "fV":  # bfloat16 is of kind V, which NumPy does not know as a float.
+    if dtype.kind in "fV":  # bfloat16 has kind V, which NumPy does not treat as a float.
         return cast(np.array(values, np.float64), dtype).reshape(shape)
     return convert(TensorSpec(name, dtype), values).reshape(shape)
 

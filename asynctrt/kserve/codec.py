@@ -1,7 +1,7 @@
-"""Hold what requests mean in either encoding: which tensors lie where, and which outputs are wanted.
+"""Represent a request independently of its encoding: where its tensors lie, and which outputs it wants.
 
-A client sends nearly the same request again and again: only the id and the tensors differ. So what a request
-says besides them (:class:`RequestLayout`) is remembered by its bytes, and with it the head of the answer.
+A client sends nearly the same request again and again: only the id and the tensors differ. So everything else
+(:class:`RequestLayout`) is cached by its bytes, together with the head of the answer.
 """
 
 import sys
@@ -26,51 +26,51 @@ from asynctrt.kserve.datatypes import (
 from asynctrt.tensors import Array, InferResult, TensorSpec, check_shape, too_many_rows
 
 LAYOUTS_MAX: Final = 256
-"""How many layouts are remembered for each model."""
+"""Layouts cached for each model."""
 
 LAYOUT_NBYTES_MAX: Final = 4096
-"""A request that says more than this besides its id and tensors is not remembered."""
+"""The largest request, in bytes without its id and tensors, that is cached."""
 
 FAST_NBYTES: Final = 16 << 10
-"""Typed contents and byte strings up to this size are decoded by the event loop: it takes a millisecond at
-most."""
+"""Typed contents and byte strings up to this size are decoded on the event loop: it takes at most a
+millisecond."""
 
 FAST_BOOLS_NBYTES: Final = 4 << 20
-"""Raw booleans up to this size are: each is looked at, 60 MiB of them in 4 ms."""
+"""Raw booleans up to this size are decoded on the event loop: checking every value takes 4 ms for 60 MiB."""
 
 SIZE_MAX: Final = 2**40
-"""The largest number of elements of a tensor: more than any body can hold, and too few for overflows."""
+"""The largest number of elements of a tensor: more than any body can hold, and too few to overflow."""
 
 EMPTY_SIZE_MAX: Final = 1 << 20
-"""The largest product of the other sizes of a tensor that has no elements, since its size 0 makes it weigh
-nothing: outputs with those sizes are made all the same."""
+"""The largest product of the nonzero sizes of an empty tensor. The tensor itself takes no memory, but outputs
+with those sizes are allocated anyway."""
 
 ANSWER_NBYTES_MAX: Final = 1 << 30
-"""Default limit for the bytes of all outputs of a request."""
+"""Default limit for the total bytes of a request's outputs."""
 
 STRINGS_MAX: Final = 1 << 18
-"""The largest number of elements of a BYTES tensor: reading more would hold the event loop too long."""
+"""The largest number of elements of a BYTES tensor: reading more would block the event loop too long."""
 
 FAST_VALUES: Final = 32 << 10
 FAST_STRINGS_NBYTES: Final = 1 << 20
-"""Numbers up to this many, and characters of a tensor of strings, are encoded by the event loop: numbers take
+"""Up to this many numbers, or characters in a tensor of strings, are encoded on the event loop: numbers take
 0.8 ms."""
 
 STRING_NBYTES: Final = 64
-"""About what Python adds to each string."""
+"""Approximate overhead of each Python string, in bytes."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 PlacedTensor = tuple[TensorSpec, tuple[int, ...], int, Array | None]
-"""A tensor's spec, shape and number of raw bytes; and the array itself if its values came with the head."""
+"""A tensor's spec, shape and number of raw bytes, and the array itself if its values were in the head."""
 
 Specs = Mapping[str, tuple[TensorSpec, str]]
 """Spec and datatype of a model's tensors, by name."""
 
 
 class RequestLayout:
-    """What a request says besides its id and its raw tensors."""
+    """Everything in a request except its id and its raw tensors."""
 
     __slots__ = (
         "answer",
@@ -100,18 +100,18 @@ class RequestLayout:
         self.binary_nbytes = sum([nbytes for _, _, nbytes, _ in inputs])
         """Raw bytes of all inputs."""
         self.raw_numbers = _raw_numbers_of(inputs)
-        """Name, shape, dtype and offset of each input, if all are raw numbers that may have any value."""
+        """Name, shape, dtype and offset of each input, if all are raw numbers of which any value is valid."""
         self.rows = _rows_of(inputs)
         self.outputs = outputs
-        """The wanted outputs' specs, and whether each is wanted as raw bytes."""
+        """The spec of each wanted output, and whether it is wanted as raw bytes."""
         self.wanted = wanted
-        """What the engine is asked for: their names, or ``host`` if these are all outputs."""
+        """The outputs to request from the engine: their names, or ``host`` for all."""
         self.answer_nbytes = nbytes_of(inputs, [spec for spec, _ in outputs], symbols_of(inputs, {}))
-        """Raw bytes of the wanted outputs, as far as the inputs' shapes tell."""
+        """Raw bytes of the wanted outputs, as far as the inputs' shapes determine them."""
         self.is_simple = all(binary and spec.dtype.kind not in TEXT for spec, binary in outputs)
         """Whether every output is wanted as raw numbers, so that there is nothing to encode."""
         self.priority = priority
-        """As on the wire: 1 is the most urgent, 0 means the model's default."""
+        """The priority on the wire: 1 is the most urgent, 0 means the model's default."""
         self.timeout = timeout
         """Seconds that the request may be queued, or ``None``."""
         # The shapes, encoded head and HTTP head of the last answer, which the next one usually shares.
@@ -135,18 +135,18 @@ class DecodedRequest:
         self.id = request_id
         self.inputs = inputs
         self.nbytes = layout.binary_nbytes if layout.raw_numbers else sum(map(_memory_of, inputs.values()))
-        """Bytes of memory of its inputs."""
+        """Memory that the inputs take, in bytes."""
 
 
 class ModelCodec:
-    """Know one model's tensors and remember the layouts of its requests. Each encoding has a subclass.
+    """A model's tensors, and a cache of the layouts of its requests. Each encoding has a subclass.
 
-    :param name: the model's name and ``version``, as answers state them.
+    :param name: the model's name, as answers state it, like ``version``.
     :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
-    :param rows_max: the largest number of rows that the engine takes in a request.
-    :param answer_max: the largest number of bytes of all outputs of a request, those that it does not want
-        included, as far as the shapes of its inputs tell; of all inputs, too, where those are padded.
-    :param pad: the sizes that dimensions are padded to, as :attr:`Options.pad` has them.
+    :param rows_max: the largest number of rows that the engine accepts in a request.
+    :param answer_max: the largest total size in bytes of a request's outputs, wanted or not, as far as its
+        inputs' shapes determine it; the same limit applies to padded inputs.
+    :param pad: the sizes that dimensions are padded to, as in :attr:`Options.pad`.
     :raises ModelError: if KServe has no datatype for a tensor.
     """
 
@@ -173,7 +173,7 @@ class ModelCodec:
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._layouts: dict[bytes, RequestLayout] = {}
-        # Raw tensors of which every value is looked at, and from what size on that takes long.
+        # Raw tensors whose values are all checked, and the size from which that is slow.
         kinds = {spec.dtype.kind for spec in inputs}
         self._slow_nbytes = (
             FAST_NBYTES if kinds & set(TEXT) else FAST_BOOLS_NBYTES if "b" in kinds else sys.maxsize
@@ -181,7 +181,7 @@ class ModelCodec:
 
     @staticmethod
     def is_slow_answer(layout: RequestLayout, result: InferResult) -> bool:
-        """Return whether encoding an answer would hold the event loop for a millisecond or more."""
+        """Return whether encoding an answer would block the event loop for a millisecond or more."""
         if layout.is_simple:
             return False
         return any(
@@ -197,9 +197,10 @@ class ModelCodec:
         priority: int = 0,
         timeout: float | None = None,
     ) -> RequestLayout:
-        """Return the layout of a request, if the model does not make too much of it.
+        """Return the layout of a request, unless its tensors would be too large.
 
-        :raises TooLargeError: a few bytes may ask for more than the memory: of one row of n, n x n.
+        :raises TooLargeError: if they are: a few bytes may ask for more than the memory, such as one row of
+            length n that gives an output of n x n.
         """
         symbols = symbols_of(placed, self._pad)
         nbytes = nbytes_of(placed, [spec for spec, _ in self._outputs.values()], symbols)
@@ -225,11 +226,11 @@ class ModelCodec:
             raise TooLargeError(f"the request names {count} {side}; at most {self.tensors_max} are accepted")
 
     def _shape(self, spec: TensorSpec, given: Any) -> tuple[int, ...]:
-        """Return the shape of an input, checked before its values are read, which may take far longer.
+        """Return the shape of an input. It is checked before the values are read, which may take far longer.
 
-        :raises RequestError: if it cannot be a shape.
-        :raises InputError: if the model or its engine cannot take it.
-        :raises TooLargeError: for more byte strings than are accepted.
+        :raises RequestError: if it is not a valid shape.
+        :raises InputError: if the model or its engine does not accept it.
+        :raises TooLargeError: if it has too many byte strings, or is empty with too large other sizes.
         """
         shape = read_shape(spec.name, given)
         check_shape(spec, shape)
@@ -249,7 +250,7 @@ class ModelCodec:
 
     @staticmethod
     def _named(name: str, side: str, specs: Specs, found: Mapping[str, object]) -> tuple[TensorSpec, str]:
-        """Return spec and datatype of a tensor that a request names and that is not ``found`` in it yet."""
+        """Return spec and datatype of a tensor that a request names, and that is not in ``found`` yet."""
         if name not in specs:
             raise InputError(f"unknown {side[:-1]} {brief(name)}; the model's {side}: {', '.join(specs)}")
         if name in found:
@@ -258,7 +259,7 @@ class ModelCodec:
 
 
 def read_inputs(layout: RequestLayout, body: Buffer, start: int, pause: Pause = no_pause) -> dict[str, Array]:
-    """Return the inputs of a request as :func:`read_tensors` does."""
+    """Return the inputs of a request, as :func:`read_tensors` does."""
     if not layout.raw_numbers:
         return read_tensors(layout.inputs, body, start, pause)
     arrays: dict[str, Array] = {}
@@ -275,11 +276,11 @@ def read_tensors(
     *,
     decodes: bool = True,
 ) -> dict[str, Array]:
-    """Return tensors by name, those that are raw as they follow one another in ``body`` from ``start`` on.
+    """Return tensors by name. Raw ones follow one another in ``body`` from ``start`` on.
 
     :param pause: called between pieces of work.
     :param decodes: whether strings are decoded to text.
-    :raises InputError: if the bytes of one are not such a tensor.
+    :raises InputError: if a tensor's bytes do not match its spec and shape.
     """
     arrays = {}
     for spec, shape, nbytes, array in placed:
@@ -305,7 +306,7 @@ def _raw_numbers_of(
 
 
 def symbols_of(inputs: Sequence[PlacedTensor], pad: Mapping[str, Sequence[int] | str]) -> dict[str, int]:
-    """Return the sizes of the open dimensions, those that are padded as they are then."""
+    """Return the sizes of the open dimensions, after padding."""
     symbols: dict[str, int] = {}
     for spec, shape, _, _ in inputs:
         row = shape if spec.axis is None else (*shape[: spec.axis], *shape[spec.axis + 1 :])
@@ -314,16 +315,16 @@ def symbols_of(inputs: Sequence[PlacedTensor], pad: Mapping[str, Sequence[int] |
         if dim not in symbols:
             continue
         if isinstance(sizes, str):
-            # The engine chooses sizes as it goes, about as large as the next power of two.
+            # The engine chooses these sizes at run time, at roughly the next power of two.
             symbols[dim] = 1 << (symbols[dim] - 1).bit_length()
         else:
             larger = [size for size in sizes if size >= symbols[dim]]
-            symbols[dim] = min(larger, default=symbols[dim])  # What is too long the engine refuses.
+            symbols[dim] = min(larger, default=symbols[dim])  # The engine refuses larger sizes.
     return symbols
 
 
 def nbytes_of(inputs: Sequence[PlacedTensor], specs: Sequence[TensorSpec], symbols: Mapping[str, int]) -> int:
-    """Return the bytes of tensors in a request, as far as the sizes of the open dimensions tell."""
+    """Return the bytes of tensors in a request, as far as the sizes of the open dimensions determine them."""
     rows = _rows_of(inputs)
     nbytes = 0
     for spec in specs:
@@ -334,24 +335,24 @@ def nbytes_of(inputs: Sequence[PlacedTensor], specs: Sequence[TensorSpec], symbo
 
 
 def _rows_of(inputs: Sequence[PlacedTensor]) -> int:
-    """Return the rows of a request: 1 if none of its inputs counts any."""
+    """Return the rows of a request: 1 if none of its inputs has rows."""
     return max([shape[spec.axis] for spec, shape, _, _ in inputs if spec.axis is not None], default=1)
 
 
 def _memory_of(array: Array) -> int:
-    """Return about how many bytes of memory an input takes."""
+    """Return the approximate memory that an input takes, in bytes."""
     if array.dtype.kind != "O":
         return array.nbytes
     return array.nbytes + STRING_NBYTES * array.size + characters_of(array)
 
 
 def characters_of(strings: Array) -> int:
-    """Return the length of all strings together. What is none counts nothing."""
+    """Return the total length of all strings. Elements that are not strings count as 0."""
     return sum([len(item) for item in strings.reshape(-1).tolist() if isinstance(item, str | bytes)])
 
 
 def _is_much(output: Array) -> bool:
-    """Return whether encoding an output that is not raw numbers would hold the event loop."""
+    """Return whether encoding an output that is not raw numbers would block the event loop."""
     if output.dtype.kind not in TEXT:
         return output.size > FAST_VALUES
     return output.size > PIECE or (output.dtype.kind == "O" and characters_of(output) > FAST_STRINGS_NBYTES)
@@ -365,9 +366,9 @@ def remember(known: dict[K, V], key: K, value: V) -> None:
 
 
 def read_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """Return a tensor's shape, as it came over the wire.
+    """Check and return a tensor's shape as it came over the wire.
 
-    :raises RequestError: if it cannot be a shape.
+    :raises RequestError: if it is not a valid shape.
     """
     if (
         not isinstance(shape, list)
@@ -377,14 +378,14 @@ def read_shape(name: str, shape: Any) -> tuple[int, ...]:
         raise RequestError(
             f"shape of {name!r} must be a list of at most {DIMS_MAX} sizes, none negative, not {brief(shape)}"
         )
-    # Zeros are left out: NumPy refuses shapes that would overflow without them.
+    # Skip zeros: NumPy refuses shapes whose nonzero sizes overflow.
     if size_of([size for size in shape if size]) > SIZE_MAX:
         raise RequestError(f"shape of {name!r} has more elements than any message: {brief(shape)}")
     return tuple(shape)
 
 
 def read_scheduling(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
-    """Return a request's priority as on the wire, and its timeout in seconds, from its parameters.
+    """Return a request's priority as on the wire, and its timeout in seconds.
 
     :raises RequestError: if they are not whole numbers, or negative.
     """
@@ -398,7 +399,7 @@ def read_scheduling(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
 
 
 def refuse_shared_memory(name: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse a tensor that is not in the message.
+    """Refuse a tensor that is in shared memory instead of the message.
 
     :raises UnsupportedError: if its parameters place it in shared memory.
     """

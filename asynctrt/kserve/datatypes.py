@@ -31,33 +31,33 @@ DATATYPES: Final = {
 """KServe's datatype for each NumPy dtype; ``bfloat16`` is that of ``ml_dtypes``. Strings are BYTES."""
 
 DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
-"""The name of NumPy's dtype for each of KServe's datatypes."""
+"""The name of the NumPy dtype for each of KServe's datatypes."""
 
 TEXT: Final = "SO"
-"""The kinds of NumPy's dtypes of BYTES: byte strings of a fixed size, and objects, which are strings."""
+"""The dtype kinds of BYTES tensors: byte strings of a fixed size, and objects, which are strings."""
 
 LENGTH_NBYTES: Final = 4
 """Bytes of the little-endian length before each element of a BYTES tensor."""
 LENGTH: Final = struct.Struct("<I")
 
 PIECE: Final = 4096
-"""Values, or byte strings, that are converted at a time: 0.2 to 0.8 ms."""
+"""The number of values or byte strings converted at a time: it takes 0.2 to 0.8 ms."""
 
 DIMS_MAX: Final = 32
-"""The largest number of dimensions of a tensor, and of nested lists in one that is given as JSON."""
+"""The largest number of dimensions of a tensor, and of nesting levels in one given as JSON."""
 
 Buffer = bytes | bytearray | memoryview
 
 Pause = Callable[[], None]
-"""Called between pieces of work, to let the event loop run if it is another thread's."""
+"""Called between pieces of work in another thread, to let the event loop run."""
 
 
 def no_pause() -> None:
-    """Do nothing between pieces of work: there are too few of them to hold anybody up."""
+    """Do nothing: the work is short enough not to delay the event loop."""
 
 
 def size_of(shape: Sequence[int]) -> int:
-    """Return the number of elements, exactly, however large the sizes are."""
+    """Return the exact number of elements, however large the sizes are."""
     size = 1
     for length in shape:
         size *= length
@@ -88,7 +88,7 @@ def datatype_of(spec: TensorSpec) -> str:
 
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
-    """Return NumPy's dtype for a datatype. That of BYTES is ``object``.
+    """Return the NumPy dtype for a datatype: ``object`` for BYTES.
 
     :raises KeyError: if KServe has no such datatype.
     :raises MissingExtraError: for BF16 without ``ml_dtypes``.
@@ -121,11 +121,11 @@ def read_tensor(
 ) -> Array:
     """Read a tensor from the ``nbytes`` of a message that begin at ``start``. Numbers are not copied.
 
-    The caller has compared ``nbytes`` with the shape (see :func:`check_nbytes`).
+    The caller has checked ``nbytes`` against the shape (see :func:`check_nbytes`).
 
     :param pause: called between pieces of work.
     :param decodes: as for :func:`strings`.
-    :raises InputError: if the bytes are not such a tensor.
+    :raises InputError: if the bytes are not a valid tensor of this spec.
     """
     if spec.dtype.kind in TEXT:
         raw = memoryview(body)[start : start + nbytes]
@@ -134,7 +134,7 @@ def read_tensor(
 
 
 def read_raw(spec: TensorSpec, shape: Sequence[int], body: Buffer, start: int = 0) -> Array:
-    """Return a view of a tensor of numbers in a message: its rows are copied once, into their batch's slab.
+    """Return a view of a tensor of numbers in a message. Its rows are copied once, into their batch's slab.
 
     :raises InputError: if a byte of a BOOL tensor is neither 0 nor 1, which a model need not tolerate.
     """
@@ -147,7 +147,7 @@ def read_raw(spec: TensorSpec, shape: Sequence[int], body: Buffer, start: int = 
 def read_bytes(
     spec: TensorSpec, raw: memoryview, count: int, pause: Pause = no_pause, *, decodes: bool = True
 ) -> Array:
-    """Read the ``count`` elements of a BYTES tensor, calling ``pause`` now and then.
+    """Read the ``count`` elements of a BYTES tensor, calling ``pause`` at intervals.
 
     :raises InputError: if lengths and bytes disagree, or an element does not fit the spec (see
         :func:`strings`).
@@ -174,7 +174,7 @@ def read_bytes(
 
 
 def check_nbytes(spec: TensorSpec, shape: Sequence[int], nbytes: int) -> None:
-    """Compare the size of a raw tensor with its shape.
+    """Check the size of a raw tensor against its shape.
 
     :raises InputError: if they disagree.
     """
@@ -205,7 +205,7 @@ def write_tensor(array: Array, pause: Pause = no_pause) -> Buffer:
 
 
 def write_bytes(array: Array, pause: Pause = no_pause) -> bytes:
-    """Return the wire form of a BYTES tensor, calling ``pause`` now and then. Text is encoded as UTF-8.
+    """Return the wire form of a BYTES tensor, calling ``pause`` at intervals. Text is encoded as UTF-8.
 
     :raises ExecutionError: for objects that are not strings.
     """
@@ -220,12 +220,12 @@ def write_bytes(array: Array, pause: Pause = no_pause) -> bytes:
 def strings(
     spec: TensorSpec, elements: list[bytes], pause: Pause = no_pause, *, decodes: bool = True
 ) -> Array:
-    """Return elements as a one-dimensional array of the spec's dtype: of ``object``, decoded from UTF-8.
+    """Return elements as a one-dimensional array of the spec's dtype; for ``object``, decode them from UTF-8.
 
-    A dtype of byte strings is that of a model which sees an element end at its first trailing NUL: such
-    elements are refused.
+    A model with a dtype of fixed-size byte strings ignores trailing NULs, so elements that end in a NUL are
+    refused.
 
-    :param decodes: whether elements of ``object`` are text. If not, they stay bytes.
+    :param decodes: whether to decode elements of ``object`` to text; if not, they stay bytes.
     :raises InputError: for an element that is not UTF-8, is too long or ends in a NUL.
     """
     is_text = spec.dtype.kind == "O"
@@ -236,7 +236,7 @@ def strings(
             array[start : start + PIECE] = _decoded(spec, piece, start) if decodes else piece
         else:
             array[start : start + PIECE] = piece
-            # What is too long is cut off, and NULs at the end are not seen: either changes the size.
+            # NumPy cuts off long elements and drops trailing NULs: either changes the total size.
             if int(np.char.str_len(array[start : start + PIECE]).sum()) != sum(map(len, piece)):
                 raise _unfit(spec, piece, start)
         pause()
@@ -244,15 +244,15 @@ def strings(
 
 
 def _decoded(spec: TensorSpec, elements: list[bytes], first: int) -> list[str]:
-    """Return elements as text.
+    """Decode elements to text.
 
-    :param first: the number of the first, for the message.
-    :raises InputError: for one that is not UTF-8.
+    :param first: the index of the first element, for the message.
+    :raises InputError: for an element that is not UTF-8.
     """
     found: list[str] = []
     try:
         for element in elements:
-            found.append(element.decode())  # noqa: PERF401  (it tells which one failed)
+            found.append(element.decode())  # noqa: PERF401  (its length tells which element failed)
     except UnicodeDecodeError as error:
         raise InputError(
             f"tensor {spec.name!r}: element {first + len(found)} is not UTF-8 text ({error.reason} at byte "
@@ -262,7 +262,7 @@ def _decoded(spec: TensorSpec, elements: list[bytes], first: int) -> list[str]:
 
 
 def _unfit(spec: TensorSpec, elements: list[bytes], first: int) -> InputError:
-    """Return the error for the first of these elements that does not fit."""
+    """Return the error for the first element that does not fit."""
     longest = spec.dtype.itemsize
     for number, element in enumerate(elements, first):
         if len(element) > longest:
@@ -284,7 +284,7 @@ def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...], pause: Pause 
     """Read a tensor given as JSON, nested or flat, as an array of ``shape``.
 
     :param pause: called between pieces of work.
-    :raises InputError: if its values, or their number, do not fit.
+    :raises InputError: if its values or their number do not fit.
     """
     if not isinstance(data, list):
         if shape:
@@ -307,7 +307,7 @@ def _converted(spec: TensorSpec, values: list[Any]) -> Array:
     if spec.dtype.kind in TEXT:
         return strings(spec, [_encoded(spec, item) for item in values])
     if str in set(map(type, values)):
-        # NumPy would give every element the length of the longest string before it refused any of them.
+        # Without this check, NumPy would widen every element to the longest string before refusing any.
         raise InputError(f"input {spec.name!r} is {spec.dtype.name}, so its values must not be strings")
     if spec.dtype.name == "bfloat16":
         return _bfloats(spec, values)
@@ -315,7 +315,7 @@ def _converted(spec: TensorSpec, values: list[Any]) -> Array:
 
 
 def to_json(array: Array) -> Any:
-    """Return the values of a tensor, flat, in a form that JSON can hold. NaN becomes null.
+    """Return a tensor's values as a flat sequence that JSON can hold. NaN becomes null.
 
     :raises RequestError: if JSON cannot hold them.
     :raises ExecutionError: for objects that are not strings.
@@ -336,16 +336,16 @@ def to_json(array: Array) -> Any:
 
 
 def brief(value: object) -> str:
-    """Return the beginning of a value's ``repr``, without walking through all that a client has nested."""
+    """Return the beginning of a value's ``repr``, without walking deeply nested values from a client."""
     short = reprlib.Repr()
     short.maxlevel = 2
     return short.repr(value)[:80]
 
 
 def _flat(spec: TensorSpec, data: list[Any], pause: Pause) -> list[Any]:
-    """Return the values of nested lists, in order.
+    """Flatten nested lists, in order.
 
-    :raises InputError: if they are nested too deep, or lists side by side have different lengths.
+    :raises InputError: if the lists are nested too deep or are ragged.
     """
     values = data
     for _ in range(DIMS_MAX):
@@ -364,7 +364,7 @@ def _flat(spec: TensorSpec, data: list[Any], pause: Pause) -> list[Any]:
 
 
 def _bfloats(spec: TensorSpec, data: list[Any]) -> Array:
-    """Convert values to ``bfloat16``, refusing those that NumPy would silently turn into infinities."""
+    """Convert values to ``bfloat16``, refusing any that NumPy would silently turn into infinities."""
     wide = convert(TensorSpec(spec.name, np.dtype("float32"), spec.dims), data)
     array = cast(wide, spec.dtype)
     if not np.array_equal(np.isinf(array), np.isinf(wide)):
@@ -383,7 +383,7 @@ def _encoded(spec: TensorSpec, item: Any) -> bytes:
 def _utf8(item: Any) -> bytes:
     """Return a string of an output as bytes.
 
-    :raises ExecutionError: if it is not one.
+    :raises ExecutionError: if the item is not a string.
     """
     if isinstance(item, bytes):
         return item

@@ -46,29 +46,28 @@ except ImportError as error:
     raise MissingExtraError("serving needs orjson: pip install 'asynctrt[serve]'") from error
 
 JSON_NBYTES_MAX: Final = 4 << 20
-"""Default limit for the JSON of one request, and of one answer. The parser holds Python's lock, and with it
-the event loop, from beginning to end: for 9 ms if that is full of numbers, for 12 ms if it is full of short
-strings."""
+"""Default limit for the JSON of one request, and of one answer. The parser holds the GIL, and so blocks the
+event loop, until it is done: 9 ms for JSON full of numbers, 12 ms for JSON full of short strings."""
 
 JSON_LISTS_MAX: Final = 16_384
 JSON_VALUES_MAX: Final = 262_144
-"""Lists, objects and names in them, and values, that the JSON of one request may have. A list or a name costs
-as much time as ten numbers, and the garbage collector looks at each list: 4 MiB of empty ones took 0.7 s."""
+"""Limits for the JSON of one request: lists, objects and names in objects; and values. A list or a name costs
+as much time as ten numbers, and the garbage collector visits each list: 4 MiB of empty ones took 0.7 s."""
 
 FAST_JSON_NBYTES: Final = 32 << 10
-"""JSON up to this size is parsed by the event loop, and without being counted: it takes 0.4 ms at most, and
-as long again until its values are a tensor."""
+"""JSON up to this size is parsed on the event loop, without counting its values first: parsing takes at most
+0.4 ms, and converting its values to a tensor as long again."""
 
 VALUE_NBYTES: Final = 96
-"""Memory that a parsed value takes at most, besides its text."""
+"""The most memory that a parsed value takes besides its text, in bytes."""
 VALUE_TEXT_NBYTES: Final = 3
-"""The shortest text of a value that takes that much, with its comma: ``{},``."""
+"""The shortest text of a value that takes that much memory, with its comma: ``{},``."""
 
 NUMBER_FACTOR: Final = 4
-"""How many times its raw bytes a number takes in JSON, with its comma: 8 to 16 for a ``float32``."""
+"""Size of a number in JSON, with its comma, relative to its raw bytes: a ``float32`` takes 8 to 16 bytes."""
 
 COPIED_NBYTES_MAX: Final = 4096
-"""Tensors of numbers up to this size are copied for the answer, which takes less time than to view them."""
+"""Tensors of numbers up to this size are copied into the answer, which is faster than making a view."""
 
 NAME_END: Final = re.compile(rb'"[ \t\r\n]*:')
 
@@ -106,17 +105,17 @@ class JsonCodec(ModelCodec):
         self.json_max = json_max
 
     def is_slow(self, body: Buffer, head_nbytes: int) -> bool:
-        """Return whether decoding a request would hold the event loop for a millisecond or more.
+        """Return whether decoding a request would block the event loop for a millisecond or more.
 
-        Then :meth:`decode` belongs in a thread, with a ``pause`` that lets the loop run.
+        If so, call :meth:`decode` in a thread, with a ``pause`` that lets the loop run.
         """
         return is_slow_json(head_nbytes) or len(body) - head_nbytes > self._slow_nbytes
 
     def decode(self, body: Buffer, head_nbytes: int, pause: Pause = no_pause) -> DecodedRequest:
-        """Decode a request: ``head_nbytes`` of JSON, then raw tensors. ``pause`` is called on the way.
+        """Decode a request: ``head_nbytes`` of JSON, then raw tensors. ``pause`` is called at intervals.
 
         :raises RequestError: if it breaks the protocol; the message names the field.
-        :raises InputError: if the model cannot take one of its tensors.
+        :raises InputError: if the model does not accept one of its tensors.
         """
         if head_nbytes > len(body):
             raise RequestError(
@@ -133,7 +132,7 @@ class JsonCodec(ModelCodec):
         start: int,
         pause: Pause = no_pause,
     ) -> DecodedRequest:
-        """Decode a request whose head was parsed already, and had ``head_nbytes``.
+        """Decode a request whose head, of ``head_nbytes``, has already been parsed.
 
         :param start: where its raw tensors begin in ``body``.
         :raises AsynctrtError: as :meth:`decode` does.
@@ -141,7 +140,7 @@ class JsonCodec(ModelCodec):
         request_id = content.pop("id", "")
         if not isinstance(request_id, str):
             raise RequestError(f"id must be a string, not {brief(request_id)}")
-        # However it was written, the rest is usually that of an earlier request.
+        # Whatever its formatting, the rest usually equals that of an earlier request.
         key = _key_of(content) if head_nbytes <= LAYOUT_NBYTES_MAX else None
         layout = None if key is None else self._layouts.get(key)
         if layout is None:
@@ -156,7 +155,7 @@ class JsonCodec(ModelCodec):
         return DecodedRequest(layout, request_id, read_inputs(layout, body, start, pause))
 
     def decode_raw(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
-        """Decode a body that is one row of the model's only input, and nothing else.
+        """Decode a body that consists of one row of the model's only input.
 
         :raises RequestError: if the model has other inputs, or the bytes do not determine the shape.
         """
@@ -186,7 +185,7 @@ class JsonCodec(ModelCodec):
         """Encode an answer as its JSON head and the raw tensors that follow it.
 
         :param pause: called between pieces of work: see :meth:`is_slow_answer`.
-        :raises RequestError: if JSON cannot hold an output that is wanted as JSON.
+        :raises RequestError: if JSON cannot hold an output wanted as JSON.
         """
         layout = request.layout
         outputs = layout.outputs
@@ -232,7 +231,7 @@ class JsonCodec(ModelCodec):
         return layout
 
     def _check_answer(self, nbytes: int) -> None:
-        """Refuse an answer with much JSON, before it is computed if its size is known by then."""
+        """Refuse an answer with too much JSON; if its size is known early, before it is computed."""
         if nbytes > self.json_max:
             raise TooLargeError(
                 f"the outputs take about {nbytes} bytes of JSON; at most {self.json_max} are sent: ask for "
@@ -304,7 +303,7 @@ class JsonCodec(ModelCodec):
 
 
 def _key_of(content: dict[str, Any]) -> bytes | None:
-    """Return what is the same for the same content; ``None`` for what is nested too deep to be written."""
+    """Return a key that is equal for equal content; ``None`` if it is nested too deep to be serialized."""
     try:
         return orjson.dumps(content)
     except TypeError:
@@ -312,7 +311,7 @@ def _key_of(content: dict[str, Any]) -> bytes | None:
 
 
 def _json_nbytes_of(array: Array) -> int:
-    """Return about how many bytes of JSON a tensor takes, quickly."""
+    """Estimate how many bytes of JSON a tensor takes."""
     if array.dtype.kind == "O":
         return LENGTH_NBYTES * array.size + characters_of(array)
     return array.nbytes if array.dtype.kind in TEXT else NUMBER_FACTOR * array.nbytes
@@ -330,12 +329,12 @@ def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool
 
 
 def is_slow_json(nbytes: int) -> bool:
-    """Return whether parsing JSON could hold the event loop for a millisecond or more."""
+    """Return whether parsing JSON could block the event loop for a millisecond or more."""
     return nbytes > FAST_JSON_NBYTES
 
 
 def parsed_nbytes(nbytes: int) -> int:
-    """Return how much memory JSON takes at most while it is parsed."""
+    """Return the most memory that parsing JSON takes, in bytes."""
     return 2 * nbytes + VALUE_NBYTES * min(nbytes // VALUE_TEXT_NBYTES, JSON_VALUES_MAX)
 
 
@@ -343,7 +342,7 @@ def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> d
     """Parse a JSON object. Messages call it ``what``.
 
     :raises TooLargeError: if it has more than ``nbytes_max`` bytes, or too many values.
-    :raises RequestError: if it is anything else.
+    :raises RequestError: if it is not a JSON object.
     """
     if len(raw) > nbytes_max:
         raise TooLargeError(
@@ -366,7 +365,7 @@ def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> d
 
 
 def _check_values(raw: bytes, what: str) -> None:
-    """Refuse JSON with too many values: parsing it would hold the loop, however short it is."""
+    """Refuse JSON with too many values: parsing it would block the event loop, even if the JSON is short."""
     lists = raw.count(b"[") + raw.count(b"{")
     if lists > JSON_LISTS_MAX:
         raise TooLargeError(
@@ -379,7 +378,7 @@ def _check_values(raw: bytes, what: str) -> None:
             f"{what} has {values} values of JSON; at most {JSON_VALUES_MAX} are accepted: send tensors as "
             "binary data"
         )
-    # Text may have any number of colons, and seldom one after a quote.
+    # Text may hold any number of colons, but rarely one after a quote.
     if raw.count(b":") > JSON_LISTS_MAX and any(islice(NAME_END.finditer(raw), JSON_LISTS_MAX, None)):
         raise TooLargeError(f"{what} has more than {JSON_LISTS_MAX} names in its JSON objects")
 

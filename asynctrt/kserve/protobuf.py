@@ -1,12 +1,12 @@
 """Decode requests and encode answers as KServe's protobuf messages. The only importer of ``google.protobuf``.
 
-``inference.proto`` and ``health.proto`` describe the messages; ``protocol.binpb`` is what protoc makes of
-them (tests/kserve/test_protobuf.py has the command, and checks that they agree). The classes are made at
-first use, in a descriptor pool of their own: those that ``tritonclient`` registers have the same names and
-may live in the same process.
+``inference.proto`` and ``health.proto`` describe the messages; ``protocol.binpb`` is protoc's output for them
+(tests/kserve/test_protobuf.py has the command, and checks that they agree). The classes are made at first
+use, in a separate descriptor pool: ``tritonclient`` registers classes with the same names, possibly in the
+same process.
 
-An answer is put together from bytes, as protobuf allows: the fields that repeat are remembered with the
-request's layout, then come the id and the tensors. That saves two copies of each tensor.
+An answer is assembled from bytes, as protobuf allows: the fields that repeat are cached with the request's
+layout; the id and the tensors follow. That saves two copies of each tensor.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ except ImportError as error:
     raise MissingExtraError("gRPC and config.pbtxt need protobuf: pip install 'asynctrt[serve]'") from error
 
 DESCRIPTORS: Final = Path(__file__).parent / "protocol.binpb"
-"""The ``.proto`` files beside it, as a serialized ``FileDescriptorSet``."""
+"""The ``.proto`` files of this directory, as a serialized ``FileDescriptorSet``."""
 
 CONTENTS: Final = {
     "BOOL": ("bool_contents", "bool"),
@@ -76,7 +76,7 @@ CONTENTS: Final = {
     "FP64": ("fp64_contents", "float64"),
     "BYTES": ("bytes_contents", "object"),
 }
-"""The field of ``InferTensorContents`` for each datatype, and its dtype. Other datatypes travel raw only."""
+"""The field of ``InferTensorContents`` for each datatype, and its dtype. Others are only sent raw."""
 
 # A field of bytes or text begins with its number and the wire type "a length, then that many bytes".
 ID_TAG: Final = 3 << 3 | 2
@@ -86,19 +86,19 @@ RAW_INPUT_TAG: Final = 7 << 3 | 2
 VARINT_TYPE: Final = 0
 LENGTH_TYPE: Final = 2
 FIXED_NBYTES: Final = {1: 8, 5: 4}
-"""Wire types of fixed sizes."""
+"""The size in bytes of each wire type with a fixed size."""
 VARINT_BITS_MAX: Final = 70
 
 COPY_NBYTES_MAX: Final = 1 << 20
-"""Tensors of an answer up to this size are copied by the event loop."""
+"""The largest answer, in bytes of tensors, that the event loop copies."""
 
 SMALL_NBYTES: Final = 16 << 10
-"""A message up to this size is parsed as it is: whatever is in it takes little."""
+"""A message up to this size is parsed without checks: whatever it holds costs little."""
 
 
 @cache
 def message_classes() -> Mapping[str, Any]:
-    """Return the class of each message, by its name within its package."""
+    """Return the class of each message, by its name without the package."""
     files = FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file
     pool = DescriptorPool()
     for file in files:
@@ -120,9 +120,9 @@ def parse(kind: Any, body: bytes) -> Any:
 
 @cache
 def _stated_config() -> Any:
-    """Return the class of a model's configuration whose fields know whether they were stated.
+    """Return a class for a model's configuration whose fields record whether they were set.
 
-    In proto3 a number that is stated as 0 is like one that is not stated; in proto2 it is not.
+    In proto3 a number set to 0 looks like one that is not set; in proto2 it does not.
     """
     file = next(
         file
@@ -139,7 +139,7 @@ def _stated_config() -> Any:
 def parse_model_config(text: str) -> Any:
     """Parse a ``config.pbtxt``, protobuf's text form of a ``ModelConfig``.
 
-    :raises ModelError: if it is none; the message has line and column.
+    :raises ModelError: if the text is invalid; the message has line and column.
     """
     try:
         return text_format.Parse(text, _stated_config()())
@@ -148,33 +148,34 @@ def parse_model_config(text: str) -> Any:
 
 
 class SplitRequest(NamedTuple):
-    """A serialized ``ModelInferRequest`` without its raw tensors, and these, which are views of it."""
+    """A serialized ``ModelInferRequest`` without its raw tensors, and the raw tensors as views of it."""
 
     rest: bytes
     raw: list[memoryview] | None
-    """``None`` if they were not taken out of it."""
+    """``None`` if they were left in ``rest``."""
 
     @property
     def is_slow(self) -> bool:
-        """Whether parsing and decoding it would hold the event loop for a millisecond or more."""
+        """Whether parsing and decoding it would block the event loop for a millisecond or more."""
         return self.raw is not None and len(self.rest) > FAST_NBYTES
 
 
 def split_request(body: Buffer, *, fields_max: int, nbytes_max: int) -> SplitRequest:
-    """Take the raw tensors out of a large ``ModelInferRequest``, and check how large it is besides them.
+    """Take the raw tensors out of a large ``ModelInferRequest``, and check the size of the rest.
 
-    A field of 2 bytes becomes an object of a hundred, so a message could take many times its size in memory,
-    and hold the event loop for seconds. To parse raw tensors would be to copy them twice, at 0.5 ms a MiB.
+    A field of 2 bytes becomes an object of a hundred, so parsing a message could take many times its size in
+    memory, and block the event loop for seconds. Parsing raw tensors would copy them twice, at 0.5 ms a MiB.
 
-    :param fields_max: the largest number of its fields, and ``nbytes_max`` the bytes of all but raw tensors.
-    :raises TooLargeError: if it has more.
-    :raises RequestError: if it cannot be such a message. Most that cannot are left to :func:`parse`.
+    :param fields_max: the largest number of its fields.
+    :param nbytes_max: the largest size in bytes of everything but raw tensors.
+    :raises TooLargeError: if it exceeds either limit.
+    :raises RequestError: if it is not such a message. Most malformed messages are left for :func:`parse`.
     """
     if len(body) <= SMALL_NBYTES:
         return SplitRequest(bytes(body), None)
     position, raw_nbytes, fields, end = 0, 0, 0, len(body)
     view, raw = memoryview(body), []
-    rest = []  # The parts between raw tensors.
+    rest = []  # The bytes between raw tensors.
     copied = 0
     while position < end:
         fields += 1
@@ -209,13 +210,13 @@ def split_request(body: Buffer, *, fields_max: int, nbytes_max: int) -> SplitReq
 
 
 def streamed(answer: bytes) -> bytes:
-    """Wrap a serialized ``ModelInferResponse`` as its request's only answer on a stream."""
+    """Wrap a serialized ``ModelInferResponse`` as the only answer to its request on a stream."""
     final = _final()
     return b"".join((_head(STREAMED_TAG, len(answer) + len(final)), answer, final))
 
 
 def streamed_error(request_id: str, message: str) -> bytes:
-    """Return the answer on a stream to a request that has failed."""
+    """Return the answer on a stream to a failed request."""
     kinds = message_classes()
     response = parse(kinds["ModelInferResponse"], _final())
     response.id = request_id
@@ -227,7 +228,7 @@ class ProtobufCodec(ModelCodec):
     """Decode requests to one model and encode its answers, as protobuf messages."""
 
     def is_slow(self, raw: Sequence[Buffer] | None) -> bool:
-        """Return whether reading the raw tensors of a request would hold the event loop."""
+        """Return whether reading the raw tensors of a request would block the event loop."""
         return raw is not None and sum(map(len, raw)) > self._slow_nbytes
 
     def decode(
@@ -235,10 +236,10 @@ class ProtobufCodec(ModelCodec):
     ) -> DecodedRequest:
         """Decode a ``ModelInferRequest``. Its id and its raw tensors are removed from it.
 
-        :param raw: its raw tensors if they are not in it any more: see :func:`split_request`.
+        :param raw: its raw tensors if they are no longer in it: see :func:`split_request`.
         :param pause: called between pieces of work.
         :raises RequestError: if it breaks the protocol; the message names the field.
-        :raises InputError: if the model cannot take one of its tensors.
+        :raises InputError: if the model does not accept one of its tensors.
         """
         request_id = request.id
         contents: Sequence[Buffer] = list(request.raw_input_contents) if raw is None else raw
@@ -265,12 +266,12 @@ class ProtobufCodec(ModelCodec):
 
     @staticmethod
     def is_slow_answer(layout: RequestLayout, result: InferResult) -> bool:
-        """Return whether encoding an answer would hold the event loop for a millisecond or more."""
-        # The tensors are copied, which takes 0.5 ms a MiB once memory has to be asked of the system.
+        """Return whether encoding an answer would block the event loop for a millisecond or more."""
+        # The tensors are copied, which takes 0.5 ms a MiB once memory must be requested from the system.
         return layout.answer_nbytes > COPY_NBYTES_MAX or ModelCodec.is_slow_answer(layout, result)
 
     def encode(self, request: DecodedRequest, result: InferResult, pause: Pause = no_pause) -> bytes:
-        """Return the answer, a serialized ``ModelInferResponse``. ``pause`` is called on the way."""
+        """Return the answer, a serialized ``ModelInferResponse``. ``pause`` is called at intervals."""
         layout = request.layout
         values = [result[spec.name] for spec, _ in layout.outputs]
         shapes = tuple([value.shape for value in values])
@@ -353,7 +354,7 @@ def _typed(
     contents: Any,
     pause: Pause,
 ) -> Array:
-    """Return a tensor that is given as a list of values."""
+    """Return a tensor given as a list of values."""
     if datatype not in CONTENTS:
         raise InputError(f"input {spec.name!r} is {datatype}, which is accepted as raw_input_contents only")
     field, dtype = CONTENTS[datatype]
@@ -404,7 +405,7 @@ def _varint(body: Buffer, position: int) -> tuple[int, int]:
 
 
 def _head(tag: int, nbytes: int) -> bytes:
-    """Return what precedes a field's bytes: its tag, and their number as a varint."""
+    """Return a field's prefix: its tag, and its number of bytes as a varint."""
     if nbytes < 128:
         return bytes((tag, nbytes))
     head = [tag]

@@ -65,5 +65,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what there is, whether it was used yet or not."""
+    """Return all public names, whether they have been imported or not."""
     return sorted({*globals(), *__all__})

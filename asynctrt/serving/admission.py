@@ -1,4 +1,4 @@
-"""Let requests into an engine as its :class:`Gate` decides: pass, wait, take their turn, be refused."""
+"""Admit requests to an engine as its :class:`Gate` decides: at once, in their turn, or not at all."""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -18,30 +18,30 @@ from asynctrt.tensors import Array, InferResult
 from asynctrt.validation import timeout_ns_of
 
 WAITING_NBYTES_MAX: Final = 256 << 20
-"""Default limit for the bytes of inputs that wait for a model."""
+"""Default limit for the total bytes of inputs waiting for a model."""
 
 FULL_BATCHES: Final = 16
 FULL_BATCHES_MIN: Final = 4
-"""Batches that are let in while nobody is kept waiting by that: within half of what the engine may queue, and
-at the least."""
+"""Batches admitted while nothing waits: at most the first, within half of the engine's queue limit, and at
+least the second."""
 
 MIXED_FACTOR: Final = 8
-"""How many times as many rows are let in of a model whose rows differ in shape: they share no batch."""
+"""Factor by which more rows are admitted for a model whose rows differ in shape: they share no batch."""
 
 LANES_MAX: Final = 16
-"""Lanes that a connection keeps: one for each model and client that its requests name."""
+"""Lanes cached for a connection: one for each model and client that its requests name."""
 
 JOIN_ON_LOOP_NBYTES_MAX: Final = 4 << 20
-"""Answers of a split request up to this size are joined by the event loop."""
+"""Answers to a split request up to this total size are joined on the event loop."""
 
 DRAIN_NS: Final = 100_000_000
-"""How long an estimate of when there is room again is told."""
+"""Time for which an estimate of when there is room again is reused."""
 
 
 class Caller:
-    """One connection, from which requests come.
+    """One connection that requests come from.
 
-    :param address: the client's, as :func:`address_of` gives it.
+    :param address: the client's address, as :func:`address_of` returns it.
     """
 
     __slots__ = (
@@ -60,15 +60,15 @@ class Caller:
     def __init__(self, address: Hashable = None) -> None:
         self.address = address
         self.connection = object()
-        """What tells it from other connections."""
+        """An identity that tells this connection from others."""
         self.client: Hashable = address
-        """Whose its latest request was; until one was let in, that of its address."""
+        """The client of the latest request; the address until a request has been admitted."""
         self.account: Account | None = None
-        """What that client has, once it is counted."""
+        """The client's memory account, once one is needed."""
         self.received_nbytes = 0
-        """Memory that is held for the message that is being handled, and free after it."""
+        """Memory held for the message being handled; released afterwards."""
         self._lanes: dict[tuple[Gate, Hashable], Lane] = {}
-        # The one of the latest request, as the next one is mostly of the same.
+        # The lane of the latest request: the next request usually has the same.
         self._gate: Gate | None = None
         self._name: Hashable = None
         self._lane: Lane | None = None
@@ -78,14 +78,14 @@ class Caller:
 
     @property
     def has_much_waiting(self) -> bool:
-        """Whether to read no more from it for now: what it has waiting is more than its turns need."""
+        """Whether to pause reading from this connection: it has more requests waiting than its turns need."""
         lane = self._lane
         if lane is None or (not lane.waiting and len(self._lanes) == 1):
             return False
         return any(lane.has_much_waiting for lane in self._lanes.values())
 
     def lane(self, gate: Gate, name: Hashable) -> Lane:
-        """Return its lane at a gate, for the client of that name."""
+        """Return the connection's lane at a gate, for the client called ``name``."""
         if gate is self._gate and name is self._name and self._lane is not None:
             return self._lane
         lane = self._lanes.get((gate, name))
@@ -98,9 +98,9 @@ class Caller:
 
 
 def address_of(peer: Any) -> str | None:
-    """Return a client's address, from a socket's or from gRPC's name of it; ``None`` if there is none.
+    """Return a client's address from a socket's peer or from gRPC's text form; ``None`` if there is none.
 
-    Of IPv6 it is the network: a client has 2**64 addresses there.
+    For IPv6 this is the /64 network, since a client has 2**64 addresses in it.
     """
     if isinstance(peer, str):  # "ipv4:127.0.0.1:1234", "ipv6:%5B::1%5D:1234"
         host = unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
@@ -127,7 +127,7 @@ class Submission(Ticket):
     def __init__(
         self, request: DecodedRequest, began_ns: int, lane: Lane, admission: "Admission", priority: int
     ) -> None:
-        # What the base class does, without the call: one is made for each request.
+        # Inlined from the base class to save a call, since each request makes one of these.
         self.lane = lane
         self.rows = request.layout.rows
         self.nbytes = 0
@@ -138,19 +138,19 @@ class Submission(Ticket):
         self.admission = admission
         self.began_ns = began_ns
         self.future: asyncio.Future[InferResult]
-        """Its answer, which is there once it was let into the engine, or refused."""
+        """The answer's future, set once the request was admitted to the engine, or refused."""
         self.has_future = False
         self._admitted: asyncio.Future[None] | None = None
 
     def cancel(self) -> None:
-        """Give it up, wherever it is: its client has gone, or wants it no more."""
+        """Cancel the request, wherever it is."""
         if self.has_future:
             self.future.cancel()
         else:
             self.admission.give_up(self)
 
     async def answer(self) -> InferResult:
-        """Wait for its answer. Whoever is cancelled meanwhile cancels it."""
+        """Wait for the answer. Cancelling this coroutine cancels the request."""
         if not self.has_future:
             self._admitted = asyncio.get_running_loop().create_future()
             try:
@@ -161,11 +161,11 @@ class Submission(Ticket):
         return await self.future
 
     def ended(self, _: "asyncio.Future[InferResult]") -> None:
-        """Make room for others."""
+        """Make room for other requests."""
         self.admission.ended(self)
 
     def go_on(self, future: "asyncio.Future[InferResult]") -> None:
-        """Take the future that gives its answer."""
+        """Take over the future that will hold the answer."""
         self.future = future
         self.has_future = True
         future.add_done_callback(self.ended)
@@ -174,7 +174,7 @@ class Submission(Ticket):
 
 
 class _Part(Ticket):
-    """A batch of a request that has more rows than one, at the gate."""
+    """One batch of a request that has more rows than a batch, at the gate."""
 
     __slots__ = ("future", "inputs", "whole")
 
@@ -193,7 +193,7 @@ class _Part(Ticket):
 
 
 class _Whole:
-    """A request that waits in parts, so that others come in between."""
+    """A request that waits in parts, so that other requests can run in between."""
 
     __slots__ = ("future", "left", "parts", "submission")
 
@@ -202,16 +202,16 @@ class _Whole:
         self.future = future
         self.parts: list[_Part] = []
         self.left = 0
-        """Parts that are not answered yet."""
+        """Parts not answered yet."""
 
 
 class _WholeAnswer(asyncio.Future[InferResult]):
-    """The answer to a request that waits in parts: to cancel it is to give them up."""
+    """The answer to a request that waits in parts. Cancelling it cancels the parts."""
 
     admission: "Admission"
     whole: _Whole
     parts: "list[asyncio.Future[InferResult]]"
-    """What the engine was asked for so far."""
+    """The futures of the parts submitted to the engine so far."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         if not super().cancel(msg):
@@ -221,9 +221,9 @@ class _WholeAnswer(asyncio.Future[InferResult]):
 
 
 class Admission:
-    """The way into one engine.
+    """The entrance to one engine.
 
-    :param nbytes_max: bytes of the inputs that may wait for it.
+    :param nbytes_max: the total bytes of inputs that may wait for it.
     """
 
     def __init__(self, engine: Engine, nbytes_max: int = WAITING_NBYTES_MAX) -> None:
@@ -232,7 +232,7 @@ class Admission:
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
         is_pipeline = engine.platform == PLATFORM
         self._axes = {spec.name: spec.axis for spec in engine.inputs}
-        # What a pipeline gives for some rows cannot always be joined to what it gives for others.
+        # The outputs of a pipeline for parts of a request cannot always be joined.
         self._splits = not is_pipeline and all(spec.axis is not None for spec in engine.outputs)
         self._join = partial(InferResult.join, axes={spec.name: spec.axis or 0 for spec in engine.outputs})
         self.gate = self._pipeline_gate(nbytes_max) if is_pipeline else self._batch_gate(nbytes_max)
@@ -246,20 +246,20 @@ class Admission:
         self._drain_s: float | None = None
         self._drain_until_ns = 0
         self.crowded = 0
-        """Requests that were refused because too much waited."""
+        """Requests refused because too much was waiting."""
         self.expired = 0
-        """Requests whose timeout passed while they waited."""
+        """Requests whose timeout expired while they waited."""
 
     def __repr__(self) -> str:
         return f"<Admission {self.gate!r}>"
 
     def _batch_gate(self, nbytes_max: int) -> Gate:
-        """Return a gate before an engine that forms batches."""
+        """Return a gate for an engine that forms batches."""
         engine, options = self._engine, self._engine.options
         batch_rows = engine.max_rows
         contexts = engine.statistics().contexts
         in_flight = min(options.max_in_flight or contexts, contexts)
-        # A device is busy with half of its contexts, or two: the others wait for it. One more batch queues.
+        # Half of the contexts, or two, keep a device busy; any more wait for it. One more batch is queued.
         busy = min(in_flight, max(2, in_flight // 2)) + 1
         factor = 1 if all(spec.is_fixed for spec in engine.inputs) else MIXED_FACTOR
         full_rows = max(
@@ -275,7 +275,7 @@ class Admission:
         )
 
     def _pipeline_gate(self, nbytes_max: int) -> Gate:
-        """Return a gate before a pipeline: a quarter of what may be under way is kept for others."""
+        """Return a gate for a pipeline: a quarter of its capacity is kept for other clients."""
         rows = self._engine.max_rows
         full_rows = max(1, rows * 3 // 4)
         return Gate(
@@ -287,9 +287,9 @@ class Admission:
         )
 
     def submit(self, submission: Submission) -> None:
-        """Let a request into the engine, or let it wait.
+        """Submit a request to the engine, or let it wait at the gate.
 
-        :raises AsynctrtError: as :meth:`Engine.submit`, and if its client has too much waiting.
+        :raises AsynctrtError: as :meth:`Engine.submit` does, and if the client has too much waiting.
         """
         gate = self.gate
         if self._closed:
@@ -314,22 +314,22 @@ class Admission:
         self._wait(submission)
 
     def ended(self, ticket: Ticket) -> None:
-        """Note that a request was answered, or failed. One that was never let in changes nothing."""
+        """Release the room of a request that was answered or failed. No-op if it was never admitted."""
         gate = self.gate
         gate.end(ticket)
         if gate.waiting and not self._is_filling:
-            # Not at once: a batch's answers come one by one, and all its rows are free after the last.
+            # Not immediately: a batch's answers come one by one, and all its rows are free after the last.
             self._is_filling = True
             asyncio.get_running_loop().call_soon(self._fill)
 
     def give_up(self, submission: Submission) -> None:
-        """Cancel a request that waits."""
+        """Cancel a waiting request."""
         if self.gate.leave(submission):
             self._refuse(submission, None)
             self._note_empty()
 
     def drop_parts(self, whole: _Whole) -> None:
-        """Give up the parts of a request that is done, failed or cancelled."""
+        """Cancel the remaining parts of a request that is done, failed or cancelled."""
         parts, whole.parts = whole.parts, []
         for part in parts:
             if part.future is not None:
@@ -339,12 +339,12 @@ class Admission:
         self._note_empty()
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when none waits any more."""
+        """Refuse new requests, and return once none is waiting."""
         self._closed = f"{self._engine.name!r} is draining: send to another engine"
         await self._empty.wait()
 
     def fail(self) -> None:
-        """Refuse new requests, and fail those that wait: the engine is closed."""
+        """Refuse new requests and fail waiting ones, because the engine is closed."""
         self._closed = f"{self._engine.name!r} is closed"
         for ticket in self.gate.clear():
             self._refuse(ticket, EngineClosedError(self._closed))
@@ -374,7 +374,7 @@ class Admission:
         if timeout_ns is not None:
             self._set_timer()
         if not gate.rows:
-            self._fill()  # Nothing is in the engine whose end would let it in.
+            self._fill()  # The engine is empty, so nothing will end and admit this request.
 
     def _wait_in_parts(self, submission: Submission) -> None:
         gate = self.gate
@@ -394,7 +394,7 @@ class Admission:
             gate.wait(one)
 
     def _fill(self) -> None:
-        """Let in what there is room for."""
+        """Admit as many waiting requests as there is room for."""
         self._is_filling = False
         self._expire()
         for ticket in self.gate.admit(clock.now_ns()):
@@ -402,7 +402,7 @@ class Admission:
         self._note_empty()
 
     def _launch(self, ticket: Ticket) -> None:
-        """Submit a request whose turn it was to the engine."""
+        """Submit a request to the engine when its turn has come."""
         assert isinstance(ticket, Submission | _Part)
         timeout = None
         if ticket.deadline_ns != NO_DEADLINE_NS:
@@ -427,7 +427,7 @@ class Admission:
             ticket.go_on(future)
 
     def _refuse(self, ticket: Ticket, error: AsynctrtError | None) -> None:
-        """Answer a request that does not wait any more with an error; without one, that it is cancelled."""
+        """Fail a request that no longer waits with ``error``; if ``None``, cancel it."""
         if isinstance(ticket, _Part):
             whole = ticket.whole
             if error is not None and not whole.future.done():
@@ -444,7 +444,7 @@ class Admission:
         ticket.go_on(future)
 
     def _part_ended(self, part: _Part, done: "asyncio.Future[InferResult]") -> None:
-        """Go on with a request when one of its parts has ended."""
+        """Continue with a request when one of its parts has ended."""
         self.ended(part)
         whole = part.whole
         whole.left -= 1
@@ -471,7 +471,7 @@ class Admission:
         _finish(future, task.result)
 
     def _expire(self) -> None:
-        """Refuse what has waited for longer than it allowed."""
+        """Refuse requests whose timeout has expired."""
         now_ns = clock.now_ns()
         for ticket in self.gate.due(now_ns):
             assert isinstance(ticket, Submission | _Part)
@@ -487,7 +487,7 @@ class Admission:
             )
 
     def _set_timer(self) -> None:
-        """Look at deadlines again when the earliest has come."""
+        """Schedule the next check of deadlines for the earliest one."""
         earliest_ns = self.gate.earliest_ns()
         if earliest_ns is None or earliest_ns >= self._timer_ns:
             return
@@ -518,22 +518,22 @@ class Admission:
         return error
 
     def _foretell(self, error: BaseException) -> None:
-        """Add to an error for want of room when what is ahead would be done, as far as can be told."""
+        """Set an estimate of when there is room again on an error for lack of room, if there is one."""
         if isinstance(error, QueueFullError):
             now_ns = clock.now_ns()
-            if now_ns >= self._drain_until_ns:  # Who floods is refused often, and it changes little.
+            if now_ns >= self._drain_until_ns:  # A flood is refused often, and the estimate changes slowly.
                 self._drain_until_ns = now_ns + DRAIN_NS
                 self._drain_s = self._engine.statistics().drain_s(self.gate.waiting_rows)
             error.predicted_s = self._drain_s
 
 
 def has_result(future: "asyncio.Future[InferResult]") -> bool:
-    """Return whether it is done, was not cancelled and did not fail."""
+    """Return whether the future is done, was not cancelled and did not fail."""
     return future.done() and not future.cancelled() and future.exception() is None
 
 
 def counted(future: "asyncio.Future[InferResult]") -> int:
-    """Return how many answers the engine has counted for a call so far: one for each part of a split one."""
+    """Return how many answers the engine has counted for a call so far: one for each part of a split call."""
     parts = getattr(future, "parts", None)
     if parts is not None:
         return sum(map(counted, parts))
@@ -541,12 +541,12 @@ def counted(future: "asyncio.Future[InferResult]") -> int:
 
 
 def _part_of(array: Array, rows: slice, axis: int | None) -> Array:
-    """Return some rows of an input, or the whole of one without rows."""
+    """Return a range of an input's rows, or the whole input if it has no rows."""
     return array if axis is None else array[(slice(None),) * axis + (rows,)]
 
 
 def _finish(future: "asyncio.Future[InferResult]", work: Callable[[], InferResult]) -> None:
-    """Answer with what ``work`` returns or raises."""
+    """Resolve the future with what ``work`` returns or raises."""
     if future.done():
         return
     try:

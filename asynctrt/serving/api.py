@@ -1,7 +1,7 @@
-"""Answer requests without sockets: routes, bodies, statuses. HTTP and ASGI are built on it.
+"""Answer requests without sockets: routes, bodies, statuses. HTTP and ASGI build on this module.
 
-Inference begins with :meth:`Api.begin` and ends with its future, so that a protocol's callbacks need no task.
-Every other request goes to :meth:`Api.respond`.
+Inference begins with :meth:`Api.begin` and ends with its future, so protocol callbacks need no task. Every
+other request goes to :meth:`Api.respond`.
 """
 
 import asyncio
@@ -64,17 +64,17 @@ HEALTH: Final = b"/v2/health/"
 MODELS: Final = b"/v2/models/"
 REPOSITORY: Final = b"/v2/repository/models/"
 ELSEWHERE: Final = ("/trace/setting", "/generate", "/generate_stream")
-"""A model's routes in Triton that this server does not have."""
+"""Triton's routes of a model that this server does not implement."""
 VERBS: Final = frozenset({"infer", "ready", "config", "stats", "ws"})
 HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::[0-9]*)?", re.ASCII)
-"""A host as requests name it: an address of IPv6 in brackets, or another name, and perhaps a port."""
+"""A ``Host`` header: an IPv6 address in brackets, or another name, and optionally a port."""
 HOSTS_MAX: Final = 64
-"""Names of this server, as clients write them, that are remembered."""
+"""Accepted ``Host`` headers that are cached."""
 CANCELLED_STATUS: Final = 499
-"""Status of a cancelled request: nginx's code for a client that went away."""
+"""Status of a cancelled request: nginx's code for a client that closed the connection."""
 
 SIMPLE_TYPES: Final = (b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
-"""Content types that browsers let any page send."""
+"""Content types that a browser lets any page send without a preflight."""
 
 CORS_HEADERS: Final = (
     "Authorization, Content-Encoding, Content-Type, Inference-Header-Content-Length, traceparent, "
@@ -113,7 +113,7 @@ Then = Callable[[Inference], None]
 
 @dataclass(slots=True)
 class Page:
-    """A further page of the server, such as one of the dashboard's."""
+    """An additional page of the server, such as one of the dashboard's."""
 
     respond: Callable[[Headers], Answer | Awaitable[Answer]]
     is_open: bool = False
@@ -122,13 +122,13 @@ class Page:
 
 @dataclass(slots=True)
 class Api:
-    """Answer requests with the models of a repository.
+    """The API over the models of a repository.
 
-    ``pages`` are further pages by path, such as the dashboard's. ``observe`` is called after each inference,
-    for tracing. ``log`` is called with protocol, peer and inference after each one that did not come over
-    HTTP: HTTP requests are logged by their connections. ``failed`` is called with each inference that failed
-    and why. ``unauthorized`` counts refused tokens, hosts and origins. ``checks_hosts`` is for a server that
-    has no tokens.
+    ``pages`` maps paths to additional pages, such as the dashboard's. ``observe`` is called after each
+    inference, for tracing. ``log`` is called with protocol, peer and inference after each inference that did
+    not come over HTTP: connections log HTTP requests. ``failed`` is called with each failed inference and its
+    error. ``unauthorized`` counts refused tokens, hosts and origins. ``checks_hosts`` is for a server without
+    tokens.
     """
 
     repository: Repository
@@ -150,7 +150,7 @@ class Api:
     tokens_version: int = 0
     """Changes whenever a token may have been revoked."""
     _tokens: frozenset[bytes] = frozenset()
-    """The tokens' digests with a key of this process: to look one up tells nothing about the others."""
+    """The tokens, digested with a key of this process: looking one up reveals nothing about the others."""
     _token_key: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     _client_header: bytes = b""
     _is_by_token: bool = False
@@ -171,20 +171,20 @@ class Api:
         return bool(self._tokens)
 
     def use_tokens(self, tokens: Sequence[str]) -> None:
-        """Accept these tokens from now on, and no others. Whoever came with another one is cut off soon."""
+        """Accept only these tokens from now on. Connections that used another token are closed soon."""
         self._tokens = frozenset(self._digest(token.encode()) for token in tokens)
         self.tokens_version += 1
-        # One token for all tells nobody from anybody.
+        # A single token for everyone does not tell clients apart.
         share_by = self.settings.share_by
         self._is_by_token = share_by == "token" or (share_by == "auto" and len(self._tokens) > 1)
 
     @property
     def names_clients(self) -> bool:
-        """Whether requests may name their clients: those of one connection may be of several."""
+        """Whether requests may name their client, so that a connection may carry requests of several."""
         return bool(self._client_header) or self._is_by_token
 
     def named(self, headers: Headers) -> bytes | None:
-        """Return how a request that was let in names its client, if clients are told apart by that."""
+        """Return the client's name in an authorized request, if clients are told apart by name."""
         if self._client_header and (name := headers.get(self._client_header)):
             return name
         if self._is_by_token and (given := headers.get(b"authorization")):
@@ -192,9 +192,9 @@ class Api:
         return None
 
     def client(self, caller: Caller, headers: Headers) -> Hashable:
-        """Return whose request it is: what shares models, memory and time with others, and waits for itself.
+        """Return the client that a request is accounted to, for fair shares of models, memory and time.
 
-        Only of a request that was let in: before that anybody may name anybody.
+        Call this only for authorized requests: before that, anyone could claim any name.
         """
         name = self.named(headers)
         if name is not None:
@@ -202,7 +202,7 @@ class Api:
         return caller.connection if self._is_by_connection else caller.address
 
     def identify(self, caller: Caller, headers: Headers) -> Account:
-        """Return the account of a request's client, and let it be that of its connection from now on."""
+        """Return the account of a request's client, and make it the connection's account."""
         client = self.client(caller, headers)
         if caller.account is None or client != caller.client:
             caller.client = client
@@ -228,7 +228,7 @@ class Api:
         return route
 
     def is_slow(self, route: ModelRoute, headers: Headers, body: Body) -> bool:
-        """Return whether a request belongs to :meth:`begin_slow`, as decoding it would hold the loop."""
+        """Return whether to use :meth:`begin_slow`, because decoding would block the event loop."""
         if len(body) <= FAST_NBYTES:
             return False
         try:
@@ -246,9 +246,9 @@ class Api:
         then: Then | None = None,
         hold: Hold | None = None,
     ) -> Inference:
-        """Do as :meth:`begin` does, but decode in a thread, which has the body's memory until it is done.
+        """Like :meth:`begin`, but decode in a thread, which holds the body's memory until it is done.
 
-        :param hold: that memory; without it as much is counted for the thread.
+        :param hold: the body's memory; if omitted, the same amount is counted for the thread.
         """
         began_ns = clock.now_ns()
         hold = hold or Hold(self.account(caller), caller.received_nbytes)
@@ -268,9 +268,9 @@ class Api:
     def begin(
         self, route: ModelRoute, headers: Headers, body: Body, caller: Caller, then: Then | None = None
     ) -> Inference:
-        """Decode an inference request and submit it to its engine; ``then`` is called when it has ended.
+        """Decode an inference request and submit it to its engine. ``then`` is called when it has ended.
 
-        :raises AsynctrtError: if it is refused; the failure is counted already.
+        :raises AsynctrtError: if the request is refused; the failure has already been counted.
         """
         began_ns = clock.now_ns()
         served = self.repository.find(route.name, route.version)
@@ -292,9 +292,9 @@ class Api:
     ) -> Inference:
         """Submit a decoded request to its engine and count its outcome. The caller may cancel it.
 
-        :param caller: the connection that it came from.
-        :raises QueueFullError: if the server is already answering ``max_requests`` requests, or there is no
-            memory for it.
+        :param caller: the connection that the request came from.
+        :raises QueueFullError: if the server is already answering ``max_requests`` requests, or has no memory
+            for this one.
         """
         if self.in_flight >= self.settings.max_requests:
             raise QueueFullError(f"the server is answering {self.in_flight} requests, its limit: retry later")
@@ -315,11 +315,12 @@ class Api:
         return caller.account
 
     def hold(self, caller: Caller, nbytes: int) -> Hold:
-        """Hold the memory of a request, of which the caller holds a part already.
+        """Reserve the memory of a request, part of which the caller already holds.
 
-        One for which it was waited is let in, with an answer of its size: what was sent was worth something.
+        A request whose body waited for memory is admitted with an answer of up to the body's size, so that
+        the upload was not in vain.
 
-        :raises QueueFullError: if there is none.
+        :raises QueueFullError: if there is no memory for it.
         """
         account = self.account(caller)
         if not self.memory.has_room(account, nbytes - 2 * caller.received_nbytes):
@@ -337,9 +338,9 @@ class Api:
             inference.then(inference)
 
     async def infer_answer(self, inference: Inference) -> Answer:
-        """Return the answer to an inference whose future is done, encoded in a thread if that takes long.
+        """Return the answer to a completed inference, encoding it in a thread if that is slow.
 
-        :raises AsynctrtError: if it failed.
+        :raises AsynctrtError: if the inference failed.
         """
         codec, result = inference.served.codec, inference.future.result()
         if codec.is_slow_answer(inference.request.layout, result):
@@ -363,7 +364,7 @@ class Api:
         """Answer any request. Errors become answers too.
 
         :param hold: the memory of its body, if that is large.
-        :param is_authorized: whether :meth:`authorize` has let it in before its body was read.
+        :param is_authorized: whether :meth:`authorize` accepted the request before its body was read.
         """
         caller = caller or Caller()
         try:
@@ -379,10 +380,9 @@ class Api:
             return error_answer(error, headers)
 
     def authorize(self, path: bytes, headers: Headers) -> None:
-        """Check a request's bearer token, the host that it names, and the origin of a page that sends it.
+        """Check a request's bearer token, its ``Host``, and the origin of the page that sent it.
 
-        :raises UnauthorizedError: if it needs a token and has none, or a wrong one; if its host or origin is
-            refused.
+        :raises UnauthorizedError: if a required token is missing or wrong, or the host or origin is refused.
         """
         if path.startswith(HEALTH):
             return
@@ -402,14 +402,14 @@ class Api:
             raise UnauthorizedError(f"{what}: send the header Authorization: Bearer TOKEN")
 
     def is_open(self, path: bytes) -> bool:
-        """Return whether anybody may ask for a page, also where a token is required."""
+        """Return whether a page needs no token even if the server requires one."""
         if path.startswith(HEALTH):
             return True
         page = self.pages.get(path.decode("latin-1"))
         return page is not None and page.is_open
 
     def _check_origin(self, headers: Headers) -> None:
-        """Refuse what pages of other origins send: browsers let any page send requests to any server."""
+        """Refuse requests from pages of other origins: browsers let any page send requests to any server."""
         if self._is_allowed(headers[b"origin"]):
             return
         text = headers[b"origin"].decode("latin-1")
@@ -421,9 +421,9 @@ class Api:
             )
 
     def preflight(self, method: bytes, headers: Headers) -> Answer | None:
-        """Return the answer to a browser that asks what a page of an allowed origin may send; else ``None``.
+        """Return the answer to a browser's CORS preflight for an allowed origin; ``None`` for other requests.
 
-        It asks without a token, and before anything that is not a plain form.
+        A preflight has no token. A browser sends one before any request that is not a simple form.
         """
         if method != b"OPTIONS" or b"access-control-request-method" not in headers:
             return None
@@ -432,7 +432,7 @@ class Api:
         return Answer(204, PREFLIGHT, ())
 
     def with_cors(self, headers: Headers, answer: Answer) -> Answer:
-        """Let the page that sent a request read the answer, if its origin is in ``allow_origins``."""
+        """Let the page that sent a request read the answer, with CORS headers, if its origin is allowed."""
         origin = headers.get(b"origin", b"")
         if not self._is_allowed(origin):
             return answer
@@ -448,14 +448,14 @@ class Api:
         return bool(origin and allowed) and ("*" in allowed or origin.decode("latin-1") in allowed)
 
     def check_sender(self, headers: Headers) -> None:
-        """Refuse to change what is served for a page that a browser lets send anything without asking first.
+        """Refuse to change the served models for a page whose requests a browser sends without a preflight.
 
-        Browsers of before 2020 send no ``Origin`` with forms. Programs do not call themselves Mozilla.
+        Browsers from before 2020 send no ``Origin`` with forms. Other programs do not claim to be Mozilla.
 
-        :raises UnauthorizedError: if it could be such a page.
+        :raises UnauthorizedError: if the request could come from such a page.
         """
         if self._tokens or b"origin" in headers:
-            return  # Checked with every request.
+            return  # :meth:`authorize` has checked it.
         site = headers.get(b"sec-fetch-site", b"none")
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         is_browser = headers.get(b"user-agent", b"").startswith(b"Mozilla/")
@@ -466,10 +466,10 @@ class Api:
             )
 
     def _check_host(self, host: bytes) -> None:
-        """Refuse names that are not this server's.
+        """Refuse host names that are not this server's.
 
-        A page's name can be made to lead here after the page was loaded (DNS rebinding), and the page then
-        has the server's own origin. An address is never such a name.
+        DNS rebinding can point a page's host name at this server after the page has loaded, which gives the
+        page the server's origin. An IP address cannot be rebound.
         """
         text = host.decode("latin-1")
         name = _name_of(text)
@@ -545,7 +545,7 @@ class Api:
             else:
                 inference = self.begin(route, headers, body, caller)
             if hold is not None:
-                # Its inputs are views of the body, whose memory is the inference's from here on.
+                # The inputs are views of the body, whose memory the inference holds from here on.
                 hold.set(max(0, hold.nbytes - inference.request.layout.binary_nbytes))
             await inference.answer()
             answer = await self.infer_answer(inference)
@@ -562,7 +562,7 @@ class Api:
         return json_answer(self.describe(route.verb, route.name, route.version))
 
     def _refuse_elsewhere(self, route: ModelRoute) -> None:
-        """Refuse routes of Triton's that look like a model's metadata, unless a model has that name."""
+        """Refuse Triton routes that look like a model's metadata, unless a model has that name."""
         try:
             self.repository.find(route.name, route.version)
         except UnknownModelError:
@@ -615,7 +615,7 @@ class Api:
     async def control(self, name: str, verb: str) -> None:
         """Load or unload a model.
 
-        :raises CallerError: if the server does not let clients do so.
+        :raises CallerError: if the server does not allow clients to do so.
         """
         if verb not in ("load", "unload"):
             raise UnknownModelError(f"unknown action {verb!r:.40}; models have load and unload")
@@ -626,7 +626,7 @@ class Api:
         try:
             await (self.repository.load(name) if verb == "load" else self.repository.unload(name))
         except AsynctrtError as error:
-            # Where the server's files lie is for its log.
+            # Only the log may say where the server's files are.
             if not isinstance(error, UnknownModelError):
                 logger.warning("cannot %s model %s: %s", verb, name, error)
             raise told(error) from error
@@ -634,10 +634,10 @@ class Api:
     async def decompressed(
         self, coding: bytes, body: Body, hold: Hold, client: Hashable, nbytes_max: int | None = None
     ) -> Body:
-        """Return what was compressed, unpacked in a thread if it can be much.
+        """Decompress a body, in a thread if the result may be large.
 
-        :param hold: becomes the memory of the result.
-        :param nbytes_max: the largest result. Default: ``max_body``.
+        :param hold: is set to the memory of the result.
+        :param nbytes_max: the largest size of the result. Default: ``max_body``.
         :raises QueueFullError: if there is no memory for it.
         """
         if coding not in (b"gzip", b"deflate"):
@@ -645,7 +645,7 @@ class Api:
         if nbytes_max is None:
             nbytes_max = self.settings.max_body
         if len(body) <= OFF_LOOP_NBYTES_MIN:
-            # A few bytes may become a thousand times as many.
+            # A few bytes may expand a thousandfold.
             with suppress(TooLargeError):
                 return decompress(body, min(OFF_LOOP_NBYTES_MIN, nbytes_max))
         if not await hold.reserve(min(nbytes_max, inflated_nbytes_max(len(body)))):
@@ -657,9 +657,9 @@ class Api:
         return inflated
 
     async def compressed(self, headers: Headers, answer: Answer, client: Hashable) -> Answer:
-        """Compress the answer to an inference if its client accepts that and it is large enough.
+        """Compress an inference's answer if it is large enough and the client accepts that.
 
-        No other answer is compressed: NVIDIA's asyncio client decompresses only inferences.
+        No other answers are compressed: NVIDIA's asyncio client decompresses only inferences.
         """
         nbytes = sum(len(piece) for piece in answer.body)
         coding = (
@@ -674,13 +674,13 @@ class Api:
 
 
 def _json_nbytes_of(headers: Headers, body: Body) -> int:
-    """Return how much of a body is JSON."""
+    """Return the size of a body's JSON part in bytes."""
     length = headers.get(b"inference-header-content-length", b"")
     return int(length) if length.isdigit() and len(length) < 19 else len(body)
 
 
 def _decoded(served: ServedModel, headers: Headers, body: Body, between: Pause) -> DecodedRequest:
-    """Decode an inference request as its headers say; ``between`` is called between pieces of work."""
+    """Decode an inference request according to its headers. ``between`` is called between pieces of work."""
     length = headers.get(b"inference-header-content-length")
     if length is None:
         return served.codec.decode(body, len(body), between)
@@ -710,7 +710,7 @@ def json_answer(content: object, status: int = 200) -> Answer:
 def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
     """Return the answer to a failed request: KServe's ``{"error": ...}`` with the error's status.
 
-    :param asked: the request's headers, with its id.
+    :param asked: the request's headers, which hold its id.
     """
     if not isinstance(error, AsynctrtError):
         known = (asked or {}).get(ID_HEADER, b"").decode("latin-1")
@@ -739,13 +739,13 @@ class _MethodError(RequestError):
 
 
 class _CodingError(RequestError):
-    """The body is compressed in a way that is not known here."""
+    """The body has an unsupported content encoding."""
 
     http_status = 415
 
 
 def _host_of(origin: str) -> str:
-    """Return an origin's host and port, or nothing if it is not a URL."""
+    """Return an origin's host and port, or an empty string if it is not a URL."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -753,13 +753,13 @@ def _host_of(origin: str) -> str:
 
 
 def _name_of(host: str) -> str:
-    """Return a host without its port, in lower case, or nothing if it is not a host."""
+    """Return a host in lower case without its port, or an empty string if it is not a host."""
     match = HOST.fullmatch(host.lower())
     return "" if match is None else match[1] or match[2]
 
 
 def _is_address(name: str) -> bool:
-    """Return whether a host's name is an address or this machine's own."""
+    """Return whether a host name is an address or ``localhost``."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -775,7 +775,7 @@ def _allow(method: str, allowed: str) -> None:
 
 
 def _route(path: bytes) -> ModelRoute | None:
-    """Parse a model's path from its ends, as names may hold slashes, quoted or not."""
+    """Parse a model's path from both ends, since names may hold slashes, quoted or not."""
     parts = path[len(MODELS) :].decode("latin-1").split("/")
     verb = parts.pop() if len(parts) > 1 and parts[-1] in VERBS else ""
     version = ""

@@ -1,7 +1,7 @@
-"""Serve the protocols in an ASGI application of your own: Starlette, FastAPI, uvicorn, hypercorn, ...
+"""Serve the protocols in your own ASGI application: Starlette, FastAPI, uvicorn, hypercorn, ...
 
-An engine belongs to an event loop, and an application is made before there is one. So both functions take
-either an engine or a function that returns it, which is called when a client comes.
+An engine belongs to an event loop, and an application is created before the loop. So both functions accept
+either an engine or a function that returns one, which is called when a client connects.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def kserve_app(engine: Source, *, name: str = "model", settings: ServerSettings 
 
     :param engine: an open engine, a :class:`Repository` with several, or a function that returns either.
     :param name: the model's name, for a single engine.
-    :param settings: limits and tokens; addresses and timeouts are up to the ASGI server.
+    :param settings: limits and tokens; the ASGI server determines addresses and timeouts.
     """
     return KServeApp(engine, name, settings or ServerSettings())
 
@@ -47,7 +47,7 @@ def kserve_app(engine: Source, *, name: str = "model", settings: ServerSettings 
 def websocket_endpoint(
     engine: Source, *, name: str = "model", settings: ServerSettings | None = None
 ) -> "WebSocketEndpoint":
-    """Return an ASGI application that is a websocket for one engine.
+    """Return an ASGI application that serves one engine over a websocket.
 
     ``WebSocketRoute("/ws", websocket_endpoint(engine))`` in Starlette,
     ``app.add_websocket_route("/ws", websocket_endpoint(engine))`` in FastAPI. The messages are described in
@@ -62,7 +62,7 @@ def websocket_endpoint(
 
 
 class _Found:
-    """Make the API over the application's engine or repository when it is first needed."""
+    """Create the API for the application's engine or repository when it is first needed."""
 
     def __init__(self, source: Source, name: str, settings: ServerSettings, make: MakeApi = Api) -> None:
         self._source = source
@@ -81,7 +81,7 @@ class _Found:
         return self._api
 
     def route(self) -> ModelRoute | None:
-        """Return the model of a websocket for one engine; ``None`` for a repository."""
+        """Return the websocket's model route if there is one engine; ``None`` for a repository."""
         return None if isinstance(self._engine, Repository) else ModelRoute(self._name, "", "ws")
 
     def _repository(self, engine: Engine | Repository) -> Repository:
@@ -101,7 +101,7 @@ class _Found:
 
 
 class WebSocketEndpoint:
-    """Made by :func:`websocket_endpoint`."""
+    """The ASGI application that :func:`websocket_endpoint` returns."""
 
     def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
         self._found = _Found(source, name, settings)
@@ -126,7 +126,7 @@ class WebSocketEndpoint:
 
 
 class KServeApp:
-    """Made by :func:`kserve_app`, or with another API by :func:`monitoring_app`."""
+    """The ASGI application of :func:`kserve_app`, and with another API of :func:`monitoring_app`."""
 
     def __init__(self, source: Source, name: str, settings: ServerSettings, make: MakeApi = Api) -> None:
         self._found = _Found(source, name, settings, make)
@@ -165,7 +165,7 @@ class KServeApp:
             try:
                 await asyncio.wait([responding, leaving], return_when="FIRST_COMPLETED")
                 if not responding.done():
-                    return  # The client is gone; cancelling removes its request from the queue.
+                    return  # The client has disconnected; cancelling removes its request from the queue.
                 answer = responding.result()
             finally:
                 responding.cancel()
@@ -210,7 +210,7 @@ async def _read_body(receive: Receive, nbytes_max: int, hold: Hold) -> bytes:
             raise QueueFullError(hold.account.memory.refuse())
         if not event.get("more_body", False):
             if hold.nbytes:
-                hold.set(nbytes)  # It was reserved for twice as much.
+                hold.set(nbytes)  # Up to twice as much was reserved.
             return b"".join(pieces)
 
 
@@ -231,7 +231,7 @@ async def _serve_websocket(
     try:
         route = enter()
     except AsynctrtError:
-        # Closing before accepting answers with status 403.
+        # Closing before accepting makes the ASGI server answer with status 403.
         await send({"type": "websocket.close", "code": POLICY_VIOLATION})
         return
     offered = [item.strip() for item in headers.get(b"sec-websocket-protocol", b"").split(b",")]
@@ -241,7 +241,7 @@ async def _serve_websocket(
 
 
 class _AsgiConnection:
-    """One websocket, with a task that reads and one that writes."""
+    """One websocket, with a reading task and a writing task."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class _AsgiConnection:
         writer = asyncio.create_task(self._write())
         try:
             while True:
-                # An answer that the client has not received counts like a request in flight.
+                # An answer that the client has not received counts as a request in flight.
                 while (
                     self._session.is_full or self._out.qsize() >= self._settings.max_requests_per_connection
                 ):
@@ -292,5 +292,5 @@ class _AsgiConnection:
             try:
                 await self._send({"type": "websocket.send", kind: message})
             except Exception:
-                return  # The client is gone, which the reading task learns too.
+                return  # The client has disconnected; the reading task notices too.
             self._room.set()

@@ -1,4 +1,4 @@
-"""Open what a module has to be served: ``asynctrt serve module:attribute``."""
+"""Open the object that ``asynctrt serve module:attribute`` names."""
 
 import asyncio
 import inspect
@@ -25,14 +25,14 @@ ACCEPTED: Final = (
 )
 
 DTYPES: Final[Mapping[Any, Any]] = {bool: bool, float: np.float64, int: np.int64, str: object}
-"""Types of items that say all of a tensor: one number or text for each row."""
+"""Types of items that fully determine a tensor: one number or text for each row."""
 
 
 async def open_attribute(where: str, device: str, settings: Mapping[str, Any]) -> Engine:
-    """Return an engine for ``module:attribute``. What else was opened for it is closed after it.
+    """Return an engine for ``module:attribute``. Anything else opened for it is closed after it.
 
-    :raises ModelError: if it is nothing that can be served, or raises.
-    :raises OptionsError: for settings of an engine that is made there.
+    :raises ModelError: if the attribute cannot be served, or raises.
+    :raises OptionsError: for ``settings`` if the attribute makes its engine itself.
     """
     thing = await in_thread(partial(make, where))
     async with AsyncExitStack() as stack:
@@ -58,12 +58,12 @@ async def open_attribute(where: str, device: str, settings: Mapping[str, Any]) -
 
 
 async def _resolved(thing: Any, stack: AsyncExitStack) -> Any:
-    """Return what a coroutine function returns, a context manager gives, or a decorated function serves."""
+    """Await a coroutine function, enter a context manager, or make a pipeline of a decorated function."""
     if isinstance(thing, asynctrt.Batched):
         return await _pipeline_of(thing, stack)
     if inspect.iscoroutinefunction(thing):
         thing = await thing()
-    if inspect.isawaitable(thing):  # What asynctrt.open returns is.
+    if inspect.isawaitable(thing):  # For example the result of asynctrt.open.
         thing = await thing
     if isinstance(thing, AbstractAsyncContextManager) and not isinstance(thing, Engine):
         thing = await stack.enter_async_context(thing)
@@ -71,7 +71,7 @@ async def _resolved(thing: Any, stack: AsyncExitStack) -> Any:
 
 
 def _close_after(engine: Engine, stack: AsyncExitStack) -> None:
-    """Have what an engine stands on closed after it."""
+    """Make an engine's ``aclose`` also close what the engine depends on, afterwards."""
     close = engine.aclose
 
     async def aclose() -> None:
@@ -84,7 +84,7 @@ def _close_after(engine: Engine, stack: AsyncExitStack) -> None:
 async def _pipeline_of(batched: "asynctrt.Batched[..., Any]", stack: AsyncExitStack) -> Engine:
     """Return a pipeline that calls a decorated function once for each row.
 
-    :raises ModelError: if its annotations do not say what its items are.
+    :raises ModelError: if its annotations do not state the type of its items.
     """
     hints = get_type_hints(batched.__wrapped__)
     inputs = [_spec(batched, name, hints.get(name)) for name in inspect.signature(batched).parameters]
@@ -103,7 +103,7 @@ async def _pipeline_of(batched: "asynctrt.Batched[..., Any]", stack: AsyncExitSt
 
 
 def _spec(batched: Callable[..., Any], name: str, hint: Any) -> TensorSpec:
-    """Return the tensor of a parameter, or of the results, of a function over ``list[str]`` and the like."""
+    """Return the tensor of a function's parameter or results, annotated as ``list[str]`` or similar."""
     item = get_args(hint)[0] if get_origin(hint) is list else hint
     if get_origin(item) in (UnionType, Union):  # Some results may be exceptions.
         (item, *_) = [one for one in get_args(item) if one not in (Exception, BaseException)]

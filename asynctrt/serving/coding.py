@@ -1,4 +1,4 @@
-"""Compress and decompress bodies, within limits of memory and of time on the event loop."""
+"""Compress and decompress bodies, within limits on memory and on event loop time."""
 
 import asyncio
 import zlib
@@ -10,16 +10,16 @@ from asynctrt.kserve.datatypes import Buffer
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 
 COMPRESS_NBYTES_MIN: Final = 512
-"""A smaller answer is not compressed."""
+"""Smaller answers are not compressed."""
 OFF_LOOP_NBYTES_MIN: Final = 32 << 10
-"""From this size on, compression and decompression run in a thread; so does what inflates to more than that.
-Compressing as much takes 0.6 ms, inflating it up to 0.4 ms."""
+"""Bodies of at least this size are compressed and decompressed in a thread; so are smaller ones that inflate
+beyond it. Compressing this much takes 0.6 ms, inflating it up to 0.4 ms."""
 
 DEFLATED_NBYTES: Final = 64 << 10
 INFLATED_NBYTES: Final = 256 << 10
-"""Bytes that are inflated at a time, and the most that they become."""
+"""Compressed bytes inflated at a time, and the most bytes that they may become."""
 INFLATION_MAX: Final = 1032
-"""How many times as large as its compressed form something can be: a limit of the format."""
+"""The largest compression ratio that the format allows."""
 
 GZIP: Final = b"\x1f\x8b"
 ZLIB: Final = b"\x78"
@@ -28,14 +28,14 @@ Body = bytes | bytearray | memoryview
 
 
 def inflated_nbytes_max(nbytes: int) -> int:
-    """Return how many bytes so many compressed ones can become."""
+    """Return the largest size that ``nbytes`` compressed bytes can inflate to."""
     return INFLATION_MAX * nbytes
 
 
 def is_compressed(body: bytes) -> bool:
-    """Return whether a message begins as gzip or zlib do, and as none in protobuf that is known here does.
+    """Return whether a message begins like gzip or zlib data; no protobuf message of this protocol does.
 
-    The one is no field at all, and the other the 15th.
+    As protobuf, gzip's first bytes are not a valid field, and zlib's are field 15.
     """
     return body[:2] == GZIP or (body[:1] == ZLIB and int.from_bytes(body[:2], "big") % 31 == 0)
 
@@ -43,26 +43,25 @@ def is_compressed(body: bytes) -> bool:
 def decompress(body: Body, nbytes_max: int, loop: asyncio.AbstractEventLoop | None = None) -> Body:
     """Decompress a body that was compressed with gzip or zlib.
 
-    :param loop: the event loop that gives a large one back, if that is not the running one.
-
-    :raises TooLargeError: if it would be larger than ``nbytes_max``.
-    :raises RequestError: if it was not compressed with either.
+    :param loop: the event loop that releases a large result, if not the running one.
+    :raises TooLargeError: if the result would be larger than ``nbytes_max``.
+    :raises RequestError: if it was not compressed with either, or is truncated.
     """
-    machine = zlib.decompressobj(wbits=47)  # Either of the two, detected by its first bytes.
+    machine = zlib.decompressobj(wbits=47)  # gzip or zlib, detected by the first bytes.
     pieces: list[bytes] = []
     assembly: Assembly | None = None
     nbytes = taken = 0
     try:
-        # In pieces, as the machine copies what it leaves of its input, each time.
+        # In pieces, because each call copies the input that it leaves unconsumed.
         while nbytes <= nbytes_max and not machine.eof:
             rest = machine.unconsumed_tail or body[taken : taken + DEFLATED_NBYTES]
             taken += 0 if machine.unconsumed_tail else len(rest)
             piece = machine.decompress(rest, min(INFLATED_NBYTES, nbytes_max + 1 - nbytes))
             if not piece and not rest:
-                break  # Its end is missing.
+                break  # The body is truncated.
             nbytes += len(piece)
             if assembly is None and nbytes >= ASSEMBLED_NBYTES_MIN:
-                # It is as large as it may become, and takes no more memory than what is written to it.
+                # Of the largest possible size: memory that is never written costs nothing.
                 assembly = Assembly(min(nbytes_max + 1, inflated_nbytes_max(len(body))), loop)
                 for one in pieces:
                     assembly.add(one)

@@ -1,6 +1,6 @@
-"""Read what a server keeps secret from files, and read it again: tokens, and a certificate with its key.
+"""Read and reread a server's secrets from files: tokens, and a certificate with its key.
 
-Reading and using are two steps. What is broken is refused by the first, so that it changes nothing.
+Reading and using are two steps: a broken file is refused when it is read, so it changes nothing.
 """
 
 import ssl
@@ -13,13 +13,12 @@ from asynctrt.files import read_regular
 
 FILE_NBYTES_MAX: Final = 1 << 20
 TOKENS_MAX: Final = 1024
-"""Each request is compared with all of them."""
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """Read tokens, one a line. Empty lines, and those that begin with ``#``, do not count.
+    """Read tokens, one per line. Empty lines and lines that begin with ``#`` are ignored.
 
-    :raises OptionsError: if the file cannot be read, or has no token, or a malformed one, or too many.
+    :raises OptionsError: if the file cannot be read, has no token or too many, or a token is malformed.
     """
     try:
         text = _read(path).decode()
@@ -33,7 +32,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
         )
     for number, line in enumerate(lines, 1):
         if line in tokens and not (line.isascii() and line.isprintable() and " " not in line):
-            # The token itself is not told: this ends in a log.
+            # Do not quote the token: the message ends up in a log.
             raise OptionsError(
                 f"line {number} of {str(path)!r} is not a token: it has a space, or a character that is not "
                 "printable ASCII"
@@ -51,7 +50,7 @@ def is_readable_by_all(path: Path) -> bool:
 
 
 class Pem(NamedTuple):
-    """A certificate chain and its key, as they are in their files, and a context that has them."""
+    """A certificate chain and its key, as read from their files, and an SSL context that uses them."""
 
     chain: bytes
     key: bytes
@@ -61,8 +60,8 @@ class Pem(NamedTuple):
 class Certificate:
     """A server's certificate, which may change while the server runs.
 
-    :attr:`context` is for listening: each new connection gets what :attr:`pem` has then, and those that are
-    open keep what they have.
+    Listen with :attr:`context`: each new connection uses the :attr:`pem` of that moment, and open connections
+    keep theirs.
 
     :raises OptionsError: if the files cannot be used.
     """
@@ -71,7 +70,7 @@ class Certificate:
         self._paths = chain, key
         self.pem = self.read()
         self.context = self.pem.context
-        # It is called in every handshake, whether or not the client names a server.
+        # The callback runs in every handshake, whether or not the client names a server.
         self.context.sni_callback = self._choose
 
     def __repr__(self) -> str:

@@ -48,7 +48,7 @@ def dashboard_pages(repository: Repository, sampler: Sampler) -> dict[str, Page]
     """Return the dashboard's pages by path.
 
     The page, its script and style need no token, since only the page can ask the user for one.
-    ``/dashboard/data`` has all samples, ``/dashboard/recent`` the newest; both need the token.
+    ``/dashboard/data`` returns all samples, ``/dashboard/recent`` the newest; both need the token.
     """
     pages = {
         path: _static((STATIC / name).read_bytes(), content_type)
@@ -90,7 +90,7 @@ def _figures(repository: Repository, sampler: Sampler, count: int | None, _: Hea
 
 
 def _described(served: ServedModel) -> dict[str, Any]:
-    """Return what a model is, and its counts since it was loaded."""
+    """Return a model's description, and its counts since it was loaded."""
     done = served.engine.statistics()
     return {
         "key": key_of(served),

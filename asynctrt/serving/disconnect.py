@@ -1,4 +1,4 @@
-"""Cancels what an application computes for a client that has gone. ASGI alone, so for any framework."""
+"""Cancel an application's work for a client that has disconnected. Plain ASGI, so for any framework."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -11,17 +11,17 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class CancelOnDisconnect:
-    """ASGI middleware that cancels the handler of a request whose client has gone.
+    """ASGI middleware that cancels the handler of a request whose client has disconnected.
 
-    Frameworks notice a client that hangs up only when they write to it, so that its rows are computed for
-    nobody. The handler gets a ``CancelledError`` where it awaits, and what it asked of an engine leaves the
-    queue. ::
+    Frameworks notice that a client has hung up only when they write to it, so its rows would be computed in
+    vain. With this middleware the handler gets a ``CancelledError`` where it awaits, and its requests to an
+    engine leave the queue. ::
 
         app.add_middleware(CancelOnDisconnect)  # FastAPI, Starlette
         app = CancelOnDisconnect(app)  # any other application
 
-    A handler that must end all the same shields what it does: ``asyncio.shield``, ``anyio.CancelScope(shield=
-    True)``, or a background task. Add it last, so that it is the outermost middleware.
+    If a handler must finish anyway, shield its work: ``asyncio.shield``, ``anyio.CancelScope(shield=True)``,
+    or a background task. Add the middleware last, so that it is the outermost.
 
     :param app: the application.
     """
@@ -54,7 +54,7 @@ class CancelOnDisconnect:
 
 
 class _Request:
-    """What the server says of one request: passed on to the application, and looked at."""
+    """The server's events for one request: observed, and passed on to the application."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -64,10 +64,10 @@ class _Request:
         self._is_answered = False
         self._has_gone = False
         self.is_for_nobody = False
-        """Whether the client has gone without the whole answer."""
+        """Whether the client disconnected before it got the whole answer."""
 
     async def receive(self) -> Message:
-        """Return the next message, which may be that the client has gone."""
+        """Return the next message; it may say that the client has disconnected."""
         async with self._lock:
             if self._has_gone:
                 return {"type": "http.disconnect"}
@@ -82,7 +82,7 @@ class _Request:
         await self._send(message)
 
     async def watch(self) -> None:
-        """Wait until the client has gone. The application reads its request first."""
+        """Wait until the client has disconnected. The application reads its request first."""
         await self._is_read.wait()
         while not self._has_gone:
             await self.receive()
@@ -90,7 +90,7 @@ class _Request:
     def _note(self, message: Message) -> None:
         if message["type"] == "http.disconnect":
             self._has_gone = True
-            # After the answer the handler may still have tasks in the background.
+            # After the answer the handler may still run background tasks.
             self.is_for_nobody = not self._is_answered
             self._is_read.set()
         elif not message.get("more_body", False):

@@ -1,4 +1,4 @@
-"""What a repository knows of a model: its versions, where they come from, and why one is not served."""
+"""A repository's records of a model: its versions, their sources, and why one is not served."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,7 +13,7 @@ LOST: Final = "nothing can run it now: see the log, and restart the server if th
 """Why a loaded model is not ready."""
 
 RESTARTING: Final = "its worker process died, and another one is starting"
-"""Why a loaded model is not ready for a moment. Requests for it wait."""
+"""Why a loaded model is temporarily not ready. Requests for it wait."""
 
 NOT_READY: Final = {"lost": LOST, "restarting": RESTARTING}
 """The states of an engine in which a loaded model is not ready, and why."""
@@ -30,26 +30,26 @@ UNLOADED: Final = "unloaded"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a version of a model comes from."""
+    """The source that a version of a model is opened from."""
 
     opener: Callable[[], Awaitable[Engine]]
     """Opens its engine and warms it up."""
     mark: Callable[[], Any] | None = None
     """Returns a value that changes when the model does, such as the times and sizes of its files. While it is
-    what it was, the version is not loaded again; without a mark, it is loaded at each request. Blocks."""
+    unchanged, the version is not loaded again; without a mark, every load request loads it. Blocks."""
 
 
 class Place(Protocol):
-    """Where models are found, and found anew at each load: a folder, for one."""
+    """A place that models are found in, and looked up again at each load, such as a folder."""
 
     async def names(self) -> list[str]:
         """Return the names of its models."""
 
     async def versions(self, name: str) -> Mapping[str, Source]:
-        """Return the versions of a model that are to be served.
+        """Return the versions of a model to serve.
 
         :raises UnknownModelError: if it has no such model.
-        :raises AsynctrtError: if the model cannot be served as it is.
+        :raises AsynctrtError: if the model cannot be served in its current state.
         """
 
 
@@ -61,13 +61,13 @@ class Entry:
     source: Source | None = None
     """``None`` for an engine that the application opened itself."""
     reason: str = NOT_LOADED
-    """Why it is not served; or why what is served is not what its files are now."""
+    """Why it is not served; or why an earlier state of its files still is."""
     unloaded: ServedModel | None = None
-    """The application's own engine after it was unloaded: it stays open, and can be loaded again."""
+    """The application's own engine after it was unloaded: it stays open and can be loaded again."""
     is_awaited: bool = True
-    """Whether the server is not ready before it is served: not, if it came while the server was running."""
+    """Whether the server is not ready until it is served: false if it appeared while the server ran."""
     change: str = ""
-    """``LOADING`` or ``UNLOADING`` meanwhile."""
+    """``LOADING`` or ``UNLOADING`` while the version is being loaded or unloaded; otherwise empty."""
 
     @property
     def is_ready(self) -> bool:
@@ -76,19 +76,19 @@ class Entry:
 
     @property
     def is_put_aside(self) -> bool:
-        """Whether it was unloaded on purpose, or came later and was never served."""
+        """Whether it was unloaded on purpose, or appeared later and has never been served."""
         return self.served is None and (self.reason == UNLOADED or not self.is_awaited)
 
     @property
     def why_not(self) -> str:
-        """Why it is not ready; empty if it is, or if nothing is known against it."""
+        """Why it is not ready; empty if it is ready, or if no reason is known."""
         if self.served is None:
             return self.reason
         return NOT_READY.get(self.served.engine.state, "")
 
     @property
     def state(self) -> str:
-        """Triton's word for it."""
+        """Triton's name for the state."""
         return "READY" if self.is_ready else self.change or "UNAVAILABLE"
 
 
@@ -100,13 +100,13 @@ class Model:
     place: Place | None = None
     """Where its versions are found; ``None`` if they were added one by one."""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it is loaded, unloaded or removed."""
+    """Held while the model is loaded, unloaded or removed."""
     nothing: Entry = field(default_factory=Entry)
-    """What is listed while it has no versions."""
+    """The entry to list while the model has no versions."""
 
     @property
     def entries(self) -> list[Entry]:
-        """Its versions, or what stands for them."""
+        """The entries of its versions, or the placeholder if there are none."""
         return list(self.versions.values()) or [self.nothing]
 
     @property
@@ -120,25 +120,25 @@ class Model:
         return all(entry.served is None and entry.reason == UNLOADED for entry in self.entries)
 
     def listed(self) -> list[tuple[str, Entry]]:
-        """Return its versions by their numbers; one without a number if there are none."""
+        """Return its entries by version number; the placeholder, without a number, if there are none."""
         return list(self.versions.items()) or [("", self.nothing)]
 
     def add(self, version: str, entry: Entry) -> None:
-        """Add a version. A request without one means the newest."""
+        """Add a version. A request that names none means the newest."""
         self.versions[version] = entry
         self.versions = dict(sorted(self.versions.items(), key=lambda item: int(item[0])))
 
     def blame(self, error: Exception) -> None:
-        """Note why it could not be loaded as it is now. What is served of it stays."""
+        """Record why its current files could not be loaded. Versions being served stay."""
         for entry in self.entries:
             entry.reason = without_folders(str(error))
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text can name a model: in URLs, JSON, metrics and logs."""
+    """Return whether a text is a valid model name in URLs, JSON, metrics and logs."""
     return bool(text) and text.isprintable() and text == text.strip()
 
 
 def is_version(text: str) -> bool:
-    """Return whether a text is a version: a whole number, written without leading zeros."""
+    """Return whether a text is a version: a whole number without leading zeros."""
     return text.isascii() and text.isdigit() and str(int(text)) == text

@@ -1,13 +1,13 @@
-"""Decide whose request goes next when more come than a model can do. Pure: no asyncio, no clock.
+"""Decide whose request goes next when more arrive than a model can handle. Pure: no asyncio, no clock.
 
-An engine's queue is first come, first served, so whoever fills it makes everybody wait. Before it stands a
-:class:`Gate`, which keeps it so short that what is in it goes with the next batches. While there is room,
-requests pass at once. Otherwise each waits behind others of its own client, and clients take turns that are
-worth the same number of rows (deficit round robin); the connections of one client take turns in the same way.
-Who has but little in the engine need not wait at all.
+An engine's queue is first come, first served, so a client that fills it makes everyone wait. A :class:`Gate`
+in front of it keeps it so short that its requests go with the next batches. While there is room, requests
+pass at once. Otherwise each waits behind others of its own client, and clients take turns worth the same
+number of rows (deficit round robin); the connections of one client take turns in the same way. A client with
+only little in the engine need not wait at all.
 
-A priority orders the requests of one client. It does not change whose turn it is, so that nobody gets more by
-calling everything urgent.
+A priority orders the requests of one client. It does not change whose turn it is, so calling everything
+urgent gains nothing.
 """
 
 from collections import deque
@@ -20,30 +20,30 @@ from weakref import WeakValueDictionary
 NO_DEADLINE_NS: Final = 2**63 - 1
 
 SHARED_NS: Final = 10_000_000_000
-"""For how long after a request of one client has overtaken another's the engine's queue is kept short."""
+"""How long the engine's queue is kept short after one client's requests have held up another's."""
 
 LIGHT_SHARE: Final = 4
-"""The rows of a batch, divided by this, are what a client may have in the engine whatever others do."""
+"""Divides the rows of a batch: a client may always have that many in the engine, whatever others do."""
 
 RESERVE_SHARE: Final = 8
-"""The rows of a batch, divided by this, stay free in a queue that is kept short, for those who come late."""
+"""Divides the rows of a batch: that many stay free, for late arrivals, in a queue that is kept short."""
 
 TURN_SHARE: Final = 4
-"""The rows of a batch, divided by this, are what one turn is worth."""
+"""Divides the rows of a batch: one turn is worth that many."""
 
 MUCH_BATCHES: Final = 4
-"""A connection that has this many batches of rows waiting need not be read for now."""
+"""A connection with this many batches of rows waiting is not read for now."""
 
 DEAD_MIN: Final = 64
-"""Below this many deadlines of requests that are gone, to drop them is not worth its cost."""
+"""Entries of requests that have left are not worth removing below this number."""
 
 
 class Ticket:
     """One request at the gate.
 
-    :param rows: what it costs.
-    :param nbytes: what it holds while it waits.
-    :param priority: a larger one goes first among those of its client.
+    :param rows: its cost.
+    :param nbytes: the bytes that it holds while it waits.
+    :param priority: requests with a higher one go first among those of their client.
     """
 
     __slots__ = ("deadline_ns", "is_inside", "is_light", "is_waiting", "lane", "nbytes", "priority", "rows")
@@ -66,14 +66,14 @@ class Ticket:
         self.is_inside = False
         """Whether it is in the engine."""
         self.is_light = False
-        """Whether it has passed because its client had but little in the engine."""
+        """Whether it passed because its client had only little in the engine."""
 
     def __repr__(self) -> str:
         return f"<Ticket rows={self.rows}{' waiting' if self.is_waiting else ''}>"
 
 
 class _Sharer(Protocol):
-    """Who takes turns: a client, or one of its connections."""
+    """A participant that takes turns: a client, or one of its connections."""
 
     deficit: int
     is_in_turn: bool
@@ -85,7 +85,7 @@ S = TypeVar("S", bound=_Sharer)
 
 
 class _Turns(Generic[S]):
-    """Those that have something waiting, in the order of their turns, each worth ``rows``."""
+    """The participants with requests waiting, in the order of their turns, each worth ``rows``."""
 
     __slots__ = ("_ring", "_rows")
 
@@ -97,13 +97,13 @@ class _Turns(Generic[S]):
         return iter(self._ring)
 
     def add(self, one: S) -> None:
-        """Let one take part, if it does not already."""
+        """Add a participant, unless it already takes part."""
         if not one.is_in_turn:
             one.is_in_turn = True
             self._ring.append(one)
 
     def next(self) -> S | None:
-        """Return whose turn it is. That does not change before its head is gone."""
+        """Return the participant whose turn it is. It keeps its turn until its head is removed."""
         ring = self._ring
         while ring:
             one = ring[0]
@@ -129,7 +129,7 @@ class _Queue:
         self.deficit = 0
         self.is_in_turn = False
         self.tickets: deque[Ticket] = deque()
-        """Those that left from the middle stay until they come up."""
+        """Includes requests that left from the middle, until they reach an end."""
         self.waiting = 0
 
     def push(self, ticket: Ticket) -> None:
@@ -137,7 +137,7 @@ class _Queue:
         self.waiting += 1
 
     def head(self) -> Ticket | None:
-        """Return the oldest request that waits."""
+        """Return the oldest waiting request."""
         tickets = self.tickets
         while tickets:
             if tickets[0].is_waiting:
@@ -146,7 +146,7 @@ class _Queue:
         return None
 
     def latest(self) -> Ticket | None:
-        """Return the latest request that waits."""
+        """Return the newest waiting request."""
         tickets = self.tickets
         while tickets:
             if tickets[-1].is_waiting:
@@ -155,14 +155,14 @@ class _Queue:
         return None
 
     def left(self) -> None:
-        """Note that one does not wait any more; forget those that left, if they are more than the others."""
+        """Record that a request no longer waits; drop those that left once they outnumber the others."""
         self.waiting -= 1
         if len(self.tickets) > 2 * self.waiting + DEAD_MIN:
             self.tickets = deque([ticket for ticket in self.tickets if ticket.is_waiting])
 
 
 class Client:
-    """What one client has at a gate. Its connections keep it."""
+    """One client's share of a gate. Its connections keep it alive."""
 
     __slots__ = (
         "__weakref__",
@@ -178,14 +178,14 @@ class Client:
 
     def __init__(self, turn_rows: int) -> None:
         self._turn_rows = turn_rows
-        # By priority, the most urgent first.
+        # By priority, the highest first.
         self._turns: dict[int, _Turns[_Queue]] = {}
         self.deficit = 0
         self.is_in_turn = False
         self.rows = 0
         """Rows in the engine, queued or in flight."""
         self.light_rows = 0
-        """Rows in the engine that were light when they passed."""
+        """Rows in the engine that passed as light."""
         self.waiting_rows = 0
         self.waiting_nbytes = 0
 
@@ -193,7 +193,7 @@ class Client:
         return f"<Client waiting_rows={self.waiting_rows}>"
 
     def __iter__(self) -> Iterator[Ticket]:
-        """Yield the requests that wait, the most urgent first."""
+        """Yield the waiting requests, the most urgent first."""
         for turns in self._turns.values():
             for queue in turns:
                 for ticket in queue.tickets:
@@ -201,7 +201,7 @@ class Client:
                         yield ticket
 
     def add(self, queue: _Queue, priority: int) -> None:
-        """Let a connection's queue take part in the turns."""
+        """Add a connection's queue to the turns."""
         turns = self._turns.get(priority)
         if turns is None:
             self._turns[priority] = turns = _Turns(self._turn_rows)
@@ -209,7 +209,7 @@ class Client:
         turns.add(queue)
 
     def head(self) -> Ticket | None:
-        """Return what it sends next: the most urgent, of the connection whose turn it is."""
+        """Return the client's next request: the most urgent, of the connection whose turn it is."""
         for turns in self._turns.values():
             queue = turns.next()
             if queue is not None:
@@ -217,7 +217,7 @@ class Client:
         return None
 
     def latest(self) -> Ticket | None:
-        """Return the request that it would send last: of the least urgent, the latest of who has the most."""
+        """Return the request that would go last: of the least urgent, the newest in the longest queue."""
         for turns in reversed(self._turns.values()):
             queue = max(turns, key=_waiting, default=None)
             if queue is not None and (ticket := queue.latest()) is not None:
@@ -226,7 +226,7 @@ class Client:
 
 
 class Lane:
-    """What one connection of a client has at a gate."""
+    """One connection's share of a gate."""
 
     __slots__ = ("_much_rows", "_queues", "client", "rows", "waiting", "waiting_rows")
 
@@ -236,7 +236,7 @@ class Lane:
         self.rows = 0
         """Rows in the engine, queued or in flight."""
         self.waiting = 0
-        """Requests that wait."""
+        """Waiting requests."""
         self.waiting_rows = 0
         self._queues: dict[int, _Queue] = {}
 
@@ -245,7 +245,7 @@ class Lane:
 
     @property
     def has_much_waiting(self) -> bool:
-        """Whether more than its turns need waits here, so that its connection need not be read."""
+        """Whether more waits here than the turns need, so that the connection need not be read."""
         return self.waiting_rows >= self._much_rows
 
     def queue(self, priority: int) -> _Queue:
@@ -257,13 +257,13 @@ class Lane:
 
 
 class Gate:
-    """Stand before one engine's queue.
+    """The gate in front of one engine's queue.
 
     :param batch_rows: rows that one batch holds.
     :param busy_rows: rows in the engine that keep the device busy while others take their turns.
-    :param full_rows: rows in the engine, at least as many, that nothing is gained by exceeding.
-    :param waiting_rows_max: rows that may wait here; ``waiting_nbytes_max`` bytes. Beyond them the client
-        that has the most waiting is refused. With 0 rows nothing ever waits: everything passes.
+    :param full_rows: rows in the engine beyond which nothing is gained; at least ``busy_rows``.
+    :param waiting_rows_max: rows that may wait here. Beyond these or ``waiting_nbytes_max`` bytes, requests
+        of the client with the most waiting are refused. With 0 rows nothing ever waits: everything passes.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class Gate:
         # Rows in the engine beyond which requests wait.
         self._window_rows = full_rows
         self._shared_until_ns = 0
-        # When somebody last had more in the engine than is light.
+        # When a client, and a connection, last had more than the light rows in the engine.
         self._heavy_client_ns = self._heavy_lane_ns = -SHARED_NS
         self._clients: WeakValueDictionary[Hashable, Client] = WeakValueDictionary()
         self._turns: _Turns[Client] = _Turns(self._turn_rows)
@@ -297,7 +297,7 @@ class Gate:
         self.rows = 0
         """Rows in the engine, queued or in flight."""
         self.waiting = 0
-        """Requests that wait."""
+        """Waiting requests."""
         self.waiting_rows = 0
         self.waiting_nbytes = 0
 
@@ -306,18 +306,18 @@ class Gate:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the engine's queue is kept short, as requests of one client held up those of another."""
+        """Whether the engine's queue is kept short because one client's requests held up another's."""
         return self._window_rows != self._full_rows
 
     def lane(self, name: Hashable) -> Lane:
-        """Return a new connection's lane, of the client of that name."""
+        """Return the lane of a new connection of the client called ``name``."""
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = Client(self._turn_rows)
         return Lane(client, self._much_rows)
 
     def enter(self, ticket: Ticket, now_ns: int) -> bool:
-        """Return whether a request passes at once; it counts as in the engine then."""
+        """Return whether a request passes at once; if so, count it as in the engine."""
         lane, rows = ticket.lane, ticket.rows
         client = lane.client
         if client.rows + rows > self._light_rows:
@@ -348,23 +348,24 @@ class Gate:
             self._window_rows = self._short_rows
 
     def _is_light(self, ticket: Ticket) -> bool:
-        """Return whether a request need not wait though others do: it may not overtake its own client's."""
+        """Return whether a request may pass waiting ones; only if urgent, those of its own connection."""
         lane, most = ticket.lane, self._light_rows
         light_rows = lane.client.light_rows + ticket.rows
         if ticket.priority > 0:
-            # What is urgent does not wait behind what its client has waiting, or in the engine.
+            # An urgent request does not wait behind its client's waiting requests, or those in the engine.
             return light_rows <= 2 * most
         return light_rows <= most and not lane.waiting and lane.rows + ticket.rows <= most
 
     def make_room(self, ticket: Ticket) -> tuple[list[Ticket], bool]:
-        """Take waiting requests away, of whoever has the most, so that a new one can wait.
+        """Remove waiting requests of the client with the most, so that a new one can wait.
 
-        :returns: those to refuse, and whether there is room now: not, if its own client has the most.
+        :returns: the requests to refuse, and whether there is room now: not if the new request's own client
+            has the most.
         """
         crowded: list[Ticket] = []
         client = ticket.lane.client
         while self.waiting:
-            # What is kept for the client with the most, the new request included, is what is too much.
+            # The client with the most waiting, counting the new request, causes the excess.
             if self.waiting_rows + ticket.rows > self._waiting_rows_max:
                 heaviest = max(self._turns, key=_waiting_rows)
                 is_own = client.waiting_rows + ticket.rows >= heaviest.waiting_rows
@@ -399,14 +400,14 @@ class Gate:
             heappush(self._deadlines, (ticket.deadline_ns, next(self._order), ticket))
 
     def leave(self, ticket: Ticket) -> bool:
-        """Take a waiting request away: its client has gone, or it was refused. False if it does not wait."""
+        """Remove a waiting request that was cancelled or refused. Return false if it does not wait."""
         if not ticket.is_waiting:
             return False
         self._forget(ticket)
         return True
 
     def admit(self, now_ns: int) -> list[Ticket]:
-        """Take the waiting requests that there is room for in the engine, and count them as in there."""
+        """Return the waiting requests that the engine has room for, and count them as in the engine."""
         if self.is_shared and now_ns >= self._shared_until_ns:
             self._window_rows = self._full_rows
         is_short = self.is_shared
@@ -420,7 +421,7 @@ class Gate:
                 break
             step += rows
             if is_short and admitted and step > self._step_rows:
-                break  # A batch that is full would be launched now, and those who come late not be in it.
+                break  # A full batch would launch now, without requests that arrive a little later.
             lane = ticket.lane
             client.deficit = max(0, client.deficit - rows)
             queue = lane.queue(ticket.priority)
@@ -434,7 +435,7 @@ class Gate:
         return admitted
 
     def end(self, ticket: Ticket) -> None:
-        """Note that a request is in the engine no more. Idempotent."""
+        """Record that a request has left the engine. Idempotent."""
         if not ticket.is_inside:
             return
         ticket.is_inside = False
@@ -446,14 +447,14 @@ class Gate:
             lane.client.light_rows -= rows
 
     def earliest_ns(self) -> int | None:
-        """Return the earliest deadline of a request that waits."""
+        """Return the earliest deadline of a waiting request."""
         deadlines = self._deadlines
         while deadlines and not deadlines[0][2].is_waiting:
             heappop(deadlines)
         return deadlines[0][0] if deadlines else None
 
     def due(self, now_ns: int) -> list[Ticket]:
-        """Take away and return the waiting requests whose deadline has come."""
+        """Remove and return the waiting requests whose deadline has passed."""
         due: list[Ticket] = []
         while (deadline_ns := self.earliest_ns()) is not None and deadline_ns <= now_ns:
             ticket = heappop(self._deadlines)[2]
@@ -462,7 +463,7 @@ class Gate:
         return due
 
     def clear(self) -> list[Ticket]:
-        """Take away and return everything that waits."""
+        """Remove and return all waiting requests."""
         waiting = [ticket for client in self._turns for ticket in client]
         for ticket in waiting:
             self._forget(ticket)

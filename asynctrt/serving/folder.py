@@ -1,4 +1,4 @@
-"""Find models in a folder in Triton's layout, ``NAME/VERSION/model.onnx``, and follow how it changes."""
+"""Find models in a folder in Triton's layout, ``NAME/VERSION/model.onnx``, and follow its changes."""
 
 import asyncio
 import logging
@@ -20,26 +20,26 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.warmup import warm_all_sizes
 
 LOOK_S: Final = 0.1
-"""How long a look at one model may take before others have their turn beside it."""
+"""How long to wait for a look at one model before starting the next beside it."""
 
 NOT_MODELS: Final = ("lost+found", "__pycache__")
-"""Folders that file systems and Python make by themselves."""
+"""Folders that file systems and Python create."""
 
 logger = logging.getLogger("asynctrt.serving")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundVersion:
-    """A version of a model as it was found: where it lies, and what its ``config.pbtxt`` said."""
+    """A version of a model as it was found: where it is, and what its ``config.pbtxt`` said."""
 
     model: ModelSource
     config: ModelConfig
     folder: Path
     warmup: int
-    """Rounds of warm-up, if its configuration has no ``model_warmup``."""
+    """Rounds of warm-up, used if its configuration has no ``model_warmup``."""
 
     def source(self) -> Source:
-        """Return what a repository opens it by."""
+        """Return the source from which a repository opens it."""
         return Source(self._opened, self._mark)
 
     async def _opened(self) -> Engine:
@@ -64,7 +64,7 @@ class FoundVersion:
 
 @dataclass(frozen=True, slots=True)
 class FoundModels:
-    """The models of a folder as they were found: a :class:`~asynctrt.serving.entries.Place` that stays so."""
+    """The models of a folder when it was read: a fixed :class:`~asynctrt.serving.entries.Place`."""
 
     path: Path
     models: Mapping[str, Mapping[str, FoundVersion]]
@@ -74,17 +74,17 @@ class FoundModels:
         return list(self.models)
 
     async def versions(self, name: str) -> dict[str, Source]:
-        """Return the versions of a model, by their numbers."""
+        """Return the versions of a model by number."""
         return {version: found.source() for version, found in self.models[name].items()}
 
 
 class ModelFolder:
     """A folder of models: a :class:`~asynctrt.serving.entries.Place` of a repository.
 
-    :param path: the folder; each folder in it is a model, and each folder with a number for a name in that
-        a version.
+    :param path: the folder. Each folder in it is a model; in a model, each folder whose name is a number is a
+        version.
     :param device: the device of models whose ``config.pbtxt`` names none.
-    :param settings: options of engines, over which those in a ``config.pbtxt`` win.
+    :param settings: options of engines; those in a ``config.pbtxt`` take precedence.
     :param warmup: rounds of warm-up for models without ``model_warmup``; see :func:`warm_all_sizes`.
     """
 
@@ -109,18 +109,18 @@ class ModelFolder:
         return await in_lost_thread(self._names)
 
     async def versions(self, name: str) -> dict[str, Source]:
-        """Return the versions of a model that its version policy chooses, by their numbers.
+        """Return the versions of a model that its version policy chooses, by number.
 
         :raises UnknownModelError: if there is no such model.
-        :raises ModelError: if it has no versions, or its ``config.pbtxt`` asks for what asynctrt cannot do.
+        :raises ModelError: if it has no versions, or its ``config.pbtxt`` asks for something unsupported.
         """
         found = await in_lost_thread(partial(self._versions, name))
         return {version: one.source() for version, one in found.items()}
 
     async def found(self) -> FoundModels:
-        """Return what it has now, for whoever serves just that.
+        """Return the models that the folder has now, for a server that does not follow changes.
 
-        :raises AsynctrtError: if it cannot be read, or a model cannot be served as it is.
+        :raises AsynctrtError: if the folder cannot be read, or a model cannot be served in its current state.
         """
 
         def look() -> FoundModels:
@@ -199,11 +199,11 @@ class ModelFolder:
 
 
 class FolderWatch:
-    """Load what is new or changed in a folder of models, and unload what is gone.
+    """Load new and changed models in a folder, and unload those that are gone.
 
-    A model is loaded once its files have been the same for two looks in a row, so that files are not read
-    while they are written; what could not be loaded is not tried again before it changes. A model that was
-    unloaded on request stays so. One whose files or whose loading take long keeps no other waiting.
+    A model is loaded once its files are unchanged in two consecutive looks, so that files are not read while
+    they are written. A model that failed to load is not retried until it changes. A model that was unloaded
+    on request stays unloaded. A slow model does not delay the others.
     """
 
     def __init__(self, repository: Repository, folder: ModelFolder) -> None:
@@ -227,7 +227,7 @@ class FolderWatch:
                     await self._begin()
                 except Exception as error:
                     said = describe(error)
-                    if said != self._said:  # As long as it lasts, once is enough.
+                    if said != self._said:  # Log a lasting error once.
                         logger.error("%r: %s", self, said)  # noqa: TRY400  (it says all)
                 else:
                     said = ""
@@ -237,15 +237,15 @@ class FolderWatch:
                 task.cancel()
 
     async def look(self) -> None:
-        """Compare the folder with how it was at the last look, and act on what has come to rest.
+        """Compare the folder with its state at the last look, and act on changes that have settled.
 
-        :raises ModelNotFoundError: if it cannot be read; nothing is unloaded then.
+        :raises ModelNotFoundError: if the folder cannot be read; nothing is unloaded then.
         """
         await self._begin()
         await asyncio.gather(*self._busy.values())
 
     async def _begin(self) -> None:
-        """Look at each model that the last look is done with."""
+        """Start a look at each model whose last look is done."""
         names = await self._folder.names()
         before, self._names = self._names, names
         for name in names:
@@ -259,7 +259,7 @@ class FolderWatch:
             return
         task = self._busy[name] = asyncio.create_task(act(name))
         task.add_done_callback(lambda _: self._busy.pop(name))
-        # Mostly it is done at once: there are no more threads than are needed.
+        # Usually it is done at once, and waiting keeps the number of threads low.
         await asyncio.wait([task], timeout=LOOK_S)
 
     async def _look_at(self, name: str) -> None:
@@ -284,7 +284,7 @@ class FolderWatch:
 
 
 def _file(folder: Path, config: ModelConfig) -> Path:
-    """Return the file of a version. ONNX models may be a folder with a file of the same name."""
+    """Return the file of a version. An ONNX model may be a folder that holds a file of the same name."""
     names = [config.filename] if config.filename else list(FILENAMES.values())
     if config.backend and not config.filename:
         names = [FILENAMES[config.backend]]

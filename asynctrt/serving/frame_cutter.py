@@ -1,44 +1,44 @@
 """Cut a client's large websocket frames into fragments while they arrive.
 
-A library takes a frame whole: it copies and unmasks 60 MiB at once, for which it would hold the event loop
-for 100 ms. A message may come in any number of fragments, and each of them is small.
+The library handles a frame as a whole: it copies and unmasks 60 MiB at once, which would block the event loop
+for 100 ms. A message may consist of any number of fragments, and each of these is small.
 """
 
 from typing import Final
 
 LARGE_NBYTES: Final = 128 << 10
-"""A larger frame is cut."""
+"""Larger frames are cut."""
 
 FRAMES_MAX: Final = 16
-"""Frames that are given on at a time: the library takes 35 us for each, however small."""
+"""Frames passed on at a time: the library takes 35 us for each, however small."""
 
 MASKED: Final = 0x80
 FINAL: Final = 0x80
 OPCODE: Final = 0x0F
 CONTROL: Final = 8
-"""Opcodes from here on are of control frames, which are small."""
+"""Opcodes from this one on belong to control frames, which are small."""
 KEY_NBYTES: Final = 4
 
 
 class FrameCutter:
-    """Turn the bytes of a connection into others that mean the same, without large frames.
+    """Rewrite a connection's bytes to an equivalent stream without large frames.
 
-    :param nbytes_max: the largest frame that is accepted; a larger one is left to the library to refuse.
+    :param nbytes_max: the largest accepted frame; larger ones are left for the library to refuse.
     """
 
     def __init__(self, nbytes_max: int) -> None:
         self._nbytes_max = nbytes_max
-        # A frame's head of which a part has come, or bytes that do not fill a multiple of the masking key.
+        # An incomplete head of a frame, or bytes that do not fill a multiple of the masking key.
         self._kept = b""
         self.taken = 0
-        """How much was taken of what was fed last. The rest is to be fed again."""
+        """How many bytes of the last :meth:`feed` were used. Feed the rest again."""
         self._left = 0
-        """Bytes of the current frame that are still to come."""
+        """Bytes of the current frame that have not arrived yet."""
         self._is_cutting = False
         self.large_nbytes = 0
-        """Bytes of the frame that is being cut, or was cut last."""
+        """Size of the frame being cut, or of the last one that was."""
         self._first = 0
-        """The first byte of the fragment that comes next."""
+        """The first byte of the next fragment."""
         self._last = 0
         """The first byte of the last fragment."""
         self._key = b""
@@ -49,11 +49,11 @@ class FrameCutter:
 
     @property
     def is_between_frames(self) -> bool:
-        """Whether the last frame is complete and nothing of the next has come."""
+        """Whether the last frame is complete and nothing of the next has arrived."""
         return not self._left and not self._kept
 
     def feed(self, data: bytes) -> bytes:
-        """Return what is to be read in the place of as much of ``data`` as was taken."""
+        """Return the bytes to read in place of the part of ``data`` that was used (:attr:`taken`)."""
         self.taken = len(data)
         if self.is_between_frames and _is_one(data):
             return data
@@ -85,7 +85,7 @@ class FrameCutter:
         return b"".join(out)
 
     def _read_head(self, head: memoryview, out: list[bytes | memoryview]) -> int:
-        """Read a frame's head; return how many bytes it has, or 0 if it is not complete."""
+        """Read a frame's head; return its size in bytes, or 0 if it is incomplete."""
         if len(head) < 2:
             return 0
         size, is_masked = head[1] & ~MASKED, bool(head[1] & MASKED)
@@ -103,14 +103,14 @@ class FrameCutter:
         self.large_nbytes = nbytes
         self._key = bytes(head[end:start])
         self._first = head[0] & ~FINAL
-        # If it is cut at all, the last fragment continues the message, and ends it if the frame did.
+        # The last fragment continues the message, and ends it if the frame did.
         self._last = head[0] & FINAL
         return start
 
     def _cut(self, rest: memoryview, out: list[bytes | memoryview]) -> memoryview:
-        """Make a fragment of what has come of a large frame; return what follows it."""
+        """Make a fragment of the bytes of a large frame that have arrived; return what follows it."""
         is_last = len(rest) >= self._left
-        # The masking key goes round, and each fragment begins with its first byte.
+        # The masking key repeats, and each fragment begins with its first byte.
         nbytes = self._left if is_last else len(rest) // KEY_NBYTES * KEY_NBYTES
         if not nbytes:
             self._kept = bytes(rest)
@@ -120,7 +120,7 @@ class FrameCutter:
             first |= self._last
             self._is_cutting = False
         out += (bytes((first, MASKED | 127)), nbytes.to_bytes(8, "big"), self._key, rest[:nbytes])
-        self._first = 0  # What follows continues the message.
+        self._first = 0  # The next fragment continues the message.
         self._left -= nbytes
         if not is_last and nbytes < len(rest):
             self._kept = bytes(rest[nbytes:])
@@ -129,12 +129,12 @@ class FrameCutter:
 
 
 def _is_one(data: bytes) -> bool:
-    """Return whether bytes are one small frame, as most are."""
+    """Return whether ``data`` is exactly one small frame, as is usual."""
     if len(data) <= 3:
         return False
     size, head_nbytes = data[1] & ~MASKED, 2 + KEY_NBYTES
     if size == 126:
         size, head_nbytes = data[2] << 8 | data[3], 4 + KEY_NBYTES
     elif size == 127:
-        return False  # A large one, or one whose head is longer than it need be.
+        return False  # A large frame, or one with a needlessly long head.
     return len(data) == head_nbytes + size

@@ -37,22 +37,22 @@ except ImportError as error:
     raise MissingExtraError("websockets need websockets: pip install 'asynctrt[serve]'") from error
 
 FORGIVEN_NBYTES: Final = 16
-"""Bytes of overhead that count no more after each sweep: ten pings a second are always accepted."""
+"""Bytes of overhead forgiven at each sweep, so that ten pings a second are always accepted."""
 
 SLICE_NBYTES: Final = 4 << 10
 LONG_SLICE_NBYTES: Final = 64 << 10
-"""Bytes that are parsed at a time: more of a message that is longer."""
+"""Bytes parsed at a time; the second in the middle of a long message."""
 
 HEAD_NBYTES: Final = 2 + KEY_NBYTES
-"""The least head of a frame."""
+"""The smallest head of a frame."""
 
-# Names of their own, as to look one up in an enumeration takes time for each message.
+# Module-level names, because looking up an enumeration's member takes time for each message.
 TEXT, BINARY, CONT = Opcode.TEXT, Opcode.BINARY, Opcode.CONT
 DATA: Final = (BINARY, TEXT, CONT)
 
 
 def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: bytes) -> None:
-    """Turn an HTTP connection into the websocket that its client asks for, or answer why not.
+    """Turn an HTTP connection into the websocket that its client requests, or answer with an error.
 
     :param rest: the bytes that were read after the request.
     """
@@ -64,7 +64,7 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
             select_subprotocol=lambda _, offered: SUBPROTOCOL if SUBPROTOCOL in offered else None,  # type: ignore[arg-type, return-value]
             max_size=hub.settings.max_body,
         )
-        # The library parses requests itself, so this one is put together again for it.
+        # The library parses requests itself, so rebuild this one for it.
         lines = [b"GET " + request.path + b" HTTP/1.1"]
         lines += [name + b": " + value for name, value in request.headers.items()]
         protocol.receive_data(b"\r\n".join(lines) + b"\r\n\r\n")
@@ -89,10 +89,10 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
 
 
 class _Protocol(ServerProtocol):
-    """The library's protocol, for clients that close in the middle of a message."""
+    """The library's protocol, which also allows clients to close in the middle of a message."""
 
     def recv_frame(self, frame: Frame) -> None:
-        """Take a frame; one that closes may come between the frames of a message, which is then given up."""
+        """Handle a frame. A close frame may come between a message's frames; the message is then dropped."""
         if frame.opcode is Opcode.CLOSE:
             self.current_size = None
         super().recv_frame(frame)
@@ -108,7 +108,7 @@ def _refusal(protocol: ServerProtocol) -> CallerError:
 def _forget_frames(error: BaseException | None) -> None:
     """Drop the tracebacks of an error that the library keeps.
 
-    They lead to the connection, and back: what it has read would stay in memory until the next collection.
+    They refer to the connection, and it to them: its input would stay in memory until the next collection.
     """
     while error is not None:
         error.__traceback__ = None
@@ -143,23 +143,23 @@ class SocketConnection(asyncio.Protocol):
         self._assembly: Assembly | None = None
         self._is_text = False
         self._message_nbytes = 0
-        """Bytes of the message that is being put together."""
+        """Bytes of the message being assembled."""
         self._hold: Hold | None = None
-        """Its memory, if it is large."""
+        """The message's memory, if it is large."""
         self._pace = Pace(0)
         self._is_short = False
-        """Whether it waits for that."""
+        """Whether the message waits for memory."""
         self._is_reading = True
         self._is_flushing = False
         self._writing = Writing()
         self._written = 0
-        # The tick in which the first bytes of a message that is not complete yet were read.
+        # The tick in which the first bytes of a message that is still incomplete were read.
         self._began: int | None = None
         self._is_partial = False
         self._touched = hub.tick
         self._pinged = False
         self._closed_at: int | None = None
-        # What was read and not handled yet: messages behind those that are answered, and bytes.
+        # Input not handled yet: messages behind those being answered, and unparsed bytes.
         self._frames: deque[Frame] = deque()
         self._unparsed = bytearray()
         self._is_long = False
@@ -167,7 +167,7 @@ class SocketConnection(asyncio.Protocol):
         """Whether it waits for its client's next turn."""
         self._overhead = Overhead()
         self._is_deaf = False
-        """Whether nothing is read any more."""
+        """Whether the connection no longer reads anything."""
 
     def __repr__(self) -> str:
         return f"<SocketConnection {self._session!r}>"
@@ -215,9 +215,9 @@ class SocketConnection(asyncio.Protocol):
     # ---- frames and messages
 
     def _go_on(self, piece: bytes = b"") -> None:
-        """Handle what was read, for as long as its client's turn lasts.
+        """Handle what was read until its client's turn ends.
 
-        :param piece: a little that was read when nothing else was left to be parsed.
+        :param piece: a small piece that was read while nothing else was left to parse.
         """
         self._is_waiting = False
         turns, account, now_ns = self._hub.api.turns, self._session.account, self._hub.now_ns
@@ -242,32 +242,32 @@ class SocketConnection(asyncio.Protocol):
             else:
                 self._take(self._frames.popleft())
         turns.spend(account, began_ns, now_ns())
-        if not was_flushing:  # Else it is due at the end of this tick.
+        if not was_flushing:  # Otherwise the end of this tick flushes.
             self._flush()
         self._throttle()
 
     def _wait(self) -> None:
-        """Go on in its client's next turn."""
+        """Continue in the client's next turn."""
         self._is_waiting = True
         self._hub.api.turns.wait(self._session.account, self._go_on)
 
     @property
     def _is_held(self) -> bool:
-        """Whether messages wait: for requests to end, the client to read its answers, or for memory."""
+        """Whether messages wait: for requests to end, for the client to read its answers, or for memory."""
         return self._is_short or self._writing.since is not None or self._session.is_full
 
     def _next_piece(self) -> bytes:
-        """Return as much of what was read as is parsed at a time."""
+        """Remove and return the next bytes to parse."""
         nbytes = LONG_SLICE_NBYTES if self._is_long else SLICE_NBYTES
         piece = bytes(self._unparsed[:nbytes])
         del self._unparsed[:nbytes]
         return piece
 
     def _parse(self, piece: bytes) -> None:
-        """Parse some of what was read."""
+        """Parse a piece of what was read."""
         protocol = self._protocol
         cut = self._cutter.feed(piece)
-        if cut:  # Nothing at all would mean that the client has finished.
+        if cut:  # The library takes empty data to mean that the client has finished.
             protocol.receive_data(cut)
         if self._cutter.taken < len(piece):
             self._unparsed[:0] = piece[self._cutter.taken :]
@@ -290,13 +290,13 @@ class SocketConnection(asyncio.Protocol):
             self._began = self._hub.tick
         if is_flood:
             self._protocol.fail(POLICY_VIOLATION, "too many control frames, or tiny or empty fragments")
-            self._is_deaf = True  # Its own close is not waited for: that would be to read on.
+            self._is_deaf = True  # Do not wait for the client's close frame, as that means reading on.
             self._flush()
             self._forget_message()
 
     def _take(self, frame: Frame) -> None:
         if self._closed_at is not None:
-            return  # Nobody could be answered, and memory for it would be waited for.
+            return  # It cannot be answered, and would wait for memory in vain.
         opcode = frame.opcode
         if opcode is BINARY or opcode is TEXT:
             self._is_text = opcode is TEXT
@@ -321,7 +321,7 @@ class SocketConnection(asyncio.Protocol):
         """Add the next fragment of a message."""
         self._message_nbytes = nbytes = self._message_nbytes + len(data)
         if nbytes > UNCOUNTED_NBYTES and (self._hold is None or nbytes > self._hold.nbytes):
-            # A client's own fragments, of which it is unknown how many come.
+            # The client fragments the message itself, and the number of fragments is unknown.
             self._reserve(min(2 * nbytes, self._hub.settings.max_body))
         assembly = self._assembly
         if assembly is None:
@@ -329,13 +329,13 @@ class SocketConnection(asyncio.Protocol):
         elif assembly.has_room(len(data)):
             assembly.add(data)
         else:
-            # A client's own fragments: the size was that of another one.
+            # The client fragments the message itself: the size was only that of its first frame.
             self._assembly = None
             self._pieces += assembly.whole()
             self._pieces += data
 
     def _reserve(self, nbytes: int) -> None:
-        """Hold memory for a message, or read no more until there is some."""
+        """Hold memory for a message; if there is none, stop reading until there is."""
         if self._hold is None:
             self._hold = self._session.new_hold()
             self._pace = Pace(self._hub.tick)
@@ -343,7 +343,7 @@ class SocketConnection(asyncio.Protocol):
             self._is_short = True
 
     def _got_memory(self, *, is_granted: bool) -> None:
-        """Go on reading a message, or refuse it."""
+        """Continue reading a message, or refuse it."""
         self._is_short = False
         if not is_granted:
             self._protocol.fail(CloseCode.TRY_AGAIN_LATER, self._hub.api.memory.refuse())
@@ -353,7 +353,7 @@ class SocketConnection(asyncio.Protocol):
     def _receive(self, raw: bytes | bytearray | memoryview) -> None:
         hold, self._hold = self._hold, None
         if self._is_short and hold is not None:
-            hold.set(len(raw))  # Its end was read already when its memory was asked for.
+            hold.set(len(raw))  # Its end had already been read when memory was requested.
             self._is_short = False
         if not self._is_text:
             self._session.receive(raw, hold)
@@ -374,12 +374,12 @@ class SocketConnection(asyncio.Protocol):
         else:
             protocol.send_binary(message)
         if not self._is_flushing:
-            # A batch's answers arrive one by one; all of one client's in a loop iteration are one write.
+            # A batch's answers arrive one by one; write one client's answers of a loop iteration at once.
             self._is_flushing = True
             self._hub.at_end_of_tick(self._flush)
 
     def _send_pieces(self, pieces: Sequence[Buffer]) -> None:
-        """Send a binary message. A large one is neither put together nor copied: each would hold the loop."""
+        """Send a binary message. Large ones are not joined or copied, which would block the event loop."""
         nbytes = sum(map(len, pieces))
         if nbytes <= JOIN_NBYTES_MAX:
             self._send(b"".join(pieces))
@@ -389,7 +389,7 @@ class SocketConnection(asyncio.Protocol):
                 self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
             self._write(self._protocol.data_to_send())
             self._written += nbytes
-            # The head of a frame with a size of 8 bytes, which a server does not mask.
+            # The head of a frame with an 8-byte size; a server does not mask.
             self._transport.write(bytes((0x80 | BINARY, 127)) + nbytes.to_bytes(8, "big"))
             for piece in pieces:
                 self._transport.write(piece)
@@ -405,22 +405,22 @@ class SocketConnection(asyncio.Protocol):
         if self._protocol.close_expected():
             if self._closed_at is None:
                 self._closed_at = self._hub.tick
-                # The client may take its time to close, and what it has sent is of no use any more.
-                # Its own close comes behind these: without them nobody knows where it begins.
+                # The client may delay its close, and its earlier messages are useless now. Keep the unparsed
+                # bytes: without them, the start of its close frame would be unknown.
                 unparsed, self._unparsed = self._unparsed, bytearray()
                 self._forget_message()
                 self._unparsed = unparsed
                 self._room()
             is_refused = self._protocol.state is not State.CLOSED and self._protocol.close_rcvd is None
             if is_refused and b"" in pieces and self._transport.can_write_eof():
-                # The client may still be sending. Closing now would reset the connection, and with it the
-                # frame that says why; so what comes is dropped until it closes, or the sweep's time is up.
+                # The client may still be sending. Closing now would reset the connection and lose the frame
+                # that says why; so drop its input until it closes, or the sweep's time is up.
                 end_writing(self._transport)
             elif self._protocol.state is State.CLOSED or b"" in pieces:
                 self._transport.close()
 
     def _write(self, pieces: list[bytes]) -> None:
-        """Write what the library has to send. An empty piece ends the connection, which is left to others."""
+        """Write the library's output. An empty piece, which ends the connection, is left to the caller."""
         raw = b"".join(pieces)
         if raw:
             self._written += len(raw)
@@ -429,7 +429,7 @@ class SocketConnection(asyncio.Protocol):
                 self._writing.count(self._transport, self._session.new_hold)
 
     def _room(self) -> None:
-        """Continue with the waiting messages, now that requests have ended or the client reads again."""
+        """Continue with waiting messages after requests have ended or the client reads again."""
         if (self._frames or self._unparsed) and not self._is_waiting and not self._is_held:
             self._wait()
         if not self._is_reading:
@@ -438,20 +438,20 @@ class SocketConnection(asyncio.Protocol):
             self._say_goodbye()
 
     def _throttle(self) -> None:
-        """Pause reading while the session is full or the client does not read, and resume it after."""
+        """Pause reading while input waits or cannot be handled, and resume it afterwards."""
         should_read = not (self._frames or self._unparsed or self._is_deaf or self._is_held)
         if should_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = should_read
             if should_read:
                 if self._began is not None:
-                    self._began = self._hub.tick  # Until now it could not go on sending.
+                    self._began = self._hub.tick  # Until now the client could not continue sending.
                     self._pace = Pace(self._hub.tick)
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
 
     def _forget_message(self) -> None:
-        """Drop what was read and not handled, and what there is of a message."""
+        """Drop input that was not handled, and the incomplete message."""
         self._frames.clear()
         self._unparsed.clear()
         self._pieces = bytearray()
@@ -462,7 +462,7 @@ class SocketConnection(asyncio.Protocol):
     # ---- the hub's calls
 
     def check_times(self, tick: int) -> None:
-        """Close the connection if a timeout has passed; ping a client that is silent."""
+        """Close the connection if a timeout has expired; ping a silent client."""
         hub = self._hub
         self._overhead.forgive(FORGIVEN_NBYTES)
         self._check_token()
@@ -497,7 +497,7 @@ class SocketConnection(asyncio.Protocol):
                 self._flush()
 
     def _is_late(self, ticks: int) -> str:
-        """Return why a message that began so many ticks ago comes too late, or nothing."""
+        """Return why a message that began ``ticks`` ago is too late, or an empty string."""
         hub, hold = self._hub, self._hold
         if ticks > hub.request_ticks:
             return f"the message did not arrive within {hub.settings.request_timeout:g} s"

@@ -1,6 +1,6 @@
-"""A front of ``asynctrt serve --fronts N``: a whole server, whose workers its parent has.
+"""A front of ``asynctrt serve --fronts N``: a complete server, whose workers belong to its parent.
 
-It is started by :mod:`asynctrt.serving.fronts` with the arguments ``FD FD VERSION``.
+:mod:`asynctrt.serving.fronts` starts it with the arguments ``FD FD VERSION``.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from asynctrt.workers.messages import receive, send
 from asynctrt.workers.spawn import SPAWNER, SharedWorkers
 
 BEAT_S: Final = 0.5
-"""How often the parent is shown that the event loop runs, and whether a model is lost."""
+"""Interval at which the parent is informed that the event loop runs, and whether a model is lost."""
 
 
 async def _run(
@@ -38,7 +38,7 @@ async def _run(
     def stop(*, at_once: bool) -> None:
         if not servers:
             logging.shutdown()
-            os._exit(0)  # It has taken no request yet, and a model that is being opened may hang.
+            os._exit(0)  # No request was accepted yet, and opening a model may hang.
         for server in servers:
             (server.end if at_once else server.ask)()
 
@@ -76,7 +76,7 @@ async def _run(
 
 
 def main() -> None:
-    """Run a front; the arguments are the descriptors of its sockets, and the parent's version."""
+    """Run a front. The arguments are its sockets' file descriptors and the parent's version."""
     if sys.argv[3] != __version__:
         sys.exit(f"asynctrt {__version__} is installed now, and the server runs {sys.argv[3]}: restart it")
     end, metrics = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])

@@ -1,7 +1,7 @@
-"""``asynctrt serve --fronts N``: several server processes on one port, and the workers that they share.
+"""``asynctrt serve --fronts N``: several server processes on one port, which share workers.
 
-This is their parent. It listens nowhere but at the port for metrics: it starts fronts and workers, starts
-again what has died, and hands on signals. :mod:`asynctrt.serving.front` is a front.
+This is their parent. It listens only on the port for metrics. It starts fronts and workers, restarts those
+that die, and forwards signals. :mod:`asynctrt.serving.front` is a front.
 """
 
 import asyncio
@@ -39,23 +39,23 @@ from asynctrt.workers.process import how_it_ended
 from asynctrt.workers.tether import Tether
 
 PAUSE_S: Final = 0.2
-"""The pause before a front is started again that died soon; it doubles with each further one. There is none
-after one that has served for a while."""
+"""The delay before restarting a front that died soon; it doubles each time. A front that has served for a
+while is restarted at once."""
 PAUSE_S_MAX: Final = 5.0
 SOON_NS: Final = 2_000_000_000
-"""Who has served for longer did not die of how it starts."""
+"""A front that has served for longer did not die of a failed start."""
 SPARE_S: Final = 5.0
 """How much longer than their drain_timeout fronts may take to stop."""
 SCRAPE_S: Final = 5.0
-"""How long a front may take to tell its metrics."""
+"""How long a front may take to return its metrics."""
 LOOK_S: Final = 0.5
-"""How often it is looked whether the event loops of fronts run."""
+"""Interval of checks that the fronts' event loops run."""
 SILENCE_S: Final = 5.0
-"""A front whose event loop has not run for so long is ended: all connections that it has wait for it."""
+"""A front whose event loop has not run for this long is killed: all its connections wait for it."""
 START_S: Final = 60.0
-"""How long a front may take until its event loop runs for the first time."""
+"""How long a front may take until its event loop first runs."""
 HURRIED_S: Final = 0.3
-"""How long fronts may take to end that are to do so at once."""
+"""How long fronts may take to stop when told to stop at once."""
 LENGTH: Final = 8
 
 logger = logging.getLogger("asynctrt.serving")
@@ -63,16 +63,16 @@ logger = logging.getLogger("asynctrt.serving")
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """To a new front: what to serve."""
+    """Message to a new front: what to serve."""
 
     config: ServeConfig
     is_replacement: bool
-    """Whether others answer at its port while it loads its models, so that it need not listen yet: what it
-    accepted would be told to come again."""
+    """Whether other fronts answer on the port while it loads its models, so that it need not listen yet: it
+    would have to ask clients to retry."""
 
 
 def places_in(fds: Sequence[int]) -> list[FoundModels]:
-    """Return what the folders of models had in them when the server was started, as it comes with Begin."""
+    """Return the models found when the server started, from the file descriptor sent with Begin."""
     (fd,) = fds
     try:
         return cast(
@@ -85,21 +85,21 @@ def places_in(fds: Sequence[int]) -> list[FoundModels]:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """From a front: it answers, and its models are ready."""
+    """Message from a front: it answers, and its models are ready."""
 
     lines: tuple[str, ...]
-    """What there is to tell about it."""
+    """Lines to print about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """From a front: why it cannot serve."""
+    """Message from a front: why it cannot serve."""
 
     error: AsynctrtError
 
 
 class Front:
-    """One front, over all the processes that it has had."""
+    """One front, across its successive processes."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -108,24 +108,24 @@ class Front:
         self.pidfd = -1
         self.tether: Tether | None = None
         self.ready_ns: int | None = None
-        """Since when it serves."""
+        """Time since which it serves."""
         self.silent_ns: int = 0
-        """For how long its event loop has not run."""
+        """How long its event loop has not run."""
         self.has_beaten = False
         self.is_lost = False
-        """Whether nothing can run one of its models."""
+        """Whether one of its models can no longer run."""
         self.is_leaving = False
-        """Whether it was told to end, for another one to take its place."""
+        """Whether it was told to stop, so that another process can replace it."""
         self.pause_s = 0.0
         self.error: AsynctrtError | None = None
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.scraping: asyncio.Task[bytes] | None = None
-        """It is asked for its metrics once at a time, however long it takes and however many want them."""
+        """The only request for its metrics in flight, however long it takes and however many want them."""
         self.is_to_reload = False
-        """Whether SIGHUP came when it was not there to take it."""
+        """Whether SIGHUP came before the front was ready to handle it."""
 
     def died(self, now_ns: int) -> None:
-        """Choose the pause before its next process."""
+        """Choose the delay before its next process."""
         self.silent_ns, self.has_beaten, self.is_lost, self.is_leaving = 0, False, False, False
         has_served = self.ready_ns is not None and now_ns - self.ready_ns > SOON_NS
         self.pause_s = 0.0 if has_served else min(max(2 * self.pause_s, PAUSE_S), PAUSE_S_MAX)
@@ -135,10 +135,9 @@ class Front:
 class Fronts:
     """The fronts of a server, and the pool of workers behind them.
 
-    :param config: with the ports that were reserved.
-    :param places: a descriptor of what the folders of models have in them. Fronts that take others' places
-        serve just that.
-    :param say: receives progress, a line each.
+    :param config: the configuration, with the reserved ports.
+    :param places: a file descriptor of the models in the folders. Replacement fronts serve exactly these.
+    :param say: called with each line of progress.
     """
 
     def __init__(self, config: ServeConfig, places: int, say: Callable[[str], None]) -> None:
@@ -163,8 +162,9 @@ class Fronts:
     async def run(self, more: Sequence[str], warnings: Sequence[str]) -> None:
         """Serve until SIGTERM or SIGINT.
 
-        :param more: lines to say once all fronts are ready; likewise ``warnings``, to log.
-        :raises AsynctrtError: what a front says if it cannot serve.
+        :param more: lines to print once all fronts are ready.
+        :param warnings: warnings to log at that time.
+        :raises AsynctrtError: a front's error, if it cannot serve.
         """
         with StopSignals(self._stop, self._hurry.set):
             await self._run(more, warnings)
@@ -240,12 +240,12 @@ class Fronts:
         self._loop.add_reader(own.fileno(), self._readable, front)
         self._loop.add_reader(front.pidfd, self._ended, front)
         if self._asked:
-            self._tell(front, Stop(at_once=False))  # It was not there yet when the others were told.
+            self._tell(front, Stop(at_once=False))  # It did not exist when the others were told.
 
     def _begin(self, front: Front) -> Begin:
         settings = self._config.settings
         if settings.access_log is not None:
-            # Two processes that write to one file tear each other's lines.
+            # Two processes that write to one file would interleave their lines.
             log = settings.access_log.with_name(f"{settings.access_log.name}.{front.number}")
             settings = replace(settings, access_log=log)
         return Begin(replace(self._config, settings=settings), self._was_ready)
@@ -277,7 +277,7 @@ class Fronts:
                 front.error = message.error
 
     def _ended(self, front: Front) -> None:
-        """Take back what a front had that has ended, and start another one, unless it was to end."""
+        """Clean up after a front that has ended, and start another one, unless the server is stopping."""
         assert front.process is not None
         assert front.end is not None
         status = front.process.poll()
@@ -315,7 +315,7 @@ class Fronts:
             try:
                 await self._start(front)
             except (OSError, UsageError) as error:
-                # The system has no process or descriptor left now; it may have later.
+                # The system is out of processes or file descriptors now; that may pass.
                 front.pause_s = PAUSE_S_MAX
                 logger.error("front %d: %s; it is tried again", front.number, error)  # noqa: TRY400
             else:
@@ -324,7 +324,7 @@ class Fronts:
     def _stop(self) -> None:
         self._asked = True
         for front in self._fronts:
-            # Not by a signal: whoever sent this one may send it to all processes, and a second one hurries.
+            # Not by a signal: the sender may signal every process, and a second signal means to stop at once.
             self._tell(front, Stop(at_once=False))
         self._changed.set()
 
@@ -337,8 +337,8 @@ class Fronts:
             front.process.kill()
 
     def _replace_lost(self, front: Front) -> None:
-        """Have a front end whose engine is lost, if there is another that can answer: it would go on to take
-        its share of the connections."""
+        """Stop a front whose engine is lost, if another one can answer. Otherwise it would keep accepting its
+        share of the connections."""
         others = [self._fronts[number] for number in self._ready if number != front.number]
         can_go = front.number in self._ready and not front.is_leaving and not self._asked
         if front.is_lost and can_go and any(not one.is_lost and not one.is_leaving for one in others):
@@ -347,11 +347,11 @@ class Fronts:
             self._tell(front, Stop(at_once=False))
 
     async def _look_after(self) -> None:
-        """End fronts whose event loops have not run for too long; others take their places."""
+        """Kill fronts whose event loops have not run for too long; others replace them."""
         while True:
             await asyncio.sleep(LOOK_S)
             now_ns = clock.now_ns()
-            # Who was stopped as well (Ctrl-Z) has not seen for how long a front was silent.
+            # Count at most one interval: if this process was stopped too (Ctrl-Z), it saw nothing.
             seen_ns, self._looked_ns = min(now_ns - self._looked_ns, int(LOOK_S * 1e9)), now_ns
             for front in self._fronts:
                 if front.process is None:
@@ -368,7 +368,7 @@ class Fronts:
             self._reload_one(front)
 
     def _reload_one(self, front: Front) -> None:
-        """Hand SIGHUP on to a front; once it is ready, as before it would end by it."""
+        """Forward SIGHUP to a front once it is ready; before that, the signal would end it."""
         front.is_to_reload = front.number not in self._ready
         if not front.is_to_reload and front.process is not None:
             os.kill(front.process.pid, signal.SIGHUP)
@@ -398,14 +398,14 @@ class Fronts:
         await closed
 
     async def _seen(self, task: "asyncio.Task[None]", timeout_s: float) -> bool:
-        """Return whether a task was done in time, and before everything is to end at once."""
+        """Return whether a task finished in time, and before the request to stop at once."""
         hurry = self._loop.create_task(self._hurry.wait())
         await asyncio.wait([task, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
         return task.done()
 
     async def _scrape(self, front: Front) -> bytes:
-        """Return the metrics of a front; nothing if it does not answer."""
+        """Return the metrics of a front; empty if it does not answer."""
         if front.streams is None or front.number not in self._ready:
             return b""
         task = front.scraping
@@ -416,7 +416,7 @@ class Fronts:
 
 
 async def _metrics_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """Return the metrics of a front; nothing if it ends."""
+    """Read the metrics of a front; return nothing if the front ends."""
     try:
         writer.write(b"\n")
         return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH)))
@@ -432,14 +432,14 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 def _spawn(end: int, metrics: int, tether: int) -> "subprocess.Popen[bytes]":
     command = child_command("asynctrt.serving.front", str(end), str(metrics), __version__)
     fds = end, metrics, tether
-    # A session of its own: Ctrl-C in a terminal is the parent's to hand on.
+    # A separate session: Ctrl-C in a terminal reaches only the parent, which forwards it.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)  # noqa: S603
 
 
 async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT, in this process or with several fronts.
 
-    :param say: receives progress messages, a line each.
+    :param say: called with each line of progress.
     :raises AsynctrtError: if it cannot listen on a port or load a model.
     """
     command.find_modules(config)
@@ -449,7 +449,7 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     settings = config.settings
     set_up_logging(settings.log_format, settings.log_level)
     if settings.gpu_memory is not None:
-        limit_gpu_memory(settings.gpu_memory)  # Of the workers: they are started here.
+        limit_gpu_memory(settings.gpu_memory)  # For the workers, which this process starts.
     await _serve(config, command.shower(settings, say))
 
 
@@ -459,7 +459,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         http_port = _reserve(stack, settings.host, settings.http_port)
         grpc_port = _reserve(stack, settings.host, settings.grpc_port) if settings.grpc else 0
         own = replace(settings, http_port=http_port, grpc_port=grpc_port, metrics_port=None)
-        # All fronts serve what is there now, however often they are replaced.
+        # All fronts serve the models found now, however often they are replaced.
         places = [await folder.found() for folder in config.folders()]
         held = os.memfd_create("asynctrt-models", os.MFD_CLOEXEC)
         stack.callback(os.close, held)
@@ -491,13 +491,13 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
 
 
 def _reserve(stack: ExitStack, host: str, port: int) -> int:
-    """Return a port that fronts may share, and that nobody else listens on.
+    """Reserve a port that fronts can share, and that no other process listens on.
 
-    :raises UsageError: if it cannot be had.
+    :raises UsageError: if the port is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        # Without SO_REUSEPORT first: another server's fronts would share the port with these.
+        # First without SO_REUSEPORT: with it, another server's fronts would share the port with these.
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
@@ -514,7 +514,7 @@ def _reserve(stack: ExitStack, host: str, port: int) -> int:
 
 
 async def answer_scrapes(end: socket.socket, text: Callable[[], Awaitable[bytes]]) -> None:
-    """Tell the parent the metrics of a front, as often as it asks."""
+    """Send the parent the metrics of a front whenever it asks."""
     reader, writer = await asyncio.open_connection(sock=end)
     while await reader.read(1):
         said = await text()

@@ -1,7 +1,7 @@
-"""Read what the GPUs of this machine do from NVIDIA's management library. An importer of ``pynvml``.
+"""Read the state of this machine's GPUs from NVIDIA's management library. An importer of ``pynvml``.
 
-It is optional: without the package (``pip install 'asynctrt[nvml]'``), or without a driver, there are no
-readings. All calls may block, so they belong in a thread.
+The library is optional: without the package (``pip install 'asynctrt[nvml]'``) or a driver, there are no
+readings. All calls may block, so make them in a thread.
 """
 
 import logging
@@ -13,18 +13,18 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class Gpu(NamedTuple):
-    """One GPU at one moment. What it does not tell is ``None``."""
+    """One GPU at one moment. Values that the GPU does not report are ``None``."""
 
     uuid: str
     utilization: float | None
-    """The share of the last moments in which anything computed on it, 0 to 1."""
+    """The fraction of recent time in which anything ran on it, 0 to 1."""
     memory_nbytes: int | None
     used_nbytes: int | None
     watts: float | None
 
 
 class Gpus:
-    """Read all GPUs that the library sees. Its methods may be called from any one thread at a time."""
+    """Reader of all GPUs that the library sees. Its methods may be called from any one thread at a time."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -34,7 +34,7 @@ class Gpus:
         return f"<Gpus {[uuid for uuid, _ in self._handles or ()]}>"
 
     def read(self) -> list[Gpu]:
-        """Return a reading of each GPU; none without the package, a driver or a GPU."""
+        """Return a reading of each GPU; empty without the package, a driver or a GPU."""
         if self._handles is None:
             self._handles = self._open()
         return [self._reading(uuid, handle) for uuid, handle in self._handles]
@@ -53,7 +53,7 @@ class Gpus:
         )
 
     def close(self) -> None:
-        """Let go of the library. Idempotent."""
+        """Close the library. Idempotent."""
         nvml, self._nvml, self._handles = self._nvml, None, []
         if nvml is not None:
             _told(nvml, nvml.nvmlShutdown)
@@ -61,7 +61,7 @@ class Gpus:
     def _open(self) -> list[tuple[str, Any]]:
         if find_spec("pynvml") is None:
             return []
-        import pynvml  # noqa: PLC0415  (it is optional)
+        import pynvml  # noqa: PLC0415  (the package is optional)
 
         try:
             pynvml.nvmlInit()
@@ -79,7 +79,7 @@ class Gpus:
 
 
 def _told(nvml: Any, ask: Callable[..., Any], *about: Any) -> Any:
-    """Return what ``ask`` returns, or ``None`` if the GPU does not tell it: a virtual one may not."""
+    """Return what ``ask`` returns, or ``None`` if the GPU does not report it, as with some virtual GPUs."""
     try:
         return ask(*about)
     except nvml.NVMLError:

@@ -1,11 +1,11 @@
 """Serve KServe over gRPC: Triton's service, and health checks, on ``grpc.aio``.
 
-Handlers take and return bytes, so that a malformed message is answered like any other error. When a client
-cancels a call, or its deadline passes, its task is cancelled, and its request leaves the queue.
+Handlers take and return bytes, so a malformed message is answered like any other error. When a client cancels
+a call, or its deadline passes, its task is cancelled, and its request leaves the queue.
 
-gRPC reads a message only when it is asked for it; until then a client can send 64 KiB of it. So every method
-checks the metadata first, then has memory for a message, then reads it, within a time. gRPC would also unpack
-what is compressed, on the one thread that all calls share: it is told not to, and that is done here.
+gRPC reads a message only on request; until then a client can send 64 KiB of it. So every method first checks
+the metadata, then waits for memory, then reads the message, within a time limit. gRPC would also decompress
+messages, on the one thread that all calls share: that is turned off, and done here instead.
 """
 
 import asyncio
@@ -62,31 +62,31 @@ except ImportError as error:
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 HEALTH_S: Final = 1.0
-"""How often it is looked for Watch streams what has changed otherwise than over gRPC. One look is for all of
-them: anybody may open thousands."""
+"""Interval of checks, for Watch streams, for changes that did not come over gRPC. One check serves all
+streams: anyone may open thousands."""
 
 WOKEN_MAX: Final = 16
-"""Of those, how many are told in one turn of the loop: 1 ms."""
+"""The number of Watch streams woken in one turn of the event loop: 1 ms."""
 
 WATCHES_MAX: Final = 1024
-"""Watch streams at once, which need no token: 24 KiB each."""
+"""The largest number of concurrent Watch streams, which need no token: 24 KiB each."""
 WATCH_S: Final = 600.0
-"""How long one lasts. Its client then begins another."""
+"""The lifetime of a Watch stream, after which its client opens another."""
 
 STRANGERS_MAX: Final = 32
-"""Messages at once that are read from clients without a token: each could be the largest."""
+"""Messages read at once from clients without a token: each could be of the largest size."""
 STRANGER_S: Final = 10.0
-"""Time for such a message to arrive. It is a name."""
+"""Time for such a message to arrive: it holds only a name."""
 CROWD_S: Final = 0.25
-"""How long a call waits for others to be read before one makes room: honest ones may come all at once."""
+"""How long a call waits before a message being read makes room: honest ones may come all at once."""
 
 CALL_NS: Final = 100_000
-"""About what a call takes of the event loop."""
+"""Approximate event loop time of a call."""
 
 SWEEP_S: Final = 0.25
-"""Seconds between checks for calls whose clients send or take too slowly."""
+"""Seconds between checks for calls whose clients send or receive too slowly."""
 SLOW_NS: Final = 1_000_000_000
-"""Messages that have not arrived after this time make room when memory is short."""
+"""Messages still incomplete after this time make room when memory is short."""
 
 OPEN: Final = frozenset({"ServerLive", "ServerReady"})
 """Methods that need no token."""
@@ -106,17 +106,17 @@ UNSUPPORTED: Final = (
 NBYTES_MAX: Final = 2**31 - 1
 """gRPC's own limit for a message."""
 DETAILS_LENGTH_MAX: Final = 2000
-"""Characters of an error message that are sent; clients refuse trailers over 8 KiB."""
+"""Characters sent of an error message; clients refuse trailers over 8 KiB."""
 
 HANDSHAKE_MS: Final = 10_000
-"""Time for a new connection until it has spoken: TLS, and HTTP/2's first frame."""
+"""Time limit for a new connection's handshake: TLS, and HTTP/2's first frame."""
 
 PING_MS: Final = 5_000
-"""Clients may ping this often, with or without calls. The shortest interval that clients in Go have is 10 s,
-and others are often told the same."""
+"""Clients may ping this often, with or without calls. The shortest interval of clients in Go is 10 s, and
+others are often configured the same."""
 
 FIELDS_MAX: Final = 64
-"""Fields of a large request besides its tensors."""
+"""Fields that a large request may have besides those of its tensors."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -124,7 +124,7 @@ logger = logging.getLogger("asynctrt.serving")
 class GrpcServer:
     """Serve an :class:`Api` over gRPC, with the address and limits in ``settings``.
 
-    :param certificate: for TLS; each new connection gets what it has then.
+    :param certificate: for TLS; each new connection uses its current contents.
     """
 
     def __init__(
@@ -152,13 +152,13 @@ class GrpcServer:
         self._watches: Places[asyncio.Timeout] = Places(WATCHES_MAX)
         self._strangers: Places[asyncio.Timeout] = Places(STRANGERS_MAX)
         self._crowd = asyncio.Semaphore(STRANGERS_MAX)
-        # A message that arrives on a stream is not counted before its end: it may be any stream's.
+        # A message on a stream is counted only once it is complete, so limit the number of streams.
         memory_nbytes = api.memory.nbytes_max
         self._places: Places[_Stream] = Places(max(STRANGERS_MAX, memory_nbytes // self._message_nbytes_max))
         self._reading: set[_Reading] = set()
-        """Messages that are being read."""
+        """Messages being read."""
         self._sending: dict[Any, _Sending] = {}
-        """Answers that clients have to take."""
+        """Answers that clients have not taken yet."""
         self._tokens_version = api.tokens_version
         self._timer: asyncio.TimerHandle | None = None
         self._to_wake: list[asyncio.Event] = []
@@ -204,7 +204,7 @@ class GrpcServer:
         return int(bound)
 
     async def drain(self) -> None:
-        """Report not ready, so that balancers send elsewhere. Requests are still answered."""
+        """Report not ready, so that load balancers send elsewhere. Requests are still answered."""
         self._is_draining = True
         self._health_changed()
 
@@ -220,7 +220,7 @@ class GrpcServer:
             self._timer.cancel()
 
     def _sweep(self) -> None:
-        """Give up calls whose clients send or take too slowly, or whose token was revoked."""
+        """Give up calls whose clients send or receive too slowly, or whose token was revoked."""
         self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
         now_ns = clock.now_ns()
         limit_ns = int(self._settings.request_timeout * 1e9)
@@ -236,9 +236,9 @@ class GrpcServer:
                 stream.check_token()
 
     def _look_at_answers(self, now_ns: int) -> None:
-        """Close connections on which answers are not taken that others need the room of.
+        """Close connections whose clients do not take their answers, if others need the room.
 
-        gRPC can end a call in no other way: it would have to tell its client so.
+        gRPC cannot end such a call in any other way: it would have to inform the client.
         """
         is_needed = self._api.memory.is_short(now_ns) or len(self._sending) > self._settings.max_requests // 4
         late_ns = now_ns - int(self._settings.write_timeout * 1e9)
@@ -254,13 +254,13 @@ class GrpcServer:
     def _reporting(self, work: Callable[[Any], Awaitable[bytes]]) -> Any:
         """Return the handler of a unary method that answers with ``work``, or with its error.
 
-        For gRPC its requests are a stream, of which ``work`` reads the only one: gRPC would read it
-        beforehand.
+        The method is declared with a stream of requests, and ``work`` reads the only one: otherwise gRPC
+        would read it first.
         """
 
         async def handle(_: Any, context: Any) -> bytes:
-            # The context keeps the exception that aborts a call, and its traceback this frame, which refers
-            # to the context: a cycle. So nothing here may refer to the message by then, nor to an error,
+            # The context keeps the exception that aborts a call; its traceback refers to this frame, which
+            # refers to the context: a cycle. So by then nothing here may refer to the message, or to an error
             # whose traceback does.
             working = work(context)
             try:
@@ -280,35 +280,35 @@ class GrpcServer:
         raise AssertionError("abort raises")
 
     def sending(self, key: Any, context: Any) -> None:
-        """Note that a client has to take an answer from now on."""
+        """Record that a client has to take an answer from now on."""
         task = asyncio.current_task()
         assert task is not None
         self._sending[key] = _Sending(clock.now_ns(), task, context.peer())
 
     def sent(self, key: Any) -> None:
-        """Note that it has, for what is sent before its task ends."""
+        """Record that the client took an answer, unless the answer ends its task."""
         self._sending.pop(key, None)
 
     def _options(self) -> list[tuple[str, int]]:
         settings = self._settings
         idle_ms = max(1000, int(settings.idle_timeout * 1000))
         return [
-            # A second server that shared the port would take half of the connections.
+            # A second server that shared the port would receive half of the connections.
             ("grpc.so_reuseport", int(self._shares_port)),
             ("grpc.max_receive_message_length", self._message_nbytes_max),
             ("grpc.per_message_decompression", 0),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", min(settings.max_headers, NBYTES_MAX)),
             ("grpc.max_connection_idle_ms", idle_ms),
-            # Further connections are closed, and further calls on one wait at their client.
+            # Connections beyond these are closed; further calls on one connection wait at the client.
             ("grpc.max_allowed_incoming_connections", min(settings.max_connections, NBYTES_MAX)),
             ("grpc.max_concurrent_streams", min(settings.max_requests_per_connection, NBYTES_MAX)),
-            # It would refuse calls beyond that, instead of letting them wait.
+            # It would refuse further calls, instead of letting them wait.
             ("grpc.http.overload_protection", 0),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-            # A client whose machine is gone sends nothing; a failed ping cancels its requests.
+            # A client whose machine has failed sends nothing; a failed ping cancels its requests.
             ("grpc.keepalive_time_ms", idle_ms),
-            # By default clients may ping every 5 min, and every 2 h without a call: others are cut off.
+            # By default, clients that ping more often than every 5 min, or 2 h without a call, are cut off.
             ("grpc.http2.min_ping_interval_without_data_ms", PING_MS),
             ("grpc.keepalive_permit_without_calls", 1),
         ]
@@ -323,7 +323,7 @@ class GrpcServer:
             return grpc.ssl_server_certificate_configuration([(used.key, used.chain)])
 
         def changed() -> Any:
-            # Called by gRPC's thread for each new connection; None means the same as before.
+            # gRPC's thread calls this for each new connection; None means unchanged.
             nonlocal used
             if certificate.pem is used:
                 return None
@@ -370,7 +370,7 @@ class GrpcServer:
         return self._reporting(work)
 
     def _parse(self, kind: Any, body: Body) -> Any:
-        """Parse a message that has no tensors."""
+        """Parse a message without tensors."""
         if len(body) > self._settings.max_json:
             raise TooLargeError(
                 f"the request has {len(body)} bytes; at most {self._settings.max_json} are accepted"
@@ -385,20 +385,20 @@ class GrpcServer:
         return self._reporting(work)
 
     def _named(self, context: Any) -> dict[bytes, bytes]:
-        """Return a call's metadata as headers, with its id, which goes back with its answer."""
+        """Return a call's metadata as headers, with its id, which is also returned with the answer."""
         headers = _headers(context)
         context.set_trailing_metadata(((ID_METADATA, self._api.ids.of(headers).decode()),))
         return headers
 
     def _let_in(self, name: str, context: Any) -> tuple[Headers, Caller]:
-        """Check a client's token. Return its headers, and what its calls on one connection share.
+        """Check a client's token. Return its headers, and the caller that its calls on one connection share.
 
         :raises UnauthorizedError: if it has no token, or a wrong one.
         """
         headers = self._named(context)
         if self._api.has_tokens:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
-        # A proxy sends the calls of several clients on one connection.
+        # A proxy sends several clients' calls on one connection.
         key = context.peer(), self._api.named(headers)
         caller = self._callers.get(key)
         if caller is None:
@@ -407,16 +407,16 @@ class GrpcServer:
         return headers, caller
 
     async def _read(self, context: Any, caller: Caller) -> tuple[Body, Hold]:
-        """Read a call's only message when it is its client's turn, and there is memory for it.
+        """Read a call's only message, in its client's turn and once there is memory for it.
 
-        :returns: the message, and the memory that is held for it.
+        :returns: the message, and the hold on its memory.
         """
         account = self._api.account(caller)
         await self._api.turns.enter(account, CALL_NS)
         hold = Hold(account)
         if not await hold.reserve(self._message_nbytes_max):
             raise QueueFullError(self._api.memory.refuse())
-        # Not asyncio.timeout(): a timer for each call would cost a tenth of it.
+        # Not asyncio.timeout(): a timer for each call would take a tenth of its time.
         reading = _Reading()
         self._reading.add(reading)
         try:
@@ -431,7 +431,7 @@ class GrpcServer:
         return await self._unpacked(_some(body), hold, caller), hold
 
     async def _unpacked(self, body: bytes, hold: Hold, caller: Caller) -> Body:
-        """Return a message as it was before its client compressed it."""
+        """Decompress a message if its client compressed it."""
         hold.set(len(body))
         if not is_compressed(body):
             return body
@@ -454,7 +454,7 @@ class GrpcServer:
             raise _LateError("the message did not arrive in time") from None
 
     async def _enter_crowd(self) -> None:
-        """Wait until another message may be read; after ``CROWD_S``, give up one that has not arrived."""
+        """Wait until another message may be read; after ``CROWD_S``, drop one that has not arrived."""
         try:
             async with asyncio.timeout(CROWD_S):
                 await self._crowd.acquire()
@@ -523,18 +523,18 @@ class GrpcServer:
         del body
         request = await self._parsed(split, caller, hold)
         inference = await self._begin(request, split.raw, headers, caller, hold, then)
-        del split, hold  # Its inputs are views of the message, whose memory is the inference's from here on.
+        del split, hold  # The inputs are views of the message, whose memory the inference now holds.
         # Cancelling this task cancels the request.
         await inference.answer()
         answer = await self._encoded(inference, bytes)
         self.sending(context, context)
         if len(answer) > SMALL_NBYTES:
-            # gRPC has it until it is sent. The context keeps the callback, and with it the memory's count.
+            # gRPC has it until it is sent. The context keeps the callback, and with it the hold.
             context.add_done_callback(partial(_sent, Hold(self._api.account(caller), len(answer))))
         return answer
 
     async def _encoded(self, inference: Inference, wrap: Callable[[bytes], bytes]) -> bytes:
-        """Encode an answer and ``wrap`` it, in a thread if that takes long.
+        """Encode an answer and ``wrap`` it, in a thread if that is slow.
 
         :raises AsynctrtError: if the inference failed.
         """
@@ -547,7 +547,7 @@ class GrpcServer:
         else:
             answer = wrap(codec.encode(request, result))
         if not request.layout.is_simple:
-            self._check_answer(len(answer))  # How long strings are is not known before.
+            self._check_answer(len(answer))  # The size of strings is only known now.
         return answer
 
     async def _stream(self, _: Any, context: Any) -> None:
@@ -571,16 +571,16 @@ class GrpcServer:
             await self._abort(context, failure)
 
     def _split(self, body: Body) -> SplitRequest:
-        """Take the raw tensors out of an inference request, if it is not too large without them."""
+        """Take the raw tensors out of an inference request, unless the rest is too large."""
         settings = self._settings
-        # Three fields for each tensor: input, raw contents, output. The others are names and parameters.
+        # Three fields for each tensor: input, raw contents, output. The rest is for names and parameters.
         fields_max = 3 * settings.max_tensors + FIELDS_MAX
         return split_request(body, fields_max=fields_max, nbytes_max=settings.max_json)
 
     async def _parsed(self, split: SplitRequest, caller: Caller, hold: Hold) -> Any:
-        """Parse what there is besides raw tensors, in a thread if it is much."""
+        """Parse everything but the raw tensors, in a thread if it is much."""
         if split.is_slow:
-            # The thread has the message's memory when the client has gone, too.
+            # The thread holds the message's memory even after the client has disconnected.
             return await self._api.worker.run(partial(parse, self._request, split.rest), caller.client, hold)
         return parse(self._request, split.rest)
 
@@ -593,9 +593,9 @@ class GrpcServer:
         hold: Hold,
         then: Then | None = None,
     ) -> Inference:
-        """Decode a request, in a thread if that takes long, and submit it to its engine.
+        """Decode a request, in a thread if that is slow, and submit it to its engine.
 
-        :raises AsynctrtError: if it is refused; the failure is counted already.
+        :raises AsynctrtError: if it is refused; the failure has already been counted.
         """
         began_ns = clock.now_ns()
         served = self._api.repository.find(request.model_name, request.model_version)
@@ -615,9 +615,9 @@ class GrpcServer:
             raise
 
     def _check_answer(self, nbytes: int) -> None:
-        """Refuse an answer for which everybody else would wait while gRPC copies it.
+        """Refuse an answer so large that others would have to wait while gRPC copies it.
 
-        :raises TooLargeError: before it is computed, if its size is known by then.
+        :raises TooLargeError: if it is too large; before it is computed if its size is known by then.
         """
         nbytes_max = self._settings.max_grpc_message
         if nbytes > nbytes_max:
@@ -655,14 +655,14 @@ class GrpcServer:
         }
 
     def _service(self, body: bytes, context: Any) -> str:
-        """Return which service a client asks about. Which models there are is told with the token alone."""
+        """Return the service that a client asks about. If tokens are set, asking about a model needs one."""
         service: str = self._parse(self._kinds["HealthCheckRequest"], body).service
         if service not in ("", SERVICE) and self._api.has_tokens:
             self._api.authorize(f"/{HEALTH_SERVICE}/Check".encode(), _headers(context))
         return service
 
     def _health(self, service: str) -> str:
-        """Return the status of a model, or of the server for an empty name or its service's."""
+        """Return the status of a model; for an empty name or the service's, that of the server."""
         is_draining = self._is_draining or self._api.repository.is_draining
         if service in ("", SERVICE):
             return "SERVING" if self._is_ready else "NOT_SERVING"
@@ -707,7 +707,7 @@ class GrpcServer:
     async def _tell_health(
         self, service: str, changed: asyncio.Event, tell: Callable[[bytes], Awaitable[None]]
     ) -> None:
-        """Send a status, and each change of it, until the server stops."""
+        """Send a status, and every change of it, until the server stops."""
         told = ""
         while not self._is_stopping:
             changed.clear()
@@ -721,7 +721,7 @@ class GrpcServer:
         return self._is_ready, [(item["name"], item["state"]) for item in self._api.repository.index()]
 
     async def _look_for_changes(self, seen: tuple[bool, list[tuple[str, str]]]) -> None:
-        """Wake those who watch when a model has changed its state, over HTTP or by itself."""
+        """Wake the watchers when a model has changed its state, over HTTP or by itself."""
         while True:
             await asyncio.sleep(HEALTH_S)
             states = self._states()
@@ -730,7 +730,7 @@ class GrpcServer:
                 self._health_changed()
 
     def _health_changed(self) -> None:
-        """Wake those who watch, a few at a time: there may be thousands."""
+        """Wake the watchers, a few at a time: there may be thousands."""
         is_waking = bool(self._to_wake)
         self._to_wake = list(self._watchers)
         if self._to_wake and not is_waking:
@@ -745,7 +745,7 @@ class GrpcServer:
 
 
 class _Stream:
-    """One ``ModelStreamInfer``: reads requests, and writes each answer as it becomes ready."""
+    """One ``ModelStreamInfer`` call: reads requests, and writes each answer when it is ready."""
 
     def __init__(self, server: GrpcServer, context: Any, headers: Headers, caller: Caller) -> None:
         self._server = server
@@ -755,13 +755,13 @@ class _Stream:
         self._account = server._api.account(caller)
         self._cut: asyncio.Timeout | None = None
         self._why: AsynctrtError | None = None
-        """Why it is cut off."""
+        """Why it was cut off."""
         self._taken_max = server._settings.max_requests_per_connection
         self._taken = 0
-        """Requests that were read and whose answers are not written yet."""
+        """Requests that were read and whose answers have not been written."""
         self._answer_nbytes_max = server._settings.max_body
         self._answer_nbytes = 0
-        """Raw bytes of the answers to requests that are taken."""
+        """Raw bytes of the answers to those requests."""
         self._in_flight: set[Inference] = set()
         self._answers: deque[Inference | bytes] = deque()
         self._may_read = asyncio.Event()
@@ -791,11 +791,11 @@ class _Stream:
         self._reader.cancel()
 
     def crowd_out(self) -> None:
-        """End at once: there are too many streams, and its client has the most of them."""
+        """End at once: there are too many streams, and this client has the most."""
         self._end(QueueFullError("too many streams are open, most of them by this client: retry later"))
 
     def check_token(self) -> None:
-        """End at once if the token that it was opened with was revoked."""
+        """End at once if the token that opened the stream was revoked."""
         try:
             self._server._api.authorize(f"/{SERVICE}/ModelStreamInfer".encode(), self._headers)
         except UnauthorizedError as error:
@@ -816,7 +816,7 @@ class _Stream:
                 self._may_read.clear()
                 await self._may_read.wait()
             hold = Hold(self._account)
-            while not await hold.reserve(1):  # There is no room at all: its client waits.
+            while not await hold.reserve(1):  # There is no memory at all, so the client waits.
                 pass
             hold.set(0)
             body = await self._context.read()
@@ -861,7 +861,7 @@ class _Stream:
                     nbytes, hold = answer.request.layout.answer_nbytes, answer.hold
                     answer = await self._encoded(answer)
                 await self._send(answer)
-                del hold  # It was that of the answer until here.
+                del hold  # Until here it was the answer's.
                 self._taken -= 1
                 self._answer_nbytes -= nbytes
                 self._may_read.set()
@@ -890,19 +890,19 @@ class _Stream:
 
 
 def _sent(hold: Hold, _: Any) -> None:
-    """Hold no more memory of an answer that was sent, or never will be."""
+    """Release the memory of an answer that was sent, or never will be."""
     hold.set(0)
 
 
 def _wrapped(wrap: Callable[[bytes], bytes], codec: ProtobufCodec, request: Any, result: Any) -> bytes:
-    """Encode an answer in a thread."""
+    """Encode an answer, in a thread."""
     return wrap(codec.encode(request, result, pause))
 
 
 def _some(body: Any) -> bytes:
-    """Return a message that was read.
+    """Check that a message was read, and return it.
 
-    :raises RequestError: if its client has ended the call without one.
+    :raises RequestError: if the client ended the call without one.
     """
     if body is grpc.aio.EOF:
         raise RequestError("the call has no message")
@@ -911,7 +911,7 @@ def _some(body: Any) -> bytes:
 
 
 class _LateError(RequestError):
-    """A message has not arrived in time."""
+    """A message did not arrive in time."""
 
     grpc_code = "DEADLINE_EXCEEDED"
 
@@ -925,7 +925,7 @@ def _headers(context: Any) -> dict[bytes, bytes]:
 
 
 class _Reading:
-    """A message that this task reads."""
+    """A message that the current task is reading."""
 
     __slots__ = ("is_late", "since_ns", "task")
 
@@ -937,14 +937,14 @@ class _Reading:
         self.is_late = False
 
     def give_up(self) -> None:
-        """Let the read fail. Idempotent."""
+        """Make the read fail. Idempotent."""
         if not self.is_late:
             self.is_late = True
             self.task.cancel()
 
 
 class _Sending(NamedTuple):
-    """An answer that a client has to take: since when, of which task, and who it is."""
+    """An answer that a client has to take: since when, the task that sends it, and the peer."""
 
     since_ns: int
     task: asyncio.Task[Any]
@@ -952,7 +952,7 @@ class _Sending(NamedTuple):
 
 
 def shut_down(peer: str) -> None:
-    """Shut down the connection of this process with a peer, of which gRPC has the socket."""
+    """Shut down this process's connection with a peer, whose socket gRPC owns."""
     address, port = address_of(peer), peer.rpartition(":")[2]
     for entry in list(Path("/proc/self/fd").iterdir()):
         with suppress(OSError):
@@ -966,7 +966,7 @@ def shut_down(peer: str) -> None:
 
 
 class _Failure(NamedTuple):
-    """How a call fails: the name of its status code, the message, and metadata for the client."""
+    """A failure of a call: the name of its status code, the message, and metadata for the client."""
 
     code: str
     details: str
@@ -974,7 +974,7 @@ class _Failure(NamedTuple):
 
 
 def _explained(error: BaseException) -> _Failure:
-    """Return how a call fails that raised an error."""
+    """Return the failure of a call that raised ``error``."""
     if isinstance(error, AsynctrtError):
         return _Failure(error.grpc_code, str(error)[:DETAILS_LENGTH_MAX], pushback(error))
     if isinstance(error, asyncio.CancelledError):
@@ -988,9 +988,9 @@ def _stopping() -> EngineClosedError:
 
 
 async def _check_address(host: str, port: int) -> None:
-    """Try to listen, as gRPC reports that it failed but not why.
+    """Try to listen, since gRPC reports that it failed but not why.
 
-    :raises UsageError: if it is not possible.
+    :raises UsageError: if the address cannot be listened on.
     """
     try:
         probe = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
@@ -1001,7 +1001,7 @@ async def _check_address(host: str, port: int) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """Return why listening failed, without the address, which asyncio repeats in the error's text."""
+    """Return why listening failed, without the address that asyncio repeats in the error's text."""
     number = errno_of(error)
     if number is None or isinstance(error, socket.gaierror):
         return error.strerror or str(error)
@@ -1009,8 +1009,8 @@ def reason_of(error: OSError) -> str:
 
 
 def errno_of(error: OSError) -> int | None:
-    """Return the number of the error with which listening failed."""
-    # From Python 3.13 on asyncio has no number for an address that is not of this machine.
+    """Return the errno with which listening failed."""
+    # From Python 3.13 on, asyncio sets no errno for an address that is not this machine's.
     if error.errno is None and "could not bind on any address" in str(error):
         return errno.EADDRNOTAVAIL
     return error.errno

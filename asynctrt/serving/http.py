@@ -1,4 +1,4 @@
-"""Speak HTTP/1.1 on an event loop: sockets, answers, timeouts. Requests are read by ``http_reader.py``.
+"""Speak HTTP/1.1 on an event loop: sockets, answers, timeouts. ``http_reader.py`` reads the requests.
 
 An inference takes a short path: its body is decoded in the callback that delivers its last byte, and its
 answer is written in the callback of its batch, with no task in between. Every other request is a task that
@@ -39,34 +39,34 @@ from asynctrt.serving.served import Inference
 SWEEP_S: Final = 0.25
 """Seconds between checks of all connections for timeouts."""
 SWEEP_CONNECTIONS: Final = 500
-"""Connections that are checked before it is the turn of others: 0.5 ms."""
+"""Connections checked in one turn of the event loop: 0.5 ms."""
 
 CLOSED_MAX: Final = 40
-"""Connections whose clients have gone that are closed in one turn of the loop: 1 ms. All of them may go at
-once."""
+"""Disconnected clients' connections closed in one turn of the event loop: 1 ms. All clients may
+disconnect at once."""
 
 JOIN_NBYTES_MAX: Final = 128 << 10
-"""The pieces of a larger body are handed to the transport one by one instead of being joined."""
+"""The pieces of a larger body are passed to the transport one by one instead of being joined."""
 
 SPARE: Final = 32
-"""Connections beyond ``max_connections``: for health checks, and to tell clients that there are too many."""
+"""Connections beyond ``max_connections``, for health checks and to tell clients that there are too many."""
 REFUSED_S: Final = 2.0
-"""Time for a client that is refused to read why, and to close."""
+"""Time for a refused client to read why and to close."""
 
 PROBE_S: Final = 0.01
-"""How long after its end a client is asked whether it is still there, and how soon after that is looked."""
+"""Delay between a client's end and probing whether it is still there, and between probing and checking."""
 TCP_CLOSED: Final = 7
-"""The state of a connection that its client has reset. The loop hears of it only when it reads or writes."""
+"""The state of a connection that its client has reset, which the event loop sees only on I/O."""
 
 COPIED_NBYTES: Final = 4
-"""Bytes that are read in a nanosecond: what is only dropped takes time as well."""
+"""Bytes read in a nanosecond: even input that is dropped takes time."""
 
 PIPELINE_MAX: Final = 64
 PIPELINE_NBYTES_MAX: Final = UNCOUNTED_NBYTES
-"""Requests, and bytes, that a client may send ahead of its answers before its connection is paused."""
+"""Limits on the requests, and bytes, that a client may send ahead of its answers before reading pauses."""
 
 ERRORS: Final = {401: UnauthorizedError, 413: TooLargeError, 431: TooLargeError, 503: OverloadError}
-"""The error of a refusal with a status; :class:`RequestError` of any other."""
+"""The error for a refusal with a given status; :class:`RequestError` for any other."""
 
 REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -79,10 +79,10 @@ BINARY_HEAD: Final = (
 
 
 class Connection(Protocol):
-    """What the hub needs of a connection, be it HTTP or a websocket."""
+    """The hub's interface to a connection, whether HTTP or websocket."""
 
     def check_times(self, tick: int) -> None:
-        """Close the connection if a timeout has passed; ``tick`` counts sweeps."""
+        """Close the connection if a timeout has expired; ``tick`` counts sweeps."""
 
     def drain(self) -> None:
         """Close the connection once its accepted requests are answered."""
@@ -95,10 +95,10 @@ UpgradeHandler = Callable[["HttpConnection", "Hub", "HttpRequest", bytes], None]
 
 
 class Hub:
-    """Hold what a server's connections share: limits, the Date header, the sweep for timeouts.
+    """State that a server's connections share: limits, the Date header, the sweep for timeouts.
 
-    :param upgrade: takes over a connection whose client asks for a websocket, given its request and the bytes
-        that were read after it.
+    :param upgrade: takes over a connection whose client requests a websocket, given that request and the
+        bytes that were read after it.
     """
 
     def __init__(self, api: Api, upgrade: UpgradeHandler | None = None, log: AccessLog | None = None) -> None:
@@ -109,14 +109,14 @@ class Hub:
         self.loop = asyncio.get_running_loop()
         self.now_ns = clock.now_ns
         self.connections: dict[Connection, tuple[Places[Any], Hashable]] = {}
-        """Those that are open, and where each has its place."""
+        """The open connections, and where each has its place."""
         self.known: Places[Any] = Places(self.settings.max_connections)
-        """Connections whose clients were let in."""
+        """Connections whose clients were authorized."""
         self.strangers: Places[Any] = Places(self.settings.max_connections + SPARE)
-        """Those whose clients have sent nothing yet but what anybody may."""
+        """Connections whose clients have so far sent only requests that anyone may send, or none."""
         self.is_draining = False
         self.refused = 0
-        """Connections that there was no room for."""
+        """Connections refused for lack of room."""
         self.tick = 0
         self.request_ticks = ticks_of(self.settings.request_timeout)
         self.idle_ticks = ticks_of(self.settings.idle_timeout)
@@ -125,7 +125,7 @@ class Hub:
         self.refused_ticks = min(self.write_ticks, ticks_of(REFUSED_S))
         self.has_cors = bool(self.settings.allow_origins)
         self.is_short_of_memory = False
-        """Whether clients that send or read slowly are to make room for others."""
+        """Whether clients that send or read slowly should make room for others."""
         self._empty: asyncio.Event = asyncio.Event()
         self._empty.set()
         self.end_of_head = _end_of_head()
@@ -138,20 +138,20 @@ class Hub:
         return HttpConnection(self)
 
     def add(self, connection: Connection, client: Hashable = None) -> None:
-        """Register a new connection, of a stranger."""
+        """Register a new connection, as a stranger's."""
         self.greet(client, connection, connection.abort)
         self.connections[connection] = self.strangers, client
         self._empty.clear()
 
     def greet(self, client: Hashable, holder: Any, leave: Callable[[], object]) -> None:
-        """Give a place to a stranger; if there is none, the oldest of whoever has the most is closed."""
+        """Give a place to a stranger. If there is none, close the oldest one of the client with the most."""
         while self.known.taken + self.strangers.taken >= self.strangers.places_max and self.strangers.taken:
             self.refused += 1
             self.strangers.free_one()
         self.strangers.take(client, holder, leave)
 
     def know(self, connection: Connection, client: Hashable) -> bool:
-        """Let a connection stay, as its client was let in. Return whether there is room for it."""
+        """Keep a connection whose client was authorized. Return whether there is room for it."""
         places, stranger = self.connections[connection]
         if not self.known.has_room(client):
             self.refused += 1
@@ -161,7 +161,7 @@ class Hub:
         return True
 
     def replace(self, connection: Connection, by: Connection) -> None:
-        """Give the place of a connection to another one, which goes on with it."""
+        """Give a connection's place to another one that continues it."""
         places, client = self.connections.pop(connection)
         places.give_back(client, connection)
         self._settle(by, client)
@@ -179,10 +179,10 @@ class Hub:
             self._empty.set()
 
     def close_soon(self, transport: Any) -> bool:
-        """Close a transport whose client has sent its end, a few in each turn of the loop.
+        """Close a transport whose client has sent its end, a few in each turn of the event loop.
 
-        :returns: what ``eof_received`` is to return: whether the transport is left open until then. One with
-            TLS cannot be.
+        :returns: the result for ``eof_received``: whether the transport stays open until then. With TLS it
+            cannot.
         """
         if transport.get_extra_info("ssl_object") is not None:
             return False
@@ -232,7 +232,7 @@ class Hub:
         self._check(list(self.connections))
 
     def _check(self, connections: list[Connection]) -> None:
-        """Check the times of some connections, and of the rest after others had their turn."""
+        """Check the timeouts of some connections, and of the rest after other callbacks had their turn."""
         for connection in connections[-SWEEP_CONNECTIONS:]:
             if connection in self.connections:
                 connection.check_times(self.tick)
@@ -251,33 +251,33 @@ def _end_of_head() -> bytes:
 
 
 class Writing:
-    """Tell a client that takes its answers slowly from one that takes none.
+    """Distinguishes a client that takes its answers slowly from one that takes none.
 
-    Bytes that wait in the kernel count as not taken: its buffer is so large that a slow client seems to stand
-    still for a long time, and then to take much at once.
+    Bytes that wait in the kernel count as not taken: its buffer is so large that a slow client would seem to
+    stall for a long time, and then to take much at once.
     """
 
     __slots__ = ("_hold", "_pace", "_taken", "since")
 
     def __init__(self) -> None:
         self.since: int | None = None
-        """The tick since when answers wait for the client, counted anew whenever it has taken enough."""
+        """The tick since which answers wait for the client, reset whenever it has taken enough."""
         self._taken: int | None = None
         self._hold: Hold | None = None
         self._pace = Pace(0)
 
     def pause(self, tick: int) -> None:
-        """Begin to look, as answers wait from now on."""
+        """Start measuring: answers wait from now on."""
         self.since = tick
         self._taken = None
         self._pace = Pace(tick)
 
     def resume(self) -> None:
-        """End, as the client has taken them."""
+        """Stop measuring: the client has taken them."""
         self.since = self._hold = None
 
     def count(self, transport: Any, make: Callable[[], Hold]) -> None:
-        """Count the memory of what is not sent, if it is much."""
+        """Count the memory of unsent bytes, if they are many."""
         nbytes = transport.get_write_buffer_size()
         if self._hold is not None:
             self._hold.set(nbytes)
@@ -286,9 +286,9 @@ class Writing:
             self._hold.set(nbytes)
 
     def is_stalled(self, tick: int, hub: Hub, transport: Any, written: int) -> bool:
-        """Return whether too little was taken within ``write_timeout``.
+        """Return whether the client took too little within ``write_timeout``.
 
-        :param written: the bytes that were written to the transport so far, if that went on meanwhile.
+        :param written: the total bytes written to the transport so far, if writing continued meanwhile.
         """
         assert self.since is not None
         taken = written - transport.get_write_buffer_size() - unsent_nbytes(transport)
@@ -308,7 +308,7 @@ class Writing:
 
 
 def unsent_nbytes(transport: Any) -> int:
-    """Return how many written bytes the kernel holds that the client has not acknowledged; 0 if unknown."""
+    """Return how many written bytes the kernel still holds, unacknowledged by the client; 0 if unknown."""
     try:
         raw = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     except (OSError, AttributeError, ValueError):
@@ -326,10 +326,10 @@ def is_reset(transport: Any) -> bool:
 
 
 def end_writing(transport: Any) -> None:
-    """Tell the client that nothing more comes, and go on reading."""
+    """Tell the client that nothing more follows, and continue reading."""
     try:
         transport.write_eof()
-    except OSError:  # The client has reset the connection, and the transport does not know it yet.
+    except OSError:  # The client has reset the connection, but the transport does not know yet.
         transport.abort()
 
 
@@ -341,10 +341,10 @@ class HttpConnection(asyncio.Protocol):
         self._api = hub.api
         self._turns = hub.api.turns
         self._account: Account
-        """What its client has, with all its connections."""
+        """The account of its client, which all the client's connections share."""
         self._transport: Any = None
-        # ``None`` once nothing more is read: the two refer to each other, which would keep what was read in
-        # memory after the connection.
+        # ``None`` once reading has stopped: the connection and its reader refer to each other, which would
+        # keep the input in memory after the connection.
         self._reader: RequestReader | None = RequestReader(
             self,
             max_headers=hub.settings.max_headers,
@@ -358,23 +358,23 @@ class HttpConnection(asyncio.Protocol):
         self._is_throttled = False
         self._is_resting = False
         self._is_short = False
-        """Whether it waits for memory for the body that it reads."""
+        """Whether it waits for memory for the body being read."""
         self._is_reading = True
         self._is_awaited = False
-        """Whether a client waits to be told to send a body, until earlier requests are answered."""
+        """Whether a client waits to be told to send its body, until earlier requests are answered."""
         self._refused: tuple[HttpRequest, Answer] | None = None
-        """A request whose client waits to be told, and what it is to be told after earlier answers."""
+        """A refused request whose client waits before its body, and the answer to send after earlier ones."""
         self._inference: Inference | None = None
         self._caller: Caller | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_known = False
-        """Whether its client was let in."""
+        """Whether its client was authorized."""
         self._until_ns = 0
-        """Until when its client's turn lasts."""
+        """The end of its client's turn."""
         self._is_ending = False
         self._is_handed_over = False
         self._is_half_closed = False
-        """Whether its client sends no more, and waits for answers."""
+        """Whether its client has stopped sending, but waits for answers."""
         self._is_refused = False
         self._writing = Writing()
         self._touched = hub.tick
@@ -394,7 +394,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(503, "the server is stopping: use another one")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # The client has gone away, so its requests are cancelled.
+        # The client has disconnected, so cancel its requests.
         self._end()
         self._hub.discard(self)
         self._waiting.clear()
@@ -402,19 +402,19 @@ class HttpConnection(asyncio.Protocol):
         if self._inference is not None:
             self._inference.cancel()
         if self._task is not None:
-            # A task that was cancelled keeps its frame, which has the connection and its request's body.
+            # A cancelled task keeps its frame, which refers to the connection and the request's body.
             self._task.cancel()
             self._task = None
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
         if reader is not None and (self._is_resting or reader.rest):
-            reader.keep(data)  # It was under way.
+            reader.keep(data)  # It was read before the pause took effect.
         else:
             self._read(data)
 
     def _read(self, data: bytes = b"") -> None:
-        """Read what has come, or what is left of it, for as long as its client's turn lasts."""
+        """Parse new input, or the rest of earlier input, until its client's turn ends."""
         hub, reader, turns, account = self._hub, self._reader, self._turns, self._account
         left_ns = turns.turn_ns - account.spent_ns
         if account.waiting or left_ns <= 0:
@@ -442,11 +442,11 @@ class HttpConnection(asyncio.Protocol):
             self._set_reading()
 
     def wants_more(self) -> bool:
-        """Return whether there is room for more requests, and time left in its client's turn."""
+        """Return whether there is room for more requests, and time left in the client's turn."""
         return not (self._is_throttled or self._is_short) and self._hub.now_ns() < self._until_ns
 
     def eof_received(self) -> bool:
-        # A client that has closed its side alone cannot be told from one that has gone.
+        # A client that has only closed its sending side looks like one that has disconnected.
         is_half_closed = self._has_unanswered and not self._is_ending
         if not is_half_closed or self._transport.get_extra_info("ssl_object") is not None:
             return self._hub.close_soon(self._transport)
@@ -460,15 +460,15 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def _has_next(self) -> bool:
-        """Whether requests were read behind the one that is being answered."""
+        """Whether requests were read behind the one being answered."""
         return bool(self._waiting or (self._reader is not None and self._reader.rest))
 
     def _probe(self) -> None:
-        """Send a client that has ended something that it skips, but that a client that has gone resets."""
+        """Send an interim answer: a half-closed client skips it, and one that has disconnected resets."""
         request = self._current
         if request is None or self._transport.is_closing():
             return
-        if request.version == "1.0":  # That knows no such answers.
+        if request.version == "1.0":  # It has no interim answers.
             self._hub.close_soon(self._transport)
             return
         self._transport.write(CONTINUE)
@@ -488,7 +488,7 @@ class HttpConnection(asyncio.Protocol):
             self._next()
 
     def _rest(self) -> None:
-        """Read no more until its client's next turn."""
+        """Stop reading until the client's next turn."""
         if not (self._is_resting or self._is_handed_over or self._transport.is_closing()):
             self._is_resting = True
             self._set_reading()
@@ -501,7 +501,7 @@ class HttpConnection(asyncio.Protocol):
         if self._reader is not None and self._reader.rest and not self._is_held:
             self._read()
         else:
-            # It reads before it can look whose turn it is.
+            # It reads before it can check whose turn it is.
             self._turns.charge(self._account, UNCOUNTED_NBYTES // COPIED_NBYTES)
         self._set_reading()
         if self._is_half_closed and not self._has_unanswered:
@@ -513,7 +513,7 @@ class HttpConnection(asyncio.Protocol):
         return self._is_throttled or self._is_short
 
     def _set_reading(self) -> None:
-        """Pause or resume reading; before more is read, what was read is parsed, in its client's turn."""
+        """Pause or resume reading. Before reading more, parse what was read, in the client's turn."""
         has_rest = self._reader is not None and len(self._reader.rest) > 0
         if has_rest and not self._is_held and not self._is_resting:
             self._rest()
@@ -524,14 +524,14 @@ class HttpConnection(asyncio.Protocol):
             if should_read:
                 self._transport.resume_reading()
                 if self._reader is not None:
-                    self._reader.restart(self._hub.tick)  # Until now its client could not go on.
+                    self._reader.restart(self._hub.tick)  # Until now the client could not continue.
             else:
                 self._transport.pause_reading()
 
     # ---- the reader's calls
 
     def admit(self, request: HttpRequest) -> None:
-        """Refuse a request without a token before its body; tell a client that waits for it to go on."""
+        """Refuse an unauthorized request before its body; tell a client that waits for it to continue."""
         try:
             if request.method != b"OPTIONS":
                 self._let_in(request)
@@ -546,10 +546,10 @@ class HttpConnection(asyncio.Protocol):
         elif self._current is None and not self._waiting:
             self._transport.write(CONTINUE)
         else:
-            self._is_awaited = True  # It would pass for a word on a request before.
+            self._is_awaited = True  # Sent now, it would seem to answer an earlier request.
 
     def _let_in(self, request: HttpRequest) -> None:
-        """Check who sends a request, and let the connection stay if not anybody may send it.
+        """Authorize a request, and keep its connection unless anyone may send the request.
 
         :raises AsynctrtError: if it is refused.
         """
@@ -559,9 +559,9 @@ class HttpConnection(asyncio.Protocol):
             self.know(request.headers)
 
     def know(self, headers: Headers) -> None:
-        """Let the connection stay, as the client of a request with these headers was let in.
+        """Keep the connection, since the client of a request with these headers was authorized.
 
-        :raises OverloadError: if there is no room for another one.
+        :raises OverloadError: if there is no room for another connection.
         """
         if self._is_known and not self._api.names_clients:
             return
@@ -574,16 +574,16 @@ class HttpConnection(asyncio.Protocol):
         self._is_known = True
 
     def reserve(self, request: HttpRequest, nbytes: int) -> None:
-        """Hold memory for a body, or read no more until there is some."""
+        """Hold memory for a body; if there is none, stop reading until there is."""
         if request.hold is None:
             request.hold = self._new_hold()
-        # Not again while it waits: what was read meanwhile was under way.
+        # Not again while it waits: input that arrives then was read before the pause took effect.
         if not request.hold.is_waiting and not request.hold.grow(nbytes, self._got_memory):
             self._is_short = True
             self._set_reading()
 
     def _got_memory(self, *, is_granted: bool) -> None:
-        """Go on reading a body, or refuse it."""
+        """Continue reading a body, or refuse it."""
         self._is_short = False
         if not is_granted:
             self._refuse(503, self._api.memory.refuse())
@@ -593,17 +593,17 @@ class HttpConnection(asyncio.Protocol):
         return Hold(self._account)
 
     def _go_on(self) -> None:
-        """Tell a client that has waited for earlier answers to send the body it has announced."""
+        """Tell a client that has waited for earlier answers to send its body."""
         self._is_awaited = False
         if self._reader is not None and not self._transport.is_closing():
             self._transport.write(CONTINUE)
-            self._reader.restart(self._hub.tick)  # Until now it did well to wait.
+            self._reader.restart(self._hub.tick)  # Until now the client was right to wait.
 
     def take(self, request: HttpRequest) -> None:
         """Answer a complete request, or queue it behind the one being answered."""
         self._is_awaited = False
         if self._is_short and request.hold is not None:
-            # Its end was read already when its memory was asked for.
+            # Its end had already been read when memory was requested.
             request.hold.set(len(request.body))
             self._is_short = False
             self._set_reading()
@@ -615,7 +615,7 @@ class HttpConnection(asyncio.Protocol):
             self._throttle()
 
     def switch(self, request: HttpRequest, rest: bytes) -> None:
-        """Become a websocket, given the bytes that were read after its request."""
+        """Become a websocket; ``rest`` is what was read after its request."""
         if self._current is not None or self._waiting:
             self.refuse(
                 request, 400, "a websocket cannot be opened while an earlier request is being answered"
@@ -625,7 +625,7 @@ class HttpConnection(asyncio.Protocol):
         self._hub.upgrade(self, self._hub, request, rest)
 
     def refuse(self, request: HttpRequest, status: int, why: str) -> None:
-        """Refuse a request before its end is read, and read no more: where the next one begins is unknown."""
+        """Refuse a request before its end is read, and stop reading: where the next begins is unknown."""
         self._stop_reading()
         if self._is_ending:
             return
@@ -647,13 +647,13 @@ class HttpConnection(asyncio.Protocol):
         self._send(answer)
 
     def _stop_reading(self) -> None:
-        """Release what was read of an unfinished request; drop what the client still sends."""
+        """Release the input of an unfinished request; drop what the client still sends."""
         self._is_awaited = False
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
         self._is_short = False
-        self._set_reading()  # What comes is dropped.
+        self._set_reading()  # Further input is dropped.
 
     # ---- answering
 
@@ -691,12 +691,12 @@ class HttpConnection(asyncio.Protocol):
             self._inference = self._api.begin(route, request.headers, request.body, caller, self._inferred)
         except Exception as error:
             self._send(error_answer(error, request.headers))
-        # The inputs are views of the body, which their batch releases; their memory is counted by now.
+        # The inputs are views of the body, which their batch releases; their memory has been counted.
         request.body = b""
         request.hold = None
 
     async def _infer_slowly(self, route: ModelRoute, request: HttpRequest) -> None:
-        """Begin an inference that is decoded in a thread."""
+        """Begin an inference whose request is decoded in a thread."""
         body, request.body = request.body, b""
         hold, request.hold = request.hold, None
         caller = self.caller()
@@ -711,11 +711,11 @@ class HttpConnection(asyncio.Protocol):
             self._send(error_answer(error, request.headers))
             return
         self._task = None
-        # Its future may be done by now, but its callback comes later.
+        # Its future may already be done, but its callback comes later.
         self._inference = inference
 
     def caller(self) -> Caller:
-        """Return what its requests share a model by."""
+        """Return the caller that the connection's requests are submitted for."""
         if self._caller is None:
             self._caller = Caller(address_of(self._transport.get_extra_info("peername")))
         return self._caller
@@ -724,7 +724,7 @@ class HttpConnection(asyncio.Protocol):
         """Answer an inference whose future is done."""
         self._inference = None
         request = self._current
-        # A transport may close one loop iteration before connection_lost is called.
+        # A transport may be closing one loop iteration before connection_lost is called.
         if request is None or self._is_ending or self._transport.is_closing():
             return
         try:
@@ -761,7 +761,7 @@ class HttpConnection(asyncio.Protocol):
         self._done(200, nbytes, inference)
 
     async def _answer_slowly(self, inference: Inference, request: HttpRequest) -> None:
-        """Send an answer that is encoded in a thread, and compressed if its client wants that."""
+        """Encode an answer in a thread, compress it if the client wants that, and send it."""
         try:
             answer = await self._api.infer_answer(inference)
             answer = await self._api.compressed(request.headers, answer, inference.client)
@@ -801,7 +801,7 @@ class HttpConnection(asyncio.Protocol):
         nbytes = sum([len(piece) for piece in answer.body])
         lines = [f"HTTP/1.1 {status} ".encode(), REASONS[status], b"\r\n"]
         lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in answer.headers]
-        if status != 204:  # Which has no body, and must not say how long it is.
+        if status != 204:  # A 204 has no body, and must not state a length.
             lines.append(b"Content-Length: %d\r\n" % nbytes)
         is_last = self._hub.is_draining or (self._is_half_closed and not self._has_next)
         if not request.keep_alive or is_last:
@@ -816,8 +816,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _write(self, head: Sequence[bytes], body: Sequence[Any], nbytes: int) -> None:
         if nbytes > JOIN_NBYTES_MAX:
-            # Not writelines: in Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 asyncio's never tells that a
-            # client takes nothing (CVE-2024-12254), so that answers would pile up.
+            # Not writelines: in Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 asyncio's never reports that a
+            # client takes nothing (CVE-2024-12254), so answers would pile up.
             if type(self._transport) is not PacedTransport:
                 is_paused = self._writing.since is not None
                 self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
@@ -837,7 +837,7 @@ class HttpConnection(asyncio.Protocol):
             self._hub.log.write(peer, request, status, nbytes, inference)
         if request.is_broken and not self._is_half_closed and self._transport.can_write_eof():
             # The client may still be sending. Closing now would discard the answer, so input is read and
-            # dropped until the client closes or the sweep's timeout passes.
+            # dropped until the client closes or the sweep's timeout expires.
             self._end()
             end_writing(self._transport)
         elif not request.keep_alive:
@@ -848,7 +848,7 @@ class HttpConnection(asyncio.Protocol):
             self._go_on()
 
     def _next(self) -> None:
-        """Answer the next waiting request, if it may be answered now."""
+        """Answer the next waiting request, if that is possible now."""
         if self._waiting and self._current is None and self._writing.since is None and not self._is_ending:
             request = self._waiting.popleft()
             self._waiting_nbytes -= len(request.body)
@@ -860,7 +860,7 @@ class HttpConnection(asyncio.Protocol):
                 self._start(request)
 
     def _throttle(self) -> None:
-        """Pause or resume reading by how much was sent ahead of its answers."""
+        """Pause or resume reading, depending on how much was sent ahead of its answers."""
         is_much = len(self._waiting) >= PIPELINE_MAX or self._waiting_nbytes > PIPELINE_NBYTES_MAX
         if is_much != self._is_throttled:
             self._is_throttled = is_much
@@ -869,7 +869,7 @@ class HttpConnection(asyncio.Protocol):
     # ---- ending
 
     def check_times(self, tick: int) -> None:
-        """Close the connection if a timeout has passed."""
+        """Close the connection if a timeout has expired."""
         hub = self._hub
         if self._is_half_closed:
             self._look_for_reset()
@@ -885,21 +885,21 @@ class HttpConnection(asyncio.Protocol):
             if why:
                 self._refuse(408, why)
             elif hub.is_draining and self._current is None and tick - self._touched > hub.refused_ticks:
-                # Uploads that go on are waited for, but not one that stands still.
+                # Wait for uploads that continue, but not for a stalled one.
                 self._refuse(503, "the server is stopping: use another one")
         elif self._current is None and tick - self._touched > self._idle_ticks:
             self._close()
 
     @property
     def _idle_ticks(self) -> int:
-        """How long it may do nothing: no longer than a request may take, as long as none was let in."""
+        """How long it may be idle: while its client is not authorized, no longer than a request may take."""
         hub = self._hub
         return hub.idle_ticks if self._is_known else min(hub.idle_ticks, hub.request_ticks)
 
     def _is_late(self, reader: RequestReader, tick: int) -> str:
-        """Return why to wait no longer for the rest of a request, or nothing."""
+        """Return why to stop waiting for the rest of a request, or an empty string."""
         hub = self._hub
-        if self._is_held or self._is_resting or self._is_awaited:  # Its client cannot go on.
+        if self._is_held or self._is_resting or self._is_awaited:  # The client cannot continue.
             return ""
         if reader.began is not None and tick - reader.began > hub.request_ticks:
             return f"the request did not arrive within {hub.settings.request_timeout:g} s"
@@ -926,7 +926,7 @@ class HttpConnection(asyncio.Protocol):
         self._stop_reading()
 
     def _refuse(self, status: int, why: str) -> None:
-        """Refuse what the client may have begun to send."""
+        """Refuse the request that the client may have begun to send."""
         self.refuse(HttpRequest(b"", b"", "1.1", {}, keep_alive=False), status, why)
 
     def answer(self, request: HttpRequest, answer: Answer) -> None:
@@ -936,9 +936,9 @@ class HttpConnection(asyncio.Protocol):
         self._send(answer)
 
     def hand_over(self) -> Any:
-        """Give up the transport to another protocol, which takes its place, and return it."""
+        """Give up the transport to another protocol, and return it."""
         self._end()
-        # It reads, as far as the other knows; when this one would go on, the other may have paused it.
+        # The other protocol expects that reading is on. Resume it now: later the other may have paused it.
         self._is_resting = self._is_throttled = False
         self._set_reading()
         self._is_handed_over = True
@@ -946,13 +946,13 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _expected(request: HttpRequest) -> bytes | None:
-    """Return what the client of a request waits to be told before its body; ``None`` if it does not wait.
+    """Return what the client expects to be told before it sends a body; ``None`` if it does not wait.
 
-    HTTP/1.0 knows no such answer, so a client of that version is not to be sent one.
+    HTTP/1.0 has no interim answers, so a client of that version must not be sent one.
     """
     return None if request.version == "1.0" else request.headers.get(b"expect")
 
 
 def _answerable(error: BaseException) -> BaseException:
-    """Return the error to answer with; a cancellation has no answer of its own."""
+    """Return the error to answer with; a cancellation becomes a general one."""
     return AsynctrtError("the request was cancelled") if isinstance(error, asyncio.CancelledError) else error

@@ -1,7 +1,7 @@
 """Read HTTP/1.1 requests from bytes, without sockets: framing and its limits. The only importer of httptools.
 
-Where a request ends is certain, or the request is refused: a proxy and a server that disagree about it let
-one client's bytes pass for another's request. Nothing is read after what was refused, and nothing of it kept.
+If the end of a request is not certain, it is refused: where a proxy and a server disagree about it, one
+client's bytes pass for another's request. After a refusal nothing more is read, and nothing of it is kept.
 """
 
 import logging
@@ -19,26 +19,26 @@ except ImportError as error:
 
 PIECES_MAX: Final = 1024
 PIECES_NBYTES_MAX: Final = 256 << 10
-"""Pieces of a body, and their bytes, that are kept separate until the body is complete. Joining more would
-hold the event loop: 40 ms for 60 MiB."""
+"""Limits on the pieces of a body, and their bytes, kept separate until the body is complete. Joining more
+would block the event loop: 40 ms for 60 MiB."""
 
 SLICE_NBYTES: Final = 2 << 10
-"""Bytes that are parsed before the sink is asked whether to go on. At the worst they are 79 requests, or 340
-chunks: half a millisecond."""
+"""Bytes parsed before asking the sink whether to continue. At worst they are 79 requests, or 340 chunks: half
+a millisecond."""
 LONG_SLICE_NBYTES: Final = 8 << 10
-"""The same in a chunked body whose last slice had chunks of a fair size."""
+"""The same for a chunked body whose last slice had chunks of a fair size."""
 FAIR_PIECES: Final = 4
-"""Pieces of a body in such a slice."""
+"""The most pieces of a body in such a slice."""
 NOTHING: Final = memoryview(b"")
 
 PATH_NBYTES_MAX: Final = 8 << 10
 
 KNOWN_HEAD_NBYTES_MAX: Final = 1024
 KNOWN_HEADERS_MAX: Final = 32
-"""A head with more bytes or headers is not remembered: each open connection keeps its last one."""
+"""Heads with more bytes or headers are not cached: each open connection keeps its last one."""
 
 KNOWN_IN_VAIN_MAX: Final = 8
-"""A connection whose heads differ each time has this many remembered in a row, and then no more."""
+"""A connection whose heads differ each time caches this many in a row, and then stops."""
 
 SINGLE: Final = frozenset(
     {
@@ -54,10 +54,10 @@ SINGLE: Final = frozenset(
         b"upgrade",
     }
 )
-"""Headers that a request may have once: of two, a proxy may have checked the one that is not obeyed."""
+"""Headers that a request may have only once: given two, a proxy may have checked the one that is not used."""
 
 DIFFERENT: Final = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
-"""Headers with which a request does not simply end after as many bytes as its ``Content-Length`` says."""
+"""Headers with which a request does not simply end after ``Content-Length`` bytes."""
 
 OUR_ERROR: Final = "internal error; see the server's log"
 
@@ -94,23 +94,23 @@ class HttpRequest:
         """The memory of its body, if that is large."""
         self.began_ns = 0
         self.is_authorized = False
-        """Whether its token, host and origin were checked before its body."""
+        """Whether its token, host and origin were checked before its body was read."""
         self.is_broken = False
-        """Whether it, or what came behind it, was refused before its end was read."""
+        """Whether it, or the input behind it, was refused before its end was read."""
 
     @property
     def is_websocket(self) -> bool:
-        """Whether it asks for a websocket."""
+        """Whether it requests a websocket."""
         is_asked = self.headers.get(b"upgrade", b"").lower() == b"websocket"
         return is_asked and self.method == b"GET" and self.version == "1.1"
 
 
 class KnownHead:
-    """A head that was read and accepted, with what it says: the same bytes need not be parsed again.
+    """A head that was parsed and accepted, cached so that the same bytes need not be parsed again.
 
     :param head: its bytes, up to and including its empty line.
-    :param request: what the parser made of it.
-    :param body_nbytes: the bytes that follow it.
+    :param request: the parsed request.
+    :param body_nbytes: the number of bytes that follow it.
     """
 
     __slots__ = ("has_body", "head", "head_nbytes", "headers", "method", "nbytes", "path")
@@ -122,15 +122,15 @@ class KnownHead:
         self.has_body = body_nbytes > 0
         self.method = request.method
         self.path = request.path
-        # A copy, as the request's own get its id.
+        # A copy, since the request's own headers receive its id.
         self.headers = request.headers.copy()
 
     @classmethod
     def of(cls, request: HttpRequest, fed: bytes, body_nbytes: int) -> "KnownHead | None":
-        """Return the head of a request, if ``fed`` is that request and cannot be taken for another.
+        """Return the head of a request, if ``fed`` is that request and cannot be read differently.
 
-        :param fed: bytes of which the request is the first. They begin where no other one was unfinished.
-        :param body_nbytes: what its ``Content-Length`` says, or 0.
+        :param fed: the bytes in which the request comes first. No request was unfinished before them.
+        :param body_nbytes: its ``Content-Length``, or 0.
         """
         end = len(fed) - body_nbytes
         headers = request.headers
@@ -143,7 +143,7 @@ class KnownHead:
         ):
             return None
         head = fed[:end]
-        # It is one head only if its first empty line is its end, also for who takes a lone CR or LF for one.
+        # It is one head if its first empty line is its end, even to a parser that accepts a lone CR or LF.
         ends = head.count(b"\r\n")
         if head.find(b"\r\n\r\n") != end - 4 or head.count(b"\r") != ends or head.count(b"\n") != ends:
             return None
@@ -155,33 +155,33 @@ class KnownHead:
 
 
 class RequestSink(Protocol):
-    """What a reader needs of the connection that it reads for."""
+    """A reader's interface to the connection that it reads for."""
 
     def wants_more(self) -> bool:
-        """Return whether to go on parsing what was read: there is room, and time."""
+        """Return whether to continue parsing the input: there is room, and time."""
 
     def admit(self, request: HttpRequest) -> None:
-        """Refuse a request before its body if it is refused in any case."""
+        """Refuse a request before its body if its head suffices to refuse it."""
 
     def reserve(self, request: HttpRequest, nbytes: int) -> None:
-        """Have memory for so many bytes of a body, or read no more until there is."""
+        """Hold memory for ``nbytes`` of a body, or stop reading until there is some."""
 
     def take(self, request: HttpRequest) -> None:
         """Answer a complete request, or queue it."""
 
     def switch(self, request: HttpRequest, rest: bytes) -> None:
-        """Open the websocket that a request asks for, given the bytes that were read after it."""
+        """Open the websocket that a request asks for; ``rest`` was read after it."""
 
     def refuse(self, request: HttpRequest, status: int, why: str) -> None:
-        """Refuse a request of which a part was read."""
+        """Refuse a request that was read in part."""
 
 
 class RequestReader:
-    """Cut a connection's bytes into requests.
+    """Splits a connection's bytes into requests.
 
-    :param sink: takes the requests. It and its reader refer to each other until :meth:`close`.
-    :param max_headers: bytes of a head, of trailers, or of a chunk's extensions.
-    :param max_body: bytes of a body.
+    :param sink: receives the requests. It and its reader refer to each other until :meth:`close`.
+    :param max_headers: the most bytes of a head, of trailers, or of a chunk's extensions.
+    :param max_body: the most bytes of a body.
     :param has_websockets: whether the sink opens websockets.
     """
 
@@ -207,14 +207,14 @@ class RequestReader:
         self._pace = Pace(0)
         self._assembly: Assembly | None = None
         self._websocket: HttpRequest | None = None
-        # What is being fed, as long as no request in it is complete, if none was unfinished before it.
+        # The bytes being fed, until a request in them is complete, if none was unfinished before them.
         self._fed: bytes | None = None
         self._known: KnownHead | None = None
         self._known_in_vain = 0
         self.rest = NOTHING
-        """What was read and is not parsed yet."""
+        """Input that has not been parsed yet."""
         self._pieces = 0
-        """Pieces of a body in what was parsed last."""
+        """Pieces of a body in the last parsed slice."""
         self._overhead = Overhead()
 
     def __repr__(self) -> str:
@@ -222,11 +222,11 @@ class RequestReader:
         return f"<RequestReader {state} body={self._body_nbytes}>"
 
     def keep(self, data: bytes) -> None:
-        """Keep bytes, to be parsed by :meth:`go_on`."""
+        """Keep bytes for :meth:`go_on` to parse."""
         self.rest = memoryview(bytes(self.rest) + data)
 
     def feed(self, data: bytes, tick: int) -> None:
-        """Read bytes, and give each request that they complete to the sink, while that wants more."""
+        """Parse bytes, and pass each request that they complete to the sink, while it wants more."""
         self._tick = tick
         if self.began is not None:
             self.rest = memoryview(data)
@@ -242,7 +242,7 @@ class RequestReader:
         self._fed = None
 
     def go_on(self, tick: int) -> None:
-        """Parse a slice of what was read, and more for as long as the sink wants more."""
+        """Parse a slice of the input, and more while the sink wants more."""
         self._tick = tick
         while self.rest and self._parser is not None:
             nbytes = self._slice_nbytes()
@@ -251,21 +251,21 @@ class RequestReader:
             if self.rest and not self._sink.wants_more():
                 return
         if not self.rest or self._parser is None:
-            self.rest = NOTHING  # An empty view refers to all that was read.
+            self.rest = NOTHING  # Even an empty view would refer to the whole input.
 
     def _slice_nbytes(self) -> int:
-        """Return how much of what was read is parsed at a time."""
+        """Return how many bytes to parse at a time."""
         if self._request is None:
             return SLICE_NBYTES
         left = self._announced_nbytes - self._body_nbytes
         if left > 0:
-            return max(left, SLICE_NBYTES)  # It is one piece.
+            return max(left, SLICE_NBYTES)  # It is a single piece.
         return LONG_SLICE_NBYTES if 0 < self._pieces <= FAIR_PIECES else SLICE_NBYTES
 
     def _parse(self, data: memoryview) -> None:
-        """Give bytes to the parser, whose callbacks are below."""
+        """Pass bytes to the parser, which calls back below."""
         rest = data
-        # What follows a request with the header Upgrade is given back by the parser, to be read anew.
+        # After a request with an Upgrade header, the parser returns the rest, to be parsed anew.
         while self._parser is not None and len(rest):
             fed = rest
             rest = NOTHING
@@ -286,16 +286,16 @@ class RequestReader:
                 if request is not None and request is self._request:
                     self._weigh(len(fed), self._body_nbytes - body_nbytes)
             if position is not None:
-                # Not where it was caught: it would be the context of every error from here on.
+                # Not in the except block, or that exception would be the context of every later error.
                 rest = self._after_upgrade(fed[position:])
 
     def _weigh(self, nbytes: int, body_nbytes: int) -> None:
-        """Refuse a body that comes in tiny chunks."""
+        """Refuse a body that arrives in tiny chunks."""
         if self._overhead.add(nbytes, body_nbytes):
             self._refuse(400, "the body comes in chunks that are too small: send larger ones")
 
     def _feed_known(self, known: KnownHead, data: bytes) -> None:
-        """Do what the parser would have done with the same head and a body of its length."""
+        """Do what the parser would do with the same head and a body of its length."""
         self._known_in_vain = 0
         request = known.request()
         try:
@@ -310,18 +310,18 @@ class RequestReader:
             self._refuse(500, OUR_ERROR)
 
     def _remember(self, request: HttpRequest) -> None:
-        """Remember the head of a request that is complete, if that may be of use."""
+        """Cache the head of a complete request, if that may be of use."""
         fed, self._fed = self._fed, None
         if not request.keep_alive:
-            self._known = None  # The parser reads no more, and nor does this.
+            self._known = None  # The parser reads no further requests, nor does this.
         elif fed is not None and self._known_in_vain < KNOWN_IN_VAIN_MAX:
             self._known_in_vain += 1
             self._known = KnownHead.of(request, fed, self._announced_nbytes)
 
     def lags(self, tick: int, ticks_max: int) -> bool:
-        """Return whether a body for which memory is held comes too slowly to be complete in time.
+        """Return whether a body that memory is held for arrives too slowly to be complete in time.
 
-        :param ticks_max: the time for the whole of it.
+        :param ticks_max: the time allowed for the whole body.
         """
         request = self._request
         if request is None or request.hold is None:
@@ -329,13 +329,13 @@ class RequestReader:
         return self._pace.is_low(tick, self._body_nbytes, self._reserved_nbytes, ticks_max)
 
     def restart(self, tick: int) -> None:
-        """Count the time of an unfinished request anew: until now its client could not go on."""
+        """Restart the time limit of an unfinished request: until now its client could not continue."""
         if self.began is not None:
             self.began = tick
             self._pace = Pace(tick)
 
     def close(self) -> None:
-        """Read no more, and release what was read."""
+        """Stop reading, and release the input."""
         self._parser = None
         self.began = None
         self._body = []
@@ -346,9 +346,9 @@ class RequestReader:
         self.rest = NOTHING
 
     def _count(self, nbytes: int) -> None:
-        """Count bytes that completed nothing: of a header, a trailer or a chunk's extension without end."""
-        # It is -1 after a piece in which the request began or its body grew: how much of that piece belongs
-        # to what follows is unknown.
+        """Count bytes that completed nothing: those of an unfinished header, trailer or chunk extension."""
+        # It is -1 after a piece in which the request began or its body grew, because it is unknown how much
+        # of that piece belongs to what follows.
         self._unread_nbytes += nbytes if self._unread_nbytes >= 0 else 1
         if self._unread_nbytes > self._max_headers:
             self._refuse_headers()
@@ -363,7 +363,7 @@ class RequestReader:
             self._sink.refuse(request, status, why)
 
     def _after_upgrade(self, rest: memoryview) -> memoryview:
-        """Go on after a request with the header ``Upgrade``; return the bytes that are still to be read."""
+        """Continue after a request with an ``Upgrade`` header; return the bytes still to be read."""
         if self._parser is None:
             return NOTHING
         request, self._websocket = self._websocket, None
@@ -374,8 +374,8 @@ class RequestReader:
             return self.rest
         self._parser = httptools.HttpRequestParser(self)
         if self._request is not None:
-            # The parser takes the body, too, for another protocol. It would then be read as the next request,
-            # which is how requests are smuggled: a new parser is told how long the body is, and reads it.
+            # The parser also leaves the body to another protocol. The body would then be read as the next
+            # request, as in request smuggling. So a new parser is given the body's length, and reads it.
             self._is_resuming = True
             self._parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % self._framing())
             self._is_resuming = False
@@ -427,7 +427,7 @@ class RequestReader:
         self._head_nbytes += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
-        """Check the head, and refuse the request before its body if it cannot be accepted."""
+        """Check the head, and refuse an unacceptable request before its body."""
         if self._request is not None or self._parser is None:
             return
         if self._head_nbytes > self._max_headers:
@@ -456,7 +456,7 @@ class RequestReader:
             self._sink.admit(request)
 
     def _refusal(self, method: bytes, version: str) -> tuple[int, str] | None:
-        """Return why the head that was read cannot be accepted."""
+        """Return the status and reason with which to refuse the head; ``None`` if it is acceptable."""
         headers = self._headers
         if version != "1.1" and version != "1.0":
             return 505, f"this server speaks HTTP/1.1, not HTTP/{version}"
@@ -487,17 +487,17 @@ class RequestReader:
         if self._body_nbytes > self._max_body:
             self._refuse(413, f"the body exceeds the {self._max_body} bytes that this server accepts")
         elif self._body_nbytes > self._reserved_nbytes and self._request is not None:
-            # All that was announced, so that whoever has begun can end; else as much again as there is.
+            # Reserve all that was announced, so that an upload once begun can end; else twice what is there.
             self._reserved_nbytes = max(self._announced_nbytes, min(2 * self._body_nbytes, self._max_body))
             if self._request.hold is None:
                 self._pace = Pace(self._tick)
             self._sink.reserve(self._request, self._reserved_nbytes)
 
     def _keep(self, piece: bytes) -> None:
-        """Keep a piece of a body until that is complete, or is so large that it is put together at once."""
+        """Keep a piece of a body until the body is complete, or large enough to be assembled in place."""
         pieces = self._body
         if self._announced_nbytes >= ASSEMBLED_NBYTES_MIN and self._body_nbytes > PIECES_NBYTES_MAX:
-            # Not before: what is announced need not come.
+            # Not earlier: announced bytes may never arrive.
             assembly = self._assembly = Assembly(self._announced_nbytes)
             for kept in (*pieces, piece):
                 assembly.add(kept)
@@ -518,7 +518,7 @@ class RequestReader:
             return
         if self._parser.should_upgrade():
             if self._has_body:
-                return  # It has only been skipped so far.
+                return  # The body has only been skipped so far.
             if self._has_websockets and request.is_websocket:
                 self._websocket = request
                 return
@@ -536,7 +536,7 @@ class RequestReader:
 
 
 def _path_of(url: bytes) -> bytes:
-    """Return the path of a target, without its query and, if a proxy's client sent it, its host."""
+    """Return a target's path, without its query and the host that a proxy's client may send."""
     path = url.partition(b"?")[0]
     if path.startswith(b"/"):
         return path

@@ -1,4 +1,4 @@
-"""Count latencies in buckets: what a histogram of Prometheus needs, and little time a request."""
+"""Count latencies in buckets, as Prometheus histograms need them, at little cost per request."""
 
 from bisect import bisect_left
 from typing import Final, NamedTuple
@@ -25,7 +25,7 @@ class Exemplar(NamedTuple):
 class Latencies:
     """The latencies of one model's answered requests: in the queue, computing, and from arrival to answer.
 
-    ``queue``, ``compute`` and ``total`` have the number of requests in each bucket, and then the sum of their
+    ``queue``, ``compute`` and ``total`` hold the number of requests in each bucket, and then the sum of their
     times in ns.
     """
 
@@ -36,7 +36,7 @@ class Latencies:
         self.compute = [0] * (len(BOUNDS_NS) + 2)
         self.total = [0] * (len(BOUNDS_NS) + 2)
         self.exemplars: dict[int, Exemplar] = {}
-        """The last traced request of each bucket of ``total``, by the bucket's number."""
+        """The last traced request of each bucket of ``total``, by the bucket's index."""
 
     def add(self, total_ns: int, queue_ns: int, compute_ns: int) -> None:
         """Count one answered request."""

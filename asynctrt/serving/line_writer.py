@@ -1,4 +1,4 @@
-"""Write lines without waiting for whoever reads them: a pipe that nobody reads is full for ever."""
+"""Write lines without waiting for their reader: a pipe that is not read stays full forever."""
 
 import os
 import select
@@ -10,7 +10,7 @@ from functools import cache
 from typing import Final
 
 NBYTES_MAX: Final = 4 << 20
-"""Lines that wait to be written. Any further ones are dropped, and counted."""
+"""The most bytes of lines that may wait to be written. Further lines are dropped and counted."""
 
 NOT_READ: Final = "they are not read"
 
@@ -19,10 +19,10 @@ FLUSH_S: Final = 1.0
 
 
 class LineWriter:
-    """Writes lines in a thread of its own.
+    """A writer of lines that uses a separate thread.
 
-    :param descriptor: what is written to; it is duplicated.
-    :param missing: returns what is written where lines are missing, given their number and the reason.
+    :param descriptor: the file descriptor to write to; it is duplicated.
+    :param missing: returns the text to write where lines are missing, given their number and the reason.
     """
 
     def __init__(self, descriptor: int, missing: Callable[[int, str], bytes] = lambda *_: b"") -> None:
@@ -30,13 +30,13 @@ class LineWriter:
         self.lost = 0
         """Lines that were not written so far."""
         self.why = ""
-        """Why lines are not written just now."""
+        """Why lines are currently not written."""
         self._descriptor = os.dup(descriptor)
         self._changed = threading.Condition()
         self._waiting: list[bytes] = []
         self._nbytes = 0
         self._untold = 0
-        # What lines that wait say is missing, and how many these are.
+        # How many missing lines the waiting notices report, and how many lines those notices are.
         self._telling, self._notices = 0, 0
         self._is_stuck = False
         self._is_closing = False
@@ -46,7 +46,7 @@ class LineWriter:
         return f"<LineWriter {self._nbytes} bytes waiting, {self.lost} lines lost>"
 
     def put(self, lines: bytes) -> None:
-        """Have lines written, or drop them if too many are waiting."""
+        """Queue lines for writing, or drop them if too many are waiting."""
         with self._changed:
             if self._is_closing:
                 return
@@ -63,19 +63,19 @@ class LineWriter:
             self._nbytes += len(lines)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="asynctrt-lines", daemon=True)
-                with suppress(RuntimeError):  # The system has no thread left now; it may have later.
+                with suppress(RuntimeError):  # The system is out of threads now; that may pass.
                     thread.start()
                     self._thread = thread
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = FLUSH_S) -> None:
-        """Wait until all lines are written, unless they are not read."""
+        """Wait until all lines are written, unless nothing reads them."""
         with self._changed:
             if not self._is_stuck and not self._changed.wait_for(lambda: not self._nbytes, timeout_s):
                 self._is_stuck = True
 
     def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Write what is waiting, and no more after it. Idempotent."""
+        """Write the waiting lines, and accept no more. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -116,12 +116,12 @@ class LineWriter:
                 self._changed.notify_all()
 
     def _write(self, content: bytes) -> str:
-        """Write all of it; return why that failed, if it did."""
+        """Write all of ``content``; return why that failed, or an empty string."""
         left = memoryview(content)
         while left:
             try:
                 left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # Whoever started the process has it so.
+            except BlockingIOError:  # The parent process made it non-blocking.
                 poll = select.poll()
                 poll.register(self._descriptor, select.POLLOUT)
                 poll.poll()
@@ -131,7 +131,7 @@ class LineWriter:
 
 
 def standard_error() -> LineWriter | None:
-    """Return the writer of standard error, which the whole process shares; ``None`` if that is no file."""
+    """Return the writer of standard error, shared by the whole process; ``None`` if that is not a file."""
     with suppress(OSError, AttributeError, ValueError):
         return _writer_of(sys.stderr.fileno())
     return None

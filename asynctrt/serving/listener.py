@@ -1,9 +1,9 @@
-"""Accept a server's connections: all that wait in one turn of the loop, with TLS or without.
+"""Accept a server's connections: all that wait in one turn of the event loop, with or without TLS.
 
 A loop's own server falls short of that. uvloop's accepts one connection in a turn, and turns are long under
-load: of 512 clients who came at once, a hundred had no answer after three seconds, and the others sixty.
-With ``ssl=``, handshakes are of nobody's count until they are done, and an answer is encrypted as a whole: 60
-MiB hold the event loop for 300 ms.
+load: of 512 clients that connected at once, a hundred had no answer after three seconds, while the others
+had sixty. With ``ssl=``, handshakes are not counted until they are done, and an answer is encrypted as a
+whole: 60 MiB block the event loop for 300 ms.
 """
 
 import asyncio
@@ -21,27 +21,27 @@ from asynctrt.serving.http import Hub
 from asynctrt.serving.paced import PacedTransport
 
 ACCEPTED_AT_ONCE: Final = 128
-"""Connections that are accepted before it is the turn of others: 5 ms."""
+"""Connections accepted in one turn of the event loop: 5 ms."""
 HANDSHAKE_S: Final = 10.0
 """Time for a client's handshake."""
 RETRY_S: Final = 1.0
-"""Pause before connections are accepted again, after that failed: there are too many open files."""
+"""Delay before accepting again after a failure, such as too many open files."""
 
 TELL_S: Final = 10.0
-"""How often the log says why connections are not accepted."""
+"""Interval at which the log says why connections are not accepted."""
 NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
-"""The process, or the system, has as many as it may."""
+"""The process, or the system, is out of file descriptors."""
 
 logger = logging.getLogger("asynctrt.serving")
 
 
 class Listener:
-    """Accept TCP connections, which become those of a hub, after a handshake if there is TLS.
+    """Accepts TCP connections for a hub, after a handshake if there is TLS.
 
-    Connections and handshakes together are no more than a hub's connections may be.
+    Connections and handshakes together are limited by the hub's limit on connections.
 
-    :param server: is bound, and does not serve.
-    :param tls: what handshakes are done with.
+    :param server: a server that is bound, but not serving.
+    :param tls: the context for handshakes.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Listener:
         self._server = server
         self._tls = tls
         self.sockets = server.sockets
-        """The sockets that listen."""
+        """The listening sockets."""
         self._listening = [socket.socket(fileno=os.dup(one.fileno())) for one in self.sockets]
         self._paused: set[asyncio.TimerHandle] = set()
         self._spare: int | None = _spare()
         self._tell_s = 0.0
-        # Accepted, and not yet the hub's.
+        # Accepted connections that the hub does not have yet.
         self._opening: dict[asyncio.Task[None], socket.socket] = {}
         for one in self._listening:
             one.settimeout(0)
@@ -68,7 +68,7 @@ class Listener:
         return f"<Listener {'open' if self._listening else 'closed'} {what}={len(self._opening)}>"
 
     def close(self) -> None:
-        """Accept no more. Idempotent."""
+        """Stop accepting. Idempotent."""
         listening, self._listening = self._listening, []
         for one in listening:
             self._hub.loop.remove_reader(one)
@@ -81,20 +81,20 @@ class Listener:
         self._server.close()
 
     def abort(self) -> None:
-        """Accept no more, and give up the handshakes that are not done."""
+        """Stop accepting, and abort unfinished handshakes."""
         self.close()
         for task in self._opening:
             task.cancel()
 
     def _accept(self, listening: socket.socket) -> None:
-        """Accept what waits."""
+        """Accept the waiting connections."""
         hub = self._hub
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 accepted, peer = listening.accept()
             except BlockingIOError:
                 return
-            except ConnectionError:  # It has gone already.
+            except ConnectionError:  # The client has already disconnected.
                 continue
             except OSError as error:
                 self._tell(error)
@@ -114,9 +114,9 @@ class Listener:
                 task.add_done_callback(partial(hub.strangers.give_back, address))
 
     def _refuse(self, listening: socket.socket) -> bool:
-        """Refuse a connection for want of descriptors; return whether that was possible.
+        """Refuse a connection for lack of file descriptors; return whether that was possible.
 
-        It would wait otherwise, for as long as others have theirs.
+        Otherwise it would wait until other connections close.
         """
         if self._spare is None:
             return False
@@ -132,7 +132,7 @@ class Listener:
         return self._spare is not None
 
     def _tell(self, error: OSError) -> None:
-        """Log why connections are not accepted, once in a while."""
+        """Log why connections are not accepted, at intervals."""
         now_s = self._hub.loop.time()
         if now_s >= self._tell_s:
             self._tell_s = now_s + TELL_S
@@ -143,21 +143,21 @@ class Listener:
             self._hub.loop.add_reader(listening, self._accept, listening)
 
     async def _open(self, accepted: socket.socket) -> None:
-        """Make a connection of the hub's of it, which is shaken hands with before if there is TLS."""
+        """Turn an accepted socket into a connection of the hub, after a handshake if there is TLS."""
         factory: Any = self._hub
         settings: dict[str, Any] = {}
         if self._tls is not None:
             factory = partial(PacedTransport, self._hub)
             settings = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S}
-        with contextlib.suppress(OSError):  # What a client does wrong, or that it has gone.
+        with contextlib.suppress(OSError):  # The client misbehaved or disconnected.
             await self._hub.loop.connect_accepted_socket(factory, accepted, **settings)
 
     def _opened(self, task: asyncio.Task[None]) -> None:
         accepted = self._opening.pop(task)
         if task.cancelled():
-            accepted.close()  # It may not have begun.
+            accepted.close()  # The task may not have begun.
 
 
 def _spare() -> int:
-    """Return a descriptor to give up when there are no others."""
+    """Return a spare file descriptor, to be closed when there are no others."""
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Write the access log: one JSON object a request, each on a line."""
+"""Write the access log: a JSON object per request, each on one line."""
 
 import logging
 import sys
@@ -20,7 +20,7 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class Logged(Protocol):
-    """What the log needs of an HTTP request."""
+    """The log's interface to an HTTP request."""
 
     method: bytes
     path: bytes
@@ -29,7 +29,7 @@ class Logged(Protocol):
 
 
 class AccessLog:
-    """Write buffered lines to a file.
+    """The access log: buffered lines that are appended to a file.
 
     :param path: the file to append to; ``-`` is standard output.
     :raises UsageError: if it cannot be opened.
@@ -56,9 +56,9 @@ class AccessLog:
             raise UsageError(f"cannot write the access log {str(self._path)!r}: {error}") from error
 
     def reopen(self) -> None:
-        """Go on in a new file of the same name, now that the old one was renamed.
+        """Continue in a new file of the same name after the old one was renamed.
 
-        :raises UsageError: if it cannot be opened. Then the old file is still written.
+        :raises UsageError: if it cannot be opened. The old file then stays in use.
         """
         writer = self._open()
         self.flush()
@@ -113,13 +113,13 @@ class AccessLog:
             self.flush()
 
     def flush(self) -> None:
-        """Have the buffered lines written. A full disk, or a reader that stands still, costs lines alone."""
+        """Pass the buffered lines to the writer. A full disk or a stalled reader only costs lines."""
         lines, self._lines, self._nbytes = self._lines, [], 0
         if lines:
             self._writer.put(b"".join(lines))
 
     def tell_losses(self) -> None:
-        """Log that lines are not written, and once they are again, how many are missing."""
+        """Log that lines are not being written; once they are again, log how many are missing."""
         writer = self._writer
         if writer.lost == self._lost:
             return
@@ -131,7 +131,7 @@ class AccessLog:
             self._lost, self._is_told = writer.lost, False
 
     def close(self) -> None:
-        """Write the buffered lines, and close the file. Blocks for a second if they are not read."""
+        """Write the buffered lines, and close the file. Blocks for up to a second if nothing reads them."""
         self.flush()
         self._writer.close()
 

@@ -1,8 +1,8 @@
-"""Count what a server holds in memory for its clients: stop reading before it is too much, then refuse.
+"""Count the memory that a server holds for its clients: stop reading before it is too much, then refuse.
 
-Small things are not counted: what a connection may have read before it has to ask, and small requests, whose
-number is limited. All else is a :class:`Hold`, which ends with the last reference to it. So nothing can be
-forgotten to be given back.
+Small amounts are not counted: input that a connection may have without asking, and small requests, whose
+number is limited. Everything else is a :class:`Hold`, which ends with the last reference to it, so that its
+release cannot be forgotten.
 """
 
 import asyncio
@@ -18,41 +18,41 @@ from asynctrt.cgroup import memory_nbytes
 from asynctrt.serving.settings import ServerSettings
 
 UNCOUNTED_NBYTES: Final = 256 << 10
-"""Bytes of a message, and of unsent answers, that a connection has without asking: uvloop reads as many."""
+"""Bytes of a message, and of unsent answers, that a connection may have unasked: uvloop reads as many."""
 
 SMALL_NBYTES: Final = 16 << 10
-"""Requests that have at most as many bytes of inputs and outputs together are limited by ``max_requests``."""
+"""Requests with at most this many bytes of inputs and outputs are limited by ``max_requests`` alone."""
 
 WAIT_NS: Final = 5_000_000_000
-"""How long a connection that has to go on reading waits for memory before it is refused."""
+"""How long a connection that needs memory to continue reading waits for it before it is refused."""
 
 SHORT_NS: Final = 1_000_000_000
-"""After so long a wait, clients that send or read slowly have to make room."""
+"""After a wait of this length, clients that send or read slowly have to make room."""
 
 SHORT_AFTER_NS: Final = 5_000_000_000
-"""How long memory counts as short after somebody was refused."""
+"""How long memory counts as short after a refusal."""
 
 PACE_TICKS: Final = 4
 """Ticks over which a client's pace is measured."""
 
 NBYTES_MAX: Final = 1 << 30
-"""The least default limit, where there is enough memory."""
+"""The smallest default limit, if there is enough memory."""
 
 SHARE_OF_MEMORY: Final = 0.2
-"""The share of the machine's memory, or of the container's, that the default limit is at most. Requests are
-there several times: as they came, in the memory that is shared with a worker, as answers."""
+"""The largest share of the machine's, or the container's, memory for the default limit. Requests are in
+memory several times: as received, in memory shared with a worker, and as answers."""
 
 
 def default_limit(settings: ServerSettings) -> int:
-    """Return how many bytes are held for all clients, unless that is set."""
+    """Return the default limit on the bytes held for all clients."""
     wanted, total = max(NBYTES_MAX, 4 * settings.max_body), memory_nbytes()
     if total is not None:
         wanted = min(wanted, int(total * SHARE_OF_MEMORY / settings.fronts))
-    return max(settings.max_body, wanted)  # The largest request must find room.
+    return max(settings.max_body, wanted)  # The largest request must fit.
 
 
 class Pace:
-    """Tell a client that sends or takes bytes from one that stands still, while others wait for memory."""
+    """Distinguishes a client that sends or takes bytes from a stalled one, while others wait for memory."""
 
     __slots__ = ("_nbytes", "_tick")
 
@@ -61,10 +61,10 @@ class Pace:
         self._nbytes = 0
 
     def is_low(self, tick: int, nbytes: int, whole_nbytes: int, ticks_max: int) -> bool:
-        """Return whether at the pace of late the whole would take longer than is allowed.
+        """Return whether, at the recent pace, the whole would take longer than allowed.
 
-        :param nbytes: what has come or gone so far.
-        :param ticks_max: the time that is allowed for the whole.
+        :param nbytes: the bytes sent or received so far.
+        :param ticks_max: the time allowed for the whole.
         """
         ticks = tick - self._tick
         if ticks < PACE_TICKS:
@@ -75,16 +75,16 @@ class Pace:
 
 
 class Decided(Protocol):
-    """What is called when somebody has waited for memory."""
+    """The callback at the end of a wait for memory."""
 
     def __call__(self, *, is_granted: bool) -> None:
-        """Go on: it is held now, or it never will be."""
+        """Continue: the memory is held now, or it never will be."""
 
 
 class Account:
-    """What one client has: bytes that are held for it, and its turn on the event loop.
+    """One client's account: bytes held for it, and its turn on the event loop.
 
-    :param memory: the server's, of which it is a part.
+    :param memory: the server's memory, which it is a part of.
     """
 
     __slots__ = ("__weakref__", "memory", "nbytes", "spent_ns", "waiting")
@@ -93,15 +93,15 @@ class Account:
         self.memory = memory
         self.nbytes = 0
         self.spent_ns = 0
-        """What it has used of its turn in this round: see :class:`~asynctrt.serving.turns.Turns`."""
+        """Time used of its turn in this round: see :class:`~asynctrt.serving.turns.Turns`."""
         self.waiting: deque[Callable[[], None]] = deque()
-        """What goes on in its next turn."""
+        """Callbacks to continue with in its next turn."""
 
     def __repr__(self) -> str:
         return f"<Account nbytes={self.nbytes}>"
 
     def add(self, nbytes: int) -> None:
-        """Count more bytes; fewer, if it is negative."""
+        """Count more bytes; fewer, if ``nbytes`` is negative."""
         self.nbytes += nbytes
         memory = self.memory
         memory.nbytes += nbytes
@@ -110,7 +110,7 @@ class Account:
 
 
 class Hold:
-    """Bytes that are held for one purpose, until nothing refers to it any more."""
+    """Bytes held for one purpose, until nothing refers to this object any more."""
 
     __slots__ = ("__weakref__", "_decided", "_since_ns", "_wanted_nbytes", "account", "nbytes")
 
@@ -126,18 +126,18 @@ class Hold:
         return f"<Hold nbytes={self.nbytes}{' waiting' if self.is_waiting else ''}>"
 
     def __del__(self) -> None:
-        if self.nbytes or self._decided is not None:  # Others may wait behind one that holds nothing yet.
+        if self.nbytes or self._decided is not None:  # Others may wait behind a hold that has nothing yet.
             self.account.memory.give_back(self.account, self.nbytes)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is to become larger when there is room."""
+        """Whether it waits to grow."""
         return self._decided is not None
 
     def set(self, nbytes: int) -> None:
-        """Hold so many bytes from now on, whether or not there is room: they are there already.
+        """Hold ``nbytes`` from now on, whether or not there is room: they exist already.
 
-        It waits no longer, and nobody is told.
+        If it was waiting, the wait ends without a callback.
         """
         is_waiting, self._decided = self._decided is not None, None
         if nbytes != self.nbytes or is_waiting:
@@ -147,10 +147,10 @@ class Hold:
                 self.account.memory.look_soon()  # Others may have waited behind it.
 
     def grow(self, nbytes: int, decided: Decided) -> bool:
-        """Hold so many bytes in all, if there is room now. Return whether there is.
+        """Hold ``nbytes`` in total, if there is room now. Return whether there is.
 
-        :param decided: called if there is not: with ``True`` as soon as they are held, or with ``False``
-            after :data:`WAIT_NS`.
+        :param decided: called if not: with ``True`` as soon as they are held, or with ``False`` after
+            :data:`WAIT_NS`.
         """
         memory = self.account.memory
         if not memory.waiting and memory.has_room(self.account, nbytes - self.nbytes):
@@ -161,7 +161,7 @@ class Hold:
         return False
 
     async def reserve(self, nbytes: int) -> bool:
-        """Wait until so many bytes can be held, and hold them. Return whether there was room in time."""
+        """Wait for room for ``nbytes`` in total, and hold them. Return whether there was room in time."""
         memory = self.account.memory
         if not memory.waiting and memory.has_room(self.account, nbytes - self.nbytes):
             self.set(nbytes)
@@ -175,11 +175,11 @@ class Hold:
         return self.grow(nbytes, decided) or await future
 
     def waited_ns(self, now_ns: int) -> int:
-        """Return how long it has waited to become larger."""
+        """Return how long it has waited to grow."""
         return now_ns - self._since_ns if self._decided is not None else 0
 
     def try_again(self) -> bool:
-        """Become as large as was wanted, if there is room. Return whether there is."""
+        """Grow to the wanted size, if there is room. Return whether there is."""
         if not self.account.memory.has_room(self.account, self._wanted_nbytes - self.nbytes):
             return False
         decided = self._decided
@@ -189,28 +189,28 @@ class Hold:
         return True
 
     def refuse(self) -> None:
-        """Tell whoever waits that there was no room in time."""
+        """End the wait: there was no room in time."""
         decided, self._decided = self._decided, None
         if decided is not None:
             decided(is_granted=False)
 
 
 class Memory:
-    """Limit what is held for all clients together. It belongs to one event loop.
+    """The limit on memory held for all clients together. It belongs to one event loop.
 
-    Of the limit, a quarter is for clients that hold nothing yet: one that holds much cannot keep others out.
+    A quarter of the limit is for clients that hold nothing yet: one that holds much cannot keep others out.
 
-    :param nbytes_max: the limit in bytes. One message alone may have more.
+    :param nbytes_max: the limit in bytes. A message may exceed it while nothing else is held.
     """
 
     def __init__(self, nbytes_max: int) -> None:
         self.nbytes_max = nbytes_max
         self.nbytes = 0
-        """Bytes that are held now."""
+        """Bytes held now."""
         self.refused = 0
-        """Messages that were refused for want of memory."""
+        """Messages refused for lack of memory."""
         self.waiting: dict[Account, deque[ReferenceType[Hold]]] = {}
-        """Those that are to become larger, by their clients, in the order of the clients' turns."""
+        """The holds that wait to grow, by account, in the order of the clients' turns."""
         self._accounts: WeakValueDictionary[Hashable, Account] = WeakValueDictionary()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -223,7 +223,7 @@ class Memory:
         return f"<Memory {self.nbytes} of {self.nbytes_max} waiting={waiting}>"
 
     def account(self, client: Hashable) -> Account:
-        """Return a client's account; one of its own for ``None``."""
+        """Return a client's account; for ``None``, a new one."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread = get_ident()
@@ -235,12 +235,12 @@ class Memory:
         return account
 
     def has_room(self, account: Account, nbytes: int) -> bool:
-        """Return whether a client may hold so many bytes more."""
+        """Return whether a client may hold ``nbytes`` more."""
         limit = self.nbytes_max - self.nbytes_max // 4 * (account.nbytes > 0)
         return nbytes <= 0 or self.nbytes + nbytes <= limit or not self.nbytes
 
     def refuse(self) -> str:
-        """Count that something was refused, and return why."""
+        """Count a refusal, and return the reason."""
         self.refused += 1
         self._short_until_ns = clock.now_ns() + SHORT_AFTER_NS
         return (
@@ -249,36 +249,36 @@ class Memory:
         )
 
     def is_short(self, now_ns: int) -> bool:
-        """Return whether clients that take or give bytes slowly are to make room for others."""
+        """Return whether clients that send or read slowly should make room for others."""
         if now_ns < self._short_until_ns:
             return True
         heads = [self._head(account) for account in list(self.waiting)]
         return any(hold is not None and hold.waited_ns(now_ns) > SHORT_NS for hold in heads)
 
     def wait(self, hold: Hold) -> None:
-        """Let a hold become larger when there is room."""
+        """Queue a hold that is to grow when there is room."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(WAIT_NS / 1e9, self._expire)
         self.waiting.setdefault(hold.account, deque()).append(ref(hold))
-        self.look_soon()  # It is there for those behind which it waits, and may go past them.
+        self.look_soon()  # It may overtake holds that only their own client's bytes block.
 
     def look_soon(self) -> None:
-        """Look whether others have room now, after what is being done: it may take the place itself."""
+        """Schedule a check for room after the current callback, which may take the room itself."""
         if not self._is_due and self._loop is not None:
             self._is_due = True
-            with suppress(RuntimeError):  # The loop is closed, and nobody waits.
+            with suppress(RuntimeError):  # The loop is closed, and nothing waits.
                 self._loop.call_soon(self._look)
 
     def give_back(self, account: Account, nbytes: int) -> None:
-        """Count fewer bytes, in any thread: Python may collect garbage in all of them."""
+        """Count fewer bytes. Safe in any thread, because Python may collect garbage in any."""
         if self._loop is None or get_ident() == self._thread:
             account.add(-nbytes)
         else:
-            with suppress(RuntimeError):  # The loop is closed, and nobody counts any more.
+            with suppress(RuntimeError):  # The loop is closed, and the count is no longer used.
                 self._loop.call_soon_threadsafe(account.add, -nbytes)
 
     def _head(self, account: Account) -> Hold | None:
-        """Return the first of a client's that wait; ``None``, and forget the client, if none is left."""
+        """Return a client's first waiting hold; ``None``, and forget the client, if none is left."""
         queue = self.waiting[account]
         while queue:
             hold = queue[0]()
@@ -289,7 +289,7 @@ class Memory:
         return None
 
     def _look(self) -> None:
-        """Let those that wait become larger, one of each client in turn, as far as there is room."""
+        """Let waiting holds grow, one of each client in turn, as far as there is room."""
         self._is_due = False
         is_changed = True
         while is_changed:
@@ -302,10 +302,10 @@ class Memory:
                     is_changed = True
                     self.waiting[account] = self.waiting.pop(account)
                 elif not account.nbytes:
-                    return  # One that is held up by its own client's bytes holds up nobody else.
+                    return  # A hold blocked only by its own client's bytes does not block others.
 
     def _expire(self) -> None:
-        """Refuse those that have waited for too long."""
+        """Refuse the holds that have waited too long."""
         self._timer = None
         now_ns = clock.now_ns()
         longest_ns = 0

@@ -1,7 +1,7 @@
-"""Read Triton's ``config.pbtxt``: the settings that asynctrt has, and clear words for those that it has not.
+"""Read Triton's ``config.pbtxt``: use the settings that asynctrt supports, and report the others clearly.
 
-A field that asynctrt has no use for is ignored with a warning. Where to ignore it could change a model's
-answers, or let through what it was to keep out, the model is refused.
+A field that asynctrt has no use for is ignored with a warning. If ignoring it could change a model's answers,
+or let through something it was meant to block, the model is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from asynctrt.tensors import TensorSpec
 CONFIG: Final = "config.pbtxt"
 NBYTES_MAX: Final = 1 << 20
 WARMUP_FOLDER: Final = "warmup"
-"""Where, in a model's folder, the files lie that warm-up requests are read from."""
+"""The folder, within a model's folder, of the files that warm-up requests are read from."""
 
 PLATFORMS: Final = {
     "onnxruntime": "onnxruntime",
@@ -29,7 +29,7 @@ PLATFORMS: Final = {
     "tensorrt_plan": "tensorrt",
 }
 FILENAMES: Final = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
-"""How a version's file is called, by backend."""
+"""The name of a version's file, by backend."""
 
 READ: Final = {
     "name": "must be the name of its folder",
@@ -64,7 +64,7 @@ READ: Final = {
     "optimization.cuda.graphs": 'false is `graphs="off"`',
     "optimization.cuda.graph_spec.batch_size": "the sizes in `graphs`",
 }
-"""The fields that have a meaning here, each with that meaning, for the documentation."""
+"""The supported fields, each with its meaning here, for the documentation."""
 
 REFUSED: Final = {
     "runtime": "asynctrt has no backends that are loaded by name",
@@ -88,7 +88,7 @@ REFUSED: Final = {
     "input.is_non_linear_format_io": "tensors lie in memory in row-major order",
     "output.is_non_linear_format_io": "tensors lie in memory in row-major order",
 }
-"""The fields whose absence could change answers, each with why it is refused."""
+"""The fields that could change answers if ignored, each with why it is refused."""
 
 IGNORED: Final = {
     "dynamic_batching.preferred_batch_size": "the scheduler learns which sizes pay",
@@ -106,12 +106,12 @@ IGNORED: Final = {
     "optimization.cuda.graph_spec.graph_lower_bound": "a batch is padded to the next captured size",
     "optimization.execution_accelerators": "it is for other backends; build a TensorRT plan for model.plan",
 }
-"""What the warning says of some fields that are ignored; of others, that there is no such setting."""
+"""The warning's text for some ignored fields; for the others, it says that there is no such setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
-    """Which versions of a model are served: the ``latest`` newest, those that are ``named``, or all."""
+    """The versions of a model to serve: the ``latest`` newest, the ``named`` ones, or all."""
 
     latest: int | None = 1
     named: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class VersionPolicy:
     def choose(self, versions: Sequence[str]) -> list[str]:
         """Return the versions to serve, oldest first.
 
-        :raises ModelError: if one that is named is not there.
+        :raises ModelError: if a named version does not exist.
         """
         ordered = sorted(versions, key=int)
         if self.named:
@@ -134,10 +134,10 @@ class VersionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a ``config.pbtxt`` says, as asynctrt's settings. Without one, all of it has defaults."""
+    """The contents of a ``config.pbtxt``, as asynctrt's settings. Without a file, all have defaults."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the engine, those aside that follow from the instances."""
+    """Options of the engine, except those that follow from ``instances``."""
     instances: int | None = None
     """How many batches compute at the same time."""
     device: str | None = None
@@ -146,17 +146,17 @@ class ModelConfig:
     backend: str = ""
     filename: str = ""
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-    """Name, datatype and dims of a row or of the whole tensor, where they are stated. Other inputs are not
+    """Name, datatype and dims of a row or of the whole tensor, as far as stated. Other inputs are not
     checked."""
     outputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     ignored: tuple[str, ...] = ()
-    """What it states in vain, a sentence each."""
+    """Fields that have no effect, a sentence each."""
 
     def options_on(self, device: str) -> dict[str, Any]:
         """Return the options of the engine on this device.
 
-        On a GPU, an instance of Triton's copies the next batch while one computes. That takes two contexts,
-        and the enqueue memory of one.
+        On a GPU, a Triton instance copies the next batch while one computes. That takes two contexts, and the
+        enqueue memory of one.
         """
         if self.instances is None:
             return dict(self.options)
@@ -165,7 +165,7 @@ class ModelConfig:
         return {**self.options, "contexts": self.instances}
 
     def check(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Compare the tensors that are stated with those of the model.
+        """Check the stated tensors against those of the model.
 
         :raises ModelError: for the first that differs.
         """
@@ -188,8 +188,8 @@ class ModelConfig:
 def read_model_config(folder: Path, within: Path | None = None) -> ModelConfig:
     """Read the ``config.pbtxt`` in a model's folder; defaults if there is none. Blocks.
 
-    :param within: the folder that no link may lead out of. Default: the model's.
-    :raises ModelError: if it cannot be read, or states what asynctrt cannot do; the message has its path.
+    :param within: the folder that no link may lead out of. Default: the model's folder.
+    :raises ModelError: if it cannot be read, or asks for something unsupported; the message has its path.
     """
     path = folder / CONFIG
     try:
@@ -210,8 +210,8 @@ def interpret(text: str, folder: Path, within: Path | None = None) -> ModelConfi
     """Turn the text of a ``config.pbtxt`` into settings.
 
     :param folder: the model's folder; its name is the model's.
-    :param within: the folder that no link may lead out of. Default: the model's.
-    :raises ModelError: if it is not a model configuration, or states what asynctrt cannot do.
+    :param within: the folder that no link may lead out of. Default: the model's folder.
+    :raises ModelError: if it is not a model configuration, or asks for something unsupported.
     :raises OptionsError: if a value is out of an option's range.
     """
     message = parse_model_config(text)
@@ -247,7 +247,7 @@ def interpret(text: str, folder: Path, within: Path | None = None) -> ModelConfi
 
 
 def _stated(message: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every field that is stated, down to those that the tables above name."""
+    """Yield path and value of every stated field, down to those that the tables above name."""
     for descriptor, value in message.ListFields():
         path = prefix + descriptor.name
         kind = descriptor.message_type
@@ -260,7 +260,7 @@ def _stated(message: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _truth(value: Any) -> bool:
-    """Return whether a field says anything: a message that is there does, even an empty one."""
+    """Return whether a field says anything: a message that is present does, even if it is empty."""
     return bool(len(value)) if hasattr(value, "__len__") else bool(value) or hasattr(value, "ListFields")
 
 
@@ -295,7 +295,7 @@ def _policy(policy: Any) -> VersionPolicy:
 
 
 def _device(groups: Any, ignored: list[str]) -> str | None:
-    """Return the device that the instance groups name; ``None`` if they leave it open."""
+    """Return the device that the instance groups name; ``None`` if they name none."""
     kinds = {group.kind for group in groups}
     gpus = {gpu for group in groups for gpu in group.gpus}
     if len(gpus) > 1 or len(kinds) > 1:
@@ -317,7 +317,7 @@ def _device(groups: Any, ignored: list[str]) -> str | None:
 
 
 def _instances(groups: Any) -> int | None:
-    """Return how many instances all groups have together; ``None`` if they leave it open."""
+    """Return the total number of instances in all groups; ``None`` if none is stated."""
     counts = [group.count for group in groups]
     if min(counts, default=0) < 0:
         raise ModelError(f"instance_group.count must be ≥ 1, not {min(counts)}")
@@ -325,7 +325,7 @@ def _instances(groups: Any) -> int | None:
 
 
 def _options(message: Any, ignored: list[str]) -> dict[str, Any]:
-    """Return the options of the engine that are stated."""
+    """Return the stated options of the engine."""
     options: dict[str, Any] = {}
     is_alone = message.HasField("max_batch_size") and message.max_batch_size == 0
     if is_alone:
@@ -373,7 +373,7 @@ def _queue_options(policy: Any, rows_max: int, ignored: list[str]) -> dict[str, 
                     "default is for requests that have no timeout"
                 )
     if policy.max_queue_size:
-        # It counts requests, and the option rows; a full batch must fit.
+        # max_queue_size counts requests, and the option rows; a full batch must fit.
         options["max_queue_rows"] = max(policy.max_queue_size, rows_max)
     return options
 
@@ -390,7 +390,7 @@ def _tensors(items: Any) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
 
 
 def _datatype(item: Any) -> str:
-    """Return KServe's name of a datatype; empty where it is not stated."""
+    """Return KServe's name of a datatype; empty if it is not stated."""
     name = item.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[item.data_type].name
     return "" if name == "TYPE_INVALID" else str(name.removeprefix("TYPE_").replace("STRING", "BYTES"))
 

@@ -1,16 +1,16 @@
-"""Notice a client that sends little but the frames around its data: each costs as much as the data would."""
+"""Detect a client that sends little but framing around its data: framing costs as much as data would."""
 
 from typing import Final
 
 NBYTES_MAX: Final = 16 << 10
-"""Bytes of overhead that a client may be ahead: as much as Go's HTTP server accepts."""
+"""Bytes of overhead that a client may have in advance: as many as Go's HTTP server accepts."""
 
 RATIO: Final = 2
-"""Bytes of overhead for each byte of data that are no overhead."""
+"""Bytes per byte of data that do not count as overhead."""
 
 
 class Overhead:
-    """Count what comes on one connection beside data: heads of chunks and frames, pings, empty messages."""
+    """A count of a connection's bytes other than data: heads of chunks and frames, pings, empty messages."""
 
     __slots__ = ("nbytes",)
 
@@ -21,10 +21,10 @@ class Overhead:
         return f"<Overhead {self.nbytes}>"
 
     def add(self, nbytes: int, data_nbytes: int) -> bool:
-        """Count ``nbytes``, of which some are data. Return whether there was too much overhead by now."""
+        """Count ``nbytes``, some of them data. Return whether there is too much overhead now."""
         self.nbytes = max(0, self.nbytes + nbytes - (1 + RATIO) * data_nbytes)
         return self.nbytes > NBYTES_MAX
 
     def forgive(self, nbytes: int) -> None:
-        """Count less, as time has passed: pings come for as long as a connection lives."""
+        """Lower the count as time passes, because pings come for as long as a connection lives."""
         self.nbytes = max(0, self.nbytes - nbytes)

@@ -1,7 +1,7 @@
 """Send large answers in pieces, with turns of the event loop between them.
 
-A transport hands what is written to the kernel, or encrypts it, as a whole: 60 MiB hold the event loop for 10
-ms where the client reads as fast as they are sent, and for 300 ms with TLS.
+A transport passes each write to the kernel, or encrypts it, as a whole: 60 MiB block the event loop for 10 ms
+if the client reads as fast as they are sent, and for 300 ms with TLS.
 """
 
 import asyncio
@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 SLICE_NBYTES: Final = 128 << 10
-"""Bytes that are sent before it is the turn of others: 0.1 ms, with TLS 0.2, seldom 1."""
+"""Bytes sent in one turn of the event loop: 0.1 ms, with TLS 0.2, rarely 1."""
 
 
 class PacedTransport(asyncio.Protocol):
-    """Stand between a transport and a protocol: the transport of the one, the protocol of the other.
+    """A layer between a transport and a protocol, which acts as the transport of the one and the protocol of
+    the other.
 
     :param make: makes the protocol, once there is a connection.
     """
@@ -26,17 +27,17 @@ class PacedTransport(asyncio.Protocol):
         self._backlog: deque[memoryview] = deque()
         self._backlog_nbytes = 0
         self._is_paused = False
-        """Whether the transport has enough for now."""
+        """Whether the transport has paused writing."""
         self._is_closing = False
         self._ends_writing = False
         self._is_due = False
-        """Whether its next turn is due."""
+        """Whether its next turn is scheduled."""
 
     @classmethod
     def between(cls, transport: Any, protocol: Any, *, is_paused: bool) -> "PacedTransport":
-        """Return one that takes its place between a transport and a protocol that have each other already.
+        """Insert a layer between a transport and a protocol that are already connected, and return it.
 
-        :param is_paused: whether the protocol was told that the transport has enough for now.
+        :param is_paused: whether the transport has paused the protocol's writing.
         """
         paced = cls(lambda: protocol)
         paced._transport, paced._protocol, paced._is_paused = transport, protocol, is_paused
@@ -70,7 +71,7 @@ class PacedTransport(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_paused = True
-        if not self._backlog:  # Else it knows.
+        if not self._backlog:  # Otherwise the protocol is already paused.
             self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
@@ -83,7 +84,7 @@ class PacedTransport(asyncio.Protocol):
     # ---- the transport of the protocol
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send bytes, which must not change any more; at once, if they are few and nothing waits."""
+        """Send bytes, which must not change afterwards; at once, if they are few and nothing waits."""
         if not self._backlog and len(data) <= SLICE_NBYTES:
             self._transport.write(data)
             return
@@ -95,7 +96,7 @@ class PacedTransport(asyncio.Protocol):
             self._send_next()
 
     def _send_next(self) -> None:
-        """Send the next piece of what waits, and go on after others had their turn."""
+        """Send the next waiting piece, and continue after other callbacks had their turn."""
         if self._is_due or self._is_paused or not self._backlog or self._transport.is_closing():
             return
         head = self._backlog.popleft()
@@ -130,35 +131,35 @@ class PacedTransport(asyncio.Protocol):
         self._transport.abort()
 
     def is_closing(self) -> bool:
-        """Return whether it is closed, or will be."""
+        """Return whether it is closed or closing."""
         return self._is_closing or bool(self._transport.is_closing())
 
     def set_protocol(self, protocol: Any) -> None:
-        """Give what is read to another protocol from now on."""
+        """Pass input to another protocol from now on."""
         self._protocol = protocol
 
     def get_write_buffer_size(self) -> int:
-        """Return how many bytes are not sent yet."""
+        """Return the number of unsent bytes."""
         return self._backlog_nbytes + int(self._transport.get_write_buffer_size())
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return what is known of the connection."""
+        """Return information about the connection."""
         return self._transport.get_extra_info(name, default)
 
     def can_write_eof(self) -> bool:
-        """Return whether one direction can be closed alone: not of TLS."""
+        """Return whether one direction can be closed alone, which TLS does not allow."""
         return bool(self._transport.can_write_eof())
 
     def write_eof(self) -> None:
-        """Close this direction once everything is sent."""
+        """Close the sending direction once everything is sent."""
         self._ends_writing = True
         if not self._backlog:
             self._transport.write_eof()
 
     def pause_reading(self) -> None:
-        """Read no more for now."""
+        """Pause reading."""
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Resume reading."""
         self._transport.resume_reading()

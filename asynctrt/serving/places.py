@@ -1,4 +1,4 @@
-"""Share a limited number of places among clients of whom little is known: whoever has the most makes room."""
+"""Share a limited number of places among little-known clients: the one with the most makes room."""
 
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
@@ -6,33 +6,33 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 SHARE: Final = 4
-"""One place in this many is kept for clients that have none yet, as of memory."""
+"""One place in this many is kept for clients that have none yet, as with memory."""
 
 
 class Places(Generic[T]):
     """Places that holders take and give back.
 
-    :param places_max: how many there are.
+    :param places_max: the number of places.
     """
 
     def __init__(self, places_max: int) -> None:
         self.places_max = places_max
         self.taken = 0
-        """Places that are taken now."""
+        """Places taken now."""
         self._holders: dict[Hashable, dict[T, Callable[[], object]]] = {}
 
     def __repr__(self) -> str:
         return f"<Places {self.taken} of {self.places_max} clients={len(self._holders)}>"
 
     def has_room(self, client: Hashable) -> bool:
-        """Return whether a client may take another place without anybody losing one."""
+        """Return whether a client may take another place without another holder losing one."""
         kept = self.places_max // SHARE if client in self._holders else 0
         return self.taken < self.places_max - kept
 
     def take(self, client: Hashable, holder: T, leave: Callable[[], object]) -> None:
-        """Take a place. If there is none, the client with the most loses the one that it has had longest.
+        """Take a place. If there is none, the client with the most loses the one that it has held longest.
 
-        :param leave: called when ``holder`` loses its place, which it need not give back then.
+        :param leave: called when ``holder`` loses its place, which it then need not give back.
         """
         while self.taken >= self.places_max:
             self.free_one()
@@ -40,7 +40,7 @@ class Places(Generic[T]):
         self.taken += 1
 
     def free_one(self) -> None:
-        """Let the client with the most places lose the one that it has had longest, if any is taken."""
+        """Take from the client with the most places the one that it has held longest, if any is taken."""
         if not self._holders:
             return
         client = max(self._holders, key=lambda one: len(self._holders[one]))

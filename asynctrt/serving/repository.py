@@ -1,4 +1,4 @@
-"""Hold a server's models by name and version: load and unload them, and count their requests."""
+"""A server's models by name and version: load and unload them, and count their requests."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ from asynctrt.serving.responses import without_folders
 from asynctrt.serving.served import ServedModel
 
 ALONE_S: Final = 60.0
-"""How long a model is opened alone at the start. If one hangs, the others are served all the same."""
+"""How long a model is opened alone at the start. If one hangs, the others are served anyway."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -48,7 +48,7 @@ class Repository:
     :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
     :param json_max: the largest JSON part of a request, in bytes.
     :param answer_max: the most bytes of outputs that a request may ask for.
-    :param waiting_max: bytes of the inputs that may wait for a model that is overloaded.
+    :param waiting_max: the most bytes of inputs that may wait for an overloaded model.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Repository:
         }
         self._models: dict[str, Model] = {}
         self._places: list[Place] = []
-        # Those whose models nobody knows yet: a server listens before it looks.
+        # Places that were not looked through yet: a server listens before it looks.
         self._unseen: list[Place] = []
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
         self.loading: set[asyncio.Task[Any]] = set()
-        """The tasks that load a model just now."""
+        """The tasks that are loading a model."""
         self._is_started = False
         self._lost_ns: int | None = None
         self.is_draining = False
         self.is_live = True
-        """Whether the process is of use: not, once a device has been lost for long enough."""
+        """Whether the process is of use: false once a device has been lost for long enough."""
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -92,9 +92,9 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model is ready that was not unloaded, and the server is not draining.
+        """Whether every model that was not unloaded is ready, and the server is not draining.
 
-        Not before all places that it was started with were looked through.
+        False until all places that the repository started with were looked through.
         """
         return (
             not self.is_draining
@@ -107,9 +107,9 @@ class Repository:
         )
 
     def look_for_losses(self, now_ns: int, grace_ns: int) -> list[str]:
-        """Return the names of models that nothing can run any more in this process.
+        """Return the names of models that can no longer run in this process.
 
-        :param grace_ns: after how long :attr:`is_live` turns False; it is True again without such models.
+        :param grace_ns: how long after a loss :attr:`is_live` turns false; it is true again without losses.
         """
         lost = [served.name for served in self if served.engine.state == "lost"]
         self._lost_ns = (now_ns if self._lost_ns is None else self._lost_ns) if lost else None
@@ -127,7 +127,7 @@ class Repository:
     ) -> None:
         """Serve an open engine, or one that :meth:`load` opens with ``opener``.
 
-        :param mark: returns, in a thread, what the engine is made of: see :class:`Source`.
+        :param mark: returns a value that changes with the model, in a thread: see :class:`Source`.
         :raises UsageError: if that version of the model exists, or name or version are malformed.
         :raises ModelError: if KServe has no datatype for one of its tensors.
         """
@@ -158,10 +158,10 @@ class Repository:
         self._served.clear()
 
     def add_place(self, place: Place) -> None:
-        """Serve the models of a place, which :meth:`load_all` looks for, and :meth:`load` each time.
+        """Serve the models of a place. :meth:`load_all` looks for them, and so does each :meth:`load`.
 
-        The repository is not ready before one of them, or :meth:`look_for_models`, has looked through it; one
-        that is added after :meth:`load_all` does not make it unready.
+        The repository is not ready until one of these, or :meth:`look_for_models`, has looked through the
+        place. A place added after :meth:`load_all` does not make it unready.
         """
         self._places.append(place)
         if not self._is_started:
@@ -179,7 +179,7 @@ class Repository:
         return served
 
     def find_ready(self, name: str, version: str = "") -> ServedModel:
-        """Return the model as :meth:`find` does, if its engine can run batches now.
+        """Return the model, as :meth:`find` does, if its engine can run batches now.
 
         :raises ModelNotReadyError: also if its device is lost.
         """
@@ -190,7 +190,7 @@ class Repository:
         return served
 
     def find_in_thread(self, name: str, version: str) -> ServedModel:
-        """Return what :meth:`find` does, in any thread: nothing is remembered, which may be changing."""
+        """Do as :meth:`find`, but in any thread: without the cache, which may be changing."""
         model = self._models.get(name)
         if model is None:
             known = ", ".join(map(repr, list(self._models)))
@@ -212,7 +212,7 @@ class Repository:
         return newest[-1]
 
     def names(self, place: Place) -> list[str]:
-        """Return the names of the models that were found in a place."""
+        """Return the names of the models found in a place."""
         return [name for name, model in self._models.items() if model.place is place]
 
     def versions(self, name: str) -> list[str]:
@@ -233,9 +233,9 @@ class Repository:
         ]
 
     async def load_all(self) -> None:
-        """Load every model that is not loaded, those of all places included.
+        """Load every model that is not loaded, including those of all places.
 
-        :raises AsynctrtError: the first failure, once the others were loaded; each is listed with its reason.
+        :raises AsynctrtError: the first failure, once the others were loaded; all are listed with reasons.
         """
         failures: list[AsynctrtError] = []
 
@@ -243,7 +243,7 @@ class Repository:
             try:
                 await self.load(name)
             except AsynctrtError as error:
-                if failures:  # The first one is raised.
+                if failures:  # The first failure is raised instead.
                     logger.warning("cannot load model %s: %s", name, error)
                 failures.append(error)
 
@@ -253,7 +253,7 @@ class Repository:
                 model = self._models[name]
                 if model.place is not None or any(entry.served is None for entry in model.versions.values()):
                     tasks.append(asyncio.create_task(load(name)))
-                    # One by one, as what is measured meanwhile would not be right beside others.
+                    # One by one, because measurements made while loading would be wrong beside others.
                     await asyncio.wait(tasks[-1:], timeout=ALONE_S)
             await asyncio.gather(*tasks)
         finally:
@@ -277,13 +277,13 @@ class Repository:
 
     async def _names(self, place: Place) -> list[str]:
         names = await place.names()
-        # Whoever finds them lists them before anything else is done.
+        # The caller lists them before anything else runs.
         if place in self._unseen:
             self._unseen.remove(place)
         return names
 
     def _place(self, name: str, place: Place) -> Model:
-        """Return the model of that name, which is found in a place."""
+        """Return the model of that name, found in a place; add it if it is new."""
         model = self._models.get(name)
         if model is None:
             model = self._models[name] = Model(place=place)
@@ -293,11 +293,11 @@ class Repository:
         return model
 
     async def load(self, name: str) -> None:
-        """Load a model, or load it again: all its versions, as they are now.
+        """Load a model, or reload it: all its versions, in their current state.
 
-        A version that is served goes on to answer until the new one is open and warm, and answers what it
-        was sent. Versions whose files are as they were stay; those that are gone are not served any more.
-        If one of a served model cannot be opened, nothing is changed.
+        A served version keeps answering until the new one is open and warm, and still answers the requests it
+        was sent. Versions whose files are unchanged stay; missing ones are no longer served. If a version of
+        a served model cannot be opened, nothing changes.
 
         :raises UnknownModelError: for a name that is not in the repository.
         :raises AsynctrtError: if a version cannot be opened; it is listed with the reason.
@@ -315,7 +315,7 @@ class Repository:
         async with model.changing:
             if self._models.get(name) is not model:
                 raise UnknownModelError(f"model {name!r:.200} was removed meanwhile")
-            # Not more than one engine that is on its way out beside each version.
+            # At most one engine per version may be on its way out.
             await self._settled(name)
             was_serving = model.is_serving
             try:
@@ -337,14 +337,14 @@ class Repository:
                 raise failures[0]
 
     async def _found(self, name: str) -> Model:
-        """Return a model that is new in its place."""
+        """Find and return a model that is new in its place."""
         for place in self._places:
             if name in await self._names(place):
                 return self._place(name, place)
         return self._known(name)
 
     async def _wanted(self, name: str, model: Model) -> Mapping[str, Source | None]:
-        """Return the versions of a model that are to be served."""
+        """Return the versions of a model to serve."""
         if model.place is not None:
             return await model.place.versions(name)
         return {version: entry.source for version, entry in model.versions.items()}
@@ -352,7 +352,7 @@ class Repository:
     async def _open(
         self, name: str, model: Model, wanted: Mapping[str, Source | None]
     ) -> tuple[dict[str, ServedModel], list[AsynctrtError]]:
-        """Open the versions that are not served as they are now. What is opened is not served yet."""
+        """Open the versions whose current files are not served, without serving them yet."""
         opened: dict[str, ServedModel] = {}
         failures: list[AsynctrtError] = []
         is_awaited = not self._is_started and not model.is_serving
@@ -373,7 +373,7 @@ class Repository:
                 except Exception as raised:
                     error = _typed(raised, name)
                     entry.reason = without_folders(str(error))
-                    # The first one is raised, and said by whoever asked.
+                    # The first one is raised, and the caller reports it.
                     level = logging.WARNING if failures else logging.DEBUG
                     logger.log(level, "cannot load model %s version %s: %s", name, version, error)
                     failures.append(error)
@@ -390,7 +390,7 @@ class Repository:
         return opened, failures
 
     async def _opened(self, name: str, version: str, entry: Entry, source: Source) -> ServedModel | None:
-        """Open one version; return ``None`` if what is served is as its files are."""
+        """Open one version; return ``None`` if the served one matches its files."""
         mark = None if source.mark is None else await in_lost_thread(source.mark)
         if entry.served is not None and mark is not None and mark == entry.served.mark:
             entry.reason = ""
@@ -412,7 +412,7 @@ class Repository:
         return served
 
     def _swap(self, model: Model, opened: Mapping[str, ServedModel], gone: Iterable[str]) -> None:
-        """Serve what was opened, and no longer what it replaces or what is gone."""
+        """Serve the opened versions, and stop serving the ones that they replace or that are gone."""
         for version, served in opened.items():
             entry = model.versions[version]
             before, entry.served = entry.served, served
@@ -440,7 +440,7 @@ class Repository:
         self._served.clear()
 
     def _retire(self, served: ServedModel) -> None:
-        """Let an engine that is not served any more answer what it was sent, and close it."""
+        """Let an engine that is no longer served answer the requests it was sent, then close it."""
 
         async def retire() -> None:
             try:
@@ -458,7 +458,7 @@ class Repository:
             logger.error("%r could not be closed", served, exc_info=error)
 
     async def _settled(self, name: str | None = None) -> None:
-        """Wait until the engines that a model, or any, no longer uses are closed."""
+        """Wait until the engines that a model, or any model, no longer uses are closed."""
         tasks = [task for task, served in self._retiring.items() if name in (None, served.name)]
         if tasks:
             await asyncio.wait(tasks)
@@ -490,7 +490,7 @@ class Repository:
                     entry.change = ""
 
     async def remove(self, name: str) -> None:
-        """Unload a model, and forget it.
+        """Unload a model and forget it.
 
         :raises UnknownModelError: for a name that is not in the repository.
         """
@@ -510,7 +510,7 @@ class Repository:
                 tasks.create_task(served.drain())
 
     async def aclose(self) -> None:
-        """Close the engines that the repository has opened. Their remaining requests finish or fail."""
+        """Close the engines that the repository opened. Their remaining requests finish or fail."""
         self.is_draining = self._is_closed = True
         for model in self._models.values():
             for entry in model.entries:
@@ -529,7 +529,7 @@ class Repository:
 
 
 def _typed(error: Exception, name: str) -> AsynctrtError:
-    """Return the error of a model that cannot be loaded: whatever is in its files is its own fault alone."""
+    """Return the error of a model that cannot be loaded: broken files must affect no other model."""
     if isinstance(error, AsynctrtError):
         return error
     return ModelError(f"{name!r} cannot be loaded: {describe(error)}")

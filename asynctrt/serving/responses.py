@@ -1,4 +1,4 @@
-"""What answers tell clients besides outputs: the request's id, when to try again, what cannot be loaded."""
+"""The parts of answers besides outputs: the request's id, when to retry, why a model cannot be loaded."""
 
 import itertools
 import math
@@ -8,18 +8,18 @@ from typing import Final
 
 from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, QueueFullError, copy_for
 
-# ---- ids: the client's own X-Request-ID if it is fit to be logged, else one of this server's
+# ---- ids: the client's X-Request-ID if it is safe to log, otherwise one that the server makes
 
 ID_HEADER: Final = b"x-request-id"
 ID_METADATA: Final = "x-request-id"
-"""The same in gRPC's metadata."""
+"""The same header in gRPC's metadata."""
 
 ID_FIT: Final = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")
-"""What is taken from a client: what is safe in a header, a log and a shell."""
+"""Accepted ids of clients: safe in a header, a log and a shell."""
 
 
 class RequestIds:
-    """Give each request of one server an id."""
+    """Gives each request of one server an id."""
 
     __slots__ = ("_form", "_next", "_prefix")
 
@@ -32,7 +32,7 @@ class RequestIds:
         return f"<RequestIds {self._prefix.decode()}>"
 
     def of(self, headers: dict[bytes, bytes]) -> bytes:
-        """Return the id of a request with these headers, where it stands from then on."""
+        """Return the id of a request with these headers, which contain it from then on."""
         given = headers.get(ID_HEADER)
         if given is not None and ID_FIT.fullmatch(given) is not None:
             return given
@@ -40,50 +40,50 @@ class RequestIds:
         return made
 
 
-# ---- when to try again, for a client that was refused for want of room or time
+# ---- when to retry, for a client that was refused for lack of room or time
 
 PUSHBACK: Final = "grpc-retry-pushback-ms"
-"""gRPC's own name for it: clients with a retry policy wait for so long, and without jitter."""
+"""gRPC's name for the delay: clients with a retry policy wait exactly this long, without jitter."""
 
 
 def retry_s_of(error: BaseException) -> float | None:
-    """Return in how many seconds what is ahead would be done; ``None`` if that is not known."""
+    """Estimate in how many seconds the work ahead will be done; ``None`` if that is unknown."""
     if isinstance(error, DeadlineUnreachableError | QueueFullError):
         return error.predicted_s
     return None
 
 
 def retry_after(error: BaseException) -> tuple[tuple[str, str], ...]:
-    """Return the header ``Retry-After``, which takes whole seconds, or nothing."""
+    """Return the header ``Retry-After``, in whole seconds; nothing if the delay is unknown."""
     retry_s = retry_s_of(error)
     return () if retry_s is None else (("Retry-After", str(max(1, math.ceil(retry_s)))),)
 
 
 def pushback(error: BaseException) -> tuple[tuple[str, str], ...]:
-    """Return gRPC's trailing metadata that says in how many ms to try again, or nothing."""
+    """Return gRPC's trailing metadata that says in how many ms to retry; nothing if that is unknown."""
     retry_s = retry_s_of(error)
     return () if retry_s is None else ((PUSHBACK, str(max(1, math.ceil(retry_s * 1e3)))),)
 
 
-# ---- why a model cannot be loaded, and not where the server keeps its files
+# ---- why a model cannot be loaded, without revealing where the server keeps its files
 
 WORKING: Final = re.compile(r"[;,]? *the working directory is (?:'[^']*'|\"[^\"]*\")")
 QUOTED: Final = re.compile(r"(['\"])(/(?:(?!\1).)*)\1")
-"""An absolute path in quotes, which may have blanks."""
+"""An absolute path in quotes, which may contain spaces."""
 BARE: Final = re.compile(r"(?<![\w.:/~-])/(?!v2/)[^\s'\":]+")
-"""One without quotes; no part of a URL, and none of the server's own."""
+"""An absolute path without quotes; not part of a URL, and not one of the server's own URL paths."""
 MODEL_FILE: Final = re.compile(r"[^/]+/(?:\d+/[^/]+|config\.pbtxt)\Z")
-"""The end of a path that is within a repository of models, which clients know by its names."""
+"""The end of a path within a model repository, which clients know by its names."""
 
 
 def without_folders(text: str) -> str:
-    """Return a message with names of files for absolute paths, without the working directory, in UTF-8."""
+    """Replace absolute paths in a message by file names, remove the working directory, and make it UTF-8."""
     text = WORKING.sub("", text)
     for path in {found[2] for found in QUOTED.finditer(text)}:
-        # Wherever it occurs: others than us do not put it into quotes.
+        # Replace every occurrence: other libraries do not quote paths.
         text = text.replace(path, _name_of(path))
     text = BARE.sub(lambda found: _name_of(found[0]), text)
-    # Names of files may be any bytes, and JSON has none for those that are not UTF-8.
+    # File names may be any bytes, and JSON cannot hold bytes that are not UTF-8.
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -96,7 +96,7 @@ def _name_of(path: str) -> str:
 
 
 def told(error: AsynctrtError) -> AsynctrtError:
-    """Return a copy of an error whose message clients may read; the server's log has the whole."""
+    """Return a copy of an error with a message that clients may read; the server's log has the full one."""
     copy = copy_for(error)
     copy.args = tuple(without_folders(item) if isinstance(item, str) else item for item in copy.args)
     return copy

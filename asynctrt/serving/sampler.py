@@ -18,7 +18,7 @@ from asynctrt.serving.served import ServedModel
 from asynctrt.statistics import Statistics, batch_bounds, batch_counts
 
 SAMPLES_MAX: Final = 300
-"""Samples that are kept: five minutes."""
+"""Samples kept: five minutes."""
 
 PERCENTILES: Final = (50, 95, 99)
 
@@ -48,8 +48,8 @@ MODEL_FIELDS: Final = (
 )
 """The figures of one model in a sample, in order.
 
-The first eleven and the last cover the time since the previous sample, and are null where there was nothing
-to measure; the seven between are momentary. ``batches`` counts batches by rows, within the bounds of
+The first eleven and the last cover the time since the previous sample, and are null if there was nothing to
+measure; the seven between are momentary. ``batches`` counts batches by rows, within the bounds of
 :func:`batch_bounds`.
 """
 
@@ -71,14 +71,14 @@ class _Reading(NamedTuple):
 
 
 class Sampler:
-    """Keep the last samples of a server, in its event loop.
+    """The last samples of a server, taken in its event loop.
 
     :param repository: the models to sample.
-    :param connections: returns the number of open connections; ``in_flight`` that of requests being answered.
-        Without them these figures are null.
-    :param interval_ns: the time from the end of one sample to the next. What a sample comes later is the
-        loop's lag, so the server restarts its timer after each. A sample after less than a tenth of the
-        interval is skipped: rates over so short a time would be meaningless.
+    :param connections: returns the number of open connections.
+    :param in_flight: returns the number of requests being answered. Without one, its figure is null.
+    :param interval_ns: the time from the end of one sample to the next. The delay of a sample is the loop's
+        lag, so the server restarts its timer after each. A sample within a tenth of the interval is skipped:
+        rates over so short a time would be meaningless.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class Sampler:
         self._at_ns = self._ended_ns = now_ns()
         self._cpu_at_ns = cpu_ns()
         self.started_ms = clock.wall_ns(self._at_ns) // 1_000_000
-        """When the sampler was made, in ms since 1970; a client notices a restart by it."""
+        """When the sampler was made, in ms since 1970, so that a client can detect a restart."""
         self.loop_lag_ns: int | None = None
-        """How late the last sample came; ``None`` before the first."""
-        # The first sample starts from the counters as they are now.
+        """How late the last sample was; ``None`` before the first."""
+        # The first sample starts from the current counters.
         self._readings: dict[str, _Reading] = {}
         self._busy: dict[ServedModel, float] = {}
         for served in repository:
@@ -135,7 +135,7 @@ class Sampler:
             if before is not None and (
                 before.served is not served or before.done.succeeded > reading.done.succeeded
             ):
-                before = None  # It was loaded again, so its counters restarted.
+                before = None  # The model was reloaded, so its counters restarted.
             models[key] = _figures(before, reading, elapsed_ns, latencies_ns)
             if before is not None:
                 self._busy[served] = reading.done.busy_share_since(before.done, elapsed_ns)
@@ -159,9 +159,9 @@ class Sampler:
         self._ended_ns = self._now_ns()
 
     def busy_share(self, served: ServedModel) -> float | None:
-        """Return how much of the time between the last two samples a model computed, 0 to 1.
+        """Return the fraction of the time between the last two samples in which a model computed, 0 to 1.
 
-        1 means as many batches as it can compute at once. ``None`` before it was sampled twice.
+        1 means as many batches at once as it can compute. ``None`` before it was sampled twice.
         """
         return self._busy.get(served)
 

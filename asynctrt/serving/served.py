@@ -18,10 +18,10 @@ from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult, TensorSpec
 
 LATENCIES_MAX: Final = 65536
-"""Latencies that are kept between two samples, which are a second apart."""
+"""The most latencies kept between two samples, which are a second apart."""
 
 REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
-"""Triton's labels for failures: overload, a client that went away, the model, a bad request."""
+"""Triton's labels for failures: overload, a client that disconnected, the model, a bad request."""
 
 Headers = Mapping[bytes, bytes]
 
@@ -42,7 +42,7 @@ class Inference(Submission):
         priority: int,
         on_end: "Callable[[Inference], None]",
     ) -> None:
-        # What the base classes do, without the calls: one is made for each request.
+        # Inlined from the base classes to save the calls, since each request makes one of these.
         self.lane = lane
         self.rows = request.layout.rows
         self.nbytes = 0
@@ -56,17 +56,17 @@ class Inference(Submission):
         self.served = served
         self.headers = headers
         self.client: Hashable = None
-        """Whose it is, set by whoever submits it."""
+        """The client that it is submitted for; set by the caller."""
         self.hold: Hold | None = None
         """The memory of its inputs and outputs, if that is much."""
         self.key = 0
-        """Set by a caller that has to tell requests without an id apart."""
+        """Set by a caller that needs to tell requests without an id apart."""
         self.then: Callable[[Inference], None] | None = None
-        """Set by a caller that is to be called when it has ended."""
+        """Set by a caller that needs a callback at the end."""
         self._on_end = on_end
 
     def ended(self, future: "asyncio.Future[InferResult]") -> None:
-        """Make room for others, and tell whoever waits for it."""
+        """Make room for other requests, and notify the caller."""
         self.admission.ended(self)
         self._on_end(self)
 
@@ -108,20 +108,20 @@ class ServedModel:
         self.failed_ns = 0
         self._rows_unsplit = engine.max_rows if all(spec.is_fixed for spec in engine.inputs) else 1
         self._divisible: set[Inference] = set()
-        """Requests under way that may be split."""
+        """Requests in progress that may be split."""
         self._parts = 0
-        """Of requests that have ended, how many answers too many the engine counted: it counts each part of
-        a split one."""
+        """The surplus of the engine's count of answers for requests that have ended: it counts each part of a
+        split request."""
         self.last_ns = 0
         """When the last request was answered, or 0."""
         self.latencies_ns: list[int] = []
-        """Of the answers since the last sample."""
+        """Latencies of the answers since the last sample."""
         self.latencies = Latencies()
         self._is_batched = engine.batching.is_on
         self.why_batched = engine.batching.reason
-        """Why rows of different requests share its batches, or do not."""
+        """Why rows of different requests do or do not share its batches."""
         self.mark: Any = None
-        """What its engine was made of: see :class:`Source`."""
+        """The mark of its source when the engine was opened: see :class:`Source`."""
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
@@ -137,9 +137,10 @@ class ServedModel:
     ) -> Inference:
         """Submit a decoded request to the engine, once it is its client's turn.
 
-        :param caller: where it comes from, and ``name``: whose it is.
+        :param caller: the connection that it came from.
+        :param name: the client that it is for.
         :param on_end: called when it has ended, to call :meth:`ended`.
-        :raises AsynctrtError: as :meth:`Engine.submit`, and if its client has too much waiting.
+        :raises AsynctrtError: as :meth:`Engine.submit` does, and if the client has too much waiting.
         """
         priority = request.layout.priority
         if priority:
@@ -159,20 +160,20 @@ class ServedModel:
         await self.engine.drain()
 
     async def aclose(self) -> None:
-        """Close the engine. What has not reached it fails."""
+        """Close the engine. Requests that have not reached it fail."""
         self.admission.fail()
         await self.engine.aclose()
 
     @property
     def refused(self) -> dict[str, int]:
-        """How many requests were refused before the engine's queue, by reason."""
+        """Requests refused before the engine's queue, by reason."""
         return {
             "crowded": self.admission.crowded,
             "expired": self.admission.expired,
         }
 
     def ended(self, inference: Inference) -> BaseException | None:
-        """Count the outcome of a request that was submitted with :meth:`submit`; return why it failed."""
+        """Count the outcome of a request submitted with :meth:`submit`; return its error, if it failed."""
         now_ns = clock.now_ns()
         future, began_ns = inference.future, inference.began_ns
         self.pending -= 1
@@ -200,9 +201,9 @@ class ServedModel:
         self.failed_ns += took_ns
 
     def succeeded(self, done: Statistics) -> int:
-        """Return the number of answered requests, in which a split one counts once, when it is answered.
+        """Return the number of answered requests. A split request counts once, when it is answered.
 
-        :param done: read just now.
+        :param done: the current statistics.
         """
         under_way = sum(counted(one.future) for one in self._divisible if one.has_future)
         return done.succeeded - self._parts - under_way
@@ -220,8 +221,8 @@ class ServedModel:
     def config(self) -> dict[str, Any]:
         """Return the part of Triton's model configuration that clients read.
 
-        Where ``max_batch_size`` is more than 0, clients put a batch axis in front of the dims. So it is 0,
-        and the dims are whole, if requests run alone or a tensor has its rows elsewhere.
+        If ``max_batch_size`` is more than 0, clients put a batch axis in front of the dims. So it is 0, and
+        the dims are whole, if requests run alone or a tensor has its rows on another axis.
         """
         options, done = self.engine.options, self.engine.statistics()
         is_batched = self._is_batched
@@ -255,7 +256,7 @@ class ServedModel:
                 {
                     "name": self.name,
                     "kind": "KIND_CPU" if self.engine.device_name == "host" else "KIND_GPU",
-                    # With those in which a batch hangs: a configuration does not change.
+                    # Includes quarantined contexts, so that the reported configuration stays constant.
                     "count": done.arenas or done.contexts,
                 }
             ],
@@ -271,9 +272,9 @@ class ServedModel:
         return config
 
     def statistics(self) -> dict[str, Any]:
-        """Return the statistics extension's figures. Counts are of requests unless they say executions.
+        """Return the statistics extension's figures. They count requests unless they are named executions.
 
-        ``batches_launched``, batches by why they were launched, is asynctrt's own.
+        ``batches_launched``, the batches by why they were launched, is asynctrt's own.
         """
         done = self.engine.statistics()
 
@@ -331,7 +332,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _sizes(shape: Iterable[int | str]) -> list[int]:
-    """Return sizes, with -1 for those that may differ from request to request."""
+    """Return sizes, with -1 for those that may differ between requests."""
     return [-1 if isinstance(size, str) else size for size in shape]
 
 

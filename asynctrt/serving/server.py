@@ -50,9 +50,9 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class Server:
-    """Serve a repository over HTTP, websocket and gRPC, on the running event loop.
+    """A server of a repository over HTTP, websocket and gRPC, on the running event loop.
 
-    :param repository: the models; the server closes those that it loaded.
+    :param repository: the models. The server closes those that the repository loaded.
     :param settings: ports, limits and times.
     :param is_front: whether it is one of several processes that share its ports.
     :raises UsageError: for several fronts, which only ``asynctrt serve`` can start.
@@ -92,9 +92,9 @@ class Server:
         self._asked = asyncio.Event()
         self._signals: StopSignals | None = None
         self.lost: tuple[str, ...] = ()
-        """The models for whose loss of their device :meth:`serve` has stopped."""
+        """The models whose lost device made :meth:`serve` stop."""
         self._stopped = asyncio.Event()
-        # Where it listens, once it does.
+        # The process in which it listens, once it does.
         self._origin: Origin | None = None
 
     def __repr__(self) -> str:
@@ -110,7 +110,8 @@ class Server:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or self._origin is None or self._origin.is_here:  # What ends a child goes on.
+        # In a forked child, an error only propagates.
+        if error is None or self._origin is None or self._origin.is_here:
             await self.stop()
 
     @property
@@ -121,7 +122,7 @@ class Server:
 
     @property
     def metrics_url(self) -> str | None:
-        """The URL of the metrics if they have a port of their own."""
+        """The URL of the metrics if they have a separate port."""
         return f"http://{self._addresses[1]}/metrics" if len(self._addresses) > 1 else None
 
     @property
@@ -133,10 +134,10 @@ class Server:
         return f"{f'[{host}]' if ':' in host else host}:{self._grpc_port}"
 
     async def start(self) -> None:
-        """Listen. Models are loaded by ``repository.load_all()``, before or after.
+        """Listen. ``repository.load_all()`` loads the models, before or after this.
 
-        :raises UsageError: if it cannot listen on a port, or listens in the process that this one was forked
-            from.
+        :raises UsageError: if it cannot listen on a port, or already listens in the process that this one was
+            forked from.
         :raises OptionsError: if the certificate or the tokens' file cannot be used.
         """
         self._check_process()
@@ -187,16 +188,16 @@ class Server:
             raise
 
     def freeze(self) -> None:
-        """Collect garbage seldom, and nothing of what exists once models are loaded: see :func:`calm_gc`.
+        """Collect garbage rarely, and never what exists once models are loaded: see :func:`calm_gc`.
 
-        The pause that it takes is meant, and is not reported as one.
+        Its pause is intended, and is not reported as a stall.
         """
         calm_gc()
         if self._stalls is not None:
             self._stalls.restart()
 
     async def reload(self) -> None:
-        """Read the file of tokens and the certificate again; connections that are open go on.
+        """Reread the file of tokens and the certificate; open connections continue.
 
         :raises OptionsError: if one of them cannot be used. Then nothing has changed.
         """
@@ -263,17 +264,17 @@ class Server:
         self.ask()
 
     def signals(self) -> StopSignals:
-        """Return what handles SIGTERM and SIGINT while it is entered, as :meth:`serve` does.
+        """Return the handler of SIGTERM and SIGINT, which is active while it is entered, as in :meth:`serve`.
 
-        Whoever enters it before :meth:`start` loses no request to a signal that comes in between. A front
-        hears from its parent when it is to hurry: signals to all processes of a service reach it as well.
+        Enter it before :meth:`start`, or a signal in between ends the process and loses requests. A front
+        hurries only when its parent says so: signals to all processes of a service reach the front as well.
         """
         if self._signals is None:
             self._signals = StopSignals(self.ask, self.ask if self._is_front else self.end)
         return self._signals
 
     async def metrics_text(self) -> bytes:
-        """Return the metrics in Prometheus's format; nothing before the server has started."""
+        """Return the metrics in Prometheus's format; empty before the server has started."""
         if self._metrics is None:
             return b""
         return b"".join((await self._metrics.answer({})).body)
@@ -289,20 +290,20 @@ class Server:
 
     @property
     def is_hurried(self) -> bool:
-        """Whether it is to stop at once."""
+        """Whether it should stop at once."""
         return self._hurry.is_set()
 
     async def wait_hurried(self) -> None:
-        """Wait until it is to stop at once."""
+        """Wait until it should stop at once."""
         await self._hurry.wait()
 
     async def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain and stop; a second signal stops at once.
 
-        On SIGHUP it opens its access log anew, and does what :meth:`reload` does; what is wrong is logged.
+        On SIGHUP, reopen the access log and do as :meth:`reload`; errors are logged.
 
-        With ``on_device_lost="exit"`` it also stops, at once, when a device is lost; :attr:`lost` then names
-        the models.
+        With ``on_device_lost="exit"``, also stop at once when a device is lost; :attr:`lost` then names the
+        models.
         """
         loop = asyncio.get_running_loop()
         hangup = asyncio.Event()
@@ -370,7 +371,7 @@ class Server:
     async def _stop(self) -> None:
         hurry = asyncio.create_task(self._hurry.wait())
         try:
-            # Report not ready and keep answering, so that balancers can send elsewhere.
+            # Report not ready and keep answering, so that load balancers can send elsewhere.
             self.repository.is_draining = True
             if self._grpc is not None:
                 await self._grpc.drain()
@@ -400,7 +401,7 @@ class Server:
                 tasks.create_task(self._grpc.stop(self.settings.drain_timeout))
 
     async def _close(self) -> None:
-        """Release everything that was acquired so far."""
+        """Release everything acquired so far."""
         if self._sampling is not None:
             self._sampling.cancel()
         if self._stalls is not None:

@@ -1,7 +1,7 @@
-"""Write the server's log: its lines as text or JSON, failed batches, and what was refused.
+"""Write the server's log: its lines as text or JSON, failed batches, and refusals.
 
-A client must not be able to fill a disk or to forge a line: what may come in floods is counted beyond a
-limit, and control characters are escaped.
+A client must not be able to fill a disk or forge a line: possible floods are only counted beyond a limit, and
+control characters are escaped.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import LogFormat, LogLevel
 
 FIELDS: Final = ("request_id", "requests", "model", "version")
-"""What a record may say besides its message, given as ``extra``."""
+"""Fields that a record may have besides its message, given as ``extra``."""
 
 TRACEBACK_CHARS_MAX: Final = 20_000
 IDS_MAX: Final = 8
-"""Requests of a failed batch that are named."""
+"""Requests named in the log of a failed batch."""
 
 FAILURES_MAX: Final = 10
-"""Failed batches that are logged in one period."""
+"""Failed batches logged in one period."""
 
 PERIOD_NS: Final = 10_000_000_000
 ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
@@ -38,7 +38,7 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 def set_up_logging(form: LogFormat, level: LogLevel) -> None:
-    """Send the log of this process to standard error; that of other packages from warnings on."""
+    """Send this process's log to standard error; of other packages, only warnings and above."""
     writer = standard_error()
     handler = logging.StreamHandler(sys.stderr) if writer is None else WriterHandler(writer)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
@@ -47,7 +47,7 @@ def set_up_logging(form: LogFormat, level: LogLevel) -> None:
 
 
 class WriterHandler(logging.Handler):
-    """Hands each line to a writer, so that nobody waits for whoever reads the log."""
+    """Passes each line to a writer, so that nothing waits for the log's reader."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ class WriterHandler(logging.Handler):
         writer.missing = self._missing
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Have a record written."""
+        """Queue a record for writing."""
         try:
             self._writer.put(self._line(record))
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until all is written, unless nobody reads it."""
+        """Wait until everything is written, unless nothing reads it."""
         self._writer.flush()
 
     def _line(self, record: logging.LogRecord) -> bytes:
@@ -74,13 +74,13 @@ class WriterHandler(logging.Handler):
 
 
 class TextFormatter(logging.Formatter):
-    """Format a record as a line, and a traceback as further ones, which are indented."""
+    """Formats a record as a line, and a traceback as further, indented lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's lines."""
         at = datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(timespec="milliseconds")
         line = f"{at} {record.levelname} {record.getMessage()}"
-        # The others are in the message, too.
+        # The message contains the other fields.
         known = {name: value for name, value in _fields(record).items() if name.startswith("request")}
         if known:
             line += f" ({', '.join(f'{name}: {_shown(value)}' for name, value in known.items())})"
@@ -90,7 +90,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Format a record as one JSON object on one line."""
+    """Formats a record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line."""
@@ -126,7 +126,7 @@ def _traceback(record: logging.LogRecord) -> str:
 
 
 class _Failed(NamedTuple):
-    """One failed batch, whose requests come one after the other in a turn of the loop."""
+    """One failed batch, whose requests are reported one after the other in a turn of the event loop."""
 
     served: ServedModel
     error: BaseException
@@ -135,7 +135,7 @@ class _Failed(NamedTuple):
 
 
 class Failures:
-    """Log each failed batch once, with its traceback and its requests; beyond a limit, count it.
+    """Logs each failed batch once, with its traceback and its requests; beyond a limit, only counts it.
 
     :param now_ns: a clock; the limit is :data:`FAILURES_MAX` in each :data:`PERIOD_NS`.
     """
@@ -152,11 +152,11 @@ class Failures:
         return f"<Failures {self._logged} logged, {self._left_out} left out>"
 
     def note(self, inference: Inference, error: BaseException) -> None:
-        """Note an inference that failed, if that was not its client's doing."""
+        """Record a failed inference, unless its client caused the failure."""
         if not isinstance(error, DeviceError | InternalError):
             return
         served = inference.served
-        # The requests of a batch have an error each, with the same cause or at least the same words.
+        # Each request of a batch has a separate error, with the same cause or at least the same text.
         key = served, str(error) if error.__cause__ is None else id(error.__cause__)
         batch = self._batches.get(key)
         if batch is None:
@@ -184,7 +184,7 @@ class Failures:
             )
 
     def tick(self) -> None:
-        """Say what was left out, once a period is over."""
+        """Log how many were left out, once a period is over."""
         now_ns = self._now_ns()
         passed_ns = now_ns - self._began_ns
         if passed_ns >= PERIOD_NS:
@@ -197,19 +197,20 @@ class Failures:
 
 
 def _id_of(inference: Inference) -> str:
-    """Return what names a request: its own id, if it has one, and that of its HTTP request or gRPC call."""
+    """Return a name for a request: its id, if it has one, and that of its HTTP request or gRPC call."""
     given = inference.headers.get(ID_HEADER, b"").decode("latin-1")
     own = inference.request.id
     return f"{given}/{own}" if given and own else given or own or "-"
 
 
 class Refusals:
-    """Log how many requests and connections were refused, at most once in a :data:`PERIOD_NS`.
+    """Logs how many requests and connections were refused, at most once in a :data:`PERIOD_NS`.
 
-    It takes differences of counters that exist anyway, so it costs requests nothing.
+    It takes differences of existing counters, so it costs requests nothing.
 
-    :param connections: returns how many connections were refused so far, ``unauthorized`` how many requests
-        for their token, host or origin, and ``memory`` how many for want of memory.
+    :param connections: returns the number of connections refused so far.
+    :param unauthorized: returns the number of requests refused for their token, host or origin.
+    :param memory: returns the number of requests refused for lack of memory.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class Refusals:
         return f"<Refusals known={len(self._known)}>"
 
     def tick(self, *, is_last: bool = False) -> None:
-        """Log what was refused since the last time, if it is time for that."""
+        """Log the refusals since the last time, if it is time for that."""
         now_ns = self._now_ns()
         if now_ns - self._told_ns < PERIOD_NS and not is_last:
             return

@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT ask of a server: the first one to stop in good order, a further one at once."""
+"""Handle SIGTERM and SIGINT: the first one stops a server in good order, a further one at once."""
 
 import asyncio
 import logging
@@ -13,16 +13,16 @@ from asynctrt import clock
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 SAME_NS: Final = 100_000_000
-"""What comes so soon after another is the same: a supervisor may send it to a process, then to its group, as
-GNU timeout does. Nobody types that fast."""
+"""A signal that comes so soon after another counts as the same: a supervisor may send it to a process, then
+to its group, as GNU timeout does. Nobody types that fast."""
 
 logger = logging.getLogger("asynctrt.serving")
 
 
 class StopSignals:
-    """Handles them while it is entered.
+    """The handler of these signals while it is entered.
 
-    :param stop: called at the first one.
+    :param stop: called at the first signal.
     :param hurry: called at each further one.
     """
 

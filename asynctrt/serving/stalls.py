@@ -1,9 +1,9 @@
-"""Notice when something holds the event loop, for how long, and what it is.
+"""Detect when something blocks the event loop, for how long, and what it is.
 
-A timer of the loop beats every :data:`BEAT_S`. How late it comes is how long a request that arrives at that
-moment waits before anything is done for it. Each beat puts off a ``timerfd`` that a thread waits for: the
-thread wakes up only when the loop has not beaten for so long that it is worth a line in the log, and then
-looks at what the loop's thread is doing. All the rest of the time it sleeps in the kernel.
+A timer of the loop beats every :data:`BEAT_S`. Its delay is how long a request that arrives at that moment
+waits before any work is done for it. Each beat postpones a ``timerfd`` that a thread waits for. The thread
+wakes up only when the loop has not beaten for long enough to be worth a line in the log, and then looks at
+what the loop's thread is doing. The rest of the time it sleeps in the kernel.
 """
 
 import asyncio
@@ -26,20 +26,20 @@ from asynctrt.serving.latency import BOUNDS_NS
 from asynctrt.serving.served import ServedModel
 
 BEAT_S: Final = 0.05
-"""Time between beats: they take 0.4% of a slow core. A pause that is longer by this than the bound is always
+"""Time between beats, which take 0.4% of a slow core. A pause that exceeds the bound by this much is always
 noticed."""
 
 PERIOD_NS: Final = 10_000_000_000
 """At most one pause is logged in this time; the others are counted."""
 
 STILL_NS: Final = 1_000_000_000
-"""A pause that goes on for this long is logged by the thread, as the loop may never get to it."""
+"""The thread logs a pause that lasts this long, because the loop may never get to it."""
 
 FRAMES_MAX: Final = 6
 """Functions that are named, from the innermost."""
 
 THREAD_S: Final = 5.0
-"""Time for the thread to end."""
+"""Time limit for the thread to end."""
 
 PACKAGE: Final = Path(asynctrt.__file__).parent
 LOOPS: Final = ("/asyncio/", "/uvloop/")
@@ -48,7 +48,7 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class Seen(NamedTuple):
-    """What the loop's thread was doing in a pause."""
+    """The activity of the loop's thread during a pause."""
 
     work: str
     """The request and the model, as far as they are known."""
@@ -57,9 +57,9 @@ class Seen(NamedTuple):
 
 
 class Stalls:
-    """Watch the running event loop until :meth:`close`.
+    """Watches the running event loop until :meth:`close`.
 
-    :param bound_ns: how long the loop may be held before that is a line in the log.
+    :param bound_ns: how long the loop may be blocked before that is logged.
     :param now_ns: a clock.
     """
 
@@ -70,12 +70,13 @@ class Stalls:
         self._thread_id = threading.get_ident()
         self._cpu_ns = clock.cpu_clock_of_this_thread() or clock.cpu_ns
         self.delays = [0] * (len(BOUNDS_NS) + 2)
-        """How many beats were late by at most each of ``BOUNDS_NS``, or more; and the sum of it in ns."""
+        """How many beats were late by at most each of ``BOUNDS_NS``, or more; then the sum of the delays in
+        ns."""
         self.count = 0
         """Pauses longer than the bound."""
         self._unsaid = 0
         self._said_ns = now_ns() - PERIOD_NS
-        # Written by the thread, and taken by the loop once it beats again.
+        # Written by the thread; the loop takes it once it beats again.
         self._seen: Seen | None = None
         self._has_said_still = False
         self._is_closed = False
@@ -91,7 +92,7 @@ class Stalls:
         return f"<Stalls {self.count} pauses of more than {self._bound_ns / 1e6:g} ms>"
 
     def close(self) -> None:
-        """Watch no more. Idempotent."""
+        """Stop watching. Idempotent."""
         self._is_closed = True
         self._timer.cancel()
         if self._watchdog is not None:
@@ -99,13 +100,13 @@ class Stalls:
             self._watchdog = None
 
     def restart(self) -> None:
-        """Forget the pause that ends now, as it was meant to be."""
+        """Forget the pause that ends now, because it was intended."""
         self._timer.cancel()
         self._seen, self._has_said_still = None, False
         self._schedule()
 
     def _schedule(self) -> None:
-        # Both loops' timers may come a millisecond early or late.
+        # Timers of asyncio and uvloop may be a millisecond early or late.
         self._due_ns = self._now_ns() + int(BEAT_S * 1e9)
         self._cpu_before_ns = self._cpu_ns()
         if self._watchdog is not None:
@@ -123,7 +124,7 @@ class Stalls:
         self._schedule()
 
     def _say(self, late_ns: int) -> None:
-        """Log a pause that is over, if none was logged lately."""
+        """Log a pause that is over, if none was logged recently."""
         seen, self._seen = self._seen, None
         now_ns = self._now_ns()
         was_said, self._has_said_still = self._has_said_still, False
@@ -139,14 +140,14 @@ class Stalls:
         )
 
     def _look(self) -> int | None:
-        """Look at what holds the loop. Runs in the watchdog's thread; returns when to look again."""
+        """Look at what blocks the loop. Runs in the watchdog's thread; returns when to look again."""
         frame = sys._current_frames().get(self._thread_id)
         if frame is None or self._is_closed:
             return None
         now_ns = self._now_ns()
         held_ns = now_ns - self._due_ns
         if held_ns < self._bound_ns:
-            return None  # It beat between the timer and this line.
+            return None  # The loop beat between the timer and this line.
         if self._seen is None:
             self._seen = describe(frame)
         if held_ns < STILL_NS:
@@ -161,7 +162,7 @@ class Stalls:
 
 
 class _Watchdog:
-    """A thread that sleeps until the time that was last set, however often it is put off."""
+    """A thread that sleeps until the time last set, however often it is postponed."""
 
     def __init__(self, look: Callable[[], int | None]) -> None:
         self._look = look
@@ -193,13 +194,13 @@ class _Watchdog:
             except Exception:
                 logger.exception("failed to look at what holds the event loop")
                 return
-            # If the loop has beaten meanwhile, this is in its place: the next beat sets its own.
+            # If the loop has beaten meanwhile, this overwrites its time, and the next beat sets it again.
             if again_ns is not None and not self._is_closed:
                 self.put_off(again_ns)
 
 
 def describe(frame: FrameType) -> Seen:
-    """Return what a thread is doing, given its innermost frame."""
+    """Return a thread's activity, given its innermost frame."""
     works: list[str] = []
     stack: list[str] = []
     for current in _outwards(frame):
@@ -227,7 +228,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _work(value: Any) -> str:
-    """Return the words for what a local variable says about the work; nothing if it says nothing."""
+    """Describe the work that a local variable reveals; empty if it reveals none."""
     kind = type(value)
     if kind is HttpRequest:
         return f"{value.method.decode('latin-1'):.20} {value.path.decode('latin-1'):.200}"

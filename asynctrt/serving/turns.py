@@ -1,9 +1,9 @@
-"""Share the event loop's time among clients: each has one turn in a round, however many connections it has.
+"""Share the event loop's time among clients: each has one turn per round, however many connections it has.
 
-A round is one iteration of the loop, or several in which little is done. What a client sends is handled at
-once while it has time left in the round; what is left over waits for the next round, in which the client's
-connections go on one after the other. Between two rounds the loop looks at all sockets, so nobody waits for
-longer than one turn of each of the other clients.
+A round is one iteration of the loop, or several in which little is done. A client's input is handled at once
+while it has time left in the round. The rest waits for the next round, in which the client's connections
+continue one after the other. Between two rounds the loop checks all sockets, so no client waits longer than
+one turn of each of the others.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ TURN_NS: Final = 500_000
 """A client's turn while there are others."""
 
 LONE_TURN_NS: Final = 5_000_000
-"""A client's turn while it is alone: short turns would split what could share a batch."""
+"""A client's turn while it is alone: short turns would split input that could share a batch."""
 
 ACTIVE_MAX: Final = 64
-"""Clients that may have used little of their turns before those are given back."""
+"""Clients with little of their turns used before a new round renews their turns."""
 
 SHARED_NS: Final = 1_000_000_000
-"""For how long after two clients were served in a row turns are short."""
+"""How long turns are short after two clients were served within this time."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -41,20 +41,20 @@ class Turns:
         """Clients that have used some of their turn in this round."""
         self._waiting: dict[Account, None] = {}
         self._going_on: Account | None = None
-        """Whose turn to go on it is."""
+        """The account whose turn to continue it is."""
         self._is_due = False
 
     def __repr__(self) -> str:
         return f"<Turns active={len(self._active)} waiting={len(self._waiting)}>"
 
     def left_ns(self, account: Account) -> int:
-        """Return how much is left of a client's turn in this round; nothing while others of its wait."""
+        """Return the rest of a client's turn in this round; 0 while others of the client's callbacks wait."""
         if account.waiting and account is not self._going_on:
             return 0
         return max(0, self.turn_ns - account.spent_ns)
 
     def spend(self, account: Account, began_ns: int, now_ns: int) -> None:
-        """Count what was done for a client from ``began_ns`` until now."""
+        """Count the time from ``began_ns`` until now, spent on a client."""
         self.charge(account, max(1, now_ns - began_ns))
         if account is not self._latest:
             if now_ns - self._latest_ns < SHARED_NS:
@@ -64,24 +64,24 @@ class Turns:
         self._latest_ns = now_ns
 
     def charge(self, account: Account, cost_ns: int) -> None:
-        """Count what is about to be done for a client, and takes about ``cost_ns``."""
+        """Count about ``cost_ns`` that a client is going to take."""
         if not account.spent_ns:
             self._active.append(account)
         account.spent_ns += cost_ns
-        # Not for each little thing: a round costs an iteration of the loop that would wait for sockets.
+        # Not each time: a round costs a loop iteration, which would otherwise wait for sockets.
         is_due = account.spent_ns > self.turn_ns // 2 or len(self._active) > ACTIVE_MAX
         if is_due and not self._is_due:
             self._begin_round()
 
     def wait(self, account: Account, go_on: Callable[[], None]) -> None:
-        """Call ``go_on`` in a client's next turn, behind others of the same client that wait."""
+        """Call ``go_on`` in a client's next turn, after the client's other waiting callbacks."""
         account.waiting.append(go_on)
         self._waiting[account] = None
         if not self._is_due:
             self._begin_round()
 
     async def enter(self, account: Account, cost_ns: int) -> None:
-        """Wait for a client's turn, and count what is done then: about ``cost_ns``."""
+        """Wait for a client's turn, and count about ``cost_ns`` for the work that follows."""
         if not self.left_ns(account):
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -101,7 +101,7 @@ class Turns:
         asyncio.get_running_loop().call_soon(self._round)
 
     def _round(self) -> None:
-        """Begin a new round: let those that wait go on, for a turn of each client."""
+        """Begin a new round: let waiting callbacks run, for one turn of each client."""
         self._is_due = False
         for account in self._active:
             account.spent_ns = 0

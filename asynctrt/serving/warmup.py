@@ -1,4 +1,4 @@
-"""Run requests through an engine before clients may, so that the first of theirs is not slow."""
+"""Run requests through an engine before clients may, so that the first client's is not slow."""
 
 import asyncio
 import logging
@@ -18,34 +18,34 @@ from asynctrt.tensors import Array, TensorSpec, cast
 from asynctrt.validation import count
 
 WARMUP: Final = count(0)
-"""The check of a number of rounds."""
+"""Validates a number of rounds."""
 
 FILE_NBYTES_MAX: Final = 1 << 30
-"""Bytes of one input of a warm-up."""
+"""The most bytes of one input of a warm-up request."""
 
 WAVE_MAX: Final = 8
-"""Full batches that a warm-up has queued at once."""
+"""The most full batches that a warm-up queues at once."""
 
 logger = logging.getLogger("asynctrt.serving")
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpTensor:
-    """One input of a warm-up request: its datatype, the dims of a row or of the whole tensor, and where its
-    values come from."""
+    """One input of a warm-up request: its datatype, the dims of a row or of the whole tensor, and the source
+    of its values."""
 
     datatype: str
     dims: tuple[int, ...]
     is_random: bool = False
     path: Path | None = None
-    """A file with the raw values of all rows; without one and not random, zeros."""
+    """A file with the raw values of all rows. Without one, the values are zeros unless random."""
     within: Path | None = None
     """The folder that no link may lead out of."""
 
     def read(self, spec: TensorSpec, rows: int) -> Array:
-        """Return the values of ``rows`` rows, or of the whole tensor if the dims are its. Blocks.
+        """Return the values of ``rows`` rows, or of the whole tensor if ``dims`` describe it. Blocks.
 
-        :raises ModelError: if they cannot be read or are not what the model takes.
+        :raises ModelError: if they cannot be read, or the model does not accept them.
         """
         if self.datatype != datatype_of(spec):
             raise ModelError(f"input {spec.name!r} is {datatype_of(spec)}, not {self.datatype}")
@@ -66,7 +66,7 @@ class WarmUpTensor:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """A request that is sent ``count`` times to an engine before it is ready."""
+    """A request sent ``count`` times to an engine before it is ready."""
 
     name: str
     rows: int
@@ -74,9 +74,9 @@ class WarmUp:
     tensors: Mapping[str, WarmUpTensor] = field(hash=False)
 
     async def run(self, engine: Engine) -> None:
-        """Send the request, and await its answers one after the other.
+        """Send the request ``count`` times, one after the other.
 
-        :raises ModelError: if it is not what the model takes, or the model fails with it.
+        :raises ModelError: if the model does not accept the request, or fails with it.
         """
         specs = {spec.name: spec for spec in engine.inputs}
         if specs.keys() != self.tensors.keys():
@@ -97,16 +97,16 @@ class WarmUp:
 async def warm_all_sizes(engine: Engine, rounds: int) -> None:
     """Send zeros in batches of one row, of each captured size and of the most rows.
 
-    A model that leaves dimensions open is not sent any: which of them its users will send is not known.
+    A model with open dimensions gets none, because the sizes that its users will send are unknown.
 
-    :param rounds: how often; 0: never.
+    :param rounds: how often; 0 means never.
     :raises ModelError: if the model fails with zeros.
     """
     if rounds and not all(spec.is_fixed for spec in engine.inputs):
         logger.info("%s leaves dimensions open: only model_warmup in a config.pbtxt warms it up", engine.name)
         return
     known, rows_max = engine.statistics(), engine.max_rows
-    # Smaller batches that are queued together would become one.
+    # Smaller batches queued together would become one.
     wave = max(1, min(known.contexts, WAVE_MAX, engine.options.max_queue_rows // rows_max))
     try:
         for rows in sorted({1, *known.graphs, rows_max}) * rounds:
@@ -132,9 +132,9 @@ def filled(spec: TensorSpec, shape: Sequence[int], *, is_random: bool = False) -
 
 
 def stated_shape(spec: TensorSpec, dims: tuple[int, ...], rows: int) -> tuple[int, ...] | None:
-    """Return the shape that stated dims mean: of ``rows`` rows if they are those of a row.
+    """Return the shape that stated dims mean: with ``rows`` rows if they are those of a row.
 
-    They may be those of the whole tensor, too; ``None`` if they are neither. Any size, also -1, fits a
+    They may also be those of the whole tensor; return ``None`` if they are neither. Any size, even -1, fits a
     dimension that the model leaves open.
     """
     if _fits(dims, spec.dims):
@@ -149,6 +149,6 @@ def _fits(dims: tuple[int, ...], known: tuple[int | str, ...]) -> bool:
 
 
 def row_text(side: str, spec: TensorSpec) -> str:
-    """Return the dims that a configuration may state, as a message says it."""
+    """Return the dims that a configuration may state, worded for a message."""
     of_row = "" if spec.axis is None else "a row of "
     return f"{of_row}{side} {spec.name!r} is {list(spec.dims)}"

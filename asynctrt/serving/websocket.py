@@ -1,11 +1,11 @@
 """Speak the websocket protocol: many requests in flight on one connection, answered as they finish.
 
 :class:`WebSocketSession` is the protocol without a socket: messages in, messages out. It fits any websocket
-library; ``asgi.py`` puts it behind ASGI, and ``frames.py`` behind the server's own sockets.
+library; ``asgi.py`` connects it to ASGI, and ``frames.py`` to the server's own sockets.
 
 A **text** message is JSON. A **binary** message is the length of its JSON header in 4 bytes, little-endian,
 the header, and raw tensors in the order of the inputs: KServe's binary extension, with the length in front
-instead of in an HTTP header. A request is answered in its own form.
+instead of in an HTTP header. Each request is answered in the form that it came in.
 
 * ``{"id": "7", "model_name": "m", "inputs": [...], "outputs": [...], "parameters": {...}}`` is KServe's
   inference request; ``model_name`` and ``model_version`` are needed if the path does not name the model.
@@ -56,9 +56,9 @@ PATH: Final = b"/v2/ws"
 
 SUBPROTOCOL: Final = "asynctrt"
 BEARER: Final = b"bearer."
-"""Prefix of a subprotocol, ``bearer.TOKEN``, by which a browser sends its token: it cannot set headers."""
+"""Prefix of a subprotocol ``bearer.TOKEN``, with which a browser sends its token: it cannot set headers."""
 BEARER64: Final = b"bearer64."
-"""Prefix of one with the token in URL-safe Base64, unpadded: a subprotocol may have no ``=`` and no ``/``."""
+"""Prefix for the token in URL-safe Base64, unpadded: a subprotocol may not contain ``=`` or ``/``."""
 
 Message = bytes | str
 Encoded = tuple[bytes, list[Buffer]]
@@ -68,9 +68,9 @@ class WebSocketSession:
     """One connection's protocol. Its methods belong to the event loop, and neither wait nor raise.
 
     :param send: sends a message, ``bytes`` as binary and ``str`` as text.
-    :param send_pieces: sends a binary message that is given in pieces. Default: they are joined.
+    :param send_pieces: sends a binary message given in pieces. Default: join and ``send`` them.
     :param room: called when :attr:`is_full` becomes false, or no request is in flight any more.
-    :param route: the model of every request; ``None`` if each request names its own.
+    :param route: the model of every request; ``None`` if each request names one.
     :param peer: the client's address.
     """
 
@@ -101,7 +101,7 @@ class WebSocketSession:
         self._was_full = False
         self._flights: dict[str | int, Inference] = {}
         self._number = 0
-        # The message that is being decoded in a thread: no other is taken meanwhile, so they stay in order.
+        # The message being decoded in a thread: no other is accepted meanwhile, so they stay in order.
         self._decoding: asyncio.Task[None] | None = None
         self._hold: Hold | None = None
         self._encoding: set[asyncio.Task[Encoded]] = set()
@@ -112,13 +112,13 @@ class WebSocketSession:
 
     @property
     def in_flight(self) -> int:
-        """The number of requests that are not answered yet."""
+        """How many requests have not been answered."""
         return len(self._flights) + (self._decoding is not None)
 
     @property
     def is_full(self) -> bool:
-        """Whether to read no more for now: too many requests are in flight, or rows wait, or bytes of answers
-        are due. ``room`` is called once that has changed."""
+        """Whether to pause reading: too many requests are in flight, or too many rows wait, or too many bytes
+        of answers are due. ``room`` is called once that has changed."""
         self._was_full = is_full = (
             self._decoding is not None
             or len(self._flights) >= self._in_flight_max
@@ -129,17 +129,17 @@ class WebSocketSession:
 
     @property
     def account(self) -> Account:
-        """What the client has, with all its connections."""
+        """The account of the client, which all its connections share."""
         return self._api.account(self._caller)
 
     def new_hold(self) -> Hold:
-        """Return what counts memory for this client."""
+        """Return a new hold that counts memory for this client."""
         return Hold(self.account)
 
     def check_token(self) -> None:
-        """Check the token that the websocket was opened with, if tokens may have been revoked since.
+        """Check the token that opened the websocket, if tokens may have been revoked since.
 
-        :raises UnauthorizedError: if it was.
+        :raises UnauthorizedError: if it was revoked.
         """
         if self._tokens_version != self._api.tokens_version:
             authorize(self._api, PATH, self._headers)
@@ -148,7 +148,7 @@ class WebSocketSession:
     def receive(self, message: Message | bytearray | memoryview, hold: Hold | None = None) -> None:
         """Handle one message.
 
-        :param hold: its memory, which is kept for as long as it is being decoded.
+        :param hold: its memory, kept while it is being decoded.
         """
         self._caller.received_nbytes = 0 if hold is None else hold.nbytes
         self._hold = hold
@@ -204,7 +204,7 @@ class WebSocketSession:
             self._refuse(seen, error, began_ns, binary=binary)
 
     def _is_slow(self, head: bytes, raw: Body, start: int) -> bool:
-        """Return whether reading the tensors of a message would hold the event loop."""
+        """Return whether reading a message's tensors would block the event loop."""
         try:
             route = self._route or _route_of(parse_object(head, "the message"))
             codec = self._api.repository.find(route.name, route.version).codec
@@ -217,7 +217,7 @@ class WebSocketSession:
     ) -> DecodedRequest | None:
         """Parse and decode a message, on the event loop or in a thread; ``None`` if it is not a request.
 
-        At once, as what is parsed takes several times the memory of its text, and must not wait.
+        Both in one step: parsed JSON takes several times the memory of its text, and must not wait.
         """
         content = parse_object(head, "the message", self._api.settings.max_json)
         seen.request_id = _id_of(content)
@@ -238,7 +238,7 @@ class WebSocketSession:
             self._submit(seen.served, request, began_ns, binary=binary)
 
     def _refuse(self, seen: "_Seen", error: Exception, began_ns: int, *, binary: bool) -> None:
-        """Answer a message that could not be handled, and count the failure of its model."""
+        """Answer a message that could not be handled, and count the failure for its model."""
         if seen.served is not None and isinstance(error, AsynctrtError):
             seen.served.count_failure(error, clock.now_ns() - began_ns)
         self._failed(seen.request_id, error, binary=binary)
@@ -251,9 +251,9 @@ class WebSocketSession:
         self._fail(request_id, error, binary=binary)
 
     def cancel_all(self) -> None:
-        """Cancel every request, as the client has gone away."""
-        # They are methods of the connection, which holds its session: in a cycle both would stay in memory,
-        # with what was read of a message, until the next collection.
+        """Cancel every request, because the client has disconnected."""
+        # These are methods of the connection, which refers to its session. The cycle would keep both in
+        # memory, with the input of an incomplete message, until the next collection.
         self._send = self._send_pieces = _nowhere
         self._room = _nothing
         if self._decoding is not None:
@@ -304,9 +304,10 @@ class WebSocketSession:
         self._answer(inference, encoded, error, binary=binary)
 
     def _encoded(self, inference: Inference, task: "asyncio.Task[Encoded]", *, binary: bool) -> None:
-        """Answer with what a thread has encoded. Until then the request counts as in flight.
+        """Answer with the result of encoding in a thread. Until then the request counts as in flight.
 
-        A callback, as a task that is cancelled before its first step never runs, and the request would stay.
+        This is a callback, because a task cancelled before its first step never runs, and the request would
+        stay.
         """
         self._encoding.discard(task)
         encoded: Encoded | None = None
@@ -344,7 +345,7 @@ class WebSocketSession:
         if "ping" in content:
             try:
                 pong = dump({"pong": content["ping"]})
-            except TypeError as error:  # orjson parses deeper nesting than it writes.
+            except TypeError as error:  # orjson parses deeper nesting than it can write.
                 raise RequestError("the value of ping is nested too deep") from error
             self._send_json(pong, binary=binary)
         elif _asks_for_metadata(content):
@@ -375,7 +376,7 @@ class WebSocketSession:
 
 
 class _Seen:
-    """What is known of a message when it is refused."""
+    """What is known about a message by the time it is refused."""
 
     __slots__ = ("content", "request_id", "served")
 
@@ -383,7 +384,7 @@ class _Seen:
         self.request_id = ""
         self.served: ServedModel | None = None
         self.content: dict[str, Any] = {}
-        """All of it, if it is not a request."""
+        """The whole message, if it is not a request."""
 
 
 def _is_control(content: Mapping[str, Any]) -> bool:
@@ -403,11 +404,11 @@ def _id_of(content: Mapping[str, Any]) -> str:
 
 
 def _nowhere(message: Message | Sequence[Buffer]) -> None:
-    """Discard the answer to a client that has gone away."""
+    """Discard the answer to a client that has disconnected."""
 
 
 def _nothing() -> None:
-    """Continue with nothing."""
+    """Do nothing."""
 
 
 def _head_of(message: Buffer) -> bytes:
@@ -430,7 +431,7 @@ def _route_of(content: Mapping[str, Any]) -> ModelRoute:
 
 
 def authorize_route(api: Api, path: bytes, headers: Headers) -> ModelRoute | None:
-    """Check a client that opens a websocket, and return the model at its path; ``None`` at :data:`PATH`.
+    """Authorize a client that opens a websocket, and return the model at its path; ``None`` at :data:`PATH`.
 
     :raises AsynctrtError: if the client is refused, or there is no websocket at the path.
     """
@@ -445,7 +446,7 @@ def authorize_route(api: Api, path: bytes, headers: Headers) -> ModelRoute | Non
 
 
 def _token_of(offered: bytes) -> bytes:
-    """Return the token in the name of a subprotocol; nothing if there is none."""
+    """Return the token in a subprotocol's name; empty if there is none."""
     if offered.startswith(BEARER):
         return offered[len(BEARER) :]
     if not offered.startswith(BEARER64):
@@ -466,7 +467,7 @@ def authorize(api: Api, path: bytes, headers: Headers) -> None:
 
 
 def with_token(headers: Headers) -> Headers:
-    """Return a client's headers, with the token that it offered as a subprotocol in that of HTTP."""
+    """Return a client's headers, with a token offered as a subprotocol moved to ``Authorization``."""
     if b"authorization" not in headers:
         for offered in headers.get(b"sec-websocket-protocol", b"").split(b","):
             token = _token_of(offered.strip())

@@ -1,4 +1,4 @@
-"""Do in a thread what would hold the event loop for too long: decode and encode large messages."""
+"""Run work in a thread that would block the event loop for too long: decoding and encoding large messages."""
 
 import asyncio
 from collections import deque
@@ -15,34 +15,35 @@ from asynctrt.serving.memory import Hold
 PAUSE_S: Final = 0.0001
 """How long the thread sleeps after each piece of work.
 
-It has Python's lock while it works. If it did not let go of it, the loop would wait for a switch interval
-each time that it had let go of it itself: 5 ms, or 0.5 ms in ``asynctrt serve``.
+It holds the GIL while it works. If it did not release it, the event loop would wait for a switch interval
+each time after releasing the GIL itself: 5 ms, or 0.5 ms in ``asynctrt serve``.
 """
 
 THREADS: Final = 2
-"""Threads of a worker, so that one client's large messages do not hold up another's. More would only wait for
-each other, and the event loop for all of them: one at a time has Python's lock."""
+"""Threads of a worker: two, so that one client's large messages do not hold up another's. More would only
+wait for each other, and the event loop for all of them, since only one at a time has the GIL."""
 
 T = TypeVar("T")
 
 
 def pause() -> None:
-    """Let the event loop run, between two pieces of work."""
+    """Let the event loop run between two pieces of work."""
     clock.sleep_s(PAUSE_S)
 
 
 def holding(work: Callable[[], T], *_: Hold | None) -> T:
-    """Work, and hold the memory for it: its client may have gone, and others would be given the same."""
+    """Run ``work`` while holding its memory: if its client disconnects, nothing else may get that memory
+    yet."""
     return work()
 
 
 class Worker:
-    """A few threads that work for clients in turn: for each of them one at a time.
+    """A few threads that work for clients in turn, on at most one piece of work for each client.
 
-    What waits is bounded by who gives the work: one message a connection. What nobody waits for any more is
-    dropped before it begins.
+    Its callers bound the number of waiting pieces: one message per connection. Work that is cancelled while
+    it waits never begins.
 
-    :param name: of the threads.
+    :param name: the name of the threads.
     """
 
     def __init__(self, name: str = "asynctrt-decode") -> None:
@@ -50,7 +51,7 @@ class Worker:
         self._executor: ThreadPoolExecutor | None = None
         self._is_closed = False
         self._served: set[Hashable] = set()
-        """Clients for whom a thread works."""
+        """Clients that a thread is working for."""
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     def __repr__(self) -> str:
@@ -59,14 +60,14 @@ class Worker:
     async def run(
         self, work: Callable[[], T], client: Hashable, hold: Hold | None = None, nbytes: int = 0
     ) -> T:
-        """Return what ``work`` returns; it calls :func:`pause` between pieces.
+        """Run ``work`` in a thread and return its result. It calls :func:`pause` between pieces.
 
-        Whoever is cancelled meanwhile goes on at once. What a thread has begun then ends for nothing.
+        If this call is cancelled, it ends at once. Work that a thread has begun then runs to no effect.
 
-        :param client: for whom it is.
-        :param hold: memory of what is worked on, which is held until the thread has let go of it.
-        :param nbytes: what the work takes besides, for as long as it is done. It is counted before it begins,
-            and not waited for: there is one of these for each thread at most.
+        :param client: the client that the work is for.
+        :param hold: the memory of the work's input, held until the thread has released it.
+        :param nbytes: further bytes that the work takes while it runs. They are counted before it begins,
+            without waiting for room, since there is at most one such piece per thread.
         :raises EngineClosedError: after :meth:`close`.
         """
         loop = asyncio.get_running_loop()
@@ -77,7 +78,7 @@ class Worker:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._ended(client)  # It was its turn already.
+                    self._ended(client)  # Its turn had already come.
                 raise
         if self._is_closed:
             raise EngineClosedError("this server is stopping: use another one")
@@ -94,11 +95,11 @@ class Worker:
         return len(self._served) < THREADS and client not in self._served
 
     def _end_soon(self, loop: asyncio.AbstractEventLoop, client: Hashable, _: object) -> None:
-        with suppress(RuntimeError):  # The loop is closed, and nobody waits.
+        with suppress(RuntimeError):  # The loop is closed, and nothing waits.
             loop.call_soon_threadsafe(self._ended, client)
 
     def _ended(self, client: Hashable) -> None:
-        """Let work begin for the clients that have waited longest."""
+        """Start work for the clients that have waited longest."""
         self._served.discard(client)
         for one in list(self._waiting):
             if not self._may_begin(one):
@@ -110,10 +111,10 @@ class Worker:
                     self._served.add(one)
                     turn.set_result(None)
             if queue:
-                self._waiting[one] = queue  # Behind the others.
+                self._waiting[one] = queue  # Behind the other clients.
 
     def close(self) -> None:
-        """Take no more work. The threads end after what they are doing. Idempotent."""
+        """Accept no more work. The threads end after their current work. Idempotent."""
         self._is_closed = True
         waiting, self._waiting = self._waiting, {}
         for queue in waiting.values():
