@@ -444,6 +444,8 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
             f"the dtype of {name!r} must be a NumPy dtype of values in fixed memory, such as 'float32', or "
             f"object for strings, not {show(dtype)}"
         )
+    if known.kind in "SU" and not known.itemsize:
+        return np.dtype(object)  # `str` and `bytes` name no length, so strings of any length are meant.
     if not known.isnative:
         known = known.newbyteorder("=")  # The order of bytes changes no value, and arrays are converted.
     # NumPy has one object for each of its own dtypes, by which checks recognise it; an unpickled one differs.

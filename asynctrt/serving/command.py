@@ -398,7 +398,7 @@ def curl_line(server: Server, served: ServedModel) -> str:
         if prod(shape := [1 if isinstance(size, str) else size for size in spec.shape(1)]) <= TRIED_SIZE_MAX
     ]
     if len(inputs) == len(served.engine.inputs):
-        words += [f"{url}/infer", "-d", json.dumps({"inputs": inputs})]
+        words += [f"{url}/infer", "-d", json.dumps({"inputs": inputs}, default=bytes.decode)]
     else:
         words.append(url)
     return shlex.join(words)

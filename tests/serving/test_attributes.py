@@ -7,9 +7,11 @@ import sys
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt import FunctionModel, TensorSpec
 from asynctrt.client import connect
 from asynctrt.errors import ModelError, OptionsError
 from asynctrt.serving.attributes import open_attribute
@@ -191,3 +193,14 @@ async def test_how_to_ask_a_model_whose_inputs_are_too_many_for_a_line():
         (served,) = server.repository
         url = f"{server.http_url}/v2/models/wide/versions/1"
         assert curl_line(server, served) == f"curl -s -H 'Authorization: Bearer TOKEN' {url}"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dtype", ["str", "object", "bytes", "S8", "bool", "float16", "int64"])
+async def test_the_line_at_start_asks_a_model_of_any_dtype(dtype):
+    specs = {"inputs": TensorSpec("x", dtype, (2,)), "outputs": TensorSpec("n", "int64", ())}
+    model = FunctionModel(lambda inputs: {"n": np.arange(len(inputs["x"]))}, **specs)
+    async with serving({"some": model}) as server:
+        (served,) = server.repository
+        *_, url, _, body = shlex.split(curl_line(server, served))
+        assert await asyncio.to_thread(posted, url, body) == 200
