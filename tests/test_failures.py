@@ -54,18 +54,26 @@ class Watch:
         return [reference for reference in self.references if reference() is not None]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def others():
+    """Leave what other modules made out of each collection, of which there are many here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def watch():
     """Nothing that is watched may be left, nor any traceback in a cycle, without the collector's help."""
     gc.collect()
     gc.disable()
-    gc.freeze()  # What other tests have left does not count.
+    gc.freeze()  # What earlier tests have left does not count.
     try:
         yield Watch()
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
         gc.enable()
 
 
