@@ -15,7 +15,6 @@ import asynctrt
 from asynctrt import demo as demonstration
 from asynctrt.backends.tensorrt.signatures import VARIABLE as ALLOWED_SIGNERS
 from asynctrt.build_options import BuildOptions
-from asynctrt.demo_parts import Course
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.environment import check_values, misspelt, shown, variables
@@ -41,7 +40,6 @@ try:
     from rich.segment import Segment
 
     from asynctrt.build_terminal import BuildBar, builds_shown, progress_on
-    from asynctrt.demo_terminal import DemoView
 except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
 
@@ -253,7 +251,7 @@ def demo(
         typer.Argument(help="Use the files in this folder. Default: Python's standard library.", exists=True),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="The most files to identify: a random sample.")] = 500,
-    seconds: Annotated[float, _time_option(0.05, "How long each way is measured.")] = 3.0,
+    seconds: Annotated[float, _time_option(0.05, "How long each way is measured.")] = 2.5,
     device: Annotated[str, typer.Option(help="host or cuda:0.")] = "host",
     dashboard: Annotated[
         bool | None,
@@ -262,17 +260,32 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Show in a minute what asynctrt is for: the same load with it and without, on two models."""
+    """Show in a minute what asynctrt is for: plain load, overload, callers who leave, poison, shutdown.
+
+    Each part is measured with the engine and with a good batcher by hand. Ctrl-C ends it at any time.
+    """
+
+    def note(text: str) -> None:
+        if err.is_terminal:
+            err.file.write(f"\r{text:<60.60}\r")
+            err.file.flush()
+
+    def say(text: str) -> None:
+        note("")
+        out.print(text, highlight=False, markup=False)
+
     model = demonstration.ContentModel.find()
-    course = Course(
+    course = demonstration.Course(
         folders=(folder,) if folder else demonstration.default_folders(),
         limit=limit,
         seconds=seconds,
         device=device,
         dashboard=out.is_terminal if dashboard is None else dashboard,
+        say=say,
+        note=note,
     )
-    with _progress() as progress:
-        was_interrupted = _run(lambda: course.run(model, DemoView(out, progress, course)))
+    was_interrupted = _run(lambda: course.run(model))
+    note("")
     _end(was_interrupted)
 
 

@@ -1,16 +1,16 @@
 """The demo's model and its input, held against magika itself, and what it makes of folders."""
 
 import asyncio
+import re
 import sys
-from pathlib import Path
+import threading
 
 import numpy as np
 import pytest
 from magika import Magika
 
 import asynctrt
-from asynctrt import demo, demo_parts
-from asynctrt.comparison import Measured, by_hand, ways_to
+from asynctrt import demo
 from asynctrt.errors import MissingExtraError
 
 
@@ -73,14 +73,6 @@ def test_what_cannot_be_read_is_left_out(model, tmp_path):
     assert demo.read_row(model, tmp_path) is None
 
 
-def test_endings(model):
-    assert model.agrees(Path("a.py"), "python") is True
-    assert model.agrees(Path("a.PY"), "python") is True
-    assert model.agrees(Path("a.py"), "html") is False
-    assert model.agrees(Path("a.no-such-ending"), "python") is None
-    assert model.agrees(Path("Makefile"), "makefile") is None
-
-
 def test_low_scores_say_no_more_than_text_or_unknown(model):
     scores = np.full(len(model.labels), 0.001)
     scores[model.labels.index("python")] = 0.3
@@ -108,95 +100,66 @@ def test_without_magika_the_message_names_the_extra(monkeypatch):
         demo.ContentModel.find()
 
 
-class Shown:
-    """A view that keeps what it was told."""
-
-    def __init__(self):
-        self.jobs, self.parts, self.files, self.url = [], [], None, "not yet"
-
-    def begin(self, what, total):
-        done = [what, 0, total]
-        self.jobs.append(done)
-
-        def advance():
-            done[1] += 1
-
-        return advance
-
-    def show_files(self, found, model):
-        self.files = found
-
-    def show_part(self, part):
-        self.parts.append(part)
-
-    def show_dashboard(self, url):
-        self.url = url
-
-
-def course_of(folder, **settings):
+def course_of(folder, said, **settings):
     for number in range(12):
         (folder / f"{number}.py").write_text(
             f"import os\n\n\ndef function_{number}():\n    return os.getcwd()\n"
         )
-    return demo_parts.Course(folders=(folder,), **{"seconds": 0.05, **settings})
+    return demo.Course(folders=(folder,), say=said.append, **{"seconds": 0.05, **settings})
 
 
 @pytest.mark.tier2
-def test_a_demo_that_is_interrupted_shows_what_it_has(model, tmp_path, monkeypatch):
+def test_a_demo_that_is_interrupted_shows_what_it_has(model, tmp_path):
     """Cancelled while the second way is measured: the first is shown all the same."""
-    shown, measured = Shown(), []
-
-    async def measure(way, rows, **load):
-        if measured:
-            await asyncio.get_running_loop().create_future()
-        measured.append(way)
-        return Measured(answers=3, elapsed_ns=10**9, latencies_ns=[10**6], late_ns=[0])
+    said, noted = [], []
 
     async def interrupted():
-        running = asyncio.create_task(course_of(tmp_path).run(model, shown))
-        while not measured:
+        running = asyncio.create_task(course_of(tmp_path, said, note=note).run(model))
+        while "1. Plain load: a batcher by hand" not in noted:
             await asyncio.sleep(0)
         running.cancel()
         await asyncio.wait([running], timeout=20)
         assert running.cancelled()
 
-    monkeypatch.setattr(demo_parts, "measure", measure)
+    def note(text):
+        noted.append(text)
+
     asyncio.run(interrupted())
-    (part,) = shown.parts
-    assert list(part.results) == ["in the coroutine"]
-    assert part.compared() is None
-    assert shown.url == "not yet"
+    shown = "\n".join(said)
+    assert re.search(r"12 files.* 12 python", shown)
+    assert re.search(r"in the coroutine +[\d,]+ +[\d,]+\n", shown)
+    assert "asynctrt / by hand" not in shown, "nothing can be said of what was not measured"
+    assert "2. Overload" not in shown
 
 
 def test_no_file_is_no_demo(model, tmp_path):
-    shown = Shown()
-    asyncio.run(demo_parts.Course(folders=(tmp_path,)).run(model, shown))
-    assert (shown.files.files, shown.parts) == (0, [])
+    said = []
+    asyncio.run(demo.Course(folders=(tmp_path,), say=said.append).run(model))
+    assert said == [f"No file could be identified in {tmp_path}."]
 
 
-def test_what_is_compared_is_the_best_of_the_others():
-    part = demo_parts.Part("title", "about", 8)
-    assert part.compared() is None
-    for name, answers in {"in the coroutine": 20, "by hand": 50, "asynctrt": 100}.items():
-        part.results[name] = Measured(answers=answers, elapsed_ns=10**9)
-    assert part.compared() == (2.0, "by hand")
-    part.results = {"by hand": Measured(), "asynctrt": Measured(answers=1, elapsed_ns=10**9)}
-    assert part.compared() is None, "nothing can be said over none"
+@pytest.mark.parametrize(
+    ("engine", "hand", "says"),
+    [
+        (100, 91, "answered no difference"),
+        (91, 100, "answered no difference"),
+        (0, 0, "answered no difference"),
+        (120, 100, "answered x 1.20"),
+        (50, 100, "answered x 0.50"),
+        (1, 0, "answered x inf"),
+    ],
+)
+def test_small_ratios_are_no_difference(engine, hand, says):
+    assert demo.compared("answered", engine, hand) == says
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("way", list(ways_to(abs, None, 4)))
-async def test_each_way_answers_each_caller_with_its_own_row(way):
-    """Whoever measures wrong answers measures nothing."""
-    spec = asynctrt.TensorSpec("x", "float32", (1,))
-    model = asynctrt.FunctionModel(
-        lambda inputs: -inputs["x"], inputs=spec, outputs=asynctrt.TensorSpec("y", "float32", (1,))
-    )
-    async with asynctrt.open(model, max_rows=4) as engine, ways_to(np.negative, engine, 4)[way]() as infer:
-        rows = [np.full((1, 1), number, np.float32) for number in range(11)]
-        answers = await asyncio.wait_for(asyncio.gather(*map(infer, rows)), 20)
-    for number, answer in enumerate(answers):
-        assert np.asarray(answer["y"] if way == "asynctrt" else answer).tolist() == [[-number]]
+async def test_a_batcher_by_hand_answers_each_caller_with_its_own_row():
+    batcher = demo.HandBatcher(np.negative, 4)
+    rows = [np.full((1, 1), number, np.float32) for number in range(11)]
+    answers = await asyncio.wait_for(asyncio.gather(*map(batcher.infer, rows)), 20)
+    assert [answer.tolist() for answer in answers] == [[[-number]] for number in range(11)]
+    await batcher.end()
 
 
 @pytest.mark.anyio
@@ -206,7 +169,59 @@ async def test_a_batcher_by_hand_fails_its_callers_and_goes_on():
             raise ValueError("negative")
         return rows
 
-    async with by_hand(predict, 1) as infer:
-        with pytest.raises(ValueError, match="negative"):
-            await asyncio.wait_for(infer(np.full((1, 1), -1.0)), 20)
-        assert (await asyncio.wait_for(infer(np.ones((1, 1))), 20)).tolist() == [[1.0]]
+    batcher = demo.HandBatcher(predict, 1)
+    with pytest.raises(ValueError, match="negative"):
+        await asyncio.wait_for(batcher.infer(np.full((1, 1), -1.0)), 20)
+    assert (await asyncio.wait_for(batcher.infer(np.ones((1, 1))), 20)).tolist() == [[1.0]]
+    await batcher.end()
+
+
+@pytest.mark.anyio
+async def test_a_batcher_by_hand_computes_nothing_for_callers_who_left():
+    """It is a good batcher: two batches at a time, and no row of a caller who left while it waited."""
+    begun, release, computed = [], threading.Event(), []
+
+    def predict(rows):
+        begun.append(len(rows))
+        release.wait(20)
+        computed.extend(rows[:, 0].tolist())
+        return rows
+
+    batcher = demo.HandBatcher(predict, 2)
+    requests = [asyncio.create_task(batcher.infer(np.full((1, 1), float(number)))) for number in range(6)]
+    while len(begun) < 2:
+        await asyncio.sleep(0.001)
+    requests[4].cancel()
+    await asyncio.wait([requests[4]])
+    release.set()
+    answers = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 20)
+    assert begun == [2, 2, 1]
+    assert sorted(computed) == [0.0, 1.0, 2.0, 3.0, 5.0]
+    assert isinstance(answers[4], asyncio.CancelledError)
+    await batcher.end()
+
+
+@pytest.mark.anyio
+async def test_what_is_late_or_fails_is_not_answered_and_what_leaves_does_not_count():
+    async def infer(row, timeout=None):
+        async with asyncio.timeout(timeout):
+            if row is None:
+                await asyncio.get_running_loop().create_future()
+            if row < 0:
+                raise ValueError("poison")
+
+    load = demo.Load(infer, [1, -1, None])
+    for _ in range(3):
+        await load.send(0.01)
+    await load.send(row=1, counts=False)
+    assert (load.sent, load.used, len(load.latencies_ms)) == (3, 2, 1)
+
+
+@pytest.mark.anyio
+async def test_shutdown_counts_who_is_never_answered():
+    rows = [np.ones((1, demo.WIDTH), np.float32)]
+    layers = demo.Layers()
+    batcher = demo.HandBatcher(layers.predict, 4)
+    assert await demo.lost(batcher.infer, rows, batcher.end) != "0 of 256"
+    async with layers.open() as engine:
+        assert await demo.lost(engine.infer, rows, engine.drain) == "0 of 256"

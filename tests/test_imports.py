@@ -38,13 +38,8 @@ OPTIONAL = {
     "typer": {"cli.py"},
     "uvicorn": set(),
     "websockets": {"client/websocket.py", "serving/frames.py"},
-    "rich": {
-        "build_terminal.py",
-        "cli.py",
-        "demo_terminal.py",
-        "loadtest/terminal.py",
-    },  # Two bring it.
-    "threadpoolctl": {"demo_parts.py"},
+    "rich": {"build_terminal.py", "cli.py", "loadtest/terminal.py"},  # Two bring it.
+    "threadpoolctl": {"demo.py"},
     "magika": set(),  # The demo reads its files and never imports it.
     "cuda": {"devices/cuda/bindings.py"},
     "tensorrt": set(),  # The adapter imports the flavour that it chose by name.
