@@ -565,8 +565,8 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     Times are in seconds, or have a unit: 0.5, 500ms, 1m30s. The words of other load testers are understood:
     --users, --duration, --rps.
 
-    The exit status is 3 if an --slo is missed or a --fail-if is true, and 4 if the figures are void because
-    the load generator was the bottleneck.
+    The exit status is 3 if an --slo is missed or a --fail-if is true, 4 if the figures are void because the
+    load generator was the bottleneck, and 5 if there were too few requests to judge an --slo or --fail-if.
     """
     # They need the extra `load`, which the other commands do not.
     from asynctrt.loadtest import command, saving, terminal  # noqa: PLC0415
@@ -589,17 +589,19 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     (report,) = reports
     shown_on = err if planned.prints_json else out
     terminal.show(shown_on, report, uncorrected=given["uncorrected"])
-    failed = command.gate(planned, report)
+    failed, not_checked = command.gate(planned, report)
     for why in failed:
         err.print(f"[bold red]Failed[/]: {escape(why)}", highlight=False, soft_wrap=True)
-    if given["fail_if"] and report.complete and not failed:
+    for why in not_checked:
+        err.print(f"[bold yellow]Not judged[/]: {escape(why)}", highlight=False, soft_wrap=True)
+    if given["fail_if"] and report.complete and not failed and not not_checked:
         passed = escape(", ".join(given["fail_if"]))
         err.print(f"[green]Passed[/]: none is true of {passed}", highlight=False, soft_wrap=True)
     for path in command.write(planned, report):
         err.print(f"written: {escape(str(path))}", highlight=False, soft_wrap=True)
     if not report.complete and not report.void:
         _end(was_interrupted=True)
-    raise typer.Exit(command.exit_status(report, failed))
+    raise typer.Exit(command.exit_status(report, failed, not_checked))
 
 
 LOAD_FLAGS: Final = (
@@ -609,6 +611,12 @@ LOAD_FLAGS: Final = (
     ("body", str | None, None, "What to send to a server without KServe: JSON or text with ${input}; @FILE."),
     ("header", list[str] | None, None, "A header of every request, over gRPC metadata: 'Name: value'."),
     ("method", str | None, None, "The method of HTTP. Default: POST with a --body, else GET."),
+    (
+        "until_message",
+        str | None,
+        None,
+        "What tells the last message of a websocket's answer: 3, done=true, /regex/ or a text. Default: 1.",
+    ),
     (
         "sweep",
         list[str] | None,

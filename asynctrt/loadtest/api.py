@@ -28,6 +28,7 @@ async def run(
     body: Any = None,
     headers: Mapping[str, str] | Sequence[str] | None = None,
     method: str | None = None,
+    until_message: str | int | None = None,
     sweep: Mapping[str, Sequence[Any]] | None = None,
     search: bool = False,
     compare: Mapping[str, Any] | None = None,
@@ -48,6 +49,9 @@ async def run(
         ``"${name}"`` where an array of ``inputs`` belongs; ``"@FILE"`` for the content of a file.
     :param headers: of every request, by name, or each as ``"Name: value"``. Over gRPC they are metadata.
     :param method: of HTTP. Default: POST with a body, GET without.
+    :param until_message: what tells the last message of a websocket's answer: how many it has,
+        ``"done=true"`` for a field of JSON, ``"/regex/"``, or a text that it contains. Default: an answer is
+        one message.
     :param sweep: settings or engine options by name, with the values to try in every combination.
     :param search: find the highest rate that holds the ``slo``, to within ``precision``.
     :param compare: settings or engine options of a second configuration; the two run in turn, A B A B.
@@ -71,11 +75,12 @@ async def run(
             body if body is None or isinstance(body, str | bytes) else json.dumps(body),
             _lines(headers or ()),
             method,
+            None if until_message is None else str(until_message),
         )
-    elif any(one is not None for one in (model, token, options, body, headers, method)):
+    elif any(one is not None for one in (model, token, options, body, headers, method, until_message)):
         raise UsageError(
-            "model, token, options, body, headers and method apply to paths and addresses only: this target "
-            "is open already"
+            "model, token, options, body, headers, method and until_message apply to paths and addresses "
+            "only: this target is open already"
         )
     job = LoadJob(target, LoadSettings(**given), sweep or {}, search, compare or {}, precision)
     async with LoadSession(apart=job.settings.processes > 1, watch=None) as session:

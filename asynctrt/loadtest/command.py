@@ -15,7 +15,7 @@ from typing import Any, Final
 from asynctrt import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
 from asynctrt.files import write_whole
-from asynctrt.loadtest.criteria import Criterion, failures
+from asynctrt.loadtest.criteria import Criterion, failures, unchecked
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.opening import find_modules
 from asynctrt.loadtest.page import interactive
@@ -34,6 +34,7 @@ DEMO: Final = "demo"
 
 NOT_GOOD: Final = 3
 VOID: Final = 4
+UNJUDGED: Final = 5
 """Exit statuses."""
 
 ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -95,6 +96,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         given.get("body"),
         tuple(given.get("header") or ()),
         given.get("method"),
+        given.get("until_message"),
     )
     if spec.is_server and options:
         raise OptionsError(
@@ -196,8 +198,9 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
     return written
 
 
-def gate(planned: LoadPlan, report: Report) -> list[str]:
-    """Return each ``--fail-if`` that is true of the report; of a comparison, of B and its changes over A."""
+def gate(planned: LoadPlan, report: Report) -> tuple[list[str], list[str]]:
+    """Return each ``--fail-if`` that is true of the report, and each that cannot be checked; of a comparison,
+    of B and its changes over A."""
     runs = report.runs
     before = None if planned.baseline is None else saved_figures(planned.baseline)
     if report.comparison is not None:
@@ -206,19 +209,27 @@ def gate(planned: LoadPlan, report: Report) -> list[str]:
     elif report.search is not None:
         main = main_run(report)
         runs = (main,) if main is not None else ()
-    return failures(planned.fail_if, mean_figures(runs), before)
+    figures = mean_figures(runs)
+    return failures(planned.fail_if, figures, before), unchecked(planned.fail_if, figures, before)
 
 
-def exit_status(report: Report, failed: Sequence[str]) -> int:
-    """Return 0 if all is well, 3 if a target is missed or most requests failed, 4 if figures are void."""
+def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str] = ()) -> int:
+    """Return 0 if all is well, 3 if a target is missed or most requests failed, 4 if figures are void, 5 if
+    too few requests tell whether a target is missed."""
     if any(not run.answered or run.error_share > FAILED_SHARE for run in report.runs):
         return NOT_GOOD
     if report.void:
         return VOID
-    is_held = report.kind == "sweep" or report.holds
-    if report.search is not None:
-        is_held = report.search.holds is not None
-    return 0 if is_held and not failed else NOT_GOOD
+    is_missed, is_unjudged = any(run.misses for run in report.runs), any(run.unjudged for run in report.runs)
+    if report.kind == "sweep":
+        is_missed = is_unjudged = False
+    elif report.search is not None:
+        # What ended a search without a result is its last run.
+        is_unjudged = report.search.holds is None and bool(report.runs) and bool(report.runs[-1].unjudged)
+        is_missed = report.search.holds is None and not is_unjudged
+    if is_missed or failed or not report.runs:
+        return NOT_GOOD
+    return UNJUDGED if is_unjudged or not_checked else 0
 
 
 def read_report(path: Path) -> dict[str, Any]:

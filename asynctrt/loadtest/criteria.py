@@ -106,17 +106,30 @@ def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
 def failures(
     criteria: Iterable[Criterion], figures: Mapping[str, Any], baseline: Mapping[str, Any] | None
 ) -> list[str]:
-    """Return the ``--fail-if`` criteria that are true, with the values, or whose figure is missing."""
+    """Return the ``--fail-if`` criteria that are true, with the values."""
     found = []
     for item in criteria:
         value = figures.get(item.figure)
         before = baseline.get(item.figure) if baseline is not None else None
         if value is None or (item.is_relative and before is None):
-            where = "this run" if value is None else "the baseline"
-            found.append(f"{item}: cannot be checked, because {where} has no {item.figure}")
-        elif item.compare(value, before):
+            continue
+        if item.compare(value, before):
             against = f", against {before:,.6g} in the baseline" if item.is_relative else ""
             found.append(f"{item}: {item.figure} is {value:,.6g}{against}")
+    return found
+
+
+def unchecked(
+    criteria: Iterable[Criterion], figures: Mapping[str, Any], baseline: Mapping[str, Any] | None
+) -> list[str]:
+    """Return the ``--fail-if`` criteria whose figure is missing, and where."""
+    found = []
+    for item in criteria:
+        is_here = figures.get(item.figure) is not None
+        is_there = baseline is not None and baseline.get(item.figure) is not None
+        if not is_here or (item.is_relative and not is_there):
+            where = "the baseline" if is_here else "this run"
+            found.append(f"{item}: cannot be checked, because {where} has no {item.figure}")
     return found
 
 

@@ -12,10 +12,25 @@ from asynctrt.loadtest.criteria import PERCENTILES, Criterion, latency_target_ms
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Window, Windows, total
-from asynctrt.loadtest.report import Bar, BatchFigures, ErrorKind, Interval, Moment, Resources, Run
+from asynctrt.loadtest.report import (
+    Bar,
+    BatchFigures,
+    ErrorKind,
+    Interval,
+    Moment,
+    Resources,
+    Run,
+    StreamFigures,
+)
 from asynctrt.loadtest.runner import OWN_ERROR, Outcome
 from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.loadtest.statistics import STEADY_LEAST, interval_within, requests_least, steady_from
+from asynctrt.loadtest.statistics import (
+    STEADY_LEAST,
+    exceeds,
+    interval_within,
+    requests_least,
+    steady_from,
+)
 from asynctrt.loadtest.targets import BatchCounters
 from asynctrt.statistics import BatchTrace
 
@@ -106,6 +121,7 @@ def make_run(
         uncorrected=latencies(whole.uncorrected),
         lateness=late,
         slo=held(criteria, whole, throughput, goodput),
+        unjudged=unjudged(criteria, whole),
         steady_from_s=steady,
         throughput_interval=_throughput_interval(windows, plan.window_ns / 1e9) if level else None,
         latency_interval=_latency_interval(windows) if level else None,
@@ -116,6 +132,7 @@ def make_run(
         histogram=whole.latency.encoded(),
         parameters=parameters,
         kept=_kept(plan, windows),
+        stream=_stream(whole, seconds),
     )
 
 
@@ -153,11 +170,17 @@ def latencies(counts: Counts) -> dict[str, float]:
 def held(
     criteria: Sequence[Criterion], whole: Window, throughput: float, goodput: float | None
 ) -> dict[str, bool]:
-    """Return whether each criterion was met. A failed request counts as one that took for ever."""
-    answered, failed = whole.answered, whole.failed
-    ended = answered + failed
+    """Return whether each criterion was met, without those that are :func:`unjudged`.
+
+    A failed request counts as one that took for ever.
+    """
+    failed = whole.failed
+    ended = whole.answered + failed
+    left_out = unjudged(criteria, whole)
     found = {}
     for item in criteria:
+        if str(item) in left_out:
+            continue
         if not ended:
             found[str(item)] = False
         elif item.figure in PERCENTILES:
@@ -170,6 +193,21 @@ def held(
         else:
             value = throughput if item.figure == "throughput" else goodput
             found[str(item)] = value is not None and item.compare(value)
+    return found
+
+
+def unjudged(criteria: Sequence[Criterion], whole: Window) -> dict[str, str]:
+    """Return the criteria that too few requests can neither show to be met nor to be missed, and why."""
+    ended = whole.answered + whole.failed
+    found = {}
+    for item in criteria:
+        if not ended or item.figure not in PERCENTILES:
+            continue
+        percent = float(item.figure[1:])
+        least = requests_least(percent)
+        beyond = ended - whole.latency.within(item.limit * 1e6)
+        if ended < least and not exceeds(beyond, ended, percent):
+            found[str(item)] = f"{item.figure} needs {least:,} requests, and {ended:,} ended"
     return found
 
 
@@ -312,6 +350,13 @@ def batch_figures(counters: BatchCounters | None) -> BatchFigures | None:
         copy_out=counters.copy_out_ns / requests / 1e6,
         by_rows=dict(counters.by_rows),
     )
+
+
+def _stream(whole: Window, seconds: float) -> StreamFigures | None:
+    """Return how answers came in pieces; ``None`` if none did."""
+    if not len(whole.first):
+        return None
+    return StreamFigures(whole.pieces / seconds, latencies(whole.first), latencies(whole.between))
 
 
 def _moments(windows: Sequence[Window], window_s: float, seconds: float) -> tuple[Moment, ...]:

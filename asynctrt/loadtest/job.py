@@ -173,7 +173,7 @@ async def _search(job: LoadJob, session: LoadSession) -> Search:
             if run is None or session.is_stopped:
                 search.end("the search was stopped")
                 return search
-            if not run.requests:
+            if not run.requests or (run.unjudged and not run.misses):
                 search.end(f"too few requests were due at {rate:g} requests/s to tell: measure for longer")
                 return search
             void = bool(run.void)

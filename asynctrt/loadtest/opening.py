@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from asynctrt.engine import Engine
-from asynctrt.errors import UsageError, show
+from asynctrt.errors import OptionsError, UsageError, show
 from asynctrt.loading import is_attribute, name_of
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
 from asynctrt.loadtest.settings import LoadSettings
@@ -67,6 +67,10 @@ def _coroutine_function(where: str) -> Call | None:
 
 
 async def _open(spec: TargetSpec, *, trace_batches: bool) -> Target:
+    if spec.until_message is not None and not (spec.is_plain and spec.scheme in ("ws", "wss")):
+        raise OptionsError(
+            "until_message is for websockets that do not speak KServe: what ends any other answer is known"
+        )
     if not spec.scheme:
         call = _coroutine_function(spec.where)
         if call is not None:

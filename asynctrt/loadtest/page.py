@@ -31,6 +31,7 @@ SCRIPTS: Final = (UPLOT / "uPlot.iife.min.js", STATIC / "report.js")
 
 DASH: Final = "\N{EM DASH}"
 TOO_FEW: Final = "too few requests for this percentile"
+UNJUDGED: Final = "Too few requests to judge: measure for longer"
 NO_ANSWER: Final = "nothing was answered"
 HEADLINES: Final = ("p99", "p95", "p90", "p50", "mean")
 """Latency figures for the headline: the first that is known is shown."""
@@ -119,7 +120,9 @@ def render(report: Report, charts: Sequence[Chart] = ()) -> str:
         charts=charts,
         chart_style=(UPLOT / "uPlot.min.css").read_text("utf-8") if charts else "",
         scripts=[Script(path.read_text("utf-8")) for path in SCRIPTS] if charts else [],
-        tables=[table for table in (_runs(report), _inside(report), _errors(report)) if table],
+        tables=[
+            table for table in (_runs(report), _streams(report), _inside(report), _errors(report)) if table
+        ],
         facts=[
             ("Target", list(flat(report.target))),
             ("Settings", list(flat(report.settings))),
@@ -241,19 +244,33 @@ def banners(report: Report) -> list[Banner]:
 def _slo(report: Report) -> Iterator[Banner]:
     """Yield whether the slo was held. In a search or a sweep it is enough if one run did."""
     asked = list(dict.fromkeys(text for run in report.runs for text in run.slo))
-    if not asked:
+    left = {text: f"{text}: {why}" for run in report.runs for text, why in run.unjudged.items()}
+    is_one_enough = report.kind in ("sweep", "search")
+    if is_one_enough and any(run.holds for run in report.runs):
         return
-    if report.kind in ("sweep", "search"):
-        if not any(run.holds for run in report.runs):
-            yield Banner("bad", f"{', '.join(asked)} is not held by any run")
+    if is_one_enough and asked and all(run.misses or run.void for run in report.runs):
+        yield Banner("bad", f"{', '.join(asked)} is not held by any run")
         return
+    if left:
+        yield Banner("warn", UNJUDGED, tuple(left.values()))
+    if is_one_enough:
+        return
+    failed = _missed(report, asked)
+    if failed:
+        yield Banner("bad", "The target is not held", failed)
+    elif asked and report.holds:
+        yield Banner("good", f"{', '.join(asked)} is held")
+
+
+def _missed(report: Report, asked: Sequence[str]) -> tuple[str, ...]:
+    """Return the criteria that were missed, each with the worst value."""
     failed = []
     for criterion in parse_slo(asked):
         runs = [run for run in report.runs if not run.slo.get(criterion.text, True)]
         values = [run.figure(criterion.figure) for run in runs]
         known = [value for value in values if value is not None]
         if runs:
-            what = f"{criterion.figure} is not known: too few requests"
+            what = f"too many requests took longer, though they are too few to give {criterion.figure}"
             if known:
                 worst = max(known) if criterion.sign == "<" else min(known)
                 what = f"{criterion.figure} is {_figure(criterion.figure, worst)}"
@@ -261,10 +278,7 @@ def _slo(report: Report) -> Iterator[Banner]:
                     what += " among answered requests, but too many requests failed"
             many = f" at worst, in {len(runs)} of {len(report.runs)} runs" if len(report.runs) > 1 else ""
             failed.append(f"{criterion.text}: {what}{many}")
-    if failed:
-        yield Banner("bad", "The target is not held", tuple(failed))
-    elif report.holds:
-        yield Banner("good", f"{', '.join(asked)} is held")
+    return tuple(failed)
 
 
 # ---- figures
@@ -375,6 +389,25 @@ def _runs(report: Report) -> Table | None:
     )
 
 
+def _streams(report: Report) -> Table | None:
+    def timed(run: Run, part: str, name: str) -> Cell | None:
+        if run.stream is None:
+            return None
+        value = getattr(run.stream, part).get(name)
+        return Cell(number(value)) if value is not None else Cell(DASH, TOO_FEW)
+
+    columns: dict[str, Callable[[Run], Cell | None]] = {
+        "Pieces/s": lambda run: None if run.stream is None else Cell(number(run.stream.pieces)),
+        **{
+            f"{part.capitalize()} {name}": partial(timed, part=part, name=name)
+            for part in ("first", "between")
+            for name in ("p50", "p99")
+        },
+    }
+    note = "Times are in ms: from when a request was due to its answer's first piece, and between its pieces."
+    return _table("Answers in pieces", columns, report, note)
+
+
 def _inside(report: Report) -> Table | None:
     columns: dict[str, Callable[[Run], Cell | None]] = {
         "Late p99": lambda run: _known(run.lateness.get("p99")),
@@ -417,10 +450,12 @@ def _verdict(run: Run) -> Cell:
         return Cell("void", "; ".join(run.void), "bad")
     if not run.complete:
         return Cell("stopped", "the figures cover only what was measured before", "bad")
-    if not run.slo:
-        return Cell("complete")
     failed = [name for name, is_held in run.slo.items() if not is_held]
-    return Cell("fails", f"not held: {', '.join(failed)}", "bad") if failed else Cell("holds", level="good")
+    if failed:
+        return Cell("fails", f"not held: {', '.join(failed)}", "bad")
+    if run.unjudged:
+        return Cell("too few", "; ".join(run.unjudged.values()))
+    return Cell("holds", level="good") if run.slo else Cell("complete")
 
 
 def _search(report: Report) -> Table | None:

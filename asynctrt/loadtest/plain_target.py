@@ -1,12 +1,15 @@
 """Any address of HTTP and any websocket as a load test's target: a body goes, and something comes back."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+from array import array
+from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 
 import numpy as np
 
+from asynctrt import clock
 from asynctrt.errors import (
     ConnectionLostError,
     MissingExtraError,
@@ -17,6 +20,7 @@ from asynctrt.errors import (
 )
 from asynctrt.loadtest.headers import TOKEN, Headers, has, headers_of
 from asynctrt.loadtest.http_target import read_body
+from asynctrt.loadtest.streams import DONE, Events, IsLast, Streamed, ending
 from asynctrt.loadtest.targets import (
     ANSWER_NBYTES_MAX,
     BatchCounters,
@@ -36,18 +40,24 @@ except ImportError as error:
     raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
 
 CLOSE_S: Final = 1.0
-"""How long servers have to answer that a websocket is closed."""
+"""How long servers have to answer that a websocket is closed, and to end a stream after its last event."""
+SETTLE_S: Final = (0.2, 1.0)
+"""How long, at least and at most, a websocket is listened to after its first answer, which is not measured:
+as long as that answer took, because other messages of it would come within such a time."""
+EVENT_STREAM: Final = "text/event-stream"
 
 TEXT_LENGTH_MAX: Final = 300
 """Characters of an answer that an error quotes."""
 OVERLOADED: Final = (429, 503)
 HEADERS_NBYTES_MAX: Final = 256 << 10
+HEADERS_MAX: Final = 5000
 
 
 async def open_plain_target(spec: TargetSpec) -> Target:
     """Open an address of HTTP, or a websocket, that is none of KServe's.
 
-    :raises OptionsError: for headers or a method that are none, or a websocket without a body.
+    :raises OptionsError: for headers or a method that are none, a websocket without a body, or what can not
+        end an answer.
     :raises UsageError: for an address without a host, or a body that cannot be read.
     """
     try:
@@ -70,7 +80,8 @@ async def open_plain_target(spec: TargetSpec) -> Target:
                 f"{spec.where} is not a websocket of a model (/v2/models/NAME/ws), so what to send has to be "
                 "said: set body to a text or to JSON"
             )
-        return PlainWebsocketTarget(url, template, _session(headers))
+        is_last = None if spec.until_message is None else ending(spec.until_message)
+        return PlainWebsocketTarget(url, template, _session(headers), is_last)
     if template is not None and not has(headers, "Content-Type"):
         kind = "text/plain; charset=utf-8" if template.is_text else "application/octet-stream"
         headers.append(("Content-Type", "application/json" if template.is_json else kind))
@@ -83,9 +94,10 @@ def _session(headers: Headers) -> aiohttp.ClientSession:
         # As many connections as requests in flight: waiting for another would make a request late.
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
         headers=CIMultiDict(headers),
-        # As a browser takes; the library's own limits are those of a server.
+        # As browsers and curl take; the library's own limits are those of a server.
         max_line_size=HEADERS_NBYTES_MAX,
         max_field_size=HEADERS_NBYTES_MAX,
+        max_headers=HEADERS_MAX,
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),  # The load test has its own timeout.
     )
@@ -114,7 +126,10 @@ class _PlainTarget:
         return None if self._template is None else self._template.fill(inputs)
 
     def outputs(self, answer: Any) -> Mapping[str, Array]:
-        """Return the arrays of an answer that is JSON; those of a list are called ``answer``."""
+        """Return the arrays of an answer that is JSON, or whose last piece is; those of a list are called
+        ``answer``."""
+        if isinstance(answer, Streamed):
+            answer = answer.last
         try:
             content = json.loads(answer)
             if isinstance(content, dict):
@@ -133,11 +148,24 @@ class _PlainTarget:
 
     async def aclose(self) -> None:
         """Close the connections."""
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=CLOSE_S)
         await self._session.close()
+        if self._closing:  # Their servers said nothing, and cannot any more.
+            await asyncio.wait(self._closing)
+
+    def _close(self, closing: Coroutine[Any, Any, None]) -> None:
+        """Let something close beside the requests."""
+        task = self._create_task(closing)
+        self._closing.add(task)  # The loop itself refers to tasks only weakly.
+        task.add_done_callback(self._closing.discard)
 
 
 class PlainHttpTarget(_PlainTarget):
-    """Send a request to one address over HTTP; an answer with a status from 200 to 299 is right."""
+    """Send a request to one address over HTTP; an answer with a status from 200 to 299 is right.
+
+    One that is a stream of events has the times of its pieces.
+    """
 
     kind = "http"
 
@@ -151,11 +179,16 @@ class PlainHttpTarget(_PlainTarget):
         """Send a request."""
         return self._create_task(self._send(prepared))
 
-    async def _send(self, body: bytes | None) -> bytes:
+    async def _send(self, body: bytes | None) -> bytes | Streamed:
         try:
-            asking = self._session.request(self._method, self._url, data=body, allow_redirects=False)
-            async with asking as response:
+            response = await self._session.request(self._method, self._url, data=body, allow_redirects=False)
+            try:
+                if response.content_type == EVENT_STREAM and 200 <= response.status < 300:
+                    return await self._read_events(response)
                 answer = await read_body(response, ANSWER_NBYTES_MAX)
+            except BaseException:
+                response.close()
+                raise
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
             raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
         except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as error:
@@ -168,16 +201,44 @@ class PlainHttpTarget(_PlainTarget):
             raise kind(f"status {response.status}: {text:.{TEXT_LENGTH_MAX}}")
         return answer
 
+    async def _read_events(self, response: aiohttp.ClientResponse) -> Streamed:
+        """Read events until the stream ends, or says that it does."""
+        events, came_ns, last, nbytes, is_over = Events(), array("q"), b"", 0, False
+        while not is_over:
+            part = await response.content.readany()
+            now_ns = clock.now_ns()
+            nbytes += len(part)
+            if nbytes > ANSWER_NBYTES_MAX:
+                raise _too_long()
+            is_over = not part
+            for kind, data in events.feed(part or b"\n\n"):  # The last event may lack its empty line.
+                if kind == b"error" or data.startswith(b'{"error"'):
+                    said = data[: 4 * TEXT_LENGTH_MAX].decode(errors="replace")
+                    raise TargetError(f"an error in the stream: {said:.{TEXT_LENGTH_MAX}}")
+                if data == DONE:
+                    is_over = True
+                    break
+                last = data
+                came_ns.append(now_ns)
+        if not came_ns:
+            raise TargetError(f"{self._shown} sent a stream without any event")
+        if not response.content.is_eof():  # The connection can be used again when it has ended.
+            self._close(_read_to_end(response))
+        return Streamed(last, came_ns)
+
 
 class _Socket:
-    """A websocket on which one message at a time is answered, by one.
+    """A websocket on which one message at a time is answered, by one or several.
 
     It is read all the time, so that a message that answers nothing is noticed.
     """
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, is_last: IsLast | None) -> None:
         self._socket = socket
+        self._is_last = is_last
         self._answer: asyncio.Future[Any] | None = None
+        self._came_ns = array("q")
+        self._nbytes = 0
         self.has_spoken = False
         """Whether a message came that nothing had asked for."""
         self.reading = asyncio.get_running_loop().create_task(self._read())
@@ -187,8 +248,9 @@ class _Socket:
         return not self.reading.done()
 
     async def ask(self, message: bytes, *, is_text: bool) -> Any:
-        """Send a message, and return the next one; ``None`` if the server ends the websocket instead."""
+        """Send a message, and return its answer; ``None`` if the server ends the websocket instead."""
         self._answer = asyncio.get_running_loop().create_future()
+        self._came_ns, self._nbytes = array("q"), 0
         if is_text:
             await self._socket.send_str(message.decode())
         else:
@@ -206,57 +268,72 @@ class _Socket:
     async def _read(self) -> None:
         try:
             async for message in self._socket:
-                answer, self._answer = self._answer, None
-                if answer is None:
+                if self._answer is None:
                     self.has_spoken = True
-                elif not answer.done():
-                    answer.set_result(message.data)
+                else:
+                    self._take(self._answer, message.data)
         finally:
             if self._answer is not None and not self._answer.done():
                 self._answer.set_result(None)
 
+    def _take(self, answer: "asyncio.Future[Any]", data: str | bytes) -> None:
+        """Take a message of an answer, which may be its last."""
+        if self._is_last is None:
+            self._answer = None
+            if not answer.done():
+                answer.set_result(_bytes(data))
+            return
+        self._came_ns.append(clock.now_ns())
+        self._nbytes += len(data)
+        is_long = self._nbytes > ANSWER_NBYTES_MAX
+        text = data if isinstance(data, str) else data.decode(errors="replace")
+        if is_long or self._is_last(len(self._came_ns), text):
+            self._answer = None
+            if answer.done():
+                return
+            if is_long:
+                answer.set_exception(_too_long())
+            else:
+                answer.set_result(Streamed(_bytes(data), self._came_ns))
+
 
 class PlainWebsocketTarget(_PlainTarget):
-    """Send a message and take the next one for its answer: one at a time on each of as many websockets as
-    requests are in flight."""
+    """Send a message and take the next one for its answer, or all up to one that is the last: one at a time
+    on each of as many websockets as requests are in flight."""
 
     kind = "websocket"
 
-    def __init__(self, url: URL, template: Template, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, url: URL, template: Template, session: aiohttp.ClientSession, is_last: IsLast | None
+    ) -> None:
         super().__init__(url, template, session)
+        self._is_last = is_last
         self._idle: list[_Socket] = []
         self._is_text = template.is_text
+        self._is_tried = False
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
         """Send a message."""
         return self._create_task(self._send(prepared))
 
-    async def _send(self, message: bytes) -> bytes:
-        socket = None
-        while self._idle and socket is None:
-            found = self._idle.pop()
-            socket = found if found.is_open else None
-        if socket is not None and socket.has_spoken:
-            self._close(socket)
-            raise TargetError(
-                f"{self._shown} sends messages that nothing asked for, so that it cannot be told which of "
-                "them is an answer"
-            )
+    async def _send(self, message: bytes) -> bytes | Streamed:
+        began_ns = clock.now_ns()
+        socket = self._free()
         try:
             if socket is None:
                 made = await self._session.ws_connect(self._url, max_msg_size=ANSWER_NBYTES_MAX, compress=0)
-                socket = _Socket(made)
-            answer = await socket.ask(message, is_text=self._is_text)
+                socket = _Socket(made, self._is_last)
+            answer: bytes | Streamed | None = await socket.ask(message, is_text=self._is_text)
         except aiohttp.ClientConnectorError as error:
             raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
         except aiohttp.WSServerHandshakeError as error:
             raise TargetError(f"{self._shown} refuses websockets with status {error.status}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLostError(f"the connection to {self._shown} was lost: {_said(error)}") from error
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TargetError):
             # Its answer may still come, and would be taken for that of the next message.
             if socket is not None:
-                self._close(socket)
+                self._close(socket.close())
             raise
         if answer is None:
             code = socket.close_code
@@ -264,22 +341,59 @@ class PlainWebsocketTarget(_PlainTarget):
                 f"{self._shown} closed the websocket instead of answering, with code {code}"
             )
         self._idle.append(socket)
-        return answer.encode() if isinstance(answer, str) else bytes(answer)
+        if not self._is_tried:
+            self._is_tried = True
+            least_s, most_s = SETTLE_S
+            await asyncio.sleep(min(max(least_s, (clock.now_ns() - began_ns) / 1e9), most_s))
+            if socket.has_spoken:
+                raise self._unasked()
+        return answer
 
-    def _close(self, socket: _Socket) -> None:
-        closing = self._create_task(socket.close())
-        self._closing.add(closing)  # The loop itself refers to tasks only weakly.
-        closing.add_done_callback(self._closing.discard)
+    def _free(self) -> _Socket | None:
+        """Return a websocket on which no answer is awaited, if there is one.
+
+        :raises TargetError: if a message lies in it.
+        """
+        while self._idle:
+            socket = self._idle.pop()
+            if not socket.is_open:
+                continue
+            if socket.has_spoken:
+                self._close(socket.close())
+                raise self._unasked()
+            return socket
+        return None
+
+    def _unasked(self) -> TargetError:
+        """Return the error for a message that came while no answer was awaited."""
+        return TargetError(
+            f"{self._shown} sends messages that nothing asked for, so that it cannot be told which of them "
+            "is an answer: if one has several, say with until_message (--until-message) what tells the last"
+        )
 
     async def aclose(self) -> None:
         """Close the websockets, which the session does not do, and then their connections."""
         while self._idle:
-            self._close(self._idle.pop())
-        if self._closing:
-            await asyncio.wait(self._closing, timeout=CLOSE_S)
+            self._close(self._idle.pop().close())
         await super().aclose()
-        if self._closing:  # Their servers said nothing, and cannot any more.
-            await asyncio.wait(self._closing)
+
+
+async def _read_to_end(response: aiohttp.ClientResponse) -> None:
+    """Read what is left of an answer, if it ends soon, so that its connection can be used again."""
+    try:
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, TargetError):
+            async with asyncio.timeout(CLOSE_S):
+                await read_body(response, ANSWER_NBYTES_MAX)
+    finally:
+        response.close()
+
+
+def _too_long() -> TargetError:
+    return TargetError(f"the answer has more than {ANSWER_NBYTES_MAX:,} bytes, and is not read any further")
+
+
+def _bytes(data: str | bytes) -> bytes:
+    return data.encode() if isinstance(data, str) else bytes(data)
 
 
 def _said(error: Exception) -> str:

@@ -45,6 +45,12 @@ class Window:
     """Latency of the same answers, from when the request was sent."""
     lateness: Counts = field(default_factory=Counts)
     """Time from when a request was due to when the generator came to it."""
+    first: Counts = field(default_factory=Counts)
+    """Of answers that come in pieces, the time from when the request was due to the first piece."""
+    between: Counts = field(default_factory=Counts)
+    """Time from each piece of such an answer to its next."""
+    pieces: int = 0
+    """Number of pieces that came in this window."""
     errors: dict[str, ErrorCount] = field(default_factory=dict)
 
     @property
@@ -59,7 +65,7 @@ class Window:
 
     def compact(self) -> None:
         """Compact the counts, so that they take less memory."""
-        for counts in (self.latency, self.uncorrected, self.lateness):
+        for counts in (self.latency, self.uncorrected, self.lateness, self.first, self.between):
             counts.compact()
 
     def merge(self, other: "Window") -> None:
@@ -69,6 +75,9 @@ class Window:
         self.latency.merge(other.latency)
         self.uncorrected.merge(other.uncorrected)
         self.lateness.merge(other.lateness)
+        self.first.merge(other.first)
+        self.between.merge(other.between)
+        self.pieces += other.pieces
         for kind, error in other.errors.items():
             _count(self.errors, kind, error.count, error.example)
 
@@ -97,6 +106,9 @@ def total(windows: Iterable[Window]) -> Window:
         latency=merged(item.latency for item in items),
         uncorrected=merged(item.uncorrected for item in items),
         lateness=merged(item.lateness for item in items),
+        first=merged(item.first for item in items),
+        between=merged(item.between for item in items),
+        pieces=sum(item.pieces for item in items),
     )
     for item in items:
         for kind, error in item.errors.items():
@@ -116,6 +128,8 @@ class RunRecorder:
 
     __slots__ = (
         "_from_ns",
+        "_pieces",
+        "_streams",
         "_window_ns",
         "_windows",
         "done_ns",
@@ -134,6 +148,15 @@ class RunRecorder:
         self.late_due_ns = array("q")
         self.noticed_ns = array("q")
         self._windows: Windows = {}
+        self._streams: list[tuple[int, array[int]]] = []
+        self._pieces = 0
+
+    def streamed(self, due_ns: int, came_ns: "array[int]") -> None:
+        """Take the times at which the pieces of an answer came, whose request was due at ``due_ns``."""
+        self._streams.append((due_ns, came_ns))
+        self._pieces += len(came_ns)
+        if self._pieces >= BLOCK:
+            self.flush_pieces()
 
     def failed(self, due_ns: int, kind: str, example: str) -> None:
         """Count a request that was due at ``due_ns`` and ended with an error."""
@@ -161,9 +184,29 @@ class RunRecorder:
             window.sent += len(due[mine])
             window.lateness.add(noticed[mine] - due[mine])
 
+    def flush_pieces(self) -> None:
+        """Count the pieces of answers."""
+        if not self._streams:
+            return
+        due = np.array([due_ns for due_ns, _ in self._streams], np.int64)
+        counts = np.array([len(came_ns) for _, came_ns in self._streams])
+        came = np.concatenate([_taken(came_ns) for _, came_ns in self._streams])
+        self._streams, self._pieces = [], 0
+        firsts = np.cumsum(counts) - counts
+        for window, mine in self._by_window(due):
+            window.first.add((came[firsts] - due)[mine])
+        for window, mine in self._by_window(came):
+            window.pieces += len(came[mine])
+        if len(came) > len(due):
+            # From the last piece of one answer to the first of another is no time between pieces.
+            between = np.delete(np.diff(came), firsts[1:] - 1)
+            for window, mine in self._by_window(np.repeat(due, counts - 1)):
+                window.between.add(between[mine])
+
     def take(self) -> Windows:
         """Return everything that was counted since the last call."""
         self.flush_done()
+        self.flush_pieces()
         self.flush_sent()
         windows, self._windows = self._windows, {}
         return windows

@@ -85,6 +85,21 @@ class BatchFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamFigures:
+    """Hold how the answers came that came in pieces: messages of a websocket, or events over HTTP.
+
+    Times are in ms by name, as a run's latencies.
+    """
+
+    pieces: float
+    """Pieces/s, over all answers."""
+    first: Mapping[str, float]
+    """From when a request was due to its answer's first piece."""
+    between: Mapping[str, float]
+    """From each piece of an answer to its next."""
+
+
+@dataclass(frozen=True, slots=True)
 class Bar:
     """Describe one batch of a timeline: where it ran, and when, in ms from the launch of the first."""
 
@@ -150,7 +165,7 @@ class Run:
     lateness: Mapping[str, float]
     """Lateness of the generator, in ms by name."""
     slo: Mapping[str, bool]
-    """Whether each criterion of the slo was met."""
+    """Whether each criterion of the slo was met; those that are ``unjudged`` are not in it."""
     steady_from_s: float | None
     """When the figures cease to drift, from the end of the warm-up; ``None`` if that cannot be told."""
     throughput_interval: Interval | None
@@ -168,6 +183,10 @@ class Run:
     """The parameters in which this run differs from others, such as the rate."""
     kept: float | None = None
     """Requests/s that a target answered which did not keep up with an open loop; ``None`` if it did."""
+    stream: StreamFigures | None = None
+    """How answers came in pieces; ``None`` if they came whole."""
+    unjudged: Mapping[str, str] = field(default_factory=dict)
+    """Criteria of the slo that too few requests can neither show to be met nor to be missed, and why."""
 
     def __repr__(self) -> str:
         told = [f"{self.answered:,} of {self.requests:,} answered", f"{self.throughput:,.6g} requests/s"]
@@ -176,8 +195,13 @@ class Run:
 
     @property
     def holds(self) -> bool:
-        """Whether the slo was met, and the figures are not void."""
-        return not self.void and all(self.slo.values())
+        """Whether the slo was met, all of it could be judged, and the figures are not void."""
+        return not (self.void or self.unjudged or self.misses)
+
+    @property
+    def misses(self) -> bool:
+        """Whether a criterion of the slo was missed."""
+        return not all(self.slo.values())
 
     def figure(self, name: str) -> float | None:
         """Return a figure by its name in criteria; ``None`` if it is not known."""

@@ -25,6 +25,7 @@ from asynctrt.loadtest.arrivals import Arrivals
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import BLOCK, RunRecorder, Windows
 from asynctrt.loadtest.samples import Sample, differs
+from asynctrt.loadtest.streams import Streamed
 from asynctrt.loadtest.targets import BatchCounters, Target
 from asynctrt.statistics import BatchTrace
 
@@ -326,7 +327,11 @@ class Runner:
         if not self._checks or self._is_right(due_ns, what, answer):
             recorder.due_ns.append(due_ns)
             recorder.sent_ns.append(sent_ns)
-            recorder.done_ns.append(now_ns)
+            if isinstance(answer, Streamed):
+                recorder.streamed(due_ns, answer.came_ns)
+                recorder.done_ns.append(answer.came_ns[-1])
+            else:
+                recorder.done_ns.append(now_ns)
             if len(recorder.done_ns) >= BLOCK:
                 recorder.flush_done()
         self._outcome.last_done_ns = now_ns - self._start_ns

@@ -75,6 +75,21 @@ def steady_from(values: Sequence[float]) -> int | None:
     return best if best < half else None
 
 
+def exceeds(count: int, requests: int, percent: float) -> bool:
+    """Return whether a percentile is beyond a limit with 95% confidence, as ``count`` of the requests are.
+
+    Sums the binomial distribution. There may be at most :func:`requests_least` requests.
+    """
+    share = 1 - percent / 100
+    chance, fewer = (1 - share) ** requests, 0.0
+    for number in range(count):
+        fewer += chance
+        if fewer > CONFIDENCE:
+            return True
+        chance *= (requests - number) / (number + 1) * share / (1 - share)
+    return False
+
+
 def requests_least(percent: float) -> int:
     """Return the least number of requests whose largest bounds a percentile with 95% confidence."""
     return int(np.ceil(np.log(1 - CONFIDENCE) / np.log(percent / 100)))

@@ -7,7 +7,7 @@
     http://HOST:PORT/v2/models/NAME         any KServe V2 server over HTTP
     grpc://HOST:PORT/NAME                   any KServe V2 server over gRPC
     http://HOST:PORT/PATH                   anything over HTTP: a body, or none, and an answer
-    ws://HOST:PORT/PATH                     any websocket: a message, and one in answer
+    ws://HOST:PORT/PATH                     any websocket: a message, and one or several in answer
     package.module:coroutine_function       whatever it does
 """
 
@@ -118,6 +118,8 @@ class TargetSpec:
         :mod:`asynctrt.loadtest.templates`.
     :param headers: of every request, each as ``Name: value``.
     :param method: of HTTP. Default: POST with a body, GET without.
+    :param until_message: what tells the last message of a websocket's answer; see
+        :func:`asynctrt.loadtest.streams.ending`. Default: an answer is one message.
     """
 
     where: str
@@ -128,6 +130,7 @@ class TargetSpec:
     body: str | bytes | None = None
     headers: tuple[str, ...] = field(default=(), repr=False)
     method: str | None = None
+    until_message: str | None = None
 
     @property
     def scheme(self) -> str:
@@ -172,5 +175,5 @@ class TargetSpec:
         described = {"where": where, "model": self.model, "device": self.device, "options": options}
         if self.is_plain:  # Not the headers, which may be secret.
             body = f"{len(self.body)} bytes" if isinstance(self.body, bytes) else self.body
-            described |= {"body": body, "method": self.method}
+            described |= {"body": body, "method": self.method, "until_message": self.until_message}
         return described

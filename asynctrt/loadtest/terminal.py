@@ -32,6 +32,7 @@ SPARKS_MAX: Final = 60
 RUNS_MAX: Final = 40
 WIDE: Final = PERCENTILES
 NARROW: Final = ("p50", "p99", "p99.9")
+STREAM: Final = ("p50", "p99")
 WIDE_COLUMNS: Final = 110
 """Width of a terminal from which all percentiles are shown."""
 LABEL_COLUMNS: Final = 8
@@ -125,6 +126,7 @@ def show(console: Console, report: Report, *, uncorrected: bool) -> None:
             console.print(
                 f"{name}: {_interval(made, name)} over {made.count} repetitions, with 95% confidence"
             )
+    _show_streams(console, runs[-RUNS_MAX:])
     _show_inside(console, runs[-1])
     _show_errors(console, runs)
     if report.search is not None:
@@ -192,9 +194,27 @@ def _verdict(run: Run) -> str:
         return "[bold red]VOID[/]" if run.complete else "[bold red]VOID[/], [yellow]cut short[/]"
     if not run.complete:
         return "[yellow]cut short[/]"
-    if not run.slo:
-        return ""
-    return "[green]held[/]" if all(run.slo.values()) else "[yellow]missed[/]"
+    if run.misses:
+        return "[yellow]missed[/]"
+    if run.unjudged:
+        return "[yellow]too few[/]"
+    return "[green]held[/]" if run.slo else ""
+
+
+def _show_streams(console: Console, runs: Sequence[Run]) -> None:
+    """Show how answers came in pieces, if they did."""
+    if not any(run.stream is not None for run in runs):
+        return
+    table = Table("", title="Answers in pieces, in ms", box=box.SIMPLE_HEAD)
+    for column in ("pieces/s", "first p50", "first p99", "between p50", "between p99"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for run in runs:
+        if run.stream is not None:
+            times = (
+                _ms(part.get(name)) for part in (run.stream.first, run.stream.between) for name in STREAM
+            )
+            table.add_row(_clean(run.label), f"{run.stream.pieces:,.0f}", *times)
+    console.print(table)
 
 
 def _show_inside(console: Console, run: Run) -> None:
@@ -246,6 +266,8 @@ def _show_verdict(console: Console, report: Report) -> None:
     )
     for text in missed:
         console.print(f"[bold yellow]Not held[/]: {_clean(text)}.")
+    for text, why in {text: why for run in report.runs for text, why in run.unjudged.items()}.items():
+        console.print(f"[bold yellow]Not judged[/]: {_clean(text)}: {_clean(why)}. Measure for longer.")
 
 
 def _clean(text: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest import command
-from asynctrt.loadtest.report import Report
+from asynctrt.loadtest.report import Report, SearchResult
 from asynctrt.loadtest.saving import describe_machine
 from tests.loadtest import reports
 
@@ -125,12 +125,12 @@ def gated(report, baseline, *fail_if, **given):
 def test_the_gate(report, tmp_path):
     """Against itself nothing has changed; against twice its speed it has."""
     same = saved(report, tmp_path / "same.json")
-    assert command.gate(gated(report, same, "p99>+10%", "throughput<-1%"), report) == []
+    assert command.gate(gated(report, same, "p99>+10%", "throughput<-1%"), report) == ([], [])
     faster = replace(
         report.runs[0], latency={name: value / 2 for name, value in report.runs[0].latency.items()}
     )
     before = saved(replace(report, runs=(faster,)), tmp_path / "fast.json")
-    (why,) = command.gate(gated(report, before, "p99>+10%", "throughput<-1%"), report)
+    (why,), _ = command.gate(gated(report, before, "p99>+10%", "throughput<-1%"), report)
     assert why.startswith("p99>+10%: p99 is ")
     assert "in the baseline" in why
 
@@ -140,22 +140,24 @@ def test_a_comparison_is_its_own_baseline():
     a, b = (np.mean([run.latency["p50"] for run in report.runs[start::2]]) for start in (0, 1))
     sign, change = (">", b / a - 1 - 0.01) if b > a else ("<", b / a - 1 + 0.01)
     planned = command.plan("m.onnx", {"compare": ["max_rows=4"], "fail_if": [f"p50{sign}{change:+.0%}"]})
-    (why,) = command.gate(planned, report)
+    (why,), _ = command.gate(planned, report)
     assert f"p50 is {b:,.6g}, against {a:,.6g}" in why
 
 
 def test_of_a_search_the_rate_that_was_found_is_judged():
     report = reports.search()
     planned = command.plan("m.onnx", {"search": True, "slo": ["p99<20ms"], "fail_if": ["errors>100%"]})
-    assert command.gate(planned, report) == []
+    assert command.gate(planned, report) == ([], [])
 
 
-def test_a_figure_that_is_missing_fails_the_gate(report, tmp_path):
+def test_a_figure_that_is_missing_does_not_pass_the_gate(report, tmp_path):
     without = replace(report.runs[0], latency={"mean": 1.0, "max": 2.0})
-    (why,) = command.gate(gated(report, None, "p99>20ms"), replace(report, runs=(without,)))
+    failed, (why,) = command.gate(gated(report, None, "p99>20ms"), replace(report, runs=(without,)))
+    assert failed == []
     assert why == "p99>20ms: cannot be checked, because this run has no p99"
     before = saved(replace(report, runs=(without,)), tmp_path / "before.json")
-    (why,) = command.gate(gated(report, before, "p99>+5%"), report)
+    failed, (why,) = command.gate(gated(report, before, "p99>+5%"), report)
+    assert failed == []
     assert "the baseline has no p99" in why
 
 
@@ -193,15 +195,24 @@ def test_something_that_is_no_baseline(content, tmp_path):
 def test_exit_statuses(report):
     good = replace(report.runs[0], void=(), slo={"p99<1s": True})
 
-    def status(failed=(), kind="run", **changes):
-        made: Report = replace(report, kind=kind, runs=(replace(good, **changes),), search=None)
-        return command.exit_status(made, failed)
+    def status(failed=(), not_checked=(), kind="run", search=None, **changes):
+        made: Report = replace(report, kind=kind, runs=(replace(good, **changes),), search=search)
+        return command.exit_status(made, failed, not_checked)
 
     assert status() == 0
     assert status(["p99>1ms: it is"]) == 3
     assert status(slo={"p99<1s": False}) == 3
     assert status(slo={"p99<1s": False}, kind="sweep") == 0
     assert status(void=("late",)) == 4
+    few = {"unjudged": {"p99.9<1s": "p99.9 needs 2,995 requests, and 100 ended"}}
+    assert status(**few) == status(not_checked=["p99>1ms: cannot be checked"]) == 5
+    assert status(slo={"p99<1s": False}, **few) == status(["p99>1ms: it is"], **few) == 3
+    assert status(kind="sweep", **few) == 0
+    assert status(void=("late",), **few) == 4
+    in_vain, found = (SearchResult(("p99<1s",), holds, None, "") for holds in (None, 100.0))
+    assert status(kind="search", search=in_vain) == 3
+    assert status(kind="search", search=in_vain, **few) == 5
+    assert status(kind="search", search=found, **few) == 0
 
 
 def test_the_machine_of_a_report_is_this_one():

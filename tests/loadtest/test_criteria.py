@@ -15,6 +15,7 @@ from asynctrt.loadtest.criteria import (
     failures,
     latency_target_ms,
     parse_slo,
+    unchecked,
 )
 
 
@@ -199,9 +200,11 @@ FIGURES_BEFORE = {"p99": 20.0, "throughput": 1000.0, "errors": 0.0}
     ],
 )
 def test_what_fails_says_so_with_its_values(text, baseline, says):
-    found = failures([Criterion.parse(text)], FIGURES_NOW, baseline)
-    assert len(found) == (says is not None)
-    assert not found or says in found[0]
+    criteria = [Criterion.parse(text)]
+    failed, missing = (check(criteria, FIGURES_NOW, baseline) for check in (failures, unchecked))
+    assert len(failed) + len(missing) == (says is not None)
+    assert len(missing) == (says is not None and " has no " in says)
+    assert says is None or says in (failed or missing)[0]
 
 
 def test_all_failures_are_told_in_their_order():

@@ -106,6 +106,34 @@ def test_a_request_that_failed_took_for_ever():
     }
 
 
+@pytest.mark.parametrize(
+    ("figure", "fast", "slow", "failed", "held_is"),
+    [
+        ("p99.9", 100, 0, 0, None),
+        ("p99.9", 2994, 0, 0, None),
+        ("p99.9", 2995, 0, 0, True),
+        ("p99.9", 99, 1, 0, None),
+        ("p99.9", 98, 2, 0, False),  # With 95% confidence, however few there are.
+        ("p99.9", 98, 1, 1, False),
+        ("p99", 298, 0, 0, None),
+        ("p99", 299, 0, 0, True),
+        ("p99", 0, 2, 0, False),
+        ("p99", 5, 1, 0, None),
+        ("p50", 4, 0, 0, None),
+        ("p50", 0, 4, 0, None),
+        ("p50", 0, 5, 0, False),
+        ("mean", 1, 0, 0, True),
+    ],
+)
+def test_too_few_requests_neither_hold_nor_miss(figure, fast, slow, failed, held_is):
+    run = run_of({0: window([1.0] * fast + [50.0] * slow, errors=failed)}, slo=f"{figure}<20ms")
+    assert run.slo == ({} if held_is is None else {f"{figure}<20ms": held_is})
+    assert len(run.unjudged) == (held_is is None)
+    assert run.holds is bool(held_is)
+    for why in run.unjudged.values():
+        assert why.endswith(f"requests, and {fast + slow + failed:,} ended")
+
+
 def test_goodput_is_of_answers_within_the_target():
     run = run_of({number: window([5.0] * 20 + [50.0] * 5) for number in range(40)}, slo="p99<20ms")
     assert run.goodput == 80.0

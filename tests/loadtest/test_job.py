@@ -9,6 +9,7 @@ import pytest
 
 from asynctrt import clock, loadtest
 from asynctrt.errors import OptionsError, UsageError
+from asynctrt.loadtest.command import exit_status
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.session import LoadSession
 from asynctrt.loadtest.settings import LoadSettings
@@ -109,6 +110,15 @@ async def test_a_search_finds_what_a_target_bears():
     assert found.holds < found.fails < 1.25 * capacity
     rates = [run.parameters["rate"] for run in report.runs]
     assert rates[:4] == [100, 200, 400, 800]
+
+
+async def test_a_search_of_too_few_requests_says_so():
+    settings = QUICK | {"seconds": 0.2}
+    report = await loadtest.run(Target(at_once), search=True, slo="p99<1s", rate=100, **settings)
+    (run,) = report.runs
+    assert (run.slo, report.search.holds, report.search.fails) == ({}, None, None)
+    assert report.search.why.startswith("too few requests were due at 100 requests/s to tell")
+    assert exit_status(report, []) == 5
 
 
 @pytest.mark.tier2

@@ -169,7 +169,18 @@ class TestBanners:
         run = make_run(rate=8, seconds=5)
         run = replace(run, slo={"p99<20ms": False})
         (banner,) = banners(make_report(run))
-        assert banner.reasons == ("p99<20ms: p99 is not known: too few requests",)
+        said = "p99<20ms: too many requests took longer, though they are too few to give p99"
+        assert banner.reasons == (said,)
+
+    def test_too_few_requests_are_said_to_be_neither(self):
+        why = "p99.9 needs 2,995 requests, and 100 ended"
+        run = replace(make_run(slo=("p50<1s",)), unjudged={"p99.9<1s": why})
+        report = make_report(run)
+        (banner,) = banners(report)
+        assert (banner.level, banner.reasons) == ("warn", (f"p99.9<1s: {why}",))
+        assert "too few" in render(report)
+        (banner,) = banners(replace(report, kind="sweep"))
+        assert banner.level == "warn"
 
     def test_a_target_that_only_errors_miss(self):
         run = replace(make_run(failing=0.02), slo={"p99<20ms": False})

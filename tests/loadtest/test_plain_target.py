@@ -14,6 +14,7 @@ from starlette.routing import Route, WebSocketRoute
 
 from asynctrt import loadtest
 from asynctrt.errors import OptionsError, TargetError, UsageError
+from asynctrt.loadtest.plain_target import open_plain_target
 from asynctrt.loadtest.targets import TargetSpec
 from tests.serving.test_asgi import running
 
@@ -97,6 +98,22 @@ async def test_any_address_without_a_body():
         await loadtest.run("http://127.0.0.1:9/double", **QUICK)
 
 
+async def test_an_answer_with_many_and_long_headers():
+    lines = [f"X-{number}: a" for number in range(200)] + ["X-Long: " + 12_000 * "a", "Content-Length: 2"]
+    text = "\r\n".join(["HTTP/1.1 200 OK", *lines, "", "{}"])
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(text.encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
+        assert await target.start(None) == b"{}"
+        await target.aclose()
+
+
 async def test_any_websocket():
     application = Application()
     async with running(application.app) as address:
@@ -123,15 +140,31 @@ async def test_no_connection_is_left_open(scheme, path, body):
 
 async def test_a_websocket_that_speaks_unasked():
     """Which of its messages is an answer cannot be told, so that no time of one is believed."""
+    answers = 0
 
-    async def talk(socket):
+    async def greet(socket):
         await socket.accept()
         await socket.send_text("hello")
+        await talk(socket, 0)
+
+    async def tick(socket):
+        await socket.accept()
+        await talk(socket, 1)
+
+    async def talk(socket, quiet):
+        nonlocal answers
         async for text in socket.iter_text():
             await socket.send_text(text)
+            answers += 1
+            if answers > quiet > 0:
+                await socket.send_text("tick")
 
-    async with running(Starlette(routes=[WebSocketRoute("/", talk)])) as address:
-        report = await loadtest.run(f"ws://{address}/", body="x", callers=1, think=0.01, **QUICK)
+    routes = [WebSocketRoute("/greet", greet), WebSocketRoute("/tick", tick)]
+    async with running(Starlette(routes=routes)) as address:
+        with pytest.raises(TargetError, match="nothing asked for"):
+            await loadtest.run(f"ws://{address}/greet", body="x", callers=1, think=0.01, **QUICK)
+        answers = 0
+        report = await loadtest.run(f"ws://{address}/tick", body="x", callers=1, think=0.01, **QUICK)
     (kind,) = report.runs[0].errors
     assert kind == "TargetError"
     assert "nothing asked for" in report.runs[0].errors[kind].example
@@ -147,8 +180,6 @@ async def test_a_websocket_whose_answer_was_given_up_is_not_used_again():
             if text == "slow":
                 await gate.wait()
             await socket.send_text(text)
-
-    from asynctrt.loadtest.plain_target import open_plain_target
 
     async with running(Starlette(routes=[WebSocketRoute("/talk", talk)])) as address:
         target = await open_plain_target(TargetSpec(f"ws://{address}/talk", body="x"))

@@ -1,6 +1,7 @@
 """What came of each request, against plain sums over the same requests, window by window."""
 
 import pickle
+from array import array
 from collections import Counter
 
 import numpy as np
@@ -37,6 +38,37 @@ def answered(rec, due_ns, sent_ns, done_ns):
 def sent(rec, due_ns, noticed_ns):
     rec.late_due_ns.append(due_ns)
     rec.noticed_ns.append(noticed_ns)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(900, 1_500), st.lists(st.integers(0, 90), min_size=1, max_size=5)), min_size=1
+    )
+)
+def test_pieces_are_counted_by_when_their_request_was_due(answers):
+    rec = recorder()
+    first, between, pieces = (Counter(), Counter(), Counter())
+    for due_ns, steps in answers:
+        came_ns = np.cumsum(steps) + due_ns
+        rec.streamed(due_ns, array("q", came_ns.tolist()))
+        number = max(WARM_UP, (due_ns - FROM_NS) // WINDOW_NS)
+        first[number, steps[0]] += 1
+        between.update((number, step) for step in steps[1:])
+        pieces.update(max(WARM_UP, (at_ns - FROM_NS) // WINDOW_NS) for at_ns in came_ns.tolist())
+    windows = pickle.loads(pickle.dumps(rec.take()))
+    found = {}
+    merge(found, windows)
+    for counter, name in ((first, "first"), (between, "between")):
+        counted = {
+            (number, value): count
+            for number, window in found.items()
+            for value, count in as_dict(getattr(window, name)).items()
+        }
+        assert counted == counter
+    assert {number: window.pieces for number, window in found.items() if window.pieces} == pieces
+    assert total(found.values()).pieces == sum(len(steps) for _, steps in answers)
+    assert len(total(found.values()).first) == len(answers)
 
 
 def as_dict(counts):

@@ -27,6 +27,7 @@ from asynctrt.loadtest.report import (
     Resources,
     Run,
     SearchResult,
+    StreamFigures,
     mean_figures,
 )
 
@@ -64,6 +65,8 @@ def make_run(**changed):
         "moments": (Moment(0.0, 0.25, 100.0, 99.0, 1.5, None, 4.0, 1, None),),
         "timeline": (Bar(0, None, 8, 0.0, 0.1, 0.1, 0.2, 0.3), Bar(1, 0, 8, 0.0, 0.1, 0.15, 0.2, 0.3)),
         "histogram": counts.encoded(),
+        "stream": StreamFigures(297.0, {"p50": 1.25, "mean": 1.5, "max": 3.0}, {"mean": 0.25}),
+        "unjudged": {},
         "parameters": {"rate": 100},
     }
     return Run(**{**given_values, **changed})
@@ -102,6 +105,7 @@ def as_text(report):
         ({"slo": {}}, True),
         ({"slo": {"p99<20ms": True, "errors<1%": False}}, False),
         ({"void": ("it was late",)}, False),
+        ({"unjudged": {"p99.9<20ms": "p99.9 needs 2,995 requests, and 100 ended"}}, False),
         ({"complete": False}, True),
     ],
 )

@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from asynctrt.loadtest.recorder import ErrorCount, Window
+from asynctrt.loadtest.report import StreamFigures
 from asynctrt.loadtest.session import Progress
 from asynctrt.loadtest.terminal import SPARKS, LiveView, progress_view, show, sparks
 from tests.loadtest import reports
@@ -79,6 +80,24 @@ def test_a_target_that_was_missed_is_said():
     report = reports.single()
     run = replace(report.runs[0], slo={"p99<1ms": False})
     assert "Not held: p99<1ms" in shown(replace(report, runs=(run,)))
+
+
+def test_what_too_few_requests_do_not_tell_is_said():
+    report = reports.single()
+    run = replace(report.runs[0], slo={}, unjudged={"p99.9<1s": "p99.9 needs 2,995 requests, and 100 ended"})
+    text = shown(replace(report, runs=(run,)))
+    assert "too few" in text
+    assert "Not judged: p99.9<1s: p99.9 needs 2,995 requests, and 100 ended." in text
+    assert "Not held" not in text
+
+
+def test_answers_in_pieces_have_a_table():
+    report = reports.single()
+    assert "pieces" not in shown(report)
+    stream = StreamFigures(1234.0, {"p50": 20.5, "p99": 31.0}, {"p50": 7.25})
+    lines = shown(replace(report, runs=(replace(report.runs[0], stream=stream),)), width=80).splitlines()
+    (line,) = (line for line in lines if "1,234" in line)
+    assert line.split()[-4:] == ["20.5", "31", "7.25", "-"]
 
 
 def test_how_far_it_is():
