@@ -48,7 +48,7 @@ from asynctrt.errors import (
     copy_of,
     show,
 )
-from asynctrt.forks import in_child
+from asynctrt.forks import Origin, in_child
 from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
 from asynctrt.loops import result_of, running_loop
 from asynctrt.opening import NotOpenError
@@ -676,12 +676,12 @@ class TicketEngine:
 
     async def attach(self, forget: "weakref.WeakMethod[Callable[[TicketEngine], None]]") -> None:
         """Have the engine closed together with its loop, or when nothing refers to this object any more."""
-        loop, engine = self.loop, self.engine
-        keeper = cast("Keeper", keep_open(engine, weakref.ref(self), forget))
+        loop, engine, origin = self.loop, self.engine, Origin()
+        keeper = cast("Keeper", keep_open(engine, origin, weakref.ref(self), forget))
         self._keeper = keeper
         await anext(keeper)
         # Its own, so that it holds the engine no longer than this object does.
-        self._end = weakref.ref(self, lambda _: close_soon(loop, engine, keeper))
+        self._end = weakref.ref(self, lambda _: close_soon(loop, engine, origin, keeper))
 
     async def aclose(self) -> None:
         """Close the engine."""
@@ -691,6 +691,7 @@ class TicketEngine:
 
 async def keep_open(
     engine: Engine,
+    origin: Origin,
     owner: "weakref.ref[TicketEngine]",
     forget: "weakref.WeakMethod[Callable[[TicketEngine], None]]",
 ) -> AsyncGenerator[None, None]:
@@ -704,17 +705,17 @@ async def keep_open(
         closing, let_go = owner(), forget()
         if closing is not None and let_go is not None:
             let_go(closing)
-        if engine._origin.is_here:  # A child that was forked may end the loop that it has of its parent.
+        if origin.is_here:  # A child that was forked may end the loop that it has of its parent.
             await engine.aclose()
 
 
-def close_soon(loop: asyncio.AbstractEventLoop, engine: Engine, keeper: Keeper) -> None:
+def close_soon(loop: asyncio.AbstractEventLoop, engine: Engine, origin: Origin, keeper: Keeper) -> None:
     """Close an engine that nothing refers to any more, from any thread.
 
     Until then its generator is no garbage, so that a loop which ends meanwhile closes the engine after all.
     To close what is garbage, asyncio makes a task, which a loop that ends may not run.
     """
-    if engine.state == "closed" or not engine._origin.is_here:
+    if engine.state == "closed" or not origin.is_here:
         return
 
     def begin(before: "asyncio.Task[None] | None" = None) -> None:

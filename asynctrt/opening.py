@@ -3,7 +3,8 @@
 import errno
 import os
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from types import TracebackType
@@ -14,6 +15,7 @@ from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.engine import STREAM_END_S, Engine
 from asynctrt.errors import SHOWN_MAX, DeviceUnavailableError, OptionsError, UsageError, bounded
+from asynctrt.local_engine import LocalEngine
 from asynctrt.loops import in_thread, running_loop
 from asynctrt.onnx_objects import OnnxObject, shown
 from asynctrt.options import Options, Settings
@@ -76,6 +78,45 @@ def _build(
         raise advise(error, device) from error.__cause__
 
 
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Open an engine inside, which lives longer than the work in which it happens to be opened.
+
+    :raises DeviceUnavailableError: if no file descriptors are left for it.
+    """
+    try:
+        with unlimited():
+            yield
+    except OSError as error:
+        if error.errno not in NO_DESCRIPTORS:
+            raise
+        raise DeviceUnavailableError(
+            f"no file descriptors are left to open an engine with: {error}. Close some, or raise "
+            "the limit (ulimit -n)"
+        ) from error
+
+
+async def open_local(
+    model: str | os.PathLike[str] | OnnxObject | Model,
+    device: str | Device,
+    options: Options,
+    shared_arenas: Arenas | None = None,
+    *,
+    rows_first: bool = False,
+) -> LocalEngine:
+    """Open an engine in this process, as :func:`open` does.
+
+    :param rows_first: as for :class:`LocalEngine`.
+    """
+    loop = running_loop()
+    if shared_arenas is not None:
+        shared_arenas.claim(get_ident())
+    with _apart():
+        build = partial(_build, model, device, options, shared_arenas)
+        parts = await in_thread(build, undo=lambda parts: parts.close(STREAM_END_S))
+        return LocalEngine(loop, parts, options, rows_first=rows_first)
+
+
 class NotOpenError(UsageError, AttributeError):
     """What is asked of something that has no engine yet. To ``hasattr`` and ``inspect`` it is not there."""
 
@@ -132,19 +173,7 @@ class Opening:
             await self._engine.__aexit__(kind, error, trace)
 
     async def _open(self) -> "Engine":
-        try:
-            with unlimited():  # It lives longer than the work in which it happens to be opened.
-                return await self._opened()
-        except OSError as error:
-            if error.errno not in NO_DESCRIPTORS:
-                raise
-            raise DeviceUnavailableError(
-                f"no file descriptors are left to open an engine with: {error}. Close some, or raise "
-                "the limit (ulimit -n)"
-            ) from error
-
-    async def _opened(self) -> "Engine":
-        loop = running_loop()
+        running_loop()
         devices = _names(self._device)
         if self._options.isolation == "process":
             return await self._open_isolated(devices)
@@ -154,12 +183,7 @@ class Opening:
                 f"{bounded(', '.join(map(str, devices)), SHOWN_MAX)}. Open it with isolation='process', or "
                 "an engine for each"
             )
-        device = devices[0]
-        if self._shared_arenas is not None:
-            self._shared_arenas.claim(get_ident())
-        build = partial(_build, self._model, device, self._options, self._shared_arenas)
-        parts = await in_thread(build, undo=lambda parts: parts.close(STREAM_END_S))
-        return Engine(loop, parts, self._options)
+        return await open_local(self._model, devices[0], self._options, self._shared_arenas)
 
     async def _open_isolated(self, devices: "Sequence[str | Device]") -> "Engine":
         """Open it in worker processes, which can be given names alone."""
@@ -188,7 +212,8 @@ class Opening:
         # Not before it is needed: most engines run in this process.
         from asynctrt.workers.engine import open_isolated  # noqa: PLC0415
 
-        return await open_isolated(os.fspath(self._model), [str(name) for name in devices], self._options)
+        with _apart():
+            return await open_isolated(os.fspath(self._model), [str(name) for name in devices], self._options)
 
 
 def _names(device: str | Device | Sequence[str]) -> "Sequence[str | Device]":

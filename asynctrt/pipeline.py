@@ -24,7 +24,7 @@ import numpy as np
 
 from asynctrt import clock
 from asynctrt.backends.function import is_coroutine_function
-from asynctrt.engine import Engine, _caller
+from asynctrt.engine import HOST, Engine
 from asynctrt.errors import (
     CallerError,
     DeadlineError,
@@ -45,7 +45,6 @@ from asynctrt.loops import is_cancelled, running_loop, wait_shielded
 from asynctrt.nesting import Runs
 from asynctrt.options import Options
 from asynctrt.propagation import Limits, hold_from_here, limits_here, run_here, run_in
-from asynctrt.runtime.slots import Slot
 from asynctrt.stages import as_dtype, first_of, outcome_of, read_only, specs_of, takes_call
 from asynctrt.statistics import Batching, BatchStatistics, Statistics
 from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
@@ -175,18 +174,17 @@ class Pipeline(Engine):
         max_in_flight: int = 256,
         close_timeout: float = 5.0,
     ) -> None:
-        # Nothing of Engine.__init__ applies: there is no device, and no batch is formed here.
-        self._belong_to(running_loop())
-        self._opened_at = _caller()
+        loop = running_loop()
         threads = count(1)("threads", threads)
         max_in_flight = count(1)("max_in_flight", max_in_flight)
-        self._options = Options(
+        options = Options(
             max_rows=max_in_flight,
             max_queue_rows=max_in_flight,
             priorities=priorities,
             timeout=timeout,
             close_timeout=close_timeout,
         )
+        super().__init__(loop, options)
         if not stages:
             raise UsageError("a pipeline needs a stage: an engine, a function, a coroutine function")
         self._stages = [(stage, self._runner_of(stage)) for stage in stages]
@@ -207,7 +205,6 @@ class Pipeline(Engine):
         self._rows = 0  # Of all of them.
         self._counts: Counter[str] = Counter()
         self._sizes: dict[int, tuple[int, int]] = {}
-        self._closing = None
         self._state = "open"
 
     def __repr__(self) -> str:
@@ -226,7 +223,6 @@ class Pipeline(Engine):
 
     @property
     def name(self) -> str:
-        """What it is called."""
         return self._name
 
     @property
@@ -241,7 +237,6 @@ class Pipeline(Engine):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What it takes."""
         return self._inputs
 
     @property
@@ -251,7 +246,6 @@ class Pipeline(Engine):
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What it gives."""
         return self._outputs
 
     @property
@@ -265,7 +259,7 @@ class Pipeline(Engine):
         *,
         timeout: float | None = None,
         priority: int = 0,
-        outputs: Outputs = "host",
+        outputs: Outputs = HOST,
     ) -> InferResult:
         """Send rows through all stages.
 
@@ -299,9 +293,8 @@ class Pipeline(Engine):
         *,
         timeout: float | None = None,
         priority: int = 0,
-        outputs: Outputs = "host",
+        outputs: Outputs = HOST,
     ) -> "asyncio.Future[InferResult]":
-        """Do what :meth:`infer` does, for callers that are no coroutines. To cancel the future cancels it."""
         self._check_loop()
         if isinstance(outputs, str) and outputs == "device":
             raise UsageError("a pipeline's own outputs are on the host; between its engines use call.infer")
@@ -550,7 +543,6 @@ class Pipeline(Engine):
         return Statistics(**{**none, **known})
 
     async def drain(self) -> None:
-        """Refuse new requests from now on, and return when all that were taken have been answered."""
         self._check_loop()
         if self._state == "open":
             self._state = "draining"
@@ -566,7 +558,6 @@ class Pipeline(Engine):
         await super().aclose()
 
     async def _close(self) -> None:
-        """Close, and see it through although a loop that ends cancels every task, this one included."""
         self._state = "closing"
         await self._wait_ended(self._options.close_timeout)
         for task, (_, answer) in list(self._tasks.items()):
@@ -586,7 +577,7 @@ class Pipeline(Engine):
         for task in list(self._tasks):
             await wait_shielded(task, end_s - self._loop.time())
 
-    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
+    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> NoReturn:
         """Refuse: a pipeline has no slab to write into.
 
         :raises UsageError: always.

@@ -117,15 +117,14 @@ def test_the_protocol_sees_tensors_and_errors_alone(path):
 def test_workers_see_the_engine_and_not_what_runs_it(path):
     seen = {"clock", "engine", "errors", "inputs", "loading", "loops", "opening", "options", "process"}
     seen |= {"cgroup", "files", "forks", "nesting", "padded_inputs", "statistics", "tensors", "validation"}
-    seen |= {"version"}
-    seen |= {"workers"}
+    seen |= {"driven_engine", "version", "workers"}
     # A front has requests and their keys as an engine has, but neither a scheduler nor a device.
     modules = {"runtime.answers", "runtime.slots", "runtime.spans"}
     modules |= {"scheduling.batch", "scheduling.key", "scheduling.request"}
     if path.name == "front.py":
         modules |= {"runtime.completion", "runtime.jobs"}  # Its threads copy large rows, as an engine's do.
     if path.name in ("blocks.py", "child.py", "work.py"):  # The worker's side.
-        modules |= {"runtime.shared"}
+        modules |= {"intake", "local_engine", "runtime.shared"}
     names = {name.removeprefix("asynctrt.") for name in imports(path) if name.startswith("asynctrt.")}
     assert {name for name in names if name.split(".")[0] not in seen} <= modules
 
@@ -133,6 +132,13 @@ def test_workers_see_the_engine_and_not_what_runs_it(path):
 @pytest.mark.parametrize("path", files("observe"), ids=lambda path: path.name)
 def test_what_observes_engines_sees_them_alone(path):
     assert own(imports(path)) <= {"engine", "errors", "inputs", "statistics", "tensors"}
+
+
+def test_what_users_hold_knows_no_kind_of_engine():
+    seen = {"errors", "forks", "inputs", "loops", "options", "runtime", "statistics", "tensors"}
+    names = imports(PACKAGE / "engine.py")
+    assert own(names) <= seen
+    assert {name for name in names if name.startswith("asynctrt.runtime")} == {"asynctrt.runtime.slots"}
 
 
 @pytest.mark.parametrize("path", files("serving"), ids=lambda path: path.name)

@@ -60,7 +60,10 @@ logger = logging.getLogger("asynctrt")
 
 
 class Driver:
-    """Drives one scheduler and one pool on one event loop."""
+    """Drives one scheduler and one pool on one event loop.
+
+    :param rows_first: answer with rows first, whatever axis of an output counts rows.
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class Driver:
         waiting: Waiting,
         batch_timeout_ns: int | None,
         bisects: bool,
+        rows_first: bool = False,
     ) -> None:
         self._loop = loop
         self._create_future = loop.create_future
@@ -83,8 +87,8 @@ class Driver:
         self._pool = pool
         self._now_ns = now_ns
         self._name = repr(model.name)
-        # Outputs whose rows do not come first, or that have none.
-        self._moved = tuple(spec for spec in model.outputs if spec.axis != 0)
+        # Outputs that are answered otherwise than with rows first.
+        self._moved = () if rows_first else tuple(spec for spec in model.outputs if spec.axis != 0)
         self._device = device
         self._batch_timeout_ns = batch_timeout_ns
         self._bisects = bisects
@@ -129,10 +133,6 @@ class Driver:
 
     def __repr__(self) -> str:
         return f"<Driver {self._name} {self._scheduler!r}>"
-
-    def keep_rows_first(self) -> None:
-        """Answer with rows first, whatever axis of an output counts rows."""
-        self._moved = ()
 
     def submit(
         self,

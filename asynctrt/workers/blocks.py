@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple
 
-from asynctrt.engine import Engine
+from asynctrt.intake import Intake
 from asynctrt.runtime.shared import SharedBlock, SharedBuffer, SharedRows
 from asynctrt.tensors import Array
 from asynctrt.workers.layout import Layout
@@ -63,6 +63,7 @@ class Blocks:
     """The blocks of one front.
 
     :param memory: the front's memory.
+    :param intake: takes the rows of the blocks.
     :param on_ended: called when a batch that used rows of a block has ended.
     """
 
@@ -70,13 +71,13 @@ class Blocks:
         self,
         loop: asyncio.AbstractEventLoop,
         memory: SharedMemory,
-        engine: Engine,
+        intake: Intake,
         on_ended: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._memory = memory
         self._buffer: SharedBuffer | None = None
-        self._engine = engine
+        self._intake = intake
         self._on_ended = on_ended
         # Keyed by offset, least recently used first.
         self._known: OrderedDict[int, _Known] = OrderedDict()
@@ -142,7 +143,7 @@ class Blocks:
         if shared.batches:
             return
         for slab in shared.slabs.values():
-            self._engine._pool.forget_inputs(slab)
+            self._intake.forget_inputs(slab)
         shared.slabs.clear()
         shared.address = None
         nbytes, unpin = self._unpin.pop(shared, (0, None))
@@ -159,7 +160,7 @@ class Blocks:
 
     def _pin(self, known: _Known) -> None:
         """Pin a block in a thread, if the device needs that."""
-        device = self._engine._device
+        device = self._intake.device
         if device.unified or self._pins_in_vain >= PINS_IN_VAIN_MAX:
             return
         if self._pinned_nbytes + known.nbytes > PINNED_NBYTES_MAX:

@@ -25,7 +25,6 @@ from typing import Any, Final, NoReturn
 import uvloop
 
 from asynctrt import clock, errors
-from asynctrt.engine import Engine
 from asynctrt.errors import (
     AsynctrtError,
     DeviceLostError,
@@ -35,9 +34,11 @@ from asynctrt.errors import (
     bounded,
     describe,
 )
+from asynctrt.inputs import Checked
 from asynctrt.loading import limit_gpu_memory
+from asynctrt.local_engine import LocalEngine
 from asynctrt.loops import in_thread
-from asynctrt.opening import open as open_engine
+from asynctrt.opening import open_local
 from asynctrt.process import calm_gc, enter_worker, shorten_switch_interval
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.request import NO_DEADLINE_NS
@@ -102,7 +103,7 @@ class Served:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        engine: Engine,
+        engine: LocalEngine,
         message: Attach,
         fds: list[int],
         lose: Callable[[DeviceLostError], NoReturn],
@@ -118,7 +119,7 @@ class Served:
         self._eventfds = [own, front]
         self.words = self._memory.words
         self._loop = loop
-        self._engine = engine
+        self._intake = engine.intake
         self._lose = lose
         self._memory.close()
         ring_memory.close()
@@ -127,14 +128,14 @@ class Served:
         self._sender = Sender(ring_memory, second, message.capacity, front)
         self._layouts = Layouts(engine.inputs, engine.outputs, places_outputs=engine.batching.is_on)
         self._runs_in_place = engine.has_plain_rows
-        self._check = engine._input_check.validate
-        self._checks_once = engine._input_check.looks_at_shapes_alone
+        self._check = self._intake.check.validate
+        self._checks_once = self._intake.check.looks_at_shapes_alone
         self._works: dict[int, Work] = {}
         self._large: dict[int, bytes | tuple[Work, InferResult, Placed]] = {}
         # Finished works whose blocks a batch may still read, each with its error, or `None` if its caller
         # left.
         self._leaving: list[tuple[Work, Exception | None]] = []
-        self._blocks = Blocks(loop, self._memory, engine, self._let_go_soon)
+        self._blocks = Blocks(loop, self._memory, self._intake, self._let_go_soon)
         self._publishes = False
         self._is_closed = False
         self.number = message.number
@@ -201,26 +202,24 @@ class Served:
                 checked = self._check(arrays.inputs)
                 if self._checks_once:
                     arrays.checked = checked
-            queued = self._engine._submit_for(work, checked, timeout_ns, priority)
-            if queued is None:
-                self._submit_parts(work, timeout_ns, priority)
+            request = self._intake.submit(work, checked, timeout_ns, priority)
+            if request is None:
+                self._submit_split(work, checked, timeout_ns, priority)
                 return
         except AsynctrtError as error:
             work.is_over = True
             self._failed(work, error)
             return
-        work.queued(*queued)
+        work.queued(self._intake, request)
         if layout.is_large and self._runs_in_place:
-            request = queued[1]
             request.payload = work.shared = self._blocks.rows(request.payload, layout, where)
 
-    def _submit_parts(self, work: Work, timeout_ns: int | None, priority: int) -> None:
+    def _submit_split(self, work: Work, checked: Checked, timeout_ns: int | None, priority: int) -> None:
         """Submit a group with more rows than a batch holds."""
-        timeout = None if timeout_ns is None else timeout_ns / 1e9
-        task: Any = self._engine.submit(work.arrays.inputs, timeout=timeout, priority=priority)
+        split = self._intake.submit_split(checked, timeout_ns, priority)
         work.on_launch()  # When each part is launched cannot be seen from here.
-        work.task, work.requests = task, task.requests
-        task.add_done_callback(partial(self._done, work))
+        work.task, work.requests = split.begin(self._loop), split.requests
+        work.task.add_done_callback(partial(self._done, work))
 
     def _cancel(self, id_: int) -> None:
         work = self._works.get(id_)
@@ -393,14 +392,14 @@ class Served:
 class Worker:
     """The process's engine, and the fronts that are attached to it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine, end: socket.socket) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: LocalEngine, end: socket.socket) -> None:
         self._loop = loop
         self._engine = engine
         self._end = end
         self._attached: list[Served] = []
         self._told: Statistics | None = None
         self.closing: asyncio.Event = asyncio.Event()
-        engine._driver.on_launch = _launched
+        engine.intake.on_launch(_launched)
         self._beat()
 
     def hear(self, message: Any, fds: list[int]) -> None:
@@ -517,7 +516,7 @@ async def _run(end: socket.socket, start: Start) -> None:
         before = marks_of(files)
         # Read the files while the engine opens, because both take long for large files.
         reading = loop.create_task(in_thread(partial(digests_of, files)))
-        engine = await open_engine(start.model, device=device, options=start.options)
+        engine = await open_local(start.model, device, start.options, rows_first=True)
         digests = await reading
         check_unchanged(files, before)
         texts = [spec.name for spec in (*engine.inputs, *engine.outputs) if spec.dtype.hasobject]
@@ -527,7 +526,6 @@ async def _run(end: socket.socket, start: Start) -> None:
                 f"{engine.name!r} has strings or Python values ({', '.join(texts)}), which do not lie in "
                 "memory that processes share. Open it without isolation='process'"
             )
-        engine.keep_rows_first()
     except Exception as error:
         send(end, Failed(_sendable(error)))
         # A normal interpreter exit would wait for any threads that the model has started.
@@ -551,7 +549,7 @@ async def _run(end: socket.socket, start: Start) -> None:
                     engine.max_rows,
                     statistics.contexts,
                     statistics.parallel_batches,
-                    engine._device.unified,
+                    engine.intake.device.unified,
                     engine.batching,
                     digests,
                     versions(),

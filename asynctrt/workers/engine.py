@@ -3,27 +3,23 @@
 import asyncio
 import dataclasses
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import _GeneratorContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, reduce
-from typing import Final
+from typing import Any, Final, NoReturn
 
-from asynctrt import clock
 from asynctrt.cgroup import memory_nbytes
-from asynctrt.engine import STREAM_END_S, Engine, _caller
+from asynctrt.driven_engine import DrivenEngine
+from asynctrt.engine import STREAM_END_S
 from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError, UsageError
 from asynctrt.loading import ENGINE_NAME
 from asynctrt.loops import see_through_in_thread, wait_shielded
 from asynctrt.nesting import Runs
 from asynctrt.options import Options
 from asynctrt.padded_inputs import front_check
-from asynctrt.runtime.slots import Slot
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.statistics import Batching, BatchTrace, Statistics, WorkerState
-from asynctrt.tensors import Dims, TensorSpec
-from asynctrt.validation import timeout_ns_of
+from asynctrt.statistics import Batching, Statistics, WorkerState
+from asynctrt.tensors import Dims, TensorSpec, too_many_rows
 from asynctrt.workers.front import Front
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
@@ -36,22 +32,15 @@ SHARE_OF_MEMORY: Final = 0.5
 """The maximum share of the machine's memory for a front's shared memory. Only used pages take any."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """The scheduler as the engine sees it. The real ones are in the workers, which split larger requests."""
-
-    rows_max: int
-
-    def limit(self, _key: BatchKey) -> int:
-        """Return the maximum rows of one batch."""
-        return self.rows_max
-
-
-class IsolatedEngine(Engine):
-    """A model behind ``await``, in worker processes that may die. It is used like any :class:`Engine`.
+class IsolatedEngine(DrivenEngine):
+    """A model in worker processes that may die.
 
     Methods that need the device in this process are refused: ``slot`` and ``tracing`` raise ``UsageError``,
     and ``outputs="device"`` raises ``InputError``.
+
+    :param description: describes the engine in the workers, which is the same in all.
+    :param memory: the memory shared with the workers, which the engine gives back.
+    :param stand_in: makes a link like another one.
     """
 
     def __init__(
@@ -63,31 +52,25 @@ class IsolatedEngine(Engine):
         links: list[Link],
         stand_in: Callable[[Link], Link],
     ) -> None:
-        self._belong_to(loop)
-        self._description = description
-        self._runs = Runs(description.name)  # They are in the workers, which cannot ask this engine.
-        self._memory = memory
-        self._options = options
-        self._rows_max = description.max_rows
-        self._rows_unsplit = options.max_queue_rows
-        self._has_fixed_shape = all(spec.is_fixed for spec in description.inputs)
-        self._now_ns = clock.now_ns
-        self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
-        self._input_check = front_check(description.name, description.inputs, description.outputs, options)
-        self._validate = self._input_check.validate
-        self._axes = {spec.name: spec.axis for spec in description.outputs if spec.axis}
-        self._is_plain = all(spec.axis == 0 for spec in (*description.inputs, *description.outputs))
-        self._front = Front(loop, description, options, memory, Heap(memory), len(links))
-        self._front.links = links
+        front = Front(loop, description, options, memory, Heap(memory), len(links))
+        front.links = links
         for link in links:
-            link.owner = self._front
-        self._front.stand_ins = StandIns(loop, self._front, stand_in, options.close_timeout)
-        # The front has the methods and attributes that an engine uses of its driver.
-        self._driver = self._front  # type: ignore[assignment]
-        self._scheduler = _Limits(description.max_rows)  # type: ignore[assignment]
+            link.owner = front
+        front.stand_ins = StandIns(loop, front, stand_in, options.close_timeout)
+        super().__init__(
+            loop,
+            options,
+            driver=front,
+            check=front_check(description.name, description.inputs, description.outputs, options),
+            limit=lambda _: description.max_rows,
+            # The workers split what is larger than a batch.
+            rows_unsplit=options.max_queue_rows,
+            runs=Runs(description.name),  # They are in the workers, which cannot ask this engine.
+        )
+        self._front = front
+        self._description = description
+        self._memory = memory
         self._state = "open"
-        self._closing = None
-        self._opened_at = _caller()
 
     def __repr__(self) -> str:
         return f"<Engine {self.name!r} on {self.device_name} {self.state} requests={self._front.requests}>"
@@ -103,12 +86,10 @@ class IsolatedEngine(Engine):
 
     @property
     def name(self) -> str:
-        """The model's name."""
         return self._description.name
 
     @property
     def platform(self) -> str:
-        """The platform that runs the model in the workers."""
         return self._description.platform
 
     @property
@@ -118,18 +99,20 @@ class IsolatedEngine(Engine):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The model's inputs."""
         return self._description.inputs
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The model's outputs."""
         return self._description.outputs
 
     @property
     def batching(self) -> Batching:
         """Whether rows of different requests share batches, as determined by the workers."""
         return self._description.batching
+
+    @property
+    def max_rows(self) -> int:
+        return self._description.max_rows
 
     @property
     def workers(self) -> tuple[WorkerState, ...]:
@@ -139,16 +122,14 @@ class IsolatedEngine(Engine):
             for link in self._front.links
         )
 
-    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
+    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> NoReturn:
         """Refuse: an engine in worker processes has no slots.
 
         :raises UsageError: always.
         """
         raise self._not_here("slot")
 
-    def tracing(
-        self, *, batches: int = 4096, timed: bool = True
-    ) -> _GeneratorContextManager[deque[BatchTrace], None, None]:
+    def tracing(self, *, batches: int = 4096, timed: bool = True) -> NoReturn:
         """Refuse: batches are not traced across processes.
 
         :raises UsageError: always.
@@ -165,6 +146,17 @@ class IsolatedEngine(Engine):
             "outputs='device' leaves them with the worker process, where nobody can use them. Leave it out, "
             "or open the engine with isolation='none'"
         )
+
+    def _split(
+        self,
+        arrays: tuple[Any, ...],
+        rows: int,
+        key: BatchKey,
+        priority: int,
+        timeout_ns: int | None,
+        outputs: frozenset[str] | None,
+    ) -> NoReturn:
+        raise too_many_rows(rows, self._options.max_queue_rows)
 
     def statistics(self) -> Statistics:
         """Return the workers' latest batch statistics (at most 0.1 s old) and the front's request counts."""

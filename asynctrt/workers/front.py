@@ -1,8 +1,8 @@
 """The front: it accepts requests on the application's loop and sends them to workers.
 
-It takes the place of an in-process engine's driver and has the same interface: :class:`Engine` checks and
-submits. Requests of one tick travel in groups. Each group is in one place at any time: held here, or with one
-link. A link that loses its worker returns its groups, which go to another link or to the next worker.
+It is the driver of an :class:`IsolatedEngine`, which checks and submits. Requests of one tick travel in
+groups. Each group is in one place at any time: held here, or with one link. A link that loses its worker
+returns its groups, which go to another link or to the next worker.
 """
 
 import asyncio
@@ -192,17 +192,6 @@ class Front:
             self._loop.call_soon(self._flush, context=self._context)
         return request
 
-    def submit_parts(
-        self,
-        parts: Sequence[tuple[Any, int]],
-        key: BatchKey,
-        priority: int,
-        timeout_ns: int | None,
-        outputs: frozenset[str] | None = None,
-    ) -> list[Request]:
-        """Refuse parts: the engine passes none to a front, because the workers split requests."""
-        raise NotImplementedError
-
     def cancel(self, request: Request) -> None:
         """Drop the request of a caller who has gone away."""
         if request.state is not QUEUED:
@@ -305,10 +294,6 @@ class Front:
         """End the copy threads, after :meth:`close`. Blocks while they copy, up to ``timeout_s``."""
         if self._copiers is not None:
             self._copiers.close(timeout_s)
-
-    def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> "asyncio.Future[None]":
-        """Refuse: only answers of parts are copied so, and a front has none (see :meth:`submit_parts`)."""
-        raise NotImplementedError
 
     # Out: from requests to links.
 

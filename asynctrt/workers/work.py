@@ -12,7 +12,7 @@ from asynctrt.workers.layout import BlockArrays, Layout
 
 
 class Driver(Protocol):
-    """The driver that runs the engine's requests."""
+    """What runs the requests of the engine."""
 
     def cancel(self, request: Request) -> None:
         """Drop a request whose caller has gone."""

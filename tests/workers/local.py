@@ -27,7 +27,7 @@ class Worker:
             Ready(
                 Description(
                     *(engine.name, engine.platform, "host", engine.inputs, engine.outputs, engine.max_rows),
-                    *(counts.contexts, counts.parallel_batches, engine._device.unified),
+                    *(counts.contexts, counts.parallel_batches, engine.intake.device.unified),
                 ),
                 counts,
             )

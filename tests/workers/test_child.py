@@ -36,9 +36,14 @@ class Broken:
 
     inputs, outputs = (ROW,), (ROW,)
     batching, has_plain_rows = TRUSTED, True
-    _input_check = InputCheck(inputs)
+    check = InputCheck(inputs)
+    requests = ()
 
-    def _submit_for(self, future, checked, *_):
+    @property
+    def intake(self):
+        return self
+
+    def submit(self, future, checked, *_):
         (array,), rows, key = checked
         if array[0, 0] == 1:
             raise RuntimeError("a rule of ours is broken")
@@ -48,15 +53,16 @@ class Broken:
             return None
         # As a driver answers the requests of a batch.
         asyncio.get_running_loop().call_soon(future.set_result, "no result")
-        return None, Request(rows, key, 0, 0)
+        return Request(rows, key, 0, 0)
 
-    def submit(self, _inputs, **_):
+    def submit_split(self, *_):
+        return self
+
+    def begin(self, loop):
         async def answer():
             return "no result"
 
-        task = asyncio.create_task(answer())
-        task.requests = ()
-        return task
+        return loop.create_task(answer())
 
 
 async def test_the_memory_of_a_front_that_goes_is_let_go_of_whatever_it_had_asked_for():

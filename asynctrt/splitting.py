@@ -1,0 +1,145 @@
+"""Calls with more rows than a batch holds: split into requests that each fit one, and rejoined."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from asynctrt.errors import DeadlineError, OverloadError, once_begun
+from asynctrt.runtime.driver import COPY_ON_LOOP_NBYTES_MAX
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.request import Request
+from asynctrt.tensors import InferResult, Views, too_many_rows
+
+
+class PartsDriver(Protocol):
+    """What takes the parts of a call and answers them."""
+
+    def submit_parts(
+        self,
+        parts: Sequence[tuple[Any, int]],
+        key: BatchKey,
+        priority: int,
+        timeout_ns: int | None,
+        outputs: frozenset[str] | None = None,
+    ) -> list[Request]:
+        """Queue all parts, each a payload and its rows, or none."""
+
+    def cancel(self, request: Request) -> None:
+        """Drop the request of a caller who has gone away."""
+
+    def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> "asyncio.Future[None]":
+        """Run ``copy`` in another thread; the future is done when it is, or raises what it raised."""
+
+
+class Splitter:
+    """Splits the calls of one engine.
+
+    :param limit: returns the rows that one batch of a key holds.
+    :param rows_max: the rows that the engine's queue can hold.
+    :param axes: where rows of outputs are joined, by name; they are on the first axis of others.
+    """
+
+    def __init__(
+        self,
+        driver: PartsDriver,
+        limit: Callable[[BatchKey], int],
+        rows_max: int,
+        axes: Mapping[str, int],
+    ) -> None:
+        self._driver = driver
+        self._limit = limit
+        self._rows_max = rows_max
+        self._axes = axes
+
+    def submit(
+        self,
+        arrays: tuple[Any, ...],
+        rows: int,
+        key: BatchKey,
+        priority: int,
+        timeout_ns: int | None,
+        outputs: frozenset[str] | None = None,
+    ) -> "SplitCall":
+        """Queue the parts of a call, all of them or none.
+
+        :raises InputError: for more rows than the queue can ever hold.
+        """
+        if rows > self._rows_max:
+            raise too_many_rows(rows, self._rows_max)
+        size = self._limit(key)
+        parts = [
+            (Views(array[start : start + size] for array in arrays), min(size, rows - start))
+            for start in range(0, rows, size)
+        ]
+        requests = self._driver.submit_parts(parts, key, priority, timeout_ns, outputs)
+        return SplitCall(self._driver, requests, self._axes)
+
+
+class SplitAnswer(asyncio.Task[InferResult]):
+    """The answer to a call that was split. The engine counts each of its parts as a request."""
+
+    parts: "list[asyncio.Future[InferResult]]"
+
+
+class SplitCall:
+    """A call whose parts were all queued.
+
+    :param requests: those of the parts, in order.
+    :param axes: as for :class:`Splitter`.
+    """
+
+    __slots__ = ("_axes", "_driver", "_futures", "requests")
+
+    def __init__(self, driver: PartsDriver, requests: Sequence[Request], axes: Mapping[str, int]) -> None:
+        self._driver = driver
+        self.requests = requests
+        # A request lets go of its future when it is answered.
+        self._futures: list[asyncio.Future[InferResult]] = [request.future for request in requests]
+        self._axes = axes
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> "SplitAnswer":
+        """Return a task that gives the answer. To cancel it gives up all parts."""
+        task = SplitAnswer(self.joined(), loop=loop)
+        task.parts = self._futures
+        # A task that is cancelled before it has begun runs no line of its own.
+        task.add_done_callback(self._give_up)
+        return task
+
+    async def joined(self) -> InferResult:
+        """Wait for the parts, and return their answer as that of one request. To be called once.
+
+        :raises AsynctrtError: what the first part that fails raises.
+        """
+        try:
+            results = await asyncio.gather(*self._futures)
+        except BaseException as error:
+            answered = sum(
+                future.done() and not future.cancelled() and future.exception() is None
+                for future in self._futures
+            )
+            # One part failed or the caller went away, so the others are of no use any more.
+            self._give_up()
+            if isinstance(error, OverloadError) and not isinstance(error, DeadlineError):
+                raise once_begun(error) from error
+            if not isinstance(error, DeadlineError):
+                raise
+            raise DeadlineError(
+                f"{error}. The call was split into {len(self.requests)} batches, of which {answered} had "
+                "been computed"
+            ) from None
+        finally:
+            self._futures = []  # They have the error, and its traceback has this frame.
+        nbytes = sum(array.nbytes for result in results for array in result.values())
+        if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
+            return InferResult.join(results, self._axes)
+        joined: list[InferResult] = []
+        await self._driver.copy_off_loop(lambda: joined.append(InferResult.join(results, self._axes)), nbytes)
+        return joined[0]
+
+    def _give_up(self, _task: object = None) -> None:
+        """Cancel the parts that are not done. Idempotent."""
+        for request, future in zip(self.requests, self._futures, strict=False):
+            future.cancel()
+            self._driver.cancel(request)
+            if not future.cancelled():
+                future.exception()  # Looked at here, so that asyncio does not miss a reader.
