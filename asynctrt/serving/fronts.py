@@ -28,7 +28,7 @@ from asynctrt.serving.command import ServeConfig
 from asynctrt.serving.folder import FoundModels
 from asynctrt.serving.grpc_server import reason_of
 from asynctrt.serving.http import Hub
-from asynctrt.serving.metrics import merged_answer
+from asynctrt.serving.metrics import compressed, merged_answer
 from asynctrt.serving.monitoring import open_pages
 from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.signals import StopSignals
@@ -192,11 +192,11 @@ class Fronts:
             for front in self._fronts:
                 self._kill(front)
 
-    async def metrics(self, _headers: Headers) -> Answer:
+    async def metrics(self, headers: Headers) -> Answer:
         """Return the metrics of all fronts, each with its number as a label."""
         texts = await asyncio.gather(*[self._scrape(front) for front in self._fronts])
         known = {front.number: text for front, text in zip(self._fronts, texts, strict=True) if text}
-        return await asyncio.to_thread(merged_answer, known)
+        return await compressed(headers, await asyncio.to_thread(merged_answer, known))
 
     @property
     def _error(self) -> AsynctrtError | None:

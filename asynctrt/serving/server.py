@@ -173,6 +173,7 @@ class Server:
                 self._refused,
                 lambda: self.api.unauthorized,
                 lambda: self.api.memory.refused,
+                lambda: self.api.foreign,
             )
             tls = self._certificate.context if self._certificate is not None else None
             await self._listen(self._hub, settings.http_port, tls)

@@ -1,5 +1,6 @@
 """The settings of a server: addresses, limits, times. The command's flags have the same names."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -21,6 +22,8 @@ from asynctrt.validation import (
 )
 
 SECONDS_MAX: Final = 1e6
+ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
+"""A page's origin, as browsers send it."""
 OnDeviceLost = Literal["report", "exit"]
 ShareBy = Literal["auto", "token", "address", "connection"]
 LogFormat = Literal["text", "json"]
@@ -299,6 +302,12 @@ class ServerSettings:
         validate(self)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise OptionsError("tls_certificate and tls_key go together: give both or neither")
+        for origin in self.allow_origins:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise OptionsError(
+                    f"allow_origins has {origin!r:.200}, which no page has as its origin: give it as browsers "
+                    "send it, such as https://app.example, in lower case and without a slash at its end"
+                )
         if self.max_memory is not None and self.max_memory < self.max_body:
             raise OptionsError(
                 f"max_memory is {self.max_memory}, less than one request may have: max_body is "
