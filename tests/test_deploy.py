@@ -452,7 +452,7 @@ def test_what_it_says_to_run_is_run(name, tmp_path):
             assert status == 200, answer
             assert json.loads(answer)["outputs"][0]["data"] == [2.0] * 8
         if settings.allow_hosts != ("*",):
-            assert ask(http, "/v2/models/double/infer", rows(1), "elsewhere.example")[0] == 401
+            assert ask(http, "/v2/models/double/infer", rows(1), "elsewhere.example")[0] == 403
         metrics = ports[settings.metrics_port]
         until(lambda: "asynctrt_busy_share{" in ask(metrics, "/metrics")[1], lines)
         known = ask(metrics, "/metrics")[1]

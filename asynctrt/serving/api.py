@@ -95,8 +95,8 @@ PREFLIGHT: Final = (
 RAW_SIGNS: Final = ("content after document", "UTF-8")
 """What the JSON library says of raw tensors."""
 RAW_TENSORS: Final = (
-    "If raw tensors follow the JSON, send its length in the header Inference-Header-Content-Length, or 0 if the "
-    "body is one raw tensor alone"
+    "If raw tensors follow the JSON, send its length in the header Inference-Header-Content-Length, or 0 if "
+    "the body is one raw tensor alone"
 )
 
 Headers = Mapping[bytes, bytes]
@@ -153,6 +153,8 @@ class Api:
     foreign: str = ""
     """The host or origin that was refused last, for the log."""
     checks_hosts: bool = False
+    of_fronts: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
+    """Returns the statistics of all fronts, for one of several."""
     ids: RequestIds = field(default_factory=RequestIds)
     worker: Worker = field(default_factory=Worker)
     packer: Worker = field(default_factory=lambda: Worker("asynctrt-compress"))
@@ -535,7 +537,7 @@ class Api:
                 raise UpgradeError(NO_WEBSOCKET)
             case "/v2/models/stats":
                 _allow(method, "GET")
-                return json_answer({"model_stats": self.statistics()})
+                return json_answer({"model_stats": await self.all_statistics()})
             case "/v2/repository/index":
                 _allow(method, "POST")
                 return json_answer(self.index(body))
@@ -583,6 +585,8 @@ class Api:
             return json_answer({"name": route.name, "ready": True})
         if route.verb == "ws":
             raise UpgradeError(NO_WEBSOCKET)
+        if route.verb == "stats":
+            return json_answer({"model_stats": await self.all_statistics(route.name, route.version)})
         return json_answer(self.describe(route.verb, route.name, route.version))
 
     def _refuse_elsewhere(self, route: ModelRoute) -> None:
@@ -593,20 +597,26 @@ class Api:
             raise UnsupportedError(f"this server does not implement {route.name:.200}") from None
 
     def describe(self, verb: str, name: str, version: str) -> dict[str, Any]:
-        """Return a model's metadata (no verb), its ``config`` or its ``stats``."""
+        """Return a model's metadata (no verb) or its ``config``."""
         served = self.repository.find(name, version)
         if verb == "config":
             return served.config()
-        if verb == "stats":
-            return {"model_stats": self.statistics(name, version)}
         return served.metadata(self.repository.versions(name))
 
     def server_metadata(self) -> dict[str, Any]:
         """Return KServe's server metadata."""
         return {"name": "asynctrt", "version": asynctrt.__version__, "extensions": list(EXTENSIONS)}
 
+    async def all_statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Return statistics as :meth:`statistics` does, with those of the other fronts, if there are any."""
+        own = self.statistics(name, version)
+        if self.of_fronts is None:
+            return own
+        wanted = {(one["name"], one["version"]) for one in own}
+        return [one for one in await self.of_fronts() if (one["name"], one["version"]) in wanted] or own
+
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
-        """Return the statistics of all models, of one, or of one version."""
+        """Return this process's statistics of all models, of one, or of one version."""
         if version:
             return [self.repository.find(name, version).statistics()]
         if name:

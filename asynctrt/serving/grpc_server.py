@@ -485,7 +485,7 @@ class GrpcServer:
         return {"config": self._api.describe("config", request.name, request.version)}
 
     async def _model_statistics(self, request: Any) -> dict[str, Any]:
-        statistics = self._api.statistics(request.name, request.version)
+        statistics = await self._api.all_statistics(request.name, request.version)
         for model in statistics:
             del model["batches_launched"]  # Triton's message has no field for it.
         return {"model_stats": statistics}

@@ -320,6 +320,31 @@ class ServedModel:
         }
 
 
+def summed(statistics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add up what :meth:`ServedModel.statistics` returned in several processes, by model and version."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in statistics:
+        key = one["name"], one["version"]
+        found[key] = _sum("", found[key], one) if key in found else one
+    return list(found.values())
+
+
+def _sum(name: str, one: Any, other: Any) -> Any:
+    """Add the values of a field; entries of lists are told apart by their batch size or type."""
+    if isinstance(one, dict):
+        return one | {
+            key: _sum(key, one[key], value) if key in one else value for key, value in other.items()
+        }
+    if isinstance(one, list):
+        by_key = [
+            {entry.get("batch_size", entry.get("type")): entry for entry in side} for side in (one, other)
+        ]
+        return list(_sum("", *by_key).values())
+    if name == "last_inference":
+        return max(one, other)
+    return one if isinstance(one, str) or name in ("batch_size", "id") else one + other
+
+
 def reason_of(error: BaseException) -> str:
     """Return Triton's label for a failure."""
     if isinstance(error, asyncio.CancelledError):

@@ -22,6 +22,7 @@ import anyio
 from asynctrt import clock
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.forks import Origin
+from asynctrt.kserve.json_codec import dump
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.loops import in_lost_thread
 from asynctrt.process import calm_gc
@@ -279,6 +280,10 @@ class Server:
         if self._metrics is None:
             return b""
         return b"".join((await self._metrics.answer({})).body)
+
+    async def statistics_text(self) -> bytes:
+        """Return this process's statistics of all models, as JSON."""
+        return dump(self.api.statistics())
 
     async def wait_stopped(self) -> None:
         """Wait until the server has stopped."""

@@ -70,7 +70,8 @@ class ServerSettings:
         check=count(1),
         doc="""Server processes that share the ports, each with an event loop of its own, for more requests
         than one core can read and write. Models run in worker processes, which all fronts share. Limits
-        and the dashboard are each front's own; metrics of all are at ``metrics_port``. Linux only.""",
+        and the dashboard are each front's own; statistics are of all fronts, and metrics of all are at
+        ``metrics_port``. Linux only.""",
     )
 
     tokens: tuple[str, ...] = setting(
@@ -305,8 +306,8 @@ class ServerSettings:
         for origin in self.allow_origins:
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 raise OptionsError(
-                    f"allow_origins has {origin!r:.200}, which no page has as its origin: give it as browsers "
-                    "send it, such as https://app.example, in lower case and without a slash at its end"
+                    f"allow_origins has {origin!r:.200}, which is no page's origin: give it as browsers send "
+                    "it, such as https://app.example, in lower case and without a slash at its end"
                 )
         if self.max_memory is not None and self.max_memory < self.max_body:
             raise OptionsError(
