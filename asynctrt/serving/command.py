@@ -364,7 +364,10 @@ async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) 
     """Load the models, and report the addresses."""
     settings = server.settings
     if not is_loaded:
+        server.repository.is_starting = True
         await _load_models(server, say)
+        await server.fit_grpc()
+        server.repository.is_starting = False
     server.freeze()
     say(f"HTTP, websocket, dashboard  {server.http_url}")
     if server.grpc_target:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from math import prod
 from typing import Any, Final
 
 from asynctrt import clock
@@ -207,6 +208,17 @@ class ServedModel:
         """
         under_way = sum(counted(one.future) for one in self._divisible if one.has_future)
         return done.succeeded - self._parts - under_way
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Bytes of a full batch's inputs, or outputs if those have more, without tensors of open sizes."""
+        rows = self.engine.max_rows if self._is_batched else 1
+
+        def nbytes(specs: Iterable[TensorSpec]) -> int:
+            fixed = [spec for spec in specs if spec.is_fixed and not spec.dtype.hasobject]
+            return sum([int(prod(spec.shape(rows))) * spec.dtype.itemsize for spec in fixed])
+
+        return max(nbytes(self.engine.inputs), nbytes(self.engine.outputs))
 
     def metadata(self, versions: list[str]) -> dict[str, Any]:
         """Return KServe's model metadata."""

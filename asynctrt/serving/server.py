@@ -47,6 +47,8 @@ from asynctrt.serving.telemetry import find_tracing
 
 SAMPLE_S: Final = 1.0
 BACKLOG: Final = 1024
+REPLACED_S: Final = 1.0
+"""How long calls may take over gRPC that began before the models were loaded."""
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -188,6 +190,32 @@ class Server:
         except BaseException:
             await self._close()
             raise
+
+    async def fit_grpc(self) -> None:
+        """Begin gRPC anew at the same port if full batches of the models need larger messages than it takes.
+
+        Its limit cannot be changed. That is for before the server is ready: connections are closed.
+        """
+        grpc = self._grpc
+        if grpc is None:
+            return
+        if grpc.is_too_small:
+            old, grpc = (
+                grpc,
+                GrpcServer(self.api, self.settings, self._certificate, shares_port=self._is_front),
+            )
+            self._grpc = grpc
+            await old.stop(REPLACED_S)
+            await grpc.start(self._grpc_port)
+            if self.is_stopping:
+                await grpc.stop(0)
+        for served in self.repository:
+            if served.batch_nbytes > grpc.message_nbytes_max:
+                logger.warning(
+                    "model %s: a full batch has %d bytes, and a message over gRPC at most %d: use HTTP or a "
+                    "websocket for it, or raise max_grpc_message",
+                    *(served.name, served.batch_nbytes, grpc.message_nbytes_max),
+                )
 
     def freeze(self) -> None:
         """Collect garbage rarely, and never what exists once models are loaded: see :func:`calm_gc`.

@@ -144,12 +144,13 @@ class ServerSettings:
         connection may have 256 KiB. Default: 1 GiB, or 4 times ``max_body`` if that is more, but no more than
         a fifth of the memory that the machine or its container has.""",
     )
-    max_grpc_message: int = setting(
-        default=4 << 20,
-        check=count(1),
+    max_grpc_message: int | None = setting(
+        default=None,
+        check=count(1).or_none,
         doc="""Bytes of the largest request over gRPC, if ``max_body`` allows as much, and of the largest
-        answer. While gRPC copies a message, nobody else is served: 1 ms with the default, 4 ms with 16 MiB,
-        90 ms with 60 MiB, so send large tensors over HTTP or websockets.""",
+        answer. While gRPC copies a message, nobody else is served: 1 ms with 4 MiB, 4 ms with 16 MiB, 90 ms
+        with 60 MiB, so send large tensors over HTTP or websockets. Default: 4 MiB, or up to 16 MiB if a full
+        batch of a model that is loaded at the start has that many bytes.""",
     )
     max_json: int = setting(
         default=4 << 20,

@@ -290,7 +290,7 @@ class TestGrpc:
             by_hand(server) as raw,
         ):
             raw.send(frame(1, 4, 1, call(method, token)) + frame(0, 0, 1, b"\0\0\x3d\x09\0"))
-            await until(lambda: server.api.memory.nbytes == server.settings.max_grpc_message)
+            await until(lambda: server.api.memory.nbytes == server._grpc.message_nbytes_max)
             assert fails(grpc.StatusCode.DEADLINE_EXCEEDED) in await raw.until(1, 1, has_ended=True)
             await until(lambda: not server.api.memory.nbytes)
 
