@@ -34,6 +34,7 @@ from asynctrt.process import (
 from asynctrt.serving.entries import Place
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
+from asynctrt.serving.notify import notify_ready
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server import Server
@@ -249,6 +250,8 @@ async def _serve(
                     loading.result()
                     if loaded is not None:
                         loaded()
+                    if opened is None:  # The parent of fronts tells when all of them are ready.
+                        notify_ready()
                 if settings.watch is not None:
                     watches = [FolderWatch(server.repository, folder) for folder in folders]
                     tasks += [asyncio.create_task(watch.run(settings.watch)) for watch in watches]

@@ -30,6 +30,7 @@ from asynctrt.serving.grpc_server import reason_of
 from asynctrt.serving.http import Hub
 from asynctrt.serving.metrics import compressed, merged_answer
 from asynctrt.serving.monitoring import open_pages
+from asynctrt.serving.notify import notify_ready
 from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.signals import StopSignals
 from asynctrt.version import __version__
@@ -218,6 +219,7 @@ class Fronts:
                     self._say(line)
                 for warning in warnings:
                     logger.warning("%s", warning)
+                notify_ready()
             await self._until(lambda: self._asked or (self._error is not None and not self._was_ready))
             error = None if self._asked else self._error
             await self._end()
