@@ -93,7 +93,7 @@ PREFLIGHT: Final = (
 )
 
 RAW_SIGNS: Final = ("content after document", "UTF-8")
-"""What the JSON library says of raw tensors."""
+"""Parts of the JSON library's messages for a body that continues with raw tensors."""
 RAW_TENSORS: Final = (
     "If raw tensors follow the JSON, send its length in the header Inference-Header-Content-Length, or 0 if "
     "the body is one raw tensor alone"
@@ -151,10 +151,10 @@ class Api:
     in_flight: int = 0
     unauthorized: int = 0
     foreign: str = ""
-    """The host or origin that was refused last, for the log."""
+    """The most recently refused host or origin, for the log."""
     checks_hosts: bool = False
     of_fronts: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
-    """Returns the statistics of all fronts, for one of several."""
+    """Returns the statistics of all fronts, if this server is one of several."""
     ids: RequestIds = field(default_factory=RequestIds)
     worker: Worker = field(default_factory=Worker)
     packer: Worker = field(default_factory=lambda: Worker("asynctrt-compress"))
@@ -608,7 +608,7 @@ class Api:
         return {"name": "asynctrt", "version": asynctrt.__version__, "extensions": list(EXTENSIONS)}
 
     async def all_statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
-        """Return statistics as :meth:`statistics` does, with those of the other fronts, if there are any."""
+        """Return statistics as :meth:`statistics` does, but summed over all fronts."""
         own = self.statistics(name, version)
         if self.of_fronts is None:
             return own
@@ -783,14 +783,14 @@ class _MethodError(RequestError):
 
 
 class ForeignError(UnauthorizedError):
-    """The host that a request names, or the page that sends it, is not allowed, and no token changes that."""
+    """The request's host, or the page that sent it, is not allowed. A token makes no difference."""
 
     http_status = 403
     grpc_code = "PERMISSION_DENIED"
 
 
 class UpgradeError(RequestError):
-    """The path is a websocket's, and the request does not ask for one of a version that is known here."""
+    """The path is a websocket's, but the request does not ask for a websocket of a supported version."""
 
     http_status = 426
 

@@ -250,7 +250,7 @@ async def _serve(
                     loading.result()
                     if loaded is not None:
                         loaded()
-                    if opened is None:  # The parent of fronts tells when all of them are ready.
+                    if opened is None:  # The parent of fronts notifies once all are ready.
                         notify_ready()
                 if settings.watch is not None:
                     watches = [FolderWatch(server.repository, folder) for folder in folders]

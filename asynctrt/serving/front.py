@@ -91,8 +91,8 @@ async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[Fou
 
 
 async def _of_fronts(parent: Scraped) -> list[dict[str, Any]]:
-    """Return the statistics of all fronts; nothing if their parent does not tell them."""
-    text = await parent.ask(STATISTICS, 2 * SCRAPE_S)  # It waits for each of them.
+    """Return the statistics of all fronts; nothing if the parent does not answer."""
+    text = await parent.ask(STATISTICS, 2 * SCRAPE_S)  # The parent itself waits for fronts.
     return summed(json.loads(text)) if text else []
 
 

@@ -59,7 +59,7 @@ HURRIED_S: Final = 0.3
 """How long fronts may take to stop when told to stop at once."""
 LENGTH: Final = 8
 METRICS, STATISTICS = b"m", b"s"
-"""What fronts and their parent ask each other for."""
+"""The texts that fronts and their parent request from each other."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -102,10 +102,10 @@ class Refused:
 
 
 class Scraped:
-    """A process at the other end of a stream, which is asked for texts: see :func:`answer_scrapes`.
+    """The asking side of :func:`answer_scrapes`: requests texts from the process behind a stream.
 
-    However many want a text, it is asked for once at a time. Who asks while an answer is on its way gets the
-    next one, which is not older than the question.
+    At most one request is in flight. Callers that ask meanwhile share the next one, so an answer is never
+    older than its question.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -115,7 +115,7 @@ class Scraped:
         self._next: dict[bytes, asyncio.Task[bytes]] = {}
 
     async def ask(self, what: bytes, timeout_s: float) -> bytes:
-        """Return what the process says; nothing if it does not answer in time, or ends."""
+        """Request a text; return nothing if the process does not answer in time, or ends."""
         task = self._next.get(what)
         if task is None:
             task = self._next[what] = asyncio.get_running_loop().create_task(self._ask(what))
@@ -192,7 +192,7 @@ class Fronts:
         self._looked_ns = clock.now_ns()
         self._restarts: set[asyncio.Task[None]] = set()
         self._answering: set[asyncio.Task[None]] = set()
-        """Those that answer what fronts ask for, until they end."""
+        """Tasks that answer the fronts' requests for statistics."""
 
     def __repr__(self) -> str:
         return f"<Fronts {len(self._ready)} of {len(self._fronts)} ready>"
@@ -454,7 +454,7 @@ class Fronts:
         return task.done()
 
     async def _scrape(self, what: bytes) -> dict[int, bytes]:
-        """Return what fronts say of themselves, by their numbers; those that do not answer are left out."""
+        """Request a text from every front; return the answers by front number, without missing ones."""
         asked = {front.number: front.scraped for front in self._fronts if front.number in self._ready}
         known = {number: scraped for number, scraped in asked.items() if scraped is not None}
         texts = await asyncio.gather(*[scraped.ask(what, SCRAPE_S) for scraped in known.values()])
@@ -551,7 +551,7 @@ def _reserve(stack: ExitStack, host: str, port: int) -> int:
 
 
 async def answer_scrapes(end: socket.socket, texts: Mapping[bytes, Callable[[], Awaitable[bytes]]]) -> None:
-    """Answer what the process at the other end asks for, as :class:`Scraped` does, until it ends."""
+    """Answer the requests of a :class:`Scraped` at the other end of a socket until its process ends."""
     reader, writer = await asyncio.open_connection(sock=end)
     try:
         while what := await reader.read(1):
@@ -559,6 +559,6 @@ async def answer_scrapes(end: socket.socket, texts: Mapping[bytes, Callable[[], 
             writer.write(len(said).to_bytes(LENGTH) + said)
             await writer.drain()
     except OSError:
-        logger.debug("a process ended while it was told something")
+        logger.debug("a process ended before it had read an answer")
     finally:
         writer.close()

@@ -105,7 +105,7 @@ UNSUPPORTED: Final = (
 
 MESSAGE_NBYTES: Final = 4 << 20
 MESSAGE_NBYTES_MAX: Final = 16 << 20
-"""The least and the most that messages may have by default: gRPC copies them in 1 ms and in 4 ms."""
+"""Bounds of the default message size: gRPC copies such messages in 1 ms and in 4 ms."""
 HEAD_NBYTES: Final = 64 << 10
 """Room in a message for names and parameters, besides tensors."""
 
@@ -178,7 +178,7 @@ class GrpcServer:
 
     @property
     def is_too_small(self) -> bool:
-        """Whether models that were loaded since it was made need larger messages than it takes."""
+        """Whether models that were loaded since then need larger messages than this server accepts."""
         return self._settings.max_grpc_message is None and self._answer_nbytes_max < message_nbytes(
             self._api.repository
         )
@@ -186,7 +186,7 @@ class GrpcServer:
     async def start(self, port: int | None = None) -> int:
         """Listen, and return the port.
 
-        :param port: instead of that of the settings.
+        :param port: overrides the port of the settings.
         :raises UsageError: if it cannot listen on the address.
         """
         host = self._settings.host
@@ -1005,7 +1005,7 @@ def _stopping() -> EngineClosedError:
 
 
 def message_nbytes(models: Iterable[ServedModel]) -> int:
-    """Return how large messages have to be for full batches of these models, within limits."""
+    """Return the message size that full batches of these models need, within the default limits."""
     needed = max((served.batch_nbytes + HEAD_NBYTES for served in models), default=0)
     return min(max(needed, MESSAGE_NBYTES), MESSAGE_NBYTES_MAX)
 

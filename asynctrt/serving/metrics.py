@@ -254,7 +254,7 @@ def _rendered(collector: Collector) -> bytes:
 
 
 async def compressed(headers: Headers, answer: Answer) -> Answer:
-    """Compress metrics in a thread if their client accepts gzip: unlike tensors, they become a tenth."""
+    """Compress metrics in a thread if the client accepts gzip: unlike tensors, they shrink to a tenth."""
     if "gzip" not in accepted_codings(headers.get(b"accept-encoding", b"")):
         return answer
     body = await asyncio.to_thread(compress, "gzip", answer.body)

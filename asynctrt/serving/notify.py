@@ -8,7 +8,7 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 def notify_ready() -> None:
-    """Send ``READY=1`` to the supervisor that started this process, if there is one that waits for it."""
+    """Send ``READY=1`` to the supervisor of this process, if it has one that waits for that."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

@@ -79,7 +79,7 @@ class Repository:
         self.is_live = True
         """Whether the process is of use: false once a device has been lost for long enough."""
         self.is_starting = False
-        """Whether the server is not ready yet, although its models may be."""
+        """Whether the server is still starting: it is not ready then, even if its models are."""
         self._is_closed = False
 
     def __repr__(self) -> str:

@@ -211,7 +211,7 @@ class ServedModel:
 
     @property
     def batch_nbytes(self) -> int:
-        """Bytes of a full batch's inputs, or outputs if those have more, without tensors of open sizes."""
+        """Bytes of a full batch's inputs or outputs, whichever are more, without tensors of open sizes."""
         rows = self.engine.max_rows if self._is_batched else 1
 
         def nbytes(specs: Iterable[TensorSpec]) -> int:
@@ -333,7 +333,7 @@ class ServedModel:
 
 
 def summed(statistics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add up what :meth:`ServedModel.statistics` returned in several processes, by model and version."""
+    """Sum the results of :meth:`ServedModel.statistics` from several processes, by model and version."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for one in statistics:
         key = one["name"], one["version"]
@@ -342,7 +342,7 @@ def summed(statistics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sum(name: str, one: Any, other: Any) -> Any:
-    """Add the values of a field; entries of lists are told apart by their batch size or type."""
+    """Add two values of a field. Entries of lists are matched by their batch size or type."""
     if isinstance(one, dict):
         return one | {
             key: _sum(key, one[key], value) if key in one else value for key, value in other.items()

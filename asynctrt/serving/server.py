@@ -48,7 +48,7 @@ from asynctrt.serving.telemetry import find_tracing
 SAMPLE_S: Final = 1.0
 BACKLOG: Final = 1024
 REPLACED_S: Final = 1.0
-"""How long calls may take over gRPC that began before the models were loaded."""
+"""How long gRPC calls from before the restart may take to finish."""
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -192,9 +192,9 @@ class Server:
             raise
 
     async def fit_grpc(self) -> None:
-        """Begin gRPC anew at the same port if full batches of the models need larger messages than it takes.
+        """Restart gRPC on the same port if full batches of the models exceed its message limit.
 
-        Its limit cannot be changed. That is for before the server is ready: connections are closed.
+        gRPC cannot change it while it runs. This closes connections: call it before the server is ready.
         """
         grpc = self._grpc
         if grpc is None:
@@ -212,8 +212,8 @@ class Server:
         for served in self.repository:
             if served.batch_nbytes > grpc.message_nbytes_max:
                 logger.warning(
-                    "model %s: a full batch has %d bytes, and a message over gRPC at most %d: use HTTP or a "
-                    "websocket for it, or raise max_grpc_message",
+                    "model %s: a full batch has %d bytes, but a message over gRPC at most %d: use HTTP or a "
+                    "websocket, or raise max_grpc_message",
                     *(served.name, served.batch_nbytes, grpc.message_nbytes_max),
                 )
 
