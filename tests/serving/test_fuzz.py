@@ -1091,7 +1091,7 @@ SOCKET_CASES = {
     "a page that is not": (http(b"GET /x HTTP/1.1", b"Host: localhost"), 404),
     "another method": (http(b"DELETE /v2 HTTP/1.1", b"Host: localhost"), 405),
     "a websocket at no path of one": (http(b"GET /v2 HTTP/1.1", *WEBSOCKET), 404),
-    "a websocket of no version": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:3], WEBSOCKET[4]), 400),
+    "a websocket of no version": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:3], WEBSOCKET[4]), 426),
     "a websocket of no key": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:4]), 400),
     "a websocket from an origin that is none": (
         http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET, b"Origin: http://["),
