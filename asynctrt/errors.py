@@ -119,7 +119,7 @@ class RequestError(CallerError):
 
 
 class UnauthorizedError(RequestError):
-    """The server requires a token, and the one given is missing or wrong."""
+    """The token that the server requires is missing or wrong, or it refuses the host or page (403)."""
 
     http_status = 401
     grpc_code = "UNAUTHENTICATED"

@@ -24,6 +24,7 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
+import asynctrt
 from asynctrt.serving.command import configure
 from asynctrt.serving.settings import ServerSettings
 from tests.helpers import free_port, needed
@@ -36,11 +37,12 @@ CLOSING_S = 5
 """What a grace period has to allow for after the server's own limits."""
 
 pytestmark = [pytest.mark.tier2, pytest.mark.timeout(90)]
-DEPLOYMENT, SERVICE, HPA, RUNTIME, INFERENCE, COMPOSE, ADAPTER = (
+DEPLOYMENT, SERVICE, HPA, RUNTIME, INFERENCE, COMPOSE, ADAPTER, BUDGET, POLICY, MONITOR = (
     yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     for name in (
         *("deployment", "service", "hpa", "kserve-runtime"),
         *("kserve-service", "compose", "prometheus-adapter"),
+        *("pdb", "networkpolicy", "servicemonitor"),
     )
 )
 POD = DEPLOYMENT["spec"]["template"]["spec"]
@@ -103,7 +105,9 @@ def pairs(arguments):
 
 class TestValid:
     @pytest.mark.parametrize("version", ["1.30", "1.33", "1.37"])
-    @pytest.mark.parametrize("manifest", [DEPLOYMENT, SERVICE, HPA], ids=lambda one: one["kind"])
+    @pytest.mark.parametrize(
+        "manifest", [DEPLOYMENT, SERVICE, HPA, BUDGET, POLICY], ids=lambda one: one["kind"]
+    )
     def test_kubernetes(self, manifest, version):
         validate_kubernetes(manifest, version)
 
@@ -112,9 +116,9 @@ class TestValid:
         with pytest.raises(Exception, match="failuresAllowed"):
             validate_kubernetes(wrong, "1.37")
 
-    @pytest.mark.parametrize("manifest", [RUNTIME, INFERENCE], ids=lambda one: one["kind"])
-    def test_kserve(self, manifest):
-        validate(manifest, KSERVE_SCHEMAS[manifest["kind"]])
+    @pytest.mark.parametrize("manifest", [RUNTIME, INFERENCE, MONITOR], ids=lambda one: one["kind"])
+    def test_custom_resources(self, manifest):
+        validate(manifest, SCHEMAS[manifest["kind"]])
 
     @pytest.mark.parametrize("version", ["1.30", "1.37"])
     def test_the_containers_of_the_runtime_are_those_of_a_pod(self, version):
@@ -139,6 +143,9 @@ class TestValid:
             "kserve-runtime.yaml",
             "kserve-service.yaml",
             "prometheus-adapter.yaml",
+            "pdb.yaml",
+            "networkpolicy.yaml",
+            "servicemonitor.yaml",
         }
         assert {path.name for path in FOLDER.iterdir() if path.is_file()} == names
 
@@ -173,8 +180,21 @@ def items(schema):
 
 TEXT, NUMBER, FLAG, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}, {}
 TEXTS = items(TEXT)
-KSERVE_SCHEMAS = {
-    # The names and types that KServe's definitions of these resources have, as far as they are used here.
+SCHEMAS = {
+    # The names and types that the definitions of these resources have, as far as they are used here.
+    "ServiceMonitor": closed(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": "monitoring.coreos.com/v1"},
+        kind={"const": "ServiceMonitor"},
+        metadata=closed("name", name=TEXT),
+        spec=closed(
+            "selector endpoints",
+            selector=closed("matchLabels", matchLabels={"type": "object", "additionalProperties": TEXT}),
+            endpoints=items(
+                closed("port", port=TEXT, path=TEXT, interval={"type": "string", "pattern": r"^\d+s$"})
+            ),
+        ),
+    ),
     "ServingRuntime": closed(
         "apiVersion kind metadata spec",
         apiVersion={"const": "serving.kserve.io/v1alpha1"},
@@ -309,6 +329,9 @@ class TestTheyAgree:
     def test_labels_and_names(self):
         labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
         assert DEPLOYMENT["spec"]["selector"]["matchLabels"] == SERVICE["spec"]["selector"] == labels
+        for selector in (BUDGET["spec"]["selector"], POLICY["spec"]["podSelector"]):
+            assert selector["matchLabels"] == labels
+        assert MONITOR["spec"]["selector"]["matchLabels"] == SERVICE["metadata"]["labels"]
         target = HPA["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) == (DEPLOYMENT["kind"], DEPLOYMENT["metadata"]["name"])
         hosts = settings_of(CONTAINER["args"]).allow_hosts
@@ -325,6 +348,21 @@ class TestTheyAgree:
         names = {one["pods"]["metric"]["name"] for one in HPA["spec"]["metrics"]}
         (rule,) = ADAPTER["rules"]["custom"]
         assert all(re.search(rf'[|"]{name}[|"]', rule["seriesQuery"]) for name in names)
+
+    def test_the_ports_of_the_policy_and_the_monitor(self):
+        named = {port["name"] for port in CONTAINER["ports"]}
+        assert {port["port"] for rule in POLICY["spec"]["ingress"] for port in rule["ports"]} == named
+        (endpoint,) = MONITOR["spec"]["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in SERVICE["spec"]["ports"]}
+        annotations = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
+        assert endpoint["path"] == annotations["prometheus.io/path"]
+
+    def test_images_are_of_this_version(self):
+        (service,) = COMPOSE["services"].values()
+        wanted = f"asynctrt:{asynctrt.__version__}"
+        assert {CONTAINER["image"], KSERVE["image"], service["image"]} == {wanted}
+        for path in (FOLDER / "Dockerfile", ROOT / "docs" / "deploying.md"):
+            assert f"-t {wanted} ." in path.read_text()
 
     def test_grace_periods_are_longer_than_the_drain(self):
         (service,) = COMPOSE["services"].values()
@@ -452,7 +490,7 @@ def test_what_it_says_to_run_is_run(name, tmp_path):
             assert status == 200, answer
             assert json.loads(answer)["outputs"][0]["data"] == [2.0] * 8
         if settings.allow_hosts != ("*",):
-            assert ask(http, "/v2/models/double/infer", rows(1), "elsewhere.example")[0] == 401
+            assert ask(http, "/v2/models/double/infer", rows(1), "elsewhere.example")[0] == 403
         metrics = ports[settings.metrics_port]
         until(lambda: "asynctrt_busy_share{" in ask(metrics, "/metrics")[1], lines)
         known = ask(metrics, "/metrics")[1]

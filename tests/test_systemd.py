@@ -1,13 +1,17 @@
 """examples/deploy/asynctrt.service: systemd accepts it, its times agree, and what it says to run is run."""
 
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
+from tests.helpers import free_port
 from tests.models import double_onnx
 
 UNIT = Path(__file__).parent.parent / "examples" / "deploy" / "asynctrt.service"
@@ -55,6 +59,31 @@ def test_systemd_accepts_it(tmp_path):
         )  # fmt: skip
         # What it only ignores is a line that names the file, and no failure.
         assert (done.returncode == 0 and UNIT.name not in done.stderr) == is_right, done.stderr
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_it_is_ready_when_its_models_are_loaded(tmp_path, fronts):
+    assert values()["Type"] == "notify"
+    double_onnx(tmp_path / "double.onnx")
+    port = free_port()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(tmp_path / "notify"))
+        supervisor.settimeout(60)
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "asynctrt", "serve", str(tmp_path / "double.onnx"), "--no-grpc"),
+                *(f"--http-port={port}", f"--fronts={fronts}"),
+            ],
+            env={**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")},
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            assert supervisor.recv(100) == b"READY=1"
+            with urlopen(f"http://127.0.0.1:{port}/v2/health/ready") as answer:
+                assert answer.status == 200
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0
 
 
 def test_what_it_says_to_run_is_run(tmp_path):

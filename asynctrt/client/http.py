@@ -43,6 +43,7 @@ KIND: Final = "Asynctrt-Error"
 BY_STATUS: Final = {
     400: errors.RequestError,
     401: errors.UnauthorizedError,
+    403: errors.UnauthorizedError,
     404: errors.UnknownModelError,
     413: errors.TooLargeError,
     501: errors.UnsupportedError,

@@ -356,5 +356,5 @@ def _text_of(error: BaseException) -> str:
 def _refused(url: str, error: InvalidStatus) -> AsynctrtError:
     status = error.response.status_code
     said = bytes(error.response.body or b"").decode(errors="replace")
-    kinds = {401: errors.UnauthorizedError, 404: errors.UnknownModelError}
+    kinds = {401: errors.UnauthorizedError, 403: errors.UnauthorizedError, 404: errors.UnknownModelError}
     return kinds.get(status, ConnectionLostError)(f"{url} answered with status {status}: {said:.300}")

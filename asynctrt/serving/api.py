@@ -70,6 +70,10 @@ HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::[0-9]*)?", re
 """A ``Host`` header: an IPv6 address in brackets, or another name, and optionally a port."""
 HOSTS_MAX: Final = 64
 """Accepted ``Host`` headers that are cached."""
+NO_WEBSOCKET: Final = (
+    "this path is a websocket: connect with ws://, or send Upgrade: websocket and Connection: Upgrade, which "
+    "proxies such as nginx do not pass on by themselves"
+)
 CANCELLED_STATUS: Final = 499
 """Status of a cancelled request: nginx's code for a client that closed the connection."""
 
@@ -86,6 +90,13 @@ PREFLIGHT: Final = (
     ("Access-Control-Allow-Methods", "GET, HEAD, POST"),
     ("Access-Control-Allow-Headers", CORS_HEADERS),
     ("Access-Control-Max-Age", "600"),
+)
+
+RAW_SIGNS: Final = ("content after document", "UTF-8")
+"""Parts of the JSON library's messages for a body that continues with raw tensors."""
+RAW_TENSORS: Final = (
+    "If raw tensors follow the JSON, send its length in the header Inference-Header-Content-Length, or 0 if "
+    "the body is one raw tensor alone"
 )
 
 Headers = Mapping[bytes, bytes]
@@ -139,7 +150,11 @@ class Api:
     failed: Callable[[Inference, BaseException], None] | None = None
     in_flight: int = 0
     unauthorized: int = 0
+    foreign: str = ""
+    """The most recently refused host or origin, for the log."""
     checks_hosts: bool = False
+    of_fronts: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
+    """Returns the statistics of all fronts, if this server is one of several."""
     ids: RequestIds = field(default_factory=RequestIds)
     worker: Worker = field(default_factory=Worker)
     packer: Worker = field(default_factory=lambda: Worker("asynctrt-compress"))
@@ -405,8 +420,12 @@ class Api:
         """Return whether a page needs no token even if the server requires one."""
         if path.startswith(HEALTH):
             return True
-        page = self.pages.get(path.decode("latin-1"))
+        page = self.page(path.decode("latin-1"))
         return page is not None and page.is_open
+
+    def page(self, path: str) -> Page | None:
+        """Return the page at a path, which may end with a slash."""
+        return self.pages.get(path) or self.pages.get(path.rstrip("/"))
 
     def _check_origin(self, headers: Headers) -> None:
         """Refuse requests from pages of other origins: browsers let any page send requests to any server."""
@@ -415,10 +434,14 @@ class Api:
         text = headers[b"origin"].decode("latin-1")
         host = _host_of(text)
         if not host or host.encode("latin-1") != headers.get(b"host"):
-            self.unauthorized += 1
-            raise UnauthorizedError(
+            self._refused(f"origin {text:.200}")
+            raise ForeignError(
                 f"pages of {text:.200} may not use this server: allow them with --allow-origins"
             )
+
+    def _refused(self, foreign: str) -> None:
+        self.unauthorized += 1
+        self.foreign = foreign
 
     def preflight(self, method: bytes, headers: Headers) -> Answer | None:
         """Return the answer to a browser's CORS preflight for an allowed origin; ``None`` for other requests.
@@ -460,7 +483,7 @@ class Api:
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         is_browser = headers.get(b"user-agent", b"").startswith(b"Mozilla/")
         if site not in (b"none", b"same-origin") or (is_browser and kind in SIMPLE_TYPES):
-            raise UnauthorizedError(
+            raise ForeignError(
                 "models are not loaded and unloaded for a page that any site could have: send Content-Type: "
                 "application/json, or require a token with --tokens"
             )
@@ -476,8 +499,8 @@ class Api:
         if host and "*" not in self.settings.allow_hosts and not _is_address(name):
             own = (*self.settings.allow_hosts, self.settings.host, socket.gethostname())
             if name not in map(str.lower, own) and text not in own:
-                self.unauthorized += 1
-                raise UnauthorizedError(
+                self._refused(f"host {text:.200}")
+                raise ForeignError(
                     f"this server does not answer as {text:.200}, as any name can be made to lead to it: "
                     "allow the name with --allow-hosts, or require a token with --tokens"
                 )
@@ -494,24 +517,27 @@ class Api:
         hold: Hold | None,
     ) -> Answer:
         text = path.decode("latin-1")
-        page = self.pages.get(text)
+        page = self.page(text)
         if page is not None:
             _allow(method, "GET")
             answer = page.respond(headers)
             return answer if isinstance(answer, Answer) else await answer
+        text = text.rstrip("/")
         route = self.route(path) if text != "/v2/models/stats" else None
         if route is not None:
             return await self._model(method, route, headers, body, caller, hold)
-        match text.rstrip("/"):
+        match text:
             case "/v2":
                 _allow(method, "GET")
                 return json_answer(self.server_metadata())
             case "/v2/health/live" | "/v2/health/ready":
                 _allow(method, "GET")
-                return self._health(text.rstrip("/")[len("/v2/health/") :])
+                return self._health(text[len("/v2/health/") :])
+            case "/v2/ws":
+                raise UpgradeError(NO_WEBSOCKET)
             case "/v2/models/stats":
                 _allow(method, "GET")
-                return json_answer({"model_stats": self.statistics()})
+                return json_answer({"model_stats": await self.all_statistics()})
             case "/v2/repository/index":
                 _allow(method, "POST")
                 return json_answer(self.index(body))
@@ -558,7 +584,9 @@ class Api:
                 return Answer(400, (("Content-Type", "application/json"),), (dump({"error": str(error)}),))
             return json_answer({"name": route.name, "ready": True})
         if route.verb == "ws":
-            raise RequestError("this path is a websocket: connect with ws://, or send Upgrade: websocket")
+            raise UpgradeError(NO_WEBSOCKET)
+        if route.verb == "stats":
+            return json_answer({"model_stats": await self.all_statistics(route.name, route.version)})
         return json_answer(self.describe(route.verb, route.name, route.version))
 
     def _refuse_elsewhere(self, route: ModelRoute) -> None:
@@ -569,20 +597,26 @@ class Api:
             raise UnsupportedError(f"this server does not implement {route.name:.200}") from None
 
     def describe(self, verb: str, name: str, version: str) -> dict[str, Any]:
-        """Return a model's metadata (no verb), its ``config`` or its ``stats``."""
+        """Return a model's metadata (no verb) or its ``config``."""
         served = self.repository.find(name, version)
         if verb == "config":
             return served.config()
-        if verb == "stats":
-            return {"model_stats": self.statistics(name, version)}
         return served.metadata(self.repository.versions(name))
 
     def server_metadata(self) -> dict[str, Any]:
         """Return KServe's server metadata."""
         return {"name": "asynctrt", "version": asynctrt.__version__, "extensions": list(EXTENSIONS)}
 
+    async def all_statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Return statistics as :meth:`statistics` does, but summed over all fronts."""
+        own = self.statistics(name, version)
+        if self.of_fronts is None:
+            return own
+        wanted = {(one["name"], one["version"]) for one in own}
+        return [one for one in await self.of_fronts() if (one["name"], one["version"]) in wanted] or own
+
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
-        """Return the statistics of all models, of one, or of one version."""
+        """Return this process's statistics of all models, of one, or of one version."""
         if version:
             return [self.repository.find(name, version).statistics()]
         if name:
@@ -683,7 +717,13 @@ def _decoded(served: ServedModel, headers: Headers, body: Body, between: Pause) 
     """Decode an inference request according to its headers. ``between`` is called between pieces of work."""
     length = headers.get(b"inference-header-content-length")
     if length is None:
-        return served.codec.decode(body, len(body), between)
+        try:
+            return served.codec.decode(body, len(body), between)
+        except RequestError as error:
+            is_raw = headers.get(b"content-type", b"").startswith(b"application/octet-stream")
+            if type(error) is RequestError and (is_raw or any(sign in str(error) for sign in RAW_SIGNS)):
+                raise RequestError(f"{error}. {RAW_TENSORS}") from error
+            raise
     if length == b"0":
         return served.codec.decode_raw(body, between)
     if length.isdigit() and len(length) < 19:
@@ -723,6 +763,10 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
         status, headers = 405, (("Allow", error.allowed),)
     elif isinstance(error, _CodingError):
         headers = (("Accept-Encoding", "gzip, deflate"),)
+    elif isinstance(error, UpgradeError):
+        headers = (("Upgrade", "websocket"), ("Sec-WebSocket-Version", "13"))
+    elif isinstance(error, ForeignError):
+        headers = (("Asynctrt-Error", "UnauthorizedError"),)
     elif isinstance(error, UnauthorizedError):
         headers += (("WWW-Authenticate", "Bearer"),)
     else:
@@ -736,6 +780,19 @@ class _MethodError(RequestError):
     def __init__(self, message: str, allowed: str) -> None:
         super().__init__(message)
         self.allowed = allowed
+
+
+class ForeignError(UnauthorizedError):
+    """The request's host, or the page that sent it, is not allowed. A token makes no difference."""
+
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
+
+
+class UpgradeError(RequestError):
+    """The path is a websocket's, but the request does not ask for a websocket of a supported version."""
+
+    http_status = 426
 
 
 class _CodingError(RequestError):
@@ -776,7 +833,7 @@ def _allow(method: str, allowed: str) -> None:
 
 def _route(path: bytes) -> ModelRoute | None:
     """Parse a model's path from both ends, since names may hold slashes, quoted or not."""
-    parts = path[len(MODELS) :].decode("latin-1").split("/")
+    parts = path[len(MODELS) :].decode("latin-1").rstrip("/").split("/")
     verb = parts.pop() if len(parts) > 1 and parts[-1] in VERBS else ""
     version = ""
     if len(parts) > 2 and parts[-2] == "versions":

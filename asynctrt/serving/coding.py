@@ -95,10 +95,16 @@ def accepted_coding(header: bytes) -> str | None:
     """
     if not header:
         return None
+    asked = accepted_codings(header)
+    return asked[0] if len(asked) == 1 else None
+
+
+def accepted_codings(header: bytes) -> list[str]:
+    """Return which of gzip and deflate an ``Accept-Encoding`` names."""
     asked = []
     for item in header.decode("latin-1").lower().split(","):
         coding, _, weight = item.partition(";")
         refused = weight.replace(" ", "").rstrip("0") in ("q=", "q=0.")
         if coding.strip() in ("gzip", "deflate") and not refused:
             asked.append(coding.strip())
-    return asked[0] if len(asked) == 1 else None
+    return asked

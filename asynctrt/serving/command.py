@@ -34,6 +34,7 @@ from asynctrt.process import (
 from asynctrt.serving.entries import Place
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
+from asynctrt.serving.notify import notify_ready
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server import Server
@@ -249,6 +250,8 @@ async def _serve(
                     loading.result()
                     if loaded is not None:
                         loaded()
+                    if opened is None:  # The parent of fronts notifies once all are ready.
+                        notify_ready()
                 if settings.watch is not None:
                     watches = [FolderWatch(server.repository, folder) for folder in folders]
                     tasks += [asyncio.create_task(watch.run(settings.watch)) for watch in watches]
@@ -364,7 +367,10 @@ async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) 
     """Load the models, and report the addresses."""
     settings = server.settings
     if not is_loaded:
+        server.repository.is_starting = True
         await _load_models(server, say)
+        await server.fit_grpc()
+        server.repository.is_starting = False
     server.freeze()
     say(f"HTTP, websocket, dashboard  {server.http_url}")
     if server.grpc_target:

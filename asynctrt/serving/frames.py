@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError, UnauthorizedError
 from asynctrt.kserve.datatypes import Buffer
-from asynctrt.serving.api import ModelRoute, error_answer
+from asynctrt.serving.api import ModelRoute, UpgradeError, error_answer
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.frame_cutter import KEY_NBYTES, FrameCutter
 from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing, end_writing
@@ -100,7 +100,9 @@ class _Protocol(ServerProtocol):
 
 def _refusal(protocol: ServerProtocol) -> CallerError:
     """Return the error that says why a websocket is refused."""
-    error = CallerError(f"invalid websocket request: {protocol.handshake_exc}")
+    why = f"invalid websocket request: {protocol.handshake_exc}"
+    is_old = getattr(protocol.handshake_exc, "name", "") == "Sec-WebSocket-Version"
+    error = UpgradeError(f"{why}; the version is 13") if is_old else CallerError(why)
     _forget_frames(protocol.handshake_exc)
     return error
 

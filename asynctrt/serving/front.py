@@ -1,22 +1,35 @@
 """A front of ``asynctrt serve --fronts N``: a complete server, whose workers belong to its parent.
 
-:mod:`asynctrt.serving.fronts` starts it with the arguments ``FD FD VERSION``.
+:mod:`asynctrt.serving.fronts` starts it with the arguments ``FD FD FD VERSION``.
 """
 
 import asyncio
+import json
 import logging
 import os
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import uvloop
 
 from asynctrt.errors import AsynctrtError
 from asynctrt.serving.command import serve
 from asynctrt.serving.folder import FoundModels
-from asynctrt.serving.fronts import Begin, Refused, Serving, answer_scrapes, places_in
+from asynctrt.serving.fronts import (
+    METRICS,
+    SCRAPE_S,
+    STATISTICS,
+    Begin,
+    Refused,
+    Scraped,
+    Serving,
+    answer_scrapes,
+    places_in,
+)
+from asynctrt.serving.served import summed
 from asynctrt.serving.server import Server
 from asynctrt.version import __version__
 from asynctrt.workers.messages import receive, send
@@ -26,10 +39,10 @@ BEAT_S: Final = 0.5
 """Interval at which the parent is informed that the event loop runs, and whether a model is lost."""
 
 
-async def _run(
-    end: socket.socket, metrics: socket.socket, begin: Begin, places: Sequence[FoundModels]
-) -> None:
+async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[FoundModels]) -> None:
+    end, scraping, asking = ends
     loop = asyncio.get_running_loop()
+    parent = Scraped(*await asyncio.open_connection(sock=asking))
     servers: list[Server] = []
 
     def orphaned() -> None:
@@ -54,7 +67,9 @@ async def _run(
 
     def opened(server: Server) -> None:
         servers.append(server)
-        tasks.append(loop.create_task(answer_scrapes(metrics, server.metrics_text)))
+        server.api.of_fronts = partial(_of_fronts, parent)
+        answers = {METRICS: server.metrics_text, STATISTICS: server.statistics_text}
+        tasks.append(loop.create_task(answer_scrapes(scraping, answers)))
 
     lines: list[str] = []
     try:
@@ -75,14 +90,21 @@ async def _run(
         shared.close()
 
 
+async def _of_fronts(parent: Scraped) -> list[dict[str, Any]]:
+    """Return the statistics of all fronts; nothing if the parent does not answer."""
+    text = await parent.ask(STATISTICS, 2 * SCRAPE_S)  # The parent itself waits for fronts.
+    return summed(json.loads(text)) if text else []
+
+
 def main() -> None:
     """Run a front. The arguments are its sockets' file descriptors and the parent's version."""
-    if sys.argv[3] != __version__:
-        sys.exit(f"asynctrt {__version__} is installed now, and the server runs {sys.argv[3]}: restart it")
-    end, metrics = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    begin, fds = receive(end)
+    *numbers, version = sys.argv[1:]
+    if version != __version__:
+        sys.exit(f"asynctrt {__version__} is installed now, and the server runs {version}: restart it")
+    ends = [socket.socket(fileno=int(number)) for number in numbers]
+    begin, fds = receive(ends[0])
     if begin is None:
         return
     places = places_in(fds)
-    end.settimeout(0)
-    uvloop.run(_run(end, metrics, begin, places))
+    ends[0].settimeout(0)
+    uvloop.run(_run(ends, begin, places))

@@ -11,7 +11,7 @@ import pickle
 import signal
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +28,9 @@ from asynctrt.serving.command import ServeConfig
 from asynctrt.serving.folder import FoundModels
 from asynctrt.serving.grpc_server import reason_of
 from asynctrt.serving.http import Hub
-from asynctrt.serving.metrics import merged_answer
+from asynctrt.serving.metrics import compressed, merged_answer
 from asynctrt.serving.monitoring import open_pages
+from asynctrt.serving.notify import notify_ready
 from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.signals import StopSignals
 from asynctrt.version import __version__
@@ -47,7 +48,7 @@ SOON_NS: Final = 2_000_000_000
 SPARE_S: Final = 5.0
 """How much longer than their drain_timeout fronts may take to stop."""
 SCRAPE_S: Final = 5.0
-"""How long a front may take to return its metrics."""
+"""How long a front may take to return its metrics or statistics."""
 LOOK_S: Final = 0.5
 """Interval of checks that the fronts' event loops run."""
 SILENCE_S: Final = 5.0
@@ -57,6 +58,8 @@ START_S: Final = 60.0
 HURRIED_S: Final = 0.3
 """How long fronts may take to stop when told to stop at once."""
 LENGTH: Final = 8
+METRICS, STATISTICS = b"m", b"s"
+"""The texts that fronts and their parent request from each other."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -98,6 +101,41 @@ class Refused:
     error: AsynctrtError
 
 
+class Scraped:
+    """The asking side of :func:`answer_scrapes`: requests texts from the process behind a stream.
+
+    At most one request is in flight. Callers that ask meanwhile share the next one, so an answer is never
+    older than its question.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._turn = asyncio.Lock()
+        self._next: dict[bytes, asyncio.Task[bytes]] = {}
+
+    async def ask(self, what: bytes, timeout_s: float) -> bytes:
+        """Request a text; return nothing if the process does not answer in time, or ends."""
+        task = self._next.get(what)
+        if task is None:
+            task = self._next[what] = asyncio.get_running_loop().create_task(self._ask(what))
+        await asyncio.wait([task], timeout=timeout_s)
+        return task.result() if task.done() else b""
+
+    async def _ask(self, what: bytes) -> bytes:
+        async with self._turn:
+            del self._next[what]
+            try:
+                self._writer.write(what)
+                return await self._reader.readexactly(int.from_bytes(await self._reader.readexactly(LENGTH)))
+            except (OSError, asyncio.IncompleteReadError):
+                return b""
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._writer.close()
+
+
 class Front:
     """One front, across its successive processes."""
 
@@ -118,9 +156,7 @@ class Front:
         """Whether it was told to stop, so that another process can replace it."""
         self.pause_s = 0.0
         self.error: AsynctrtError | None = None
-        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self.scraping: asyncio.Task[bytes] | None = None
-        """The only request for its metrics in flight, however long it takes and however many want them."""
+        self.scraped: Scraped | None = None
         self.is_to_reload = False
         """Whether SIGHUP came before the front was ready to handle it."""
 
@@ -155,6 +191,8 @@ class Fronts:
         self._hurry = asyncio.Event()
         self._looked_ns = clock.now_ns()
         self._restarts: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Task[None]] = set()
+        """Tasks that answer the fronts' requests for statistics."""
 
     def __repr__(self) -> str:
         return f"<Fronts {len(self._ready)} of {len(self._fronts)} ready>"
@@ -181,6 +219,7 @@ class Fronts:
                     self._say(line)
                 for warning in warnings:
                     logger.warning("%s", warning)
+                notify_ready()
             await self._until(lambda: self._asked or (self._error is not None and not self._was_ready))
             error = None if self._asked else self._error
             await self._end()
@@ -192,11 +231,15 @@ class Fronts:
             for front in self._fronts:
                 self._kill(front)
 
-    async def metrics(self, _headers: Headers) -> Answer:
+    async def metrics(self, headers: Headers) -> Answer:
         """Return the metrics of all fronts, each with its number as a label."""
-        texts = await asyncio.gather(*[self._scrape(front) for front in self._fronts])
-        known = {front.number: text for front, text in zip(self._fronts, texts, strict=True) if text}
-        return await asyncio.to_thread(merged_answer, known)
+        known = await self._scrape(METRICS)
+        return await compressed(headers, await asyncio.to_thread(merged_answer, known))
+
+    async def statistics(self) -> bytes:
+        """Return the statistics of the models in all fronts, as a list in JSON."""
+        texts = (await self._scrape(STATISTICS)).values()
+        return b"[%b]" % b",".join([text[1:-1] for text in texts if len(text) > 2])
 
     @property
     def _error(self) -> AsynctrtError | None:
@@ -217,24 +260,30 @@ class Fronts:
             try:
                 own, its = channel()
                 undo.callback(own.close)
-                metrics, its_metrics = socket.socketpair()
-                undo.callback(metrics.close)
+                scraping, its_scraping = socket.socketpair()
+                undo.callback(scraping.close)
+                asked, its_asking = socket.socketpair()
+                undo.callback(asked.close)
                 tether = Tether()
                 undo.callback(tether.close)
-                with its, its_metrics:
-                    spawn = partial(_spawn, its.fileno(), its_metrics.fileno(), tether.child_end)
+                with its, its_scraping, its_asking:
+                    ends = its.fileno(), its_scraping.fileno(), its_asking.fileno()
+                    spawn = partial(_spawn, ends, tether.child_end)
                     process = await in_thread(spawn, undo=_kill)
                 undo.callback(_kill, process)
                 tether.hold(process.pid)
-                streams = await asyncio.open_connection(sock=metrics)
-                undo.callback(streams[1].close)
+                scraped = Scraped(*await asyncio.open_connection(sock=scraping))
+                undo.callback(scraped.close)
                 send(own, self._begin(front), [self._places])
                 pidfd = os.pidfd_open(process.pid)
             except OSError as error:
                 raise UsageError(f"a front could not be started: {error.strerror}") from error
             undo.pop_all()
+        answering = self._loop.create_task(answer_scrapes(asked, {STATISTICS: self.statistics}))
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
         front.process, front.pidfd, front.end = process, pidfd, own
-        front.tether, front.streams, front.error = tether, streams, None
+        front.tether, front.scraped, front.error = tether, scraped, None
         own.settimeout(0)
         self._pool.add(front.number, own)
         self._loop.add_reader(own.fileno(), self._readable, front)
@@ -291,9 +340,9 @@ class Fronts:
         front.end.close()
         if front.tether is not None:
             front.tether.close()
-        if front.streams is not None:
-            front.streams[1].close()
-            front.streams = front.scraping = None
+        if front.scraped is not None:
+            front.scraped.close()
+            front.scraped = None
         self._ready.discard(front.number)
         front.process = None
         self._changed.set()
@@ -404,24 +453,12 @@ class Fronts:
         hurry.cancel()
         return task.done()
 
-    async def _scrape(self, front: Front) -> bytes:
-        """Return the metrics of a front; empty if it does not answer."""
-        if front.streams is None or front.number not in self._ready:
-            return b""
-        task = front.scraping
-        if task is None or task.done():
-            task = front.scraping = self._loop.create_task(_metrics_of(*front.streams))
-        await asyncio.wait([task], timeout=SCRAPE_S)
-        return task.result() if task.done() else b""
-
-
-async def _metrics_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """Read the metrics of a front; return nothing if the front ends."""
-    try:
-        writer.write(b"\n")
-        return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH)))
-    except (OSError, asyncio.IncompleteReadError):
-        return b""
+    async def _scrape(self, what: bytes) -> dict[int, bytes]:
+        """Request a text from every front; return the answers by front number, without missing ones."""
+        asked = {front.number: front.scraped for front in self._fronts if front.number in self._ready}
+        known = {number: scraped for number, scraped in asked.items() if scraped is not None}
+        texts = await asyncio.gather(*[scraped.ask(what, SCRAPE_S) for scraped in known.values()])
+        return {number: text for number, text in zip(known, texts, strict=True) if text}
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
@@ -429,9 +466,9 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _spawn(end: int, metrics: int, tether: int) -> "subprocess.Popen[bytes]":
-    command = child_command("asynctrt.serving.front", str(end), str(metrics), __version__)
-    fds = end, metrics, tether
+def _spawn(ends: tuple[int, ...], tether: int) -> "subprocess.Popen[bytes]":
+    command = child_command("asynctrt.serving.front", *map(str, ends), __version__)
+    fds = *ends, tether
     # A separate session: Ctrl-C in a terminal reaches only the parent, which forwards it.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)  # noqa: S603
 
@@ -513,10 +550,15 @@ def _reserve(stack: ExitStack, host: str, port: int) -> int:
     return port
 
 
-async def answer_scrapes(end: socket.socket, text: Callable[[], Awaitable[bytes]]) -> None:
-    """Send the parent the metrics of a front whenever it asks."""
+async def answer_scrapes(end: socket.socket, texts: Mapping[bytes, Callable[[], Awaitable[bytes]]]) -> None:
+    """Answer the requests of a :class:`Scraped` at the other end of a socket until its process ends."""
     reader, writer = await asyncio.open_connection(sock=end)
-    while await reader.read(1):
-        said = await text()
-        writer.write(len(said).to_bytes(LENGTH) + said)
-        await writer.drain()
+    try:
+        while what := await reader.read(1):
+            said = await texts[what]()
+            writer.write(len(said).to_bytes(LENGTH) + said)
+            await writer.drain()
+    except OSError:
+        logger.debug("a process ended before it had read an answer")
+    finally:
+        writer.close()

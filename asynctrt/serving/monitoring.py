@@ -48,7 +48,7 @@ class PagesAlone(Api):
         is_authorized: bool = False,
     ) -> Answer:
         """Answer a page."""
-        if path.decode("latin-1") not in self.pages:
+        if self.page(path.decode("latin-1")) is None:
             known = ", ".join(name for name in self.pages if not name.startswith("/dashboard/"))
             return error_answer(UnknownModelError(f"there is nothing here but {known}"))
         return await super().respond(method, path, headers, body, caller, hold, is_authorized=is_authorized)

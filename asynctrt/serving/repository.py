@@ -78,6 +78,8 @@ class Repository:
         self.is_draining = False
         self.is_live = True
         """Whether the process is of use: false once a device has been lost for long enough."""
+        self.is_starting = False
+        """Whether the server is still starting: it is not ready then, even if its models are."""
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -97,7 +99,7 @@ class Repository:
         False until all places that the repository started with were looked through.
         """
         return (
-            not self.is_draining
+            not (self.is_draining or self.is_starting)
             and not self._unseen
             and all(
                 entry.is_ready or entry.is_put_aside

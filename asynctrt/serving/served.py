@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from math import prod
 from typing import Any, Final
 
 from asynctrt import clock
@@ -208,6 +209,17 @@ class ServedModel:
         under_way = sum(counted(one.future) for one in self._divisible if one.has_future)
         return done.succeeded - self._parts - under_way
 
+    @property
+    def batch_nbytes(self) -> int:
+        """Bytes of a full batch's inputs or outputs, whichever are more, without tensors of open sizes."""
+        rows = self.engine.max_rows if self._is_batched else 1
+
+        def nbytes(specs: Iterable[TensorSpec]) -> int:
+            fixed = [spec for spec in specs if spec.is_fixed and not spec.dtype.hasobject]
+            return sum([int(prod(spec.shape(rows))) * spec.dtype.itemsize for spec in fixed])
+
+        return max(nbytes(self.engine.inputs), nbytes(self.engine.outputs))
+
     def metadata(self, versions: list[str]) -> dict[str, Any]:
         """Return KServe's model metadata."""
         return {
@@ -318,6 +330,31 @@ class ServedModel:
                 }
             ],
         }
+
+
+def summed(statistics: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sum the results of :meth:`ServedModel.statistics` from several processes, by model and version."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in statistics:
+        key = one["name"], one["version"]
+        found[key] = _sum("", found[key], one) if key in found else one
+    return list(found.values())
+
+
+def _sum(name: str, one: Any, other: Any) -> Any:
+    """Add two values of a field. Entries of lists are matched by their batch size or type."""
+    if isinstance(one, dict):
+        return one | {
+            key: _sum(key, one[key], value) if key in one else value for key, value in other.items()
+        }
+    if isinstance(one, list):
+        by_key = [
+            {entry.get("batch_size", entry.get("type")): entry for entry in side} for side in (one, other)
+        ]
+        return list(_sum("", *by_key).values())
+    if name == "last_inference":
+        return max(one, other)
+    return one if isinstance(one, str) or name in ("batch_size", "id") else one + other
 
 
 def reason_of(error: BaseException) -> str:

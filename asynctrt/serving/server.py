@@ -22,6 +22,7 @@ import anyio
 from asynctrt import clock
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.forks import Origin
+from asynctrt.kserve.json_codec import dump
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.loops import in_lost_thread
 from asynctrt.process import calm_gc
@@ -46,6 +47,8 @@ from asynctrt.serving.telemetry import find_tracing
 
 SAMPLE_S: Final = 1.0
 BACKLOG: Final = 1024
+REPLACED_S: Final = 1.0
+"""How long gRPC calls from before the restart may take to finish."""
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -173,6 +176,7 @@ class Server:
                 self._refused,
                 lambda: self.api.unauthorized,
                 lambda: self.api.memory.refused,
+                lambda: self.api.foreign,
             )
             tls = self._certificate.context if self._certificate is not None else None
             await self._listen(self._hub, settings.http_port, tls)
@@ -186,6 +190,32 @@ class Server:
         except BaseException:
             await self._close()
             raise
+
+    async def fit_grpc(self) -> None:
+        """Restart gRPC on the same port if full batches of the models exceed its message limit.
+
+        gRPC cannot change it while it runs. This closes connections: call it before the server is ready.
+        """
+        grpc = self._grpc
+        if grpc is None:
+            return
+        if grpc.is_too_small:
+            old, grpc = (
+                grpc,
+                GrpcServer(self.api, self.settings, self._certificate, shares_port=self._is_front),
+            )
+            self._grpc = grpc
+            await old.stop(REPLACED_S)
+            await grpc.start(self._grpc_port)
+            if self.is_stopping:
+                await grpc.stop(0)
+        for served in self.repository:
+            if served.batch_nbytes > grpc.message_nbytes_max:
+                logger.warning(
+                    "model %s: a full batch has %d bytes, but a message over gRPC at most %d: use HTTP or a "
+                    "websocket, or raise max_grpc_message",
+                    *(served.name, served.batch_nbytes, grpc.message_nbytes_max),
+                )
 
     def freeze(self) -> None:
         """Collect garbage rarely, and never what exists once models are loaded: see :func:`calm_gc`.
@@ -278,6 +308,10 @@ class Server:
         if self._metrics is None:
             return b""
         return b"".join((await self._metrics.answer({})).body)
+
+    async def statistics_text(self) -> bytes:
+        """Return this process's statistics of all models, as JSON."""
+        return dump(self.api.statistics())
 
     async def wait_stopped(self) -> None:
         """Wait until the server has stopped."""

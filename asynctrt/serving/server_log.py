@@ -211,6 +211,7 @@ class Refusals:
     :param connections: returns the number of connections refused so far.
     :param unauthorized: returns the number of requests refused for their token, host or origin.
     :param memory: returns the number of requests refused for lack of memory.
+    :param foreign: returns the host or origin that was refused last.
     """
 
     def __init__(
@@ -219,12 +220,14 @@ class Refusals:
         connections: Callable[[], int],
         unauthorized: Callable[[], int] = lambda: 0,
         memory: Callable[[], int] = lambda: 0,
+        foreign: Callable[[], str] = str,
         now_ns: Callable[[], int] = clock.now_ns,
     ) -> None:
         self._repository = repository
         self._connections = connections
         self._unauthorized = unauthorized
         self._memory = memory
+        self._foreign = foreign
         self._now_ns = now_ns
         self._told_ns = now_ns() - PERIOD_NS
         self._since_ns = now_ns()
@@ -259,8 +262,10 @@ class Refusals:
                     "refused %d requests within %d s, as max_memory is held for clients", new[0], seconds
                 )
             else:
+                foreign = self._foreign()
                 logger.warning(
-                    "refused %d requests within %d s for their token, host or origin", new[0], seconds
+                    "refused %d requests within %d s for their token, host or origin%s",
+                    *(new[0], seconds, f"; the latest foreign one is {foreign}" if foreign else ""),
                 )
         self._since_ns = now_ns
 

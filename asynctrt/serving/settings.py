@@ -1,5 +1,6 @@
 """The settings of a server: addresses, limits, times. The command's flags have the same names."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -21,6 +22,8 @@ from asynctrt.validation import (
 )
 
 SECONDS_MAX: Final = 1e6
+ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
+"""A page's origin, as browsers send it."""
 OnDeviceLost = Literal["report", "exit"]
 ShareBy = Literal["auto", "token", "address", "connection"]
 LogFormat = Literal["text", "json"]
@@ -67,7 +70,8 @@ class ServerSettings:
         check=count(1),
         doc="""Server processes that share the ports, each with an event loop of its own, for more requests
         than one core can read and write. Models run in worker processes, which all fronts share. Limits
-        and the dashboard are each front's own; metrics of all are at ``metrics_port``. Linux only.""",
+        and the dashboard are each front's own; statistics are of all fronts, and metrics of all are at
+        ``metrics_port``. Linux only.""",
     )
 
     tokens: tuple[str, ...] = setting(
@@ -140,12 +144,13 @@ class ServerSettings:
         connection may have 256 KiB. Default: 1 GiB, or 4 times ``max_body`` if that is more, but no more than
         a fifth of the memory that the machine or its container has.""",
     )
-    max_grpc_message: int = setting(
-        default=4 << 20,
-        check=count(1),
+    max_grpc_message: int | None = setting(
+        default=None,
+        check=count(1).or_none,
         doc="""Bytes of the largest request over gRPC, if ``max_body`` allows as much, and of the largest
-        answer. While gRPC copies a message, nobody else is served: 1 ms with the default, 4 ms with 16 MiB,
-        90 ms with 60 MiB, so send large tensors over HTTP or websockets.""",
+        answer. While gRPC copies a message, nobody else is served: 1 ms with 4 MiB, 4 ms with 16 MiB, 90 ms
+        with 60 MiB, so send large tensors over HTTP or websockets. Default: 4 MiB, or up to 16 MiB if a full
+        batch of a model that is loaded at the start has that many bytes.""",
     )
     max_json: int = setting(
         default=4 << 20,
@@ -299,6 +304,12 @@ class ServerSettings:
         validate(self)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise OptionsError("tls_certificate and tls_key go together: give both or neither")
+        for origin in self.allow_origins:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise OptionsError(
+                    f"allow_origins has {origin!r:.200}, which is no page's origin: give it as browsers send "
+                    "it, such as https://app.example, in lower case and without a slash at its end"
+                )
         if self.max_memory is not None and self.max_memory < self.max_body:
             raise OptionsError(
                 f"max_memory is {self.max_memory}, less than one request may have: max_body is "

@@ -436,7 +436,7 @@ def authorize_route(api: Api, path: bytes, headers: Headers) -> ModelRoute | Non
     :raises AsynctrtError: if the client is refused, or there is no websocket at the path.
     """
     authorize(api, path, headers)
-    if path == PATH:
+    if path.rstrip(b"/") == PATH:
         return None
     route = api.route(path)
     if route is None or route.verb != "ws":

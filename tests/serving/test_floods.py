@@ -183,11 +183,11 @@ class TestStrangers:
                 "127.0.0.1:1": 200,
                 "[::1]": 200,
                 "mine.example:80": 200,
-                "evil.example": 401,
-                "[::1].evil.example": 401,
-                "127.0.0.1:x.evil.example": 401,
-                "evil.example\\@localhost": 401,
-                "127.0.0.1/evil": 401,
+                "evil.example": 403,
+                "[::1].evil.example": 403,
+                "127.0.0.1:x.evil.example": 403,
+                "evil.example\\@localhost": 403,
+                "127.0.0.1/evil": 403,
             }.items():
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(f"GET /metrics HTTP/1.1\r\nHost: {name}\r\nConnection: close\r\n\r\n".encode())
@@ -290,7 +290,7 @@ class TestGrpc:
             by_hand(server) as raw,
         ):
             raw.send(frame(1, 4, 1, call(method, token)) + frame(0, 0, 1, b"\0\0\x3d\x09\0"))
-            await until(lambda: server.api.memory.nbytes == server.settings.max_grpc_message)
+            await until(lambda: server.api.memory.nbytes == server._grpc.message_nbytes_max)
             assert fails(grpc.StatusCode.DEADLINE_EXCEEDED) in await raw.until(1, 1, has_ended=True)
             await until(lambda: not server.api.memory.nbytes)
 

@@ -107,14 +107,16 @@ async def test_a_broken_handshake(headers):
     async with serving() as server, connected(server) as raw:
         raw.send(request("/v2/ws", **headers))
         status, answered, _ = await raw.answer()
-        assert (status, answered["connection"]) == (400, "close")
+        is_old = headers.get("Sec-WebSocket-Version") == "8"
+        assert (status, answered["connection"]) == (426 if is_old else 400, "close")
+        assert answered.get("sec-websocket-version") == ("13" if is_old else None)
 
 
 async def test_a_page_of_another_origin_is_refused():
     async with serving() as server:
         with pytest.raises(InvalidStatus) as caught:
             await opened(server, origin="https://evil.example")
-        assert caught.value.response.status_code == 401
+        assert caught.value.response.status_code == 403
         async with opened(server, origin=server.http_url) as socket:
             await socket.send(binary(1))
             assert (await receive(socket))[1] == [2]

@@ -15,18 +15,26 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
+from tritonclient.grpc.service_pb2 import (
+    ModelInferRequest,
+    ModelInferResponse,
+    ModelStatisticsRequest,
+    ModelStatisticsResponse,
+)
 
+import asynctrt
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.serving import command
 from asynctrt.serving.command import configure
 from asynctrt.serving.fronts import SOON_NS, Front
 from asynctrt.serving.metrics import merged_answer
 from asynctrt.serving.repository import Repository
+from asynctrt.serving.served import ServedModel, summed
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
 from tests.benchmarks import front_faults
 from tests.helpers import WAIT_S, free_port, until
+from tests.models import double_model, rows
 from tests.workers.models import SEGFAULT
 from tests.workers.test_served import body
 
@@ -353,6 +361,57 @@ def test_fronts_have_workers():
         configure({"fronts": 2, "models": ["a.onnx"], "isolation": "none"}, {})
     with pytest.raises(UsageError, match="serve --fronts"):
         Server(Repository(), ServerSettings(fronts=2))
+
+
+async def test_statistics_are_of_all_fronts():
+    async with running() as server, aiohttp.ClientSession() as client:
+        await check(server.url, range(1, 21))
+        async with grpc.aio.insecure_channel(server.grpc_target) as channel:
+            ask = channel.unary_unary(
+                "/inference.GRPCInferenceService/ModelStatistics",
+                request_serializer=ModelStatisticsRequest.SerializeToString,
+                response_deserializer=ModelStatisticsResponse.FromString,
+            )
+            (model,) = (await ask(ModelStatisticsRequest(name="kind"))).model_stats
+            assert model.inference_stats.success.count == 20
+        # What workers tell of batches comes up to 0.1 s later.
+        while (await statistics_of(server.url))["inference_count"] < 20:
+            await asyncio.sleep(0.01)
+        found = [await statistics_of(server.url) for _ in range(10)]
+        assert [one["inference_stats"]["success"]["count"] for one in found] == [20] * 10
+        assert {one["inference_count"] for one in found} == {20}
+        assert {sum(batch["compute_infer"]["count"] for batch in one["batch_stats"]) for one in found} == {
+            found[0]["execution_count"]
+        }
+        async with client.get(f"{server.url}/v2/models/other/stats") as answer:
+            assert answer.status == 404
+
+
+async def statistics_of(url):
+    """Ask over a connection of its own, so that any front may answer."""
+    async with aiohttp.ClientSession() as client, client.get(f"{url}/v2/models/kind/stats") as answer:
+        (one,) = (await answer.json())["model_stats"]
+        return one
+
+
+def test_statistics_of_processes_are_added():
+    async def figures(*counts):
+        async with asynctrt.open(double_model(), max_rows=8) as engine:
+            served = ServedModel("double", "1", engine)
+            for count in counts:
+                await engine.infer(rows(*range(count)))
+            return served.statistics()
+
+    one, other = asyncio.run(figures(1, 8)), asyncio.run(figures(8))
+    (both,) = summed([one, other])
+    assert both["inference_count"] == 17
+    assert {batch["batch_size"]: batch["compute_infer"]["count"] for batch in both["batch_stats"]} == {
+        1: 1,
+        8: 2,
+    }
+    assert both["inference_stats"]["success"]["count"] == 3
+    assert both["memory_usage"][0]["id"] == 0
+    assert len(summed([one, {**other, "version": "2"}])) == 2
 
 
 def test_metrics_of_fronts_are_told_apart():

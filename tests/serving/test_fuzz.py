@@ -853,7 +853,7 @@ GOOD = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nContent-Len
     BODY,
 )
 TAKEN = {200, 304, 101, 100}
-REFUSED = {400, 401, 404, 405, 408, 413, 414, 417, 426, 431, 501, 503, 505}
+REFUSED = {400, 401, 403, 404, 405, 408, 413, 414, 417, 426, 431, 501, 503, 505}
 
 
 def check_socket(served, raw):
@@ -1091,11 +1091,11 @@ SOCKET_CASES = {
     "a page that is not": (http(b"GET /x HTTP/1.1", b"Host: localhost"), 404),
     "another method": (http(b"DELETE /v2 HTTP/1.1", b"Host: localhost"), 405),
     "a websocket at no path of one": (http(b"GET /v2 HTTP/1.1", *WEBSOCKET), 404),
-    "a websocket of no version": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:3], WEBSOCKET[4]), 400),
+    "a websocket of no version": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:3], WEBSOCKET[4]), 426),
     "a websocket of no key": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:4]), 400),
     "a websocket from an origin that is none": (
         http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET, b"Origin: http://["),
-        401,
+        403,
     ),
     "a header so deep that it has no repr": (
         http(INDEX, b"Host: localhost", b"Content-Length: %d" % len(DEEP), body=DEEP),

@@ -729,7 +729,10 @@ class TestAnswers:
             ("GET", "/v2/models/double/versions/2", 404, None),
             ("GET", "/v2/models/double/versions/x/ready", 400, None),
             ("GET", "/v2/models/unknown/ready", 400, None),
-            ("GET", "/v2/models/double/ws", 400, None),
+            ("GET", "/v2/models/double/ws", 426, None),
+            ("GET", "/v2/ws", 426, None),
+            ("GET", "/v2/ws/", 426, None),
+            ("GET", INFER + "/", 405, "POST"),
             ("POST", "/v2/systemsharedmemory/status", 501, None),
             ("POST", "/v2/repository/models/double/load", 400, None),
         ],
@@ -739,6 +742,27 @@ class TestAnswers:
             given, headers, body = await ask(server, path, method=method)
             assert (given, headers.get("allow")) == (status, allow)
             assert json.loads(body)["error"]
+
+    async def test_paths_with_a_slash_at_their_end(self):
+        async with serving() as server, connected(server) as raw:
+            for path in ("", "/models/double", "/models/double/versions/1/ready", "/models/stats"):
+                assert (await ask(server, f"/v2{path}/"))[0] == 200
+            assert (await ask(server, "/metrics/"))[0] == 200
+            assert (await ask(server, "/v2/repository/index/", method="POST"))[0] == 200
+            raw.send(infer(1).replace(INFER.encode(), INFER.encode() + b"/", 1))
+            assert outputs(await raw.answer()) == [2]
+
+    @pytest.mark.parametrize("kind", ["application/octet-stream", "application/json"])
+    async def test_raw_tensors_without_the_length_of_their_json(self, kind):
+        head = json.loads(json_body(1))
+        del head["inputs"][0]["data"]
+        head["inputs"][0]["parameters"] = {"binary_data_size": 4}
+        async with serving() as server:
+            body = json.dumps(head).encode() + np.float32(1).tobytes()
+            status, _, answer = await ask(server, INFER, body, Content_Type=kind)
+            assert (status, "Inference-Header-Content-Length" in json.loads(answer)["error"]) == (400, True)
+            status, _, answer = await ask(server, INFER, b'{"inputs"', Content_Type="application/json")
+            assert (status, "Inference-Header-Content-Length" in json.loads(answer)["error"]) == (400, False)
 
     async def test_a_bug_is_answered_500_and_logged(self, caplog):
         def broken(headers):
@@ -799,7 +823,9 @@ class TestOrigins:
             body = json_body(1) if path == INFER else b"{}"
             for origin in (self.FOREIGN, "null", ""):
                 status, _, answer = await ask(server, path, body, Origin=origin, Content_Type="text/plain")
-                assert (status, "--allow-origins" in json.loads(answer)["error"]) == (401, True)
+                assert (status, "--allow-origins" in json.loads(answer)["error"]) == (403, True)
+                assert origin in json.loads(answer)["error"]
+                assert server.api.foreign == f"origin {origin}"
             assert server.repository.is_ready
             assert engine_of(server).statistics().submitted == 0
 
@@ -817,12 +843,12 @@ class TestOrigins:
                     whole = infer(1, Origin=f"http://{host}", Authorization="Bearer s3cret")
                     raw.send(whole.replace(b"Host: localhost", f"Host: {host}".encode()))
                     is_refused = not tokens and "evil" in host
-                    assert (await raw.answer())[0] == (401 if is_refused else 200), host
+                    assert (await raw.answer())[0] == (403 if is_refused else 200), host
 
     async def test_an_origin_that_is_allowed(self):
         async with serving(allow_origins=(self.FOREIGN,)) as server:
             assert (await ask(server, INFER, json_body(1), Origin=self.FOREIGN))[0] == 200
-            assert (await ask(server, INFER, json_body(1), Origin=self.REBOUND))[0] == 401
+            assert (await ask(server, INFER, json_body(1), Origin=self.REBOUND))[0] == 403
         async with serving(allow_origins=("*",)) as server:
             assert (await ask(server, INFER, json_body(1), Origin=self.REBOUND))[0] == 200
 

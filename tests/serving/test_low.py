@@ -53,7 +53,7 @@ class TestCompressedBodies:
 async def test_http_1_0_has_no_websockets():
     async with serving() as server, connected(server) as raw:
         raw.send(request("/v2/ws", **UPGRADE).replace(b"HTTP/1.1", b"HTTP/1.0"))
-        assert (await raw.answer())[0] == 404
+        assert (await raw.answer())[0] == 426
     async with serving() as server, connected(server) as raw:
         raw.send(request("/v2/ws", **UPGRADE))
         assert (await raw.answer())[0] == 101

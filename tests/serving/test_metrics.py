@@ -2,6 +2,7 @@
 
 import asyncio
 import builtins
+import gzip
 import importlib
 import json
 import re
@@ -100,6 +101,18 @@ async def scrape(api, accept=b""):
 
 def of(samples, name, model="double", **labels):
     return samples[(name, *sorted({"model": model, "version": "1", **labels}.items()))]
+
+
+async def test_they_are_compressed_for_whoever_accepts_it():
+    async with asynctrt.open(double_model(), max_rows=8) as engine:
+        api = served(("double", engine))
+        for accepted in (b"gzip", b"deflate, gzip, br"):
+            answer = await api.respond("GET", b"/metrics", {b"accept-encoding": accepted}, b"")
+            assert dict(answer.headers)["Content-Encoding"] == "gzip"
+            assert b"nv_inference_count" in gzip.decompress(b"".join(answer.body))
+        for refused in (b"gzip;q=0", b"br", b""):
+            answer = await api.respond("GET", b"/metrics", {b"accept-encoding": refused}, b"")
+            assert "Content-Encoding" not in dict(answer.headers)
 
 
 class TestValues:

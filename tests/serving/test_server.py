@@ -17,6 +17,7 @@ from pathlib import Path
 import anyio
 import numpy as np
 import pytest
+import tritonclient.grpc.aio as triton
 
 from asynctrt import loading
 from asynctrt.client import connect
@@ -458,3 +459,48 @@ async def test_connections_that_come_at_once_are_accepted_at_once(tmp_path, encr
         finally:
             for client in clients:
                 client.close()
+
+
+@pytest.mark.anyio
+class TestMessagesOverGrpc:
+    """By default they may be as large as full batches of the models that are loaded before it is ready."""
+
+    WIDE = (3, 224, 224)
+
+    async def test_full_batches_fit(self, caplog):
+        models = {"double": double_model(dims=self.WIDE), "huge": double_model(dims=(8, *self.WIDE))}
+        async with serving(models, grpc=True, engine={"max_rows": 16}) as server:
+            target = server.grpc_target
+            await server.fit_grpc()
+            assert server.grpc_target == target
+            (line,) = [entry.getMessage() for entry in caplog.records if "full batch" in entry.getMessage()]
+            assert line.startswith("model huge: a full batch has 77070336 bytes")
+            batch = np.ones((16, *self.WIDE), np.float32)
+            given = triton.InferInput("input", batch.shape, "FP32")
+            given.set_data_from_numpy(batch)
+            async with triton.InferenceServerClient(target) as client:
+                answer = await client.infer("double", [given])
+            assert answer.as_numpy("output").shape == batch.shape
+            started = server._grpc
+            await server.fit_grpc()
+            assert server._grpc is started, "once is enough"
+
+    @pytest.mark.parametrize("settings", [{"max_grpc_message": 4 << 20}, {"max_body": 1 << 20}])
+    async def test_stated_limits_stay(self, settings):
+        models = {"double": double_model(dims=self.WIDE)}
+        async with serving(models, grpc=True, engine={"max_rows": 16}, **settings) as server:
+            await server.fit_grpc()
+            assert server._grpc.message_nbytes_max == next(iter(settings.values()))
+
+    async def test_small_models_change_nothing(self):
+        async with serving(grpc=True) as server:
+            started = server._grpc
+            await server.fit_grpc()
+            assert (server._grpc, started.message_nbytes_max) == (started, 4 << 20)
+
+    async def test_a_server_that_starts_is_not_ready(self):
+        async with serving() as server:
+            server.repository.is_starting = True
+            assert (await ask(server, "/v2/health/ready"))[0] == 503
+            server.repository.is_starting = False
+            assert (await ask(server, "/v2/health/ready"))[0] == 200

@@ -27,6 +27,9 @@ from asynctrt.validation import docs_of
         ({"tokens": ("",)}, "tokens"),
         ({"tokens": ("t\u00f6ken",)}, "tokens"),
         ({"allow_origins": "https://a"}, "allow_origins"),
+        ({"allow_origins": ("https://a.example/",)}, "allow_origins"),
+        ({"allow_origins": ("https://A.example",)}, "allow_origins"),
+        ({"allow_origins": ("a.example",)}, "allow_origins"),
         ({"tls_key": "key.pem"}, "tls_certificate"),
     ],
 )
