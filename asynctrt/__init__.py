@@ -10,9 +10,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asynctrt._util.process import tune_process
+from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.function import FunctionModel
+from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.batching import Batched, batch
-from asynctrt.build_options import BuildOptions
+from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import DeviceArray
 from asynctrt.devices.host import HostDevice
@@ -50,13 +54,10 @@ from asynctrt.errors import (
     UntrustedError,
     UsageError,
 )
-from asynctrt.loading import limit_gpu_memory
-from asynctrt.onnx_options import OnnxOptions
+from asynctrt.limits import within
 from asynctrt.opening import Opening, open  # noqa: A004  (as in io.open and tarfile.open)
 from asynctrt.options import Options
 from asynctrt.pipeline import Pipeline
-from asynctrt.process import tune_process
-from asynctrt.propagation import within
 from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import (
     BatchStatistics,
@@ -65,7 +66,6 @@ from asynctrt.statistics import (
     Statistics,
     WorkerState,
 )
-from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Array, InferResult, TensorSpec, Timing
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from asynctrt.backends.tensorrt import TensorRTModel as TensorRTModel
     from asynctrt.devices.cuda import CudaDevice as CudaDevice
     from asynctrt.plans.building import build
-from asynctrt.version import __version__ as __version__
+from asynctrt._util.version import __version__ as __version__
 
 _LATER = {
     "CudaDevice": "asynctrt.devices.cuda",

@@ -26,7 +26,7 @@ def main() -> None:
     try:
         # Imported here, as a missing extra must become a message rather than a traceback. It takes most of a
         # command's start, in which there is nothing to undo yet.
-        from asynctrt.cli import main as run  # noqa: PLC0415
+        from asynctrt.cli.app import main as run  # noqa: PLC0415
     except MissingExtraError as error:
         sys.exit(f"MissingExtraError: {error}")
     if is_default:

@@ -31,6 +31,10 @@ from typing import (
 
 import numpy as np
 
+from asynctrt._util.forks import Origin, in_child
+from asynctrt._util.loops import result_of, running_loop
+from asynctrt._util.synonyms import SYNONYMS
+from asynctrt._util.validation import check_names
 from asynctrt.backends.function import (
     RUN_ON,
     FunctionModel,
@@ -38,6 +42,7 @@ from asynctrt.backends.function import (
     is_coroutine_function,
     refuse_generators,
 )
+from asynctrt.core.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
 from asynctrt.engine import Engine
 from asynctrt.errors import (
     AsynctrtError,
@@ -48,16 +53,11 @@ from asynctrt.errors import (
     copy_of,
     show,
 )
-from asynctrt.forks import Origin, in_child
-from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
-from asynctrt.loops import result_of, running_loop
 from asynctrt.opening import NotOpenError
 from asynctrt.opening import open as open_engine
 from asynctrt.options import Options
 from asynctrt.statistics import Statistics
-from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensors import Array
-from asynctrt.validation import check_names
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

@@ -17,10 +17,10 @@ from threading import get_ident
 from types import TracebackType
 from typing import Final, NoReturn, Self
 
+from asynctrt._util.forks import Origin, in_child
+from asynctrt._util.loops import running_loop, see_through
+from asynctrt.core.inputs import Inputs, Outputs
 from asynctrt.errors import UsageError
-from asynctrt.forks import Origin, in_child
-from asynctrt.inputs import Inputs, Outputs
-from asynctrt.loops import running_loop, see_through
 from asynctrt.options import Options
 from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import Batching, BatchTrace, Statistics, WorkerState

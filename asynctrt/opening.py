@@ -10,18 +10,18 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Final, Unpack
 
+from asynctrt._util.loops import in_thread, running_loop
+from asynctrt._util.process import is_in_worker
 from asynctrt.backends.base import Model
+from asynctrt.backends.onnx_objects import OnnxObject, shown
+from asynctrt.core.assembly import EngineParts, build_on
+from asynctrt.core.local import LocalEngine
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.engine import STREAM_END_S, Engine
 from asynctrt.errors import SHOWN_MAX, DeviceUnavailableError, OptionsError, UsageError, bounded
-from asynctrt.local_engine import LocalEngine
-from asynctrt.loops import in_thread, running_loop
-from asynctrt.onnx_objects import OnnxObject, shown
+from asynctrt.limits import unlimited
 from asynctrt.options import Options, Settings
-from asynctrt.parts import EngineParts, build_on
-from asynctrt.process import is_in_worker
-from asynctrt.propagation import unlimited
 
 NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 """The process, or the system, has as many as it may."""

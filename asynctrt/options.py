@@ -6,14 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypedDict, get_args
 
-from asynctrt.build_options import BuildOptions
-from asynctrt.errors import OptionsError, show
-from asynctrt.frozen import FrozenDict
-from asynctrt.onnx_options import OnnxOptions
-from asynctrt.pad_options import sizes_of, values_of
-from asynctrt.synonyms import SYNONYMS
-from asynctrt.tensorrt_options import FLAVOURS, TensorRTOptions
-from asynctrt.validation import (
+from asynctrt._util.frozen import FrozenDict
+from asynctrt._util.pad_options import sizes_of, values_of
+from asynctrt._util.synonyms import SYNONYMS
+from asynctrt._util.validation import (
     FLAG,
     REMOVED_OPTIONS,
     Check,
@@ -29,6 +25,10 @@ from asynctrt.validation import (
     setting,
     validate,
 )
+from asynctrt.backends.build_options import BuildOptions
+from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.tensorrt_options import FLAVOURS, TensorRTOptions
+from asynctrt.errors import OptionsError, show
 
 MAX_ROWS_DEFAULT: Final = 64
 

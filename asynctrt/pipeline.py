@@ -22,8 +22,13 @@ from typing import Any, Final, NoReturn, TypeVar, get_origin
 
 import numpy as np
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.loops import is_cancelled, running_loop, wait_shielded
+from asynctrt._util.nesting import Runs
+from asynctrt._util.validation import count, output_names, priority_of, timeout_ns_of
 from asynctrt.backends.function import is_coroutine_function
+from asynctrt.core.inputs import InputCheck, Inputs, Outputs
+from asynctrt.core.stages import as_dtype, first_of, outcome_of, read_only, specs_of, takes_call
 from asynctrt.engine import HOST, Engine
 from asynctrt.errors import (
     CallerError,
@@ -40,15 +45,10 @@ from asynctrt.errors import (
     once_begun,
     show,
 )
-from asynctrt.inputs import InputCheck, Inputs, Outputs
-from asynctrt.loops import is_cancelled, running_loop, wait_shielded
-from asynctrt.nesting import Runs
+from asynctrt.limits import Limits, hold_from_here, limits_here, run_here, run_in
 from asynctrt.options import Options
-from asynctrt.propagation import Limits, hold_from_here, limits_here, run_here, run_in
-from asynctrt.stages import as_dtype, first_of, outcome_of, read_only, specs_of, takes_call
 from asynctrt.statistics import Batching, BatchStatistics, Statistics
 from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
-from asynctrt.validation import count, output_names, priority_of, timeout_ns_of
 
 logger = logging.getLogger("asynctrt")
 

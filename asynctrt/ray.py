@@ -17,10 +17,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Unpack
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt.core.inputs import Inputs, Outputs
 from asynctrt.engine import Engine
 from asynctrt.errors import DeviceLostError, MissingExtraError, OptionsError, show
-from asynctrt.inputs import Inputs, Outputs
 from asynctrt.opening import open as open_engine
 from asynctrt.options import Options, Settings
 from asynctrt.tensors import InferResult

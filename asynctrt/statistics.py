@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from asynctrt.frozen import FrozenDict
+from asynctrt._util.frozen import FrozenDict
 from asynctrt.scheduling.sizes import Sizes
 
 

@@ -14,8 +14,8 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
+from asynctrt._util.validation import as_int
 from asynctrt.errors import ExecutionError, InputError, ModelError, show
-from asynctrt.validation import as_int
 
 ALONE_FIX: Final = "Open the model with batching='off', so that each request runs alone"
 

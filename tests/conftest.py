@@ -19,7 +19,7 @@ LOOPS = (
     "runtime",
     "serving/test_http.py",
     "serving/test_server.py",
-    "test_alarm.py",
+    "_util/test_alarm.py",
     "test_engine.py",
 )
 """Tests of code that depends on how an event loop behaves: timers, threads, sockets, cancellation."""

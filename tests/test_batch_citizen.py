@@ -17,8 +17,8 @@ import pytest
 
 import asynctrt
 from asynctrt import FunctionModel, TensorSpec
+from asynctrt.core.items import GROUPS_MAX
 from asynctrt.errors import DeviceError, ExecutionError, InputError, ModelError, UsageError
-from asynctrt.items import GROUPS_MAX
 from tests.helpers import WAIT_S, until
 from tests.models import double_model, rows
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.core.items import GROUPS_MAX
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
     DeadlineError,
@@ -26,7 +27,6 @@ from asynctrt.errors import (
     QueueFullError,
     UsageError,
 )
-from asynctrt.items import GROUPS_MAX
 from tests.helpers import until
 
 WAIT_S = 30

@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import async_playwright, expect
 
 import asynctrt
-from asynctrt.demo import ContentModel, read_row
+from asynctrt.cli.demo import ContentModel, read_row
 from tests.helpers import free_port
 from tests.serving.support import CHROMIUM_FLAGS
 

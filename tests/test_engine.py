@@ -533,7 +533,7 @@ class TestOverload:
     ):
         async with asynctrt.open(double_model(), max_rows=64) as engine:
             # Each look at the clock is 1 ms later than the last: 64 submissions take longer than the timeout.
-            ticks = itertools.count(asynctrt.clock.now_ns(), 1_000_000)
+            ticks = itertools.count(asynctrt._util.clock.now_ns(), 1_000_000)
             monkeypatch.setattr(engine._driver, "_now_ns", lambda: next(ticks))
             outcomes = await asyncio.gather(*[engine.infer(rows(1), timeout=0.005) for _ in range(64)])
             assert len(outcomes) == 64

@@ -6,8 +6,8 @@ import pytest
 
 import asynctrt
 from asynctrt.backends.function import FunctionModel
+from asynctrt.core.local import LocalEngine
 from asynctrt.engine import Engine
-from asynctrt.local_engine import LocalEngine
 from asynctrt.workers.engine import IsolatedEngine
 from tests.helpers import WAIT_S
 from tests.workers import local

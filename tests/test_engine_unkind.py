@@ -303,7 +303,7 @@ class TestCalls:
             device.open()
 
     async def test_large_parts_are_joined_off_the_loop(self, monkeypatch):
-        monkeypatch.setattr("asynctrt.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
+        monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
         threads = set()
         join = asynctrt.InferResult.join
 
@@ -321,7 +321,7 @@ class TestCalls:
     async def test_who_has_got_all_parts_is_answered_though_the_engine_ends_meanwhile(
         self, monkeypatch, ends
     ):
-        monkeypatch.setattr("asynctrt.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
+        monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
         begun, go = threading.Event(), threading.Event()
         join = asynctrt.InferResult.join
 
@@ -343,7 +343,7 @@ class TestCalls:
             await ending
 
     async def test_who_has_got_all_parts_is_told_if_they_are_not_joined_in_time(self, monkeypatch):
-        monkeypatch.setattr("asynctrt.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
+        monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
         begun, go = threading.Event(), threading.Event()
         join = asynctrt.InferResult.join
         monkeypatch.setattr(
@@ -361,7 +361,7 @@ class TestCalls:
             go.set()
 
     async def test_who_comes_to_join_parts_once_the_engine_is_closed_is_answered(self, monkeypatch):
-        monkeypatch.setattr("asynctrt.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
+        monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
         async with asyncio.timeout(WAIT_S), asynctrt.open(double_model(), max_rows=2) as engine:
             late = asyncio.Event()
             gathered = asyncio.gather

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from asynctrt._util.files import SpecialFileError, open_regular, read_regular
 from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.backends.tensorrt.jit import KernelCache
 from asynctrt.backends.tensorrt.manifest import read_manifest
 from asynctrt.backends.tensorrt.plan import read_plan
 from asynctrt.backends.tensorrt.signatures import check_signature
+from asynctrt.core.loading import load_model
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, CallerError
-from asynctrt.files import SpecialFileError, open_regular, read_regular
-from asynctrt.loading import load_model
 from asynctrt.plans.building import read_source
 from asynctrt.plans.digest import digest_of
 from asynctrt.plans.onnx_file import read_onnx_file

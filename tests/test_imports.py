@@ -35,11 +35,11 @@ OPTIONAL = {
     "orjson": {"kserve/json_codec.py"},
     "prometheus_client": {"observe/prometheus.py"},
     "starlette": set(),  # Only applications import it: our endpoints are plain ASGI.
-    "typer": {"cli.py"},
+    "typer": {"cli/app.py"},
     "uvicorn": set(),
     "websockets": {"client/websocket.py", "serving/frames.py"},
-    "rich": {"build_terminal.py", "cli.py", "loadtest/terminal.py"},  # Two bring it.
-    "threadpoolctl": {"demo.py"},
+    "rich": {"cli/build_terminal.py", "cli/app.py", "loadtest/terminal.py"},  # Two bring it.
+    "threadpoolctl": {"cli/demo.py"},
     "magika": set(),  # The demo reads its files and never imports it.
     "cuda": {"devices/cuda/bindings.py"},
     "tensorrt": set(),  # The adapter imports the flavour that it chose by name.
@@ -81,109 +81,75 @@ def foreign(names):
     return {name.split(".")[0] for name in names} - STANDARD - {"asynctrt"}
 
 
-@pytest.mark.parametrize("path", files("scheduling"), ids=lambda path: path.name)
-def test_scheduling_sees_the_standard_library_and_the_errors_alone(path):
-    names = set(imports(path))
-    assert own(names) <= {"errors", "scheduling"}
+LAYERS = (
+    {"errors"},
+    {"_util"},
+    {"limits", "scheduling", "tensors"},
+    {"devices", "kserve", "statistics"},
+    {"backends"},
+    {"options"},
+    {"runtime"},
+    {"core", "engine", "plans"},
+    {"doctor", "opening", "workers"},
+    {"batching", "client", "observe", "pipeline", "ray"},
+    {"serving"},
+    {"loadtest", "testing"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+"""From the lowest up. What a package or module imports stands in its own layer or below."""
+
+ONLY = {
+    "kserve": {"errors", "tensors"},
+    "observe": {"core", "engine", "errors", "statistics", "tensors"},
+    "scheduling": {"errors"},
+    "serving": {
+        *("_util", "backends", "core", "engine", "errors", "kserve", "observe", "options", "pipeline"),
+        *("statistics", "tensors", "workers"),
+    },
+}
+"""All that some import, besides themselves."""
+
+
+def test_every_module_has_a_layer():
+    assert {name.removesuffix(".py") for name in own_names()} == set().union(*LAYERS)
+
+
+def own_names():
+    return {
+        path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+
+
+@pytest.mark.parametrize("name", sorted(set().union(*LAYERS) - {"__init__", "__main__"}))
+def test_a_layer_sees_those_below_it(name):
+    number = next(number for number, layer in enumerate(LAYERS) if name in layer)
+    allowed = ONLY.get(name, set().union(*LAYERS[: number + 1]))
+    if name == "loadtest":
+        allowed = allowed | {"cli"}  # `load demo` puts load on the demo's model.
+    paths = files(name) or [PACKAGE / f"{name}.py"]
+    seen = {other: path for path in paths for other in own(imports(path)) - {name}}
+    assert {other: path for other, path in seen.items() if other not in allowed and other.islower()} == {}
+
+
+def test_what_users_hold_knows_no_kind_of_engine():
+    names = imports(PACKAGE / "engine.py")
+    assert {name for name in names if name.startswith("asynctrt.runtime")} == {"asynctrt.runtime.slots"}
+    assert {name for name in names if name.startswith("asynctrt.core")} == {"asynctrt.core.inputs"}
+
+
+def test_scheduling_sees_the_standard_library_alone():
+    names = {name for path in files("scheduling") for name in imports(path)}
     assert not foreign(names)
     assert not {name.split(".")[0] for name in names} & {"asyncio", "time", "threading", "random"}
 
 
-@pytest.mark.parametrize("path", files("devices") + files("backends"), ids=lambda path: path.name)
-def test_devices_and_backends_never_see_scheduling_or_runtime(path):
-    leaves = {"clock", "errors", "files", "options", "pace", "tensorrt_options", "tensors"}
-    leaves |= {"build_options", "cancellation", "onnx_objects", "onnx_options", "process", "validation"}
-    leaves |= {"forks", "nesting", "propagation"}
-    assert own(imports(path)) <= leaves | {"backends", "devices"}
-
-
-@pytest.mark.parametrize("path", files("devices"), ids=lambda path: path.name)
-def test_devices_never_see_backends(path):
-    assert "backends" not in own(imports(path))
-
-
-@pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
-def test_runtime_never_sees_what_stands_above_it(path):
-    seen = {"alarm", "backends", "clock", "devices", "errors", "options", "runtime", "scheduling", "tensors"}
-    assert own(imports(path)) <= seen | {"cancellation", "forks", "nesting", "padding"}
-
-
-@pytest.mark.parametrize("path", files("kserve"), ids=lambda path: path.name)
-def test_the_protocol_sees_tensors_and_errors_alone(path):
-    assert own(imports(path)) <= {"errors", "kserve", "tensors"}
-
-
-@pytest.mark.parametrize("path", files("workers"), ids=lambda path: path.name)
-def test_workers_see_the_engine_and_not_what_runs_it(path):
-    seen = {"clock", "engine", "errors", "inputs", "loading", "loops", "opening", "options", "process"}
-    seen |= {"cgroup", "files", "forks", "nesting", "padded_inputs", "statistics", "tensors", "validation"}
-    seen |= {"driven_engine", "version", "workers"}
-    # A front has requests and their keys as an engine has, but neither a scheduler nor a device.
-    modules = {"runtime.answers", "runtime.slots", "runtime.spans"}
-    modules |= {"scheduling.batch", "scheduling.key", "scheduling.request"}
-    if path.name == "front.py":
-        modules |= {"runtime.completion", "runtime.jobs"}  # Its threads copy large rows, as an engine's do.
-    if path.name in ("blocks.py", "child.py", "work.py"):  # The worker's side.
-        modules |= {"intake", "local_engine", "runtime.shared"}
-    names = {name.removeprefix("asynctrt.") for name in imports(path) if name.startswith("asynctrt.")}
-    assert {name for name in names if name.split(".")[0] not in seen} <= modules
-
-
-@pytest.mark.parametrize("path", files("observe"), ids=lambda path: path.name)
-def test_what_observes_engines_sees_them_alone(path):
-    assert own(imports(path)) <= {"engine", "errors", "inputs", "statistics", "tensors"}
-
-
-def test_what_users_hold_knows_no_kind_of_engine():
-    seen = {"errors", "forks", "inputs", "loops", "options", "runtime", "statistics", "tensors"}
-    names = imports(PACKAGE / "engine.py")
-    assert own(names) <= seen
-    assert {name for name in names if name.startswith("asynctrt.runtime")} == {"asynctrt.runtime.slots"}
-
-
-@pytest.mark.parametrize("path", files("serving"), ids=lambda path: path.name)
-def test_serving_sees_the_engine_and_nothing_under_it(path):
-    seen = {
-        "alarm",
-        "cgroup",
-        "clock",
-        "engine",
-        "errors",
-        "files",
-        "forks",
-        "kserve",
-        "loading",
-        "loops",
-        "observe",
-        "onnx_options",
-        "options",
-        "pipeline",
-        "process",
-        "serving",
-        "statistics",
-        "synonyms",
-        "tensors",
-        "validation",
-    }
-    if path.name in ("front.py", "fronts.py"):
-        seen |= {"version", "workers"}
-    assert own(imports(path)) - {"__version__"} <= seen | {"Opening"}
-
-
-@pytest.mark.parametrize("path", files("loadtest"), ids=lambda path: path.name)
-def test_loadtest_sees_the_engine_the_client_and_the_protocol(path):
-    seen = {"alarm", "client", "clock", "demo", "engine", "errors", "kserve", "loading", "loadtest"}
-    assert own(imports(path)) <= seen | {
-        "devices",  # The host device says how many cores there are.
-        "files",
-        "opening",
-        "options",
-        "process",
-        "statistics",
-        "synonyms",
-        "tensors",
-        "validation",
-    }
+def test_workers_see_the_engine_and_not_what_runs_it():
+    """A front has requests and their keys as an engine has, but neither a scheduler nor a device."""
+    modules = {"runtime.answers", "runtime.completion", "runtime.jobs", "runtime.shared", "runtime.slots"}
+    modules |= {"runtime.spans", "scheduling.batch", "scheduling.key", "scheduling.request"}
+    names = {name.removeprefix("asynctrt.") for path in files("workers") for name in imports(path)}
+    assert {name for name in names if name.split(".")[0] in ("devices", "runtime", "scheduling")} <= modules
 
 
 @pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
@@ -295,7 +261,7 @@ def test_the_extra_of_ray_is_named():
 
 def test_the_other_commands_need_nothing_of_a_load_test():
     heavy = {"aiohttp", "hdrh", "jinja2", "psutil", "pynvml", "scipy"}
-    assert not loaded_by("import asynctrt.cli, asynctrt.loadtest") & heavy
+    assert not loaded_by("import asynctrt.cli.app, asynctrt.loadtest") & heavy
 
 
 def test_the_fixtures_need_no_server():

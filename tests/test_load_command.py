@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from asynctrt.loadtest.histogram import Counts
+from tests.cli.test_app import asynctrt_command, in_a_terminal
 from tests.helpers import free_port
 from tests.models import double_onnx, sequence_onnx
 from tests.serving.test_perf_analyzer import Served
-from tests.test_cli import asynctrt_command, in_a_terminal
 
 QUICK = ["--seconds", "0.5", "--warmup", "0.1"]
 
@@ -134,7 +134,7 @@ def test_a_full_disk_costs_the_file_and_not_the_figures(model):
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     program = (
-        "import sys, asynctrt.files as files\n"
+        "import sys, asynctrt._util.files as files\n"
         "class Full:\n"
         "    name = '/dev/full.x'\n"
         "    def __init__(self, **kw): self.file = open('/dev/full', 'wb', buffering=0)\n"

@@ -72,7 +72,7 @@ async def test_no_thread_to_copy_in(refused, is_warm):
 
 
 async def test_no_thread_to_join_the_parts_of_a_call_in(refused, monkeypatch):
-    monkeypatch.setattr("asynctrt.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
+    monkeypatch.setattr("asynctrt.core.splitting.COPY_ON_LOOP_NBYTES_MAX", 64)
     refused.names = ("asynctrt-copy",)
     async with asyncio.timeout(WAIT_S), asynctrt.open(double_model(), max_rows=2) as engine:
         answer = await engine.infer(rows(*range(16)))

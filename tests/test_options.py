@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt._util.synonyms import SYNONYMS
+from asynctrt._util.validation import REMOVED_OPTIONS, docs_of
 from asynctrt.errors import OptionsError
 from asynctrt.options import Options, Settings
-from asynctrt.synonyms import SYNONYMS
-from asynctrt.validation import REMOVED_OPTIONS, docs_of
 
 
 def test_the_keywords_of_open_are_the_options():

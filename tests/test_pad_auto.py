@@ -12,12 +12,12 @@ import pytest
 import asynctrt
 import asynctrt.client
 from asynctrt.backends.function import FunctionModel
+from asynctrt.core.padded_inputs import PaddedInputCheck, front_check
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, OptionsError, TooLargeError
 from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.options import Options
-from asynctrt.padded_inputs import PaddedInputCheck, front_check
-from asynctrt.padding import Limits, Padding
+from asynctrt.runtime.pad_sizes import Limits, Padding
 from asynctrt.scheduling import sizes as module
 from asynctrt.scheduling.sizes import Costs
 from asynctrt.serving.command import configure, read_config
@@ -25,8 +25,8 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import WAIT_S
 from tests.models import sequence_onnx
+from tests.runtime.test_pad_sizes import COUNT, IDS, MASK, TWO, ids
 from tests.serving.support import ask, serving
-from tests.test_padding import COUNT, IDS, MASK, TWO, ids
 from tests.workers.models import masked
 
 pytestmark = pytest.mark.anyio

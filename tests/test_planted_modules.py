@@ -120,7 +120,7 @@ def test_nothing_in_the_working_directory_is_imported(tmp_path, command):
 
 
 def test_a_path_of_any_bytes_reaches_a_child(tmp_path, monkeypatch):
-    from asynctrt.process import child_command
+    from asynctrt._util.process import child_command
 
     module = tmp_path / os.fsdecode(b"caf\xe9") / "for_a_child.py"
     module.parent.mkdir()

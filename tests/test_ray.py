@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.backends.function import FunctionModel
 from asynctrt.tensors import TensorSpec
 from tests.helpers import needed

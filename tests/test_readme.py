@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.cli import LOAD_FLAGS
+from asynctrt.cli.app import LOAD_FLAGS
 from asynctrt.loadtest.session import SETTING_NAMES
 from asynctrt.options import Options
 from asynctrt.serving.command import configure, read_config

@@ -258,7 +258,7 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.ns = 0
-        monkeypatch.setattr("asynctrt.clock.now_ns", lambda: self.ns)
+        monkeypatch.setattr("asynctrt._util.clock.now_ns", lambda: self.ns)
 
     def plain(self, inputs):
         self.ns += int(inputs["x"][0]) * HELD_NS // 2

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from asynctrt._util.validation import show
 from asynctrt.errors import ExecutionError, InputError, ModelError
 from asynctrt.tensors import BatchRecord, InferResult, TensorSpec, convert
-from asynctrt.validation import show
 
 FLOATS = TensorSpec("x", np.dtype("float32"), (3,))
 IDS = TensorSpec("ids", np.dtype("int64"), ("length",))

@@ -138,14 +138,14 @@ def test_only_the_clock_reads_the_time():
         if (isinstance(item, ast.Import) and any(alias.name == "time" for alias in item.names))
         or (isinstance(item, ast.ImportFrom) and item.module == "time")
     ]
-    assert readers == ["asynctrt/clock.py"]
+    assert readers == ["asynctrt/_util/clock.py"]
 
 
 OF_THE_PROCESS = {
+    "_util/process.py:_installed_first": "modules are found by the process",
     "backends/tensorrt/messages.py:_logs": "TensorRT has one logger in a process",
     "devices/cuda/context.py:_gpus": "a GPU is lost, or stuck, for the whole process",
     "devices/cuda/streams.py:_collector": "Python has one garbage collector in a process",
-    "process.py:_installed_first": "modules are found by the process",
     "runtime/shares.py:_devices": "a device is one, whichever engine runs on it",
 }
 """State at module level, each with the reason why it cannot belong to an engine or to a device."""
@@ -194,6 +194,8 @@ def test_no_document_names_the_host_of_a_package_registry():
 
 
 UNTESTED = {
+    "backends/onnx_objects.py": "tests/backends/test_onnxruntime.py and others open such objects",
+    "backends/tensorrt_options.py": "tests/backends/tensorrt/test_model.py and others open plans with them",
     "loadtest/api.py": "tests/loadtest/test_local.py and test_job.py there try `loadtest.run`",
     "serving/api.py": "tests/serving/test_kserve_http.py and others try its routes through HTTP",
     "serving/command.py": "tests/serving/test_server.py and others try the command as a process",

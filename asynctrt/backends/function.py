@@ -12,13 +12,13 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.validation import choice
 from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream, RunOn, Unfinished, Work, warn_if_held
 from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe, show
 from asynctrt.tensors import Array, TensorSpec, as_numpy, is_array
-from asynctrt.validation import choice
 
 BatchFunction = Callable[..., Any]
 

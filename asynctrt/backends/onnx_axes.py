@@ -7,9 +7,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from asynctrt._util.validation import Check
 from asynctrt.errors import ModelError, OptionsError
 from asynctrt.tensors import TensorSpec
-from asynctrt.validation import Check
 
 DTYPES: Final = {
     "tensor(float)": "float32",

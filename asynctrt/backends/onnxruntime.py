@@ -23,6 +23,8 @@ from asynctrt.backends.onnx_axes import (
     read_axes,
     read_whole_axes,
 )
+from asynctrt.backends.onnx_objects import OnnxObject
+from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.onnxruntime_session import (
     LOG_FATAL_ONLY,
     Source,
@@ -35,8 +37,6 @@ from asynctrt.backends.onnxruntime_session import (
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, UsageError
-from asynctrt.onnx_objects import OnnxObject
-from asynctrt.onnx_options import OnnxOptions
 from asynctrt.tensors import Array
 
 __all__ = ["LOG_FATAL_ONLY", "OnnxModel", "element_type", "ort"]
@@ -54,7 +54,8 @@ class OnnxModel(ModelBase):
     :param path: the ``.onnx`` file; or its content as an object (bytes, an ``onnx.ModelProto``); or an
         existing ``onnxruntime.InferenceSession``, which then runs batches from several threads at once and
         stays open when the model is closed.
-    :param options: :class:`~asynctrt.onnx_options.OnnxOptions`, or a mapping of option names to values.
+    :param options: :class:`~asynctrt.backends.onnx_options.OnnxOptions`, or a mapping of option names to
+        values.
     :param rows: the axis of rows, as in an engine's options ``batch_axis`` and ``shared``.
     :raises OptionsError: for an argument of the wrong type, or an invalid option.
     :raises ModelNotFoundError: if the file does not exist.

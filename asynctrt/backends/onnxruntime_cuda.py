@@ -22,7 +22,10 @@ from functools import cache
 from io import StringIO
 from typing import Any, Final
 
+from asynctrt._util.validation import PATH
 from asynctrt.backends.onnx_axes import FIRST_AXIS, ROWS, RowSettings
+from asynctrt.backends.onnx_objects import OnnxObject, is_onnx_object, shown
+from asynctrt.backends.onnx_options import CPU, CUDA, NO_FALLBACK, TENSORRT, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.backends.onnxruntime_errors import Meaning, meaning_of
 from asynctrt.backends.onnxruntime_session import (
@@ -48,9 +51,6 @@ from asynctrt.errors import (
     ModelError,
     OptionsError,
 )
-from asynctrt.onnx_objects import OnnxObject, is_onnx_object, shown
-from asynctrt.onnx_options import CPU, CUDA, NO_FALLBACK, TENSORRT, OnnxOptions
-from asynctrt.validation import PATH
 
 CUDA_MEMORY: Final = "Cuda"
 """ONNX Runtime's name for GPU memory."""

@@ -14,6 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.files import is_there, open_regular
+from asynctrt._util.validation import PATH
+from asynctrt.backends.onnx_objects import content_of, is_onnx_object, is_session, shown
+from asynctrt.backends.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions
 from asynctrt.devices.host import cores
 from asynctrt.errors import (
     DESCRIBED_MAX,
@@ -25,10 +29,6 @@ from asynctrt.errors import (
     bounded,
     show,
 )
-from asynctrt.files import is_there, open_regular
-from asynctrt.onnx_objects import content_of, is_onnx_object, is_session, shown
-from asynctrt.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions
-from asynctrt.validation import PATH
 
 # Otherwise ONNX Runtime creates a telemetry database in the user's home directory on import or when a session
 # is created. An application that wants it can set the variable itself.

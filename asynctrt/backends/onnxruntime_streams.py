@@ -28,11 +28,11 @@ import numpy as np
 
 from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
+from asynctrt.backends.onnx_objects import OnnxObject, is_session
+from asynctrt.backends.onnx_options import NO_FALLBACK, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel, checked_shape, element_type, ort
 from asynctrt.devices.base import Buffer, Device, Stream, aligned
 from asynctrt.errors import ExecutionError, UsageError
-from asynctrt.onnx_objects import OnnxObject, is_session
-from asynctrt.onnx_options import NO_FALLBACK, OnnxOptions
 from asynctrt.tensors import Array, Dims, TensorSpec, shape_of
 
 

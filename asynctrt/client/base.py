@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from asynctrt._util.forks import Origin
+from asynctrt._util.loops import running_loop
 from asynctrt.client.persistence import (
     check_names,
     check_settings,
@@ -17,9 +19,7 @@ from asynctrt.client.persistence import (
     without_credentials,
 )
 from asynctrt.errors import UsageError
-from asynctrt.forks import Origin
-from asynctrt.loops import running_loop
-from asynctrt.propagation import limits_here
+from asynctrt.limits import limits_here
 from asynctrt.tensors import Array, TensorSpec
 
 

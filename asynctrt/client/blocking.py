@@ -7,11 +7,11 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from asynctrt._util.forks import Origin
 from asynctrt.client.base import Client
 from asynctrt.client.connecting import connect
 from asynctrt.client.persistence import NotConnectedError
 from asynctrt.errors import UsageError
-from asynctrt.forks import Origin
 from asynctrt.tensors import Array
 
 T = TypeVar("T")

@@ -7,6 +7,7 @@ from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
 from asynctrt import errors
+from asynctrt._util.loops import is_cancelled
 from asynctrt.client.base import Client
 from asynctrt.client.persistence import (
     NotConnectedError,
@@ -27,7 +28,6 @@ from asynctrt.errors import (
 from asynctrt.kserve.client import AnswerError, as_arrays, describe_request, read_answer, takes_binary
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import dump, parse_object
-from asynctrt.loops import is_cancelled
 from asynctrt.tensors import Array
 
 try:

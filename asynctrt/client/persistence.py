@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from asynctrt import errors
+from asynctrt._util.validation import duration, int_or_none
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
@@ -20,7 +21,6 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.client import AnswerError, read_specs
 from asynctrt.tensors import TensorSpec, convert
-from asynctrt.validation import duration, int_or_none
 
 T = TypeVar("T")
 

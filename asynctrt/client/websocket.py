@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 from asynctrt import errors
+from asynctrt._util.forks import in_child, seal
 from asynctrt.client.base import Client
 from asynctrt.client.persistence import (
     NotConnectedError,
@@ -22,7 +23,6 @@ from asynctrt.errors import (
     copy_for,
     show,
 )
-from asynctrt.forks import in_child, seal
 from asynctrt.kserve.client import (
     AnswerError,
     as_array,

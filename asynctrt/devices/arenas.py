@@ -14,9 +14,9 @@ from typing import Self
 
 import numpy as np
 
+from asynctrt._util.forks import Origin
 from asynctrt.devices.base import Buffer, Device, Event, Stream, aligned, check_room
 from asynctrt.errors import InternalError, OptionsError, UsageError
-from asynctrt.forks import Origin
 
 
 class GrowingBuffer:

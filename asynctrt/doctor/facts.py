@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt.backends.tensorrt_options import FLAVOURS
 from asynctrt.doctor.children import Outcome, ask
 from asynctrt.doctor.machine import Machine, read_machine
-from asynctrt.tensorrt_options import FLAVOURS
 
 CHILDREN_MAX: Final = 4
 """The maximum number of probes that run at once."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from asynctrt.cgroup import Cgroup, text_of, total_memory
+from asynctrt._util.cgroup import Cgroup, text_of, total_memory
 
 NVIDIA: Final = "0x10de"
 """NVIDIA's vendor id on the PCI bus."""

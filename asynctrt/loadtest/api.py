@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from asynctrt._util.synonyms import ALL_SYNONYMS
+from asynctrt._util.validation import check_names
 from asynctrt.engine import Engine
 from asynctrt.errors import UsageError
 from asynctrt.loadtest.job import LoadJob, carry_out
@@ -14,8 +16,6 @@ from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
 from asynctrt.loadtest.settings import LoadSettings, in_own_words
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.options import Options
-from asynctrt.synonyms import ALL_SYNONYMS
-from asynctrt.validation import check_names
 
 
 async def run(

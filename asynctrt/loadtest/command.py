@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt import demo
+from asynctrt._util.files import write_whole
+from asynctrt.cli import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
-from asynctrt.files import write_whole
 from asynctrt.loadtest.criteria import Criterion, failures, unchecked
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.opening import find_modules
@@ -81,7 +81,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         target = str(model.path)
         options = {"max_rows": demo.MAX_ROWS, **options}
         if not {"inputs", "trace"} & settings.keys():
-            settings |= {"inputs": demo.default_folders()[0], "reader": "asynctrt.demo:read_input"}
+            settings |= {"inputs": demo.default_folders()[0], "reader": "asynctrt.cli.demo:read_input"}
     if ADDRESS.match(target) and not Path(target).exists():
         raise UsageError(
             f"{target!r} is not a file. For a server, give the address of a model, such as "

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from asynctrt._util.process import raise_open_files
 from asynctrt.loadtest.machine import available_nbytes
-from asynctrt.process import raise_open_files
 
 OPEN_FILES: Final = Path("/proc/self/fd")
 

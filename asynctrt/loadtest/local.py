@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, TargetError, describe
 from asynctrt.loadtest.arrivals import read_trace
 from asynctrt.loadtest.limits import room

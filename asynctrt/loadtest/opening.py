@@ -7,14 +7,14 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
+from asynctrt._util.process import add_cwd_to_path
+from asynctrt.core.loading import is_attribute, name_of
 from asynctrt.engine import Engine
 from asynctrt.errors import OptionsError, UsageError, show
-from asynctrt.loading import is_attribute, name_of
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.opening import open as open_engine
-from asynctrt.process import add_cwd_to_path
 
 
 @asynccontextmanager

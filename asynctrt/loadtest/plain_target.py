@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import (
     ConnectionLostError,
     MissingExtraError,

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import anyio
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.process import calm_gc, safe_path, shorten_switch_interval
 from asynctrt.errors import AsynctrtError, InternalError, TargetError
 from asynctrt.loadtest.local import Local
 from asynctrt.loadtest.opening import find_modules
@@ -23,7 +24,6 @@ from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import Outcome
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
-from asynctrt.process import calm_gc, safe_path, shorten_switch_interval
 
 LEAD_NS: Final = 100_000_000
 """Time from when every process is ready to the start of a run, so that each has been told by then."""
@@ -54,7 +54,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Order a process to begin the planned run, at this time of :func:`asynctrt.clock.now_ns`."""
+    """Order a process to begin the planned run, at this time of :func:`asynctrt._util.clock.now_ns`."""
 
     at_ns: int
 

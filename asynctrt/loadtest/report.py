@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt.files import write_whole
+from asynctrt._util.files import write_whole
 from asynctrt.loadtest.criteria import FIGURES
 
 FORMAT: Final = 1

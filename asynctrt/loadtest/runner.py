@@ -2,7 +2,7 @@
 
 An open loop looks at the clock once per turn of the event loop while the next request is near, and sleeps on
 an
-:mod:`~asynctrt.alarm` while it is far. tests/benchmarks/lateness.py measures how late it is.
+:mod:`~asynctrt._util.alarm` while it is far. tests/benchmarks/lateness.py measures how late it is.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from asynctrt import clock
-from asynctrt.alarm import create_alarm
+from asynctrt._util import clock
+from asynctrt._util.alarm import create_alarm
 from asynctrt.errors import describe
 from asynctrt.loadtest.arrivals import Arrivals
 from asynctrt.loadtest.plans import ProcessPlan

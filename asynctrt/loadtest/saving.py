@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.files import write_whole
 from asynctrt.devices.host import cores
 from asynctrt.errors import UsageError
-from asynctrt.files import write_whole
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.targets import without_password
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from os import getpid
 from typing import Any, Final, Self
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.validation import check_names
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.figures import Counted, make_run, narrowness
 from asynctrt.loadtest.local import Local
@@ -21,7 +22,6 @@ from asynctrt.loadtest.runner import Outcome
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.options import Options
-from asynctrt.validation import check_names
 
 LOOK_S: Final = 0.5
 """Polling interval for memory, the GPU and the confidence intervals during a run."""

@@ -7,11 +7,7 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import LoadProfile
-from asynctrt.loadtest.criteria import Criterion, latency_target_ms, parse_slo
-from asynctrt.tensors import Array
-from asynctrt.validation import (
+from asynctrt._util.validation import (
     FLAG,
     PATH,
     TEXT,
@@ -26,6 +22,10 @@ from asynctrt.validation import (
     setting,
     validate,
 )
+from asynctrt.errors import OptionsError
+from asynctrt.loadtest.arrivals import LoadProfile
+from asynctrt.loadtest.criteria import Criterion, latency_target_ms, parse_slo
+from asynctrt.tensors import Array
 
 Arrivals = Literal["poisson", "constant"]
 Pacing = Literal["auto", "adaptive", "spin", "timer"]

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Final, Self
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.validation import printable
 from asynctrt.errors import MissingExtraError
 from asynctrt.loadtest.criteria import PERCENTILES
 from asynctrt.loadtest.figures import latencies
@@ -11,7 +12,6 @@ from asynctrt.loadtest.recorder import Window, total
 from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.session import Progress
 from asynctrt.loadtest.views import all_errors, kept_text
-from asynctrt.validation import printable
 
 try:
     from rich import box

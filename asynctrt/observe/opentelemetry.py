@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any, Final
 
+from asynctrt.core.inputs import Inputs
 from asynctrt.engine import Engine
 from asynctrt.errors import MissingExtraError, UsageError
-from asynctrt.inputs import Inputs
 from asynctrt.tensors import InferResult
 
 try:

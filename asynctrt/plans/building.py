@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.files import write_whole
+from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.build_process import build_in_process
 from asynctrt.backends.tensorrt.builder import Built, Report, build_plan
 from asynctrt.backends.tensorrt.built_here import record
 from asynctrt.backends.tensorrt.flavours import find_builder
 from asynctrt.backends.tensorrt.manifest import Manifest, ManifestTensor, manifest_path
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
-from asynctrt.build_options import BuildOptions
+from asynctrt.core.loading import PLAN_SUFFIXES, find_device
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, MissingExtraError, ModelError, OptionsError
-from asynctrt.files import write_whole
-from asynctrt.loading import PLAN_SUFFIXES, find_device
 from asynctrt.plans.digest import digest_of, opened
 
 MODEL_NBYTES_MAX: Final = 2 << 30

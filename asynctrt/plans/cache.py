@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.clock import now_ns
+from asynctrt._util.files import locked, make_private, open_regular, sweep
+from asynctrt.backends.build_options import BUILDERS, BuildOptions
 from asynctrt.backends.tensorrt.builder import BuildStep
 from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.backends.tensorrt.manifest import SUFFIX, manifest_path, read_manifest
 from asynctrt.backends.tensorrt.plan import Plan, read_header
-from asynctrt.build_options import BUILDERS, BuildOptions
-from asynctrt.clock import now_ns
 from asynctrt.devices.base import Device, mib
 from asynctrt.errors import MissingExtraError, ModelError, OptionsError, UsageError
-from asynctrt.files import locked, make_private, open_regular, sweep
 from asynctrt.plans.building import ModelSource, build_from, read_source, write_plan
 from asynctrt.plans.digest import digest_of
 from asynctrt.plans.plan_file import installed_versions

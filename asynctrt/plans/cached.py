@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Final
 
 from asynctrt.backends.base import Model
+from asynctrt.backends.build_options import BuildOptions
+from asynctrt.backends.onnx_objects import OnnxObject, shown
+from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt import TensorRTModel
-from asynctrt.build_options import BuildOptions
+from asynctrt.backends.tensorrt_options import TensorRTOptions
+from asynctrt.core.loading import PLAN_SUFFIXES, load_model
 from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError
-from asynctrt.loading import PLAN_SUFFIXES, load_model
-from asynctrt.onnx_objects import OnnxObject, shown
-from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
 from asynctrt.plans.cache import PlanCache
-from asynctrt.tensorrt_options import TensorRTOptions
 
 ONNX_SUFFIX: Final = ".onnx"
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
+from asynctrt._util.files import open_regular
 from asynctrt.errors import ModelError, ModelNotFoundError
-from asynctrt.files import open_regular
 
 
 @contextmanager

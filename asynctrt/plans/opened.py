@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Final
 
 from asynctrt.backends.base import Model
+from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt.details import EngineDetails
 from asynctrt.backends.tensorrt.model import TensorRTModel
+from asynctrt.backends.tensorrt_options import TensorRTOptions
+from asynctrt.core.assembly import build_on
+from asynctrt.core.loading import find_device, load_model
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, OptionsError
-from asynctrt.loading import find_device, load_model
-from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
-from asynctrt.parts import build_on
 from asynctrt.plans.plan_file import is_plan, read_beginning
-from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import TensorSpec
 
 CLOSE_S: Final = 1.0

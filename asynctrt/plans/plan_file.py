@@ -19,8 +19,8 @@ from asynctrt.backends.tensorrt.plan import (
     capability_text,
     read_header,
 )
+from asynctrt.backends.tensorrt_options import FLAVOURS
 from asynctrt.plans.digest import digest_of_file, opened
-from asynctrt.tensorrt_options import FLAVOURS
 
 SUFFIXES: Final = ("", "-cu11", "-cu12", "-cu13")
 """The suffixes of package names: none, or the CUDA version that the package is built for."""

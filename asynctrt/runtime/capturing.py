@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model, PreparedModel
-from asynctrt.cancellation import current
 from asynctrt.devices.base import Device, check_room, mib
 from asynctrt.errors import UsageError
 from asynctrt.runtime.graphs import Capture, CaptureCosts

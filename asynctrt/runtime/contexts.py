@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Final, cast
 
+from asynctrt._util.cancellation import current
+from asynctrt._util.nesting import Runs
 from asynctrt.backends.base import (
     Binding,
     Model,
@@ -16,16 +18,14 @@ from asynctrt.backends.base import (
     PreparedModel,
     create_context_on,
 )
-from asynctrt.cancellation import current
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
-from asynctrt.nesting import Runs
-from asynctrt.padding import Padding
 from asynctrt.runtime.capturing import Capturing, are_dense
 from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch
 from asynctrt.runtime.jobs import Job
+from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.runtime.padding import PaddedSource
 from asynctrt.runtime.prepare import Place, prepare
 from asynctrt.runtime.shared import SharedRows, SharedSource, are_shared

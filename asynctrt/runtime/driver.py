@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from asynctrt.alarm import create_alarm
+from asynctrt._util.alarm import create_alarm
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import raise_on_loop

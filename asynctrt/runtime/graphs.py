@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple, cast
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.backends.base import (
     Binding,
     ExecutionContext,

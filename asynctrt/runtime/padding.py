@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from asynctrt.padding import Fit, Padding
+from asynctrt.runtime.pad_sizes import Fit, Padding
 from asynctrt.runtime.spans import spans_of
 from asynctrt.runtime.staging import RowSource, Slab
 from asynctrt.scheduling.batch import Batch

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Final, NamedTuple, TypeVar
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.cancellation import Cancellation
 from asynctrt.backends.base import Binding, PreparedContext, PreparedModel
-from asynctrt.cancellation import Cancellation
 from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, UsageError
 

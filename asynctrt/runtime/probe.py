@@ -5,14 +5,14 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
+from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model, RangedModel
-from asynctrt.cancellation import current
 from asynctrt.devices.arenas import Arenas, GrowingBuffer
 from asynctrt.devices.base import Buffer, Device
 from asynctrt.errors import DeviceLostError, ExecutionError, UsageError
-from asynctrt.padding import Padding
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.inflight import InFlight
+from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request

@@ -5,8 +5,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from asynctrt.padding import Padding
 from asynctrt.runtime.inflight import InFlight
+from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.runtime.padding import PaddedSource
 from asynctrt.scheduling.estimates import QUANTILE, LatencyHistory
 from asynctrt.scheduling.sizes import Costs, Parts

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Hashable
 from types import TracebackType
 from typing import Any, Self
 
+from asynctrt._util.forks import Origin
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError, show
-from asynctrt.forks import Origin
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.staging import Slab, SlotRows
 from asynctrt.scheduling.key import BatchKey

@@ -7,7 +7,8 @@ from ipaddress import IPv6Address, ip_address
 from typing import Any, Final
 from urllib.parse import unquote
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.validation import timeout_ns_of
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError, once_begun
 from asynctrt.kserve.codec import DecodedRequest
@@ -15,7 +16,6 @@ from asynctrt.pipeline import PLATFORM
 from asynctrt.serving.fairness import NO_DEADLINE_NS, Gate, Lane, Ticket
 from asynctrt.serving.memory import Account
 from asynctrt.tensors import Array, InferResult
-from asynctrt.validation import timeout_ns_of
 
 WAITING_NBYTES_MAX: Final = 256 << 20
 """Default limit for the total bytes of inputs waiting for a model."""

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import (
     AsynctrtError,
     CallerError,

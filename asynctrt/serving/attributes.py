@@ -12,10 +12,10 @@ from typing import Any, Final, Union, cast, get_args, get_origin, get_type_hints
 import numpy as np
 
 import asynctrt
+from asynctrt._util.loops import in_thread
+from asynctrt.core.loading import Made, make, owned
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError, describe, show
-from asynctrt.loading import Made, make, owned
-from asynctrt.loops import in_thread
 from asynctrt.options import Options
 from asynctrt.tensors import TensorSpec
 

@@ -17,20 +17,22 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from asynctrt.cgroup import memory_nbytes
-from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
-from asynctrt.files import read_regular
-from asynctrt.kserve.datatypes import datatype_of
-from asynctrt.loading import ATTRIBUTE, is_attribute
-from asynctrt.onnx_options import relative_to
-from asynctrt.options import Options
-from asynctrt.process import (
+from asynctrt._util.cgroup import memory_nbytes
+from asynctrt._util.files import read_regular
+from asynctrt._util.process import (
     DEVICE_LOST,
     add_cwd_to_path,
     open_files_max,
     raise_open_files,
     shorten_switch_interval,
 )
+from asynctrt._util.synonyms import ALL_SYNONYMS
+from asynctrt._util.validation import check_names
+from asynctrt.backends.onnx_options import relative_to
+from asynctrt.core.loading import ATTRIBUTE, is_attribute
+from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
+from asynctrt.kserve.datatypes import datatype_of
+from asynctrt.options import Options
 from asynctrt.serving.entries import Place
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
@@ -41,8 +43,6 @@ from asynctrt.serving.server import Server
 from asynctrt.serving.server_log import ESCAPES, set_up_logging
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.warmup import filled
-from asynctrt.synonyms import ALL_SYNONYMS
-from asynctrt.validation import check_names
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]

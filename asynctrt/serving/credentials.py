@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from asynctrt._util.files import read_regular
 from asynctrt.errors import OptionsError
-from asynctrt.files import read_regular
 
 FILE_NBYTES_MAX: Final = 1 << 20
 TOKENS_MAX: Final = 1024

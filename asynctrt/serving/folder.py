@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.files import SpecialFileError, check_within
+from asynctrt._util.loops import in_lost_thread
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, ModelError, ModelNotFoundError, UnknownModelError, describe
-from asynctrt.files import SpecialFileError, check_within
-from asynctrt.loops import in_lost_thread
 from asynctrt.serving.entries import Source, is_name, is_version
 from asynctrt.serving.model_config import CONFIG, FILENAMES, ModelConfig, read_model_config
 from asynctrt.serving.models import ModelSource, files_mark

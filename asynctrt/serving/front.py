@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import uvloop
 
+from asynctrt._util.version import __version__
 from asynctrt.errors import AsynctrtError
 from asynctrt.serving.command import serve
 from asynctrt.serving.folder import FoundModels
@@ -31,7 +32,6 @@ from asynctrt.serving.fronts import (
 )
 from asynctrt.serving.served import summed
 from asynctrt.serving.server import Server
-from asynctrt.version import __version__
 from asynctrt.workers.messages import receive, send
 from asynctrt.workers.spawn import SPAWNER, SharedWorkers
 

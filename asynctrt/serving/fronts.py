@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, cast
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.loops import in_thread
+from asynctrt._util.process import child_command
+from asynctrt._util.version import __version__
+from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.errors import AsynctrtError, UsageError
-from asynctrt.loading import limit_gpu_memory
-from asynctrt.loops import in_thread
-from asynctrt.process import child_command
 from asynctrt.serving import command
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.command import ServeConfig
@@ -33,7 +34,6 @@ from asynctrt.serving.monitoring import open_pages
 from asynctrt.serving.notify import notify_ready
 from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.signals import StopSignals
-from asynctrt.version import __version__
 from asynctrt.workers.messages import Beat, Stop, To, channel, receive, send
 from asynctrt.workers.pool import WorkerPool
 from asynctrt.workers.process import how_it_ended

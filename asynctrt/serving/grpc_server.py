@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import (
     AsynctrtError,
     EngineClosedError,

@@ -16,7 +16,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import (
     AsynctrtError,
     OverloadError,

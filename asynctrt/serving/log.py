@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.admission import has_result

@@ -13,8 +13,8 @@ from threading import get_ident
 from typing import Final, Protocol
 from weakref import ReferenceType, WeakValueDictionary, ref
 
-from asynctrt import clock
-from asynctrt.cgroup import memory_nbytes
+from asynctrt._util import clock
+from asynctrt._util.cgroup import memory_nbytes
 from asynctrt.serving.settings import ServerSettings
 
 UNCOUNTED_NBYTES: Final = 256 << 10

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.observe.prometheus import (
     MODEL,
     READY,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.files import read_regular
 from asynctrt.errors import AsynctrtError, ModelError
-from asynctrt.files import read_regular
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.protobuf import parse_model_config
 from asynctrt.options import MAX_ROWS_DEFAULT, Options

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import asynctrt
+from asynctrt.core.loading import ENGINE_NAME, is_attribute, name_of
 from asynctrt.engine import Engine
 from asynctrt.errors import ModelError, OptionsError, show
-from asynctrt.loading import ENGINE_NAME, is_attribute, name_of
 from asynctrt.options import Options
 from asynctrt.serving.attributes import open_attribute
 from asynctrt.serving.warmup import WARMUP, warm_all_sizes

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from asynctrt._util.loops import in_lost_thread
 from asynctrt.engine import Engine
 from asynctrt.errors import (
     AsynctrtError,
@@ -18,7 +19,6 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.codec import ANSWER_NBYTES_MAX
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX
-from asynctrt.loops import in_lost_thread
 from asynctrt.serving.admission import WAITING_NBYTES_MAX
 from asynctrt.serving.entries import (
     LOADING,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import prod
 from typing import Any, Final
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, OverloadError, RequestError
 from asynctrt.kserve.codec import ANSWER_NBYTES_MAX, DecodedRequest

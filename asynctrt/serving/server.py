@@ -19,13 +19,13 @@ from typing import Final, Self
 
 import anyio
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.forks import Origin
+from asynctrt._util.loops import in_lost_thread
+from asynctrt._util.process import calm_gc
+from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.errors import OptionsError, UsageError
-from asynctrt.forks import Origin
 from asynctrt.kserve.json_codec import dump
-from asynctrt.loading import limit_gpu_memory
-from asynctrt.loops import in_lost_thread
-from asynctrt.process import calm_gc
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
 from asynctrt.serving.dashboard import dashboard_pages

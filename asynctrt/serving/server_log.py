@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import DeviceError, InternalError
 from asynctrt.serving.line_writer import LineWriter, standard_error
 from asynctrt.serving.repository import Repository

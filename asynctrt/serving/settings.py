@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from asynctrt.errors import OptionsError
-from asynctrt.validation import (
+from asynctrt._util.validation import (
     FLAG,
     PATH,
     PORT,
@@ -20,6 +19,7 @@ from asynctrt.validation import (
     setting,
     validate,
 )
+from asynctrt.errors import OptionsError
 
 SECONDS_MAX: Final = 1e6
 ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")

@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
-from asynctrt import clock
+from asynctrt._util import clock
 
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 

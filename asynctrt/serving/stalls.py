@@ -18,8 +18,8 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import asynctrt
-from asynctrt import clock
-from asynctrt.alarm import Timerfd
+from asynctrt._util import clock
+from asynctrt._util.alarm import Timerfd
 from asynctrt.kserve.codec import ModelCodec
 from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.latency import BOUNDS_NS

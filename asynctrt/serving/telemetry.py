@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.serving.latency import Exemplar
 from asynctrt.serving.served import Inference
 
@@ -60,7 +60,7 @@ class Tracing:
             start_time=inference.began_ns + offset_ns,
             attributes={
                 "asynctrt.model": served.name,
-                "asynctrt.version": served.version,
+                "asynctrt._util.version": served.version,
                 "asynctrt.request_id": inference.request.id,
             },
         )

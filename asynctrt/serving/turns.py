@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.serving.memory import Account
 
 TURN_NS: Final = 500_000

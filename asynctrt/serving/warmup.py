@@ -9,13 +9,13 @@ from typing import Final
 
 import numpy as np
 
+from asynctrt._util.files import read_regular
+from asynctrt._util.loops import in_lost_thread
+from asynctrt._util.validation import count
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, ModelError
-from asynctrt.files import read_regular
 from asynctrt.kserve.datatypes import TEXT, check_nbytes, datatype_of, read_tensor
-from asynctrt.loops import in_lost_thread
 from asynctrt.tensors import Array, TensorSpec, cast
-from asynctrt.validation import count
 
 WARMUP: Final = count(0)
 """Validates a number of rounds."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import (
     AsynctrtError,
     EngineClosedError,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import EngineClosedError
 from asynctrt.serving.memory import Hold
 

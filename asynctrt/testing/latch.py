@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.devices.base import Event
 from asynctrt.devices.host import HostDevice, HostStream, RunOn, Work
 from asynctrt.devices.host.threads import Served, StreamThreads

@@ -5,10 +5,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields
 from typing import Any
 
+from asynctrt._util.validation import check_names
 from asynctrt.engine import Engine
 from asynctrt.opening import open as open_engine
 from asynctrt.serving import Repository, Server, ServerSettings
-from asynctrt.validation import check_names
 
 
 class LocalServer:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple
 
-from asynctrt.intake import Intake
+from asynctrt.core.intake import Intake
 from asynctrt.runtime.shared import SharedBlock, SharedBuffer, SharedRows
 from asynctrt.tensors import Array
 from asynctrt.workers.layout import Layout

@@ -24,7 +24,14 @@ from typing import Any, Final, NoReturn
 
 import uvloop
 
-from asynctrt import clock, errors
+from asynctrt import errors
+from asynctrt._util import clock
+from asynctrt._util.loops import in_thread
+from asynctrt._util.process import calm_gc, enter_worker, shorten_switch_interval
+from asynctrt._util.version import __version__
+from asynctrt.core.inputs import Checked
+from asynctrt.core.loading import limit_gpu_memory
+from asynctrt.core.local import LocalEngine
 from asynctrt.errors import (
     AsynctrtError,
     DeviceLostError,
@@ -34,17 +41,11 @@ from asynctrt.errors import (
     bounded,
     describe,
 )
-from asynctrt.inputs import Checked
-from asynctrt.loading import limit_gpu_memory
-from asynctrt.local_engine import LocalEngine
-from asynctrt.loops import in_thread
 from asynctrt.opening import open_local
-from asynctrt.process import calm_gc, enter_worker, shorten_switch_interval
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult
-from asynctrt.version import __version__
 from asynctrt.workers.blocks import Blocks, Where
 from asynctrt.workers.layout import SYMBOLS, Layouts, Placed
 from asynctrt.workers.memory import SharedMemory

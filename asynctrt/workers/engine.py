@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, Final, NoReturn
 
-from asynctrt.cgroup import memory_nbytes
-from asynctrt.driven_engine import DrivenEngine
+from asynctrt._util.cgroup import memory_nbytes
+from asynctrt._util.loops import see_through_in_thread, wait_shielded
+from asynctrt._util.nesting import Runs
+from asynctrt.core.driven import DrivenEngine
+from asynctrt.core.loading import ENGINE_NAME
+from asynctrt.core.padded_inputs import front_check
 from asynctrt.engine import STREAM_END_S
 from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError, UsageError
-from asynctrt.loading import ENGINE_NAME
-from asynctrt.loops import see_through_in_thread, wait_shielded
-from asynctrt.nesting import Runs
 from asynctrt.options import Options
-from asynctrt.padded_inputs import front_check
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.statistics import Batching, Statistics, WorkerState
 from asynctrt.tensors import Dims, TensorSpec, too_many_rows

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from asynctrt import clock, errors
+from asynctrt import errors
+from asynctrt._util import clock
+from asynctrt._util.forks import in_child
 from asynctrt.errors import (
     AsynctrtError,
     DeadlineError,
@@ -30,7 +32,6 @@ from asynctrt.errors import (
     QueueFullError,
     copy_for,
 )
-from asynctrt.forks import in_child
 from asynctrt.options import Options
 from asynctrt.runtime.answers import deadline_error
 from asynctrt.runtime.completion import Reaper

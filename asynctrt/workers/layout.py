@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from asynctrt.inputs import Checked
+from asynctrt.core.inputs import Checked
 from asynctrt.tensors import Array, Dims, TensorSpec
 from asynctrt.workers.memory import ALIGNMENT, SharedMemory, align
 

@@ -15,9 +15,9 @@ from collections import deque
 from functools import reduce
 from typing import Any, Final, Protocol
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.forks import in_child
 from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceUnavailableError, ModelError, copy_for
-from asynctrt.forks import in_child
 from asynctrt.options import Options
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics

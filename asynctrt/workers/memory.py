@@ -11,8 +11,8 @@ import weakref
 from contextlib import suppress
 from typing import Final
 
+from asynctrt._util.forks import Origin
 from asynctrt.errors import DeviceUnavailableError
-from asynctrt.forks import Origin
 
 ALIGNMENT: Final = 64
 """The alignment of blocks and of the arrays in them: a cache line."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
-from asynctrt.forks import in_child, seal
+from asynctrt._util.forks import in_child, seal
 from asynctrt.options import Options
 from asynctrt.statistics import TRUSTED, Batching, Statistics
 from asynctrt.tensors import TensorSpec

@@ -15,10 +15,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
+from asynctrt._util.files import open_regular
+from asynctrt._util.version import __version__
+from asynctrt.core.loading import is_attribute
 from asynctrt.errors import ModelError
-from asynctrt.files import open_regular
-from asynctrt.loading import is_attribute
-from asynctrt.version import __version__
 from asynctrt.workers.messages import Description
 
 OPENING_S_MIN: Final = 20.0

@@ -12,7 +12,7 @@ import socket
 from functools import partial
 from typing import Any, Final
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import DeviceLostError, ModelError, describe
 from asynctrt.workers.messages import (
     ATTACH_FDS,

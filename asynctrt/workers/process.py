@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
+from asynctrt._util.forks import in_child, seal
+from asynctrt._util.loops import in_thread
+from asynctrt._util.process import child_command
+from asynctrt._util.version import __version__
+from asynctrt.core.loading import gpu_memory_limit
 from asynctrt.errors import DeviceUnavailableError
-from asynctrt.forks import in_child, seal
-from asynctrt.loading import gpu_memory_limit
-from asynctrt.loops import in_thread
 from asynctrt.options import Options
-from asynctrt.process import child_command
-from asynctrt.version import __version__
 from asynctrt.workers.messages import Outbox, Record, Start, channel, receive, send
 from asynctrt.workers.tether import Tether
 

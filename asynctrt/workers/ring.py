@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from mmap import mmap
 from typing import Any, Final
 
-from asynctrt.forks import in_child, seal
+from asynctrt._util.forks import in_child, seal
 from asynctrt.workers.memory import SharedMemory, align
 
 ENTRY: Final = struct.Struct("<HHIQqQQQQQ")

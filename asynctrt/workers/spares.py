@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from asynctrt import clock
+from asynctrt._util import clock
 
 SPARES_MAX: Final = 6
 """The maximum number of spares of one worker that die in a row: then they have no room, or cannot run."""

@@ -12,7 +12,7 @@ import signal
 from contextlib import suppress
 from typing import Final
 
-from asynctrt.forks import in_child, seal
+from asynctrt._util.forks import in_child, seal
 
 STDERR_FILENO: Final = 2
 

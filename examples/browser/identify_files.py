@@ -19,8 +19,8 @@ from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route, WebSocketRoute
 
 import asynctrt
+from asynctrt.cli.demo import MAX_ROWS, ContentModel
 from asynctrt.client import JAVASCRIPT
-from asynctrt.demo import MAX_ROWS, ContentModel
 from asynctrt.serving import websocket_endpoint
 
 HERE = Path(__file__).parent

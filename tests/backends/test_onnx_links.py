@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
+from asynctrt.core.loading import load_model
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ModelError
-from asynctrt.loading import load_model
 
 WEIGHTS = np.arange(4, dtype=np.float32)
 

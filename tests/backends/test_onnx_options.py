@@ -18,9 +18,12 @@ import pytest
 from onnx import TensorProto, helper
 
 import asynctrt
+from asynctrt._util.validation import docs_of
 from asynctrt.backends import onnxruntime_session
+from asynctrt.backends.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions, relative_to
 from asynctrt.backends.onnxruntime import OnnxModel, ort
 from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel
+from asynctrt.core.loading import load_model
 from asynctrt.devices.host import HostDevice, cores
 from asynctrt.errors import (
     DeviceUnavailableError,
@@ -30,10 +33,7 @@ from asynctrt.errors import (
     OptionsError,
     UsageError,
 )
-from asynctrt.loading import load_model
-from asynctrt.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions, relative_to
 from asynctrt.options import Options
-from asynctrt.validation import docs_of
 from tests.helpers import needed
 from tests.models import double_onnx, node, rows, save, sequence_onnx, unnamed_output_onnx
 

@@ -9,6 +9,7 @@ import pytest
 
 import asynctrt
 from asynctrt.backends import onnxruntime_cuda
+from asynctrt.backends.onnx_options import CUDA, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.backends.onnxruntime_cuda import (
     SETTLE_EVERY,
@@ -28,7 +29,6 @@ from asynctrt.errors import (
     MissingExtraError,
     OptionsError,
 )
-from asynctrt.onnx_options import CUDA, OnnxOptions
 from tests.backends.onnx_sessions import HostSessions
 from tests.models import double_onnx
 

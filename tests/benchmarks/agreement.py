@@ -20,10 +20,10 @@ import uvloop
 
 import asynctrt
 from asynctrt import loadtest
+from asynctrt._util.process import shorten_switch_interval
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.loadtest.samples import random_inputs
-from asynctrt.process import shorten_switch_interval
 from tests.benchmarks.common import arguments, in_turn, median, save, show
 from tests.benchmarks.mlp import mlp_onnx
 from tests.helpers import installed

@@ -12,7 +12,7 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.devices.host import HostDevice
 from asynctrt.devices.host.threads import StreamThreads
 from tests.benchmarks.common import arguments, save, show

@@ -15,8 +15,8 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt import clock
-from asynctrt.process import SWITCH_INTERVAL_S
+from asynctrt._util import clock
+from asynctrt._util.process import SWITCH_INTERVAL_S
 from tests.benchmarks.common import arguments, median, save, show
 from tests.benchmarks.gpu.support import open_device
 from tests.benchmarks.scale import STEADY

@@ -11,7 +11,7 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.backends.function import FunctionModel
 from asynctrt.runtime import driver
 from asynctrt.tensors import TensorSpec

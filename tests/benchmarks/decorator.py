@@ -8,7 +8,7 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
 from tests.benchmarks.overhead import OVERHEAD_DIM, WARM_UP_S

@@ -12,7 +12,7 @@ import anyio
 import numpy as np
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.testing import LatchDevice
 from tests.benchmarks.common import arguments, save, show
 from tests.models import double_model, rows

@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 import uvloop
 
-from asynctrt import clock, loadtest
+from asynctrt import loadtest
+from asynctrt._util import clock
+from asynctrt._util.process import calm_gc
 from asynctrt.loadtest.arrivals import LoadProfile, Schedule
-from asynctrt.process import calm_gc
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
 from tests.loadtest.support import Target
 

@@ -25,9 +25,9 @@ import numpy as np
 import orjson
 import uvloop
 
+from asynctrt._util.process import freeze_gc, shorten_switch_interval
 from asynctrt.backends.function import FunctionModel
 from asynctrt.kserve.protobuf import message_classes
-from asynctrt.process import freeze_gc, shorten_switch_interval
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.common import arguments, save, show
 from tests.benchmarks.scrape import Watch

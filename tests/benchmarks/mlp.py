@@ -13,10 +13,10 @@ import numpy as np
 from onnx import TensorProto
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.devices.host import HostDevice, cores
 from asynctrt.loadtest.samples import random_inputs
-from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
 from tests.benchmarks.common import arguments, save, show
 from tests.benchmarks.overhead import CALLERS, WARM_UP_S, BenchCase, BenchReport, closed_loop, run_cases

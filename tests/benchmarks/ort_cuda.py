@@ -20,11 +20,11 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt import clock
-from asynctrt.alarm import create_alarm
-from asynctrt.demo import ContentModel
+from asynctrt._util import clock
+from asynctrt._util.alarm import create_alarm
+from asynctrt._util.process import freeze_gc
+from asynctrt.cli.demo import ContentModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.process import freeze_gc
 from tests.benchmarks.common import save
 from tests.benchmarks.gpu.batchers import ByHand, Runner, async_batcher, back_to_back, bare_loop
 from tests.benchmarks.gpu.onnx_models import SUBJECTS, export

@@ -17,7 +17,7 @@ import anyio
 import numpy as np
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.options import Options

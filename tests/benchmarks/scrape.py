@@ -11,7 +11,7 @@ import statistics
 import time
 
 import asynctrt
-from asynctrt.process import freeze_gc, shorten_switch_interval
+from asynctrt._util.process import freeze_gc, shorten_switch_interval
 from asynctrt.serving.api import Api
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository

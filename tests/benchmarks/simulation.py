@@ -4,7 +4,7 @@ An event is something that happens to a scheduler: a request comes, leaves or is
 or ends. What it is merely asked (for the next batch, for when to look again) is not counted.
 """
 
-from asynctrt import clock
+from asynctrt._util import clock
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
 from tests.simulation.arrivals import at_random, in_bursts, requests
 from tests.simulation.check import Failure, check_seed

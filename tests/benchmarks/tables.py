@@ -12,14 +12,14 @@ import statistics
 from pathlib import Path
 
 from asynctrt import errors
+from asynctrt._util.synonyms import COMMAND_SYNONYMS, SYNONYMS
+from asynctrt._util.validation import docs_of
+from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
 from asynctrt.serving import model_config
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.synonyms import COMMAND_SYNONYMS, SYNONYMS
-from asynctrt.tensorrt_options import TensorRTOptions
-from asynctrt.validation import docs_of
 from tests.ran import KINDS
 
 ROOT = Path(__file__).parent.parent.parent

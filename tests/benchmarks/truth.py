@@ -11,7 +11,8 @@ from collections import deque
 import numpy as np
 import uvloop
 
-from asynctrt import clock, loadtest
+from asynctrt import loadtest
+from asynctrt._util import clock
 from asynctrt.loadtest.arrivals import LoadProfile, Schedule
 from tests.benchmarks.common import arguments, save, show
 from tests.loadtest.support import Target

@@ -16,7 +16,7 @@ import numpy as np
 from onnx import TensorProto
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from tests.benchmarks.common import arguments, console, in_turn, median, save, show
 from tests.models import node
 from tests.models import save as save_model

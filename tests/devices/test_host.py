@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from asynctrt._util.pace import FORGIVEN_AFTER
 from asynctrt.devices.host import HostDevice, cores
 from asynctrt.devices.host.memory import HostBuffer
 from asynctrt.devices.host.streams import HostEvent, Unfinished
 from asynctrt.devices.host.threads import HAND_OVER_NS, LABELS_MAX
 from asynctrt.errors import DeviceError, DeviceMemoryError, OptionsError
-from asynctrt.pace import FORGIVEN_AFTER
 
 WAIT_S = 20
 ROOT = Path(__file__).parent.parent.parent

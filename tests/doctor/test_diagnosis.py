@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from asynctrt.backends.tensorrt_options import FLAVOURS
 from asynctrt.doctor import SICK, Level, diagnose
 from asynctrt.doctor.children import Ending, Outcome
 from asynctrt.doctor.diagnosis import conclude
 from asynctrt.doctor.facts import gather
 from asynctrt.errors import OptionsError
-from asynctrt.tensorrt_options import FLAVOURS
 from tests.doctor.support import compiled
 from tests.doctor.test_probes import DRIVER, NVML, TENSORRT
 from tests.gpu.support import gpu_is_here

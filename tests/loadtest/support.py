@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.loadtest.local import Local
 from asynctrt.loadtest.recorder import merge, total
 from asynctrt.loadtest.runner import Runner

@@ -48,7 +48,7 @@ def test_the_demo_is_a_model_and_files():
     job = command.plan("demo", {}).job
     assert job.target.where.endswith("model.onnx")
     assert job.target.options.max_rows == 4
-    assert job.settings.reader == "asynctrt.demo:read_input"
+    assert job.settings.reader == "asynctrt.cli.demo:read_input"
     assert command.plan("demo", {"max_rows": 2}).job.target.options.max_rows == 2
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asynctrt import clock, loadtest
+from asynctrt import loadtest
+from asynctrt._util import clock
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.command import exit_status
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asynctrt._util.files import write_whole
 from asynctrt.errors import UsageError
-from asynctrt.files import write_whole
 from asynctrt.loadtest.criteria import FIGURES
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import (

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asynctrt._util.validation import docs_of
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.settings import CALLERS_DEFAULT, CALLERS_MAX, PROCESSES_MAX, LoadSettings, in_own_words
-from asynctrt.validation import docs_of
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt import TensorRTModel, built_here
 from asynctrt.backends.tensorrt.manifest import Manifest, manifest_path
-from asynctrt.build_options import BuildOptions
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
     DeviceUnavailableError,
@@ -330,7 +330,7 @@ def test_options():
 SHARED = """
 import sys
 from pathlib import Path
-from asynctrt.build_options import BuildOptions
+from asynctrt.backends.build_options import BuildOptions
 from asynctrt.devices.host import HostDevice
 from asynctrt.plans import cache
 build = cache.build_from

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError, EngineClosedError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.cancellation import Cancellation, cancelled_by
+from asynctrt._util.cancellation import Cancellation, cancelled_by
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.devices.host.streams import HostGraph

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 

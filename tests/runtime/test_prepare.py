@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt._util.cancellation import current
 from asynctrt.backends.base import ModelBase
-from asynctrt.cancellation import current
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError
 from asynctrt.runtime.prepare import CHANGE_NS_MIN, sizes_up_to

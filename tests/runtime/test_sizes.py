@@ -10,7 +10,7 @@ import pytest
 
 from asynctrt.devices.host import HostDevice
 from asynctrt.options import Options
-from asynctrt.padding import Padding
+from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.runtime.padding import PaddedSource
 from asynctrt.runtime.sizes import FIRST_MAX, OPENED_MAX, POINTS_MAX, SizeChooser
 from asynctrt.runtime.staging import RowSource, Slab, StagingBuffers, lay_out

@@ -15,7 +15,7 @@ import orjson
 import pytest
 import tritonclient.grpc.service_pb2 as pb
 
-from asynctrt import loops
+from asynctrt._util import loops
 from asynctrt.client import connect
 from asynctrt.errors import (
     AsynctrtError,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.errors import DeviceLostError, ModelNotReadyError
 from asynctrt.serving.entries import LOST

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc.aio as triton
 
-from asynctrt import loading
 from asynctrt.client import connect
+from asynctrt.core import loading
 from asynctrt.devices.cuda import context
 from asynctrt.errors import ConnectionLostError, OptionsError, UsageError
 from asynctrt.serving import Repository, Server, ServerSettings

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from asynctrt._util.validation import docs_of
 from asynctrt.errors import OptionsError
 from asynctrt.options import Options
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.validation import docs_of
 
 
 @pytest.mark.parametrize(

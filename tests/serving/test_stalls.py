@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.serving import stalls as module
 from asynctrt.serving.api import Answer, Page
 from asynctrt.serving.latency import BOUNDS_NS

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import DeadlineError
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.scheduling.policy import Policy

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.workers.layout import SYMBOLS, Layouts
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import Attach, Attached, Close, Description, Kind, Ready

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from asynctrt.backends.function import FunctionModel
+from asynctrt.core.inputs import InputCheck
 from asynctrt.errors import InputError
-from asynctrt.inputs import InputCheck
 from asynctrt.scheduling.request import Request
 from asynctrt.statistics import TRUSTED
 from asynctrt.workers.child import Served

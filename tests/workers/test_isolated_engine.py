@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import asynctrt
+from asynctrt._util.process import GC_THRESHOLDS
 from asynctrt.errors import (
     MESSAGE_MAX,
     DeadlineError,
@@ -26,7 +27,6 @@ from asynctrt.errors import (
     QueueFullError,
     UsageError,
 )
-from asynctrt.process import GC_THRESHOLDS
 from tests.doctor.support import compiled
 from tests.doctor.test_probes import DRIVER
 from tests.gpu.support import gpu_is_here

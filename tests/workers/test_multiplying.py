@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import asynctrt
-from asynctrt import process
+from asynctrt._util import process
 from asynctrt.errors import UsageError
 from tests.helpers import WAIT_S
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.errors import DeadlineError, DeviceLostError, InternalError, ModelError
 from asynctrt.tensors import TensorSpec
 from asynctrt.workers import link, original

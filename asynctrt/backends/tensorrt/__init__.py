@@ -8,6 +8,6 @@ refused, and TensorRT calls back into ``messages`` and ``memory``.
 from asynctrt.backends.tensorrt.memory import MemoryStatistics
 from asynctrt.backends.tensorrt.model import TensorRTModel
 from asynctrt.backends.tensorrt.plan import PlanHeader, read_header
-from asynctrt.tensorrt_options import TensorRTOptions
+from asynctrt.backends.tensorrt_options import TensorRTOptions
 
 __all__ = ["MemoryStatistics", "PlanHeader", "TensorRTModel", "TensorRTOptions", "read_header"]

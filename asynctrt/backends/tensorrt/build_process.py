@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from asynctrt import errors
+from asynctrt._util.cancellation import current
+from asynctrt._util.process import child_command
+from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.builder import BuildStep, Built, ParserFault, Report, build_plan
 from asynctrt.backends.tensorrt.flavours import find_builder
 from asynctrt.backends.tensorrt.profiles import NetworkTensor
-from asynctrt.build_options import BuildOptions
-from asynctrt.cancellation import current
 from asynctrt.errors import AsynctrtError, BuildError, InternalError
-from asynctrt.process import child_command
 
 PR_SET_PDEATHSIG: Final = 1
 

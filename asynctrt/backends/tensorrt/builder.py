@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.files import read_regular, write_whole
+from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
 from asynctrt.backends.tensorrt.messages import LogSubscription, TensorRTErrors, keep_alive, log_of
 from asynctrt.backends.tensorrt.plugins import register_plugins
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_text, profiles_of
 from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
-from asynctrt.build_options import BuildOptions
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError, UsageError
-from asynctrt.files import read_regular, write_whole
 
 CACHE_NBYTES_MAX: Final = 4 << 30
 

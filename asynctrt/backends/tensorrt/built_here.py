@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from asynctrt._util.files import locked, make_private, open_regular, write_whole
 from asynctrt.errors import UsageError
-from asynctrt.files import locked, make_private, open_regular, write_whole
 
 RECORDS_MAX: Final = 4096
 """The maximum number of digests kept; the oldest are dropped first."""

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.pace import Pace
 from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
@@ -27,6 +28,7 @@ from asynctrt.backends.tensorrt.messages import (
     make_recorder,
 )
 from asynctrt.backends.tensorrt.outputs import UnboundOutput, make_output_allocator
+from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.arenas import GrowingBuffer
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.errors import (
@@ -37,8 +39,6 @@ from asynctrt.errors import (
     InternalError,
     UsageError,
 )
-from asynctrt.pace import Pace
-from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Array, Dims
 
 CLOSE_S: Final = 5.0

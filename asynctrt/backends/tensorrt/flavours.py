@@ -12,11 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from asynctrt._util.validation import choice
+from asynctrt.backends.build_options import BUILDERS
 from asynctrt.backends.tensorrt.plan import KINDS, TAG_RTX, TAG_TENSORRT
-from asynctrt.build_options import BUILDERS
+from asynctrt.backends.tensorrt_options import FLAVOURS
 from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError
-from asynctrt.tensorrt_options import FLAVOURS
-from asynctrt.validation import choice
 
 EXTRAS: Final = {
     "tensorrt": "tensorrt",

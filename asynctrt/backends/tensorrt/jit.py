@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.files import read_regular, write_whole
 from asynctrt.backends.tensorrt.flavours import Flavour
+from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.errors import ExecutionError, OptionsError
-from asynctrt.files import read_regular, write_whole
-from asynctrt.tensorrt_options import TensorRTOptions
 
 CACHE_NBYTES_MAX: Final = 4 << 30
 SPECIALIZATION: Final = "dynamic_shapes_kernel_specialization_strategy"

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Final
 
+from asynctrt._util.files import open_regular
 from asynctrt.errors import ModelError
-from asynctrt.files import open_regular
 
 FORMAT: Final = "asynctrt-plan-1"
 

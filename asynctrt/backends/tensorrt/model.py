@@ -36,9 +36,9 @@ from asynctrt.backends.tensorrt.probe import OutputProbe
 from asynctrt.backends.tensorrt.refit import refit
 from asynctrt.backends.tensorrt.refusals import Refused
 from asynctrt.backends.tensorrt.trust import check_trust
+from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceMemoryError, DeviceUnavailableError, ModelError, OptionsError, UsageError
-from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims, TensorSpec
 
 INT32_MAX: Final = 2**31 - 1

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from asynctrt._util.files import open_regular
 from asynctrt.errors import ModelError, ModelNotFoundError
-from asynctrt.files import open_regular
 
 HEADER_NBYTES: Final = 64
 """The value of ``Runtime.engine_header_size`` in packages that have it."""

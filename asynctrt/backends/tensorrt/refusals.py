@@ -10,13 +10,13 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, Final
 
+from asynctrt.backends.build_options import BUILDERS
 from asynctrt.backends.tensorrt.abilities import COMPATIBLE_SINCE, compatible_since, numbers_of
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
 from asynctrt.backends.tensorrt.manifest import find_manifest, manifest_path
 from asynctrt.backends.tensorrt.memory import CODE_NBYTES, MemoryRefusal, describe_refusals, lacks_memory
 from asynctrt.backends.tensorrt.messages import TensorRTErrors
 from asynctrt.backends.tensorrt.plan import HEADER_NBYTES, TAG_RTX, Plan, capability_text
-from asynctrt.build_options import BUILDERS
 from asynctrt.devices.base import Device
 from asynctrt.errors import (
     AsynctrtError,

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from asynctrt._util.files import open_regular, read_regular
 from asynctrt.errors import UntrustedError, UsageError
-from asynctrt.files import open_regular, read_regular
 
 NAMESPACE: Final = "asynctrt"
 """The required purpose of a signature: one made for an e-mail or a commit is not accepted."""

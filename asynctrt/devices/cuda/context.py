@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from asynctrt._util.forks import Origin
 from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream, mib
 from asynctrt.devices.cuda.bindings import driver
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError, copy_for, show
-from asynctrt.forks import Origin
 
 STICKY: Final = frozenset(
     getattr(driver.CUresult, name)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, Final
 from weakref import ref
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.devices.base import Buffer, Event, Stream
 from asynctrt.devices.cuda.bindings import driver
 from asynctrt.devices.cuda.captures import CAPTURING, own_sources

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakValueDictionary
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.forks import Origin
 from asynctrt.devices.base import Buffer, DeviceArray, MemoryFigures, Stream, check_share
 from asynctrt.devices.host.memory import HostBuffer
 from asynctrt.devices.host.streams import HostEvent, HostStream, InPlace
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError
-from asynctrt.forks import Origin
 
 CONTEXTS_MAX: Final = 32
 """The largest default number of contexts of an engine."""

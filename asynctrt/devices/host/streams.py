@@ -13,12 +13,12 @@ from typing import Final, Literal
 
 import numpy as np
 
-from asynctrt import clock
+from asynctrt._util import clock
+from asynctrt._util.nesting import Run, Runs
 from asynctrt.devices.base import Buffer, Event, Stream
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import DeviceError, ExecutionError
-from asynctrt.nesting import Run, Runs
-from asynctrt.propagation import Limits, hold_from_here, hold_no_longer
+from asynctrt.limits import Limits, hold_from_here, hold_no_longer
 
 InPlace = Literal["auto", "always", "never"]
 

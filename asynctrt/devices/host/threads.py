@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, Protocol
 
-from asynctrt import clock
-from asynctrt.forks import Origin
-from asynctrt.pace import Paces
+from asynctrt._util import clock
+from asynctrt._util.forks import Origin
+from asynctrt._util.pace import Paces
 
 HAND_OVER_NS: Final = 50_000
 """The approximate cost of handing work to a thread and getting the result; shorter work runs in place."""

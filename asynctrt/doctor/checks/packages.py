@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from asynctrt.backends.tensorrt.flavours import EXTRAS, fix_of_import
+from asynctrt.backends.tensorrt_options import FLAVOURS
 from asynctrt.doctor.checks.drivers import built_for
 from asynctrt.doctor.children import Ending
 from asynctrt.doctor.facts import Facts
 from asynctrt.doctor.findings import Finding, error, note, ok, warning
-from asynctrt.tensorrt_options import FLAVOURS
 
 PYTHON_MAX: Final = (3, 13)
 """The latest Python that asynctrt is tested with."""

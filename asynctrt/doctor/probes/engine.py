@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.backends.base import Model
+from asynctrt.core.loading import find_device
 from asynctrt.devices.base import Device
-from asynctrt.loading import find_device
 
 STAGING_NBYTES = 64 << 20
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.runtime.completion.watcher import Watch
 
 GUARD_NS: Final = 3_000_000

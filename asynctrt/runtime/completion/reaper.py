@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 
-from asynctrt.alarm import create_alarm
+from asynctrt._util.alarm import create_alarm
 from asynctrt.devices.base import Completion
 from asynctrt.options import Waiting
 from asynctrt.runtime.completion.callbacks import GUARD_NS, Guard

@@ -12,10 +12,10 @@ import tensorrt_lean
 import tensorrt_rtx
 from onnx import TensorProto
 
+from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.builder import ProgressMonitor, build_plan, check_flavour
 from asynctrt.backends.tensorrt.flavours import Flavour, find_builder
 from asynctrt.backends.tensorrt.plan import read_header
-from asynctrt.build_options import BuildOptions
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import BuildError, DeviceUnavailableError, OptionsError, UsageError
 from tests.gpu.support import gpu_is_here

@@ -99,7 +99,7 @@ from importlib import import_module
 
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.jit import check_options
-from asynctrt.tensorrt_options import TensorRTOptions
+from asynctrt.backends.tensorrt_options import TensorRTOptions
 
 module = import_module(sys.argv[1])
 here = Flavour(sys.argv[1], module, is_real=True)

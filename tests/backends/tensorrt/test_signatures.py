@@ -14,9 +14,9 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import UntrustedError, UsageError
 from asynctrt.options import Options
 from asynctrt.plans.opened import open_file
+from tests.cli.test_app import asynctrt_command
 from tests.doubles.tensorrt import EngineSpec, double_plan
 from tests.helpers import installed
-from tests.test_cli import asynctrt_command
 
 PLAN = double_plan(EngineSpec())
 PROGRAM = Path("/usr/bin/ssh-keygen")

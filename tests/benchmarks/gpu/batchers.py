@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.devices.cuda.bindings import driver
 from asynctrt.devices.cuda.streams import CudaStream
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out

@@ -16,7 +16,7 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.runtime.completion import Reaper
 from asynctrt.scheduling.estimates import LatencyHistory
 from tests.benchmarks.common import arguments, save

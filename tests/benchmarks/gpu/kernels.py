@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.backends.base import ModelBase
 from asynctrt.errors import DeviceError
 from asynctrt.tensors import TensorSpec

@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import RawLoop

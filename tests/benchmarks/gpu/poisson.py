@@ -27,7 +27,7 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.resnet import SIZES, Poisson, Subject
 from tests.benchmarks.gpu.support import closed_loop, open_device, said, show

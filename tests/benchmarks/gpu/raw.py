@@ -7,7 +7,7 @@ in it (tests/benchmarks/gpu/overlap.py).
 
 from itertools import pairwise
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.devices.arenas import Arenas
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 

@@ -19,8 +19,8 @@ import psutil
 import uvloop
 
 import asynctrt
-from asynctrt import clock
-from asynctrt.alarm import create_alarm
+from asynctrt._util import clock
+from asynctrt._util.alarm import create_alarm
 from asynctrt.errors import AsynctrtError
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on

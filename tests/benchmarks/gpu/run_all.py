@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from asynctrt import clock
+from asynctrt._util import clock
 
 QUICK = {
     "completion": ["--seconds", "0.4"],

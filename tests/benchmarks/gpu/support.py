@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.devices.host import HostDevice
 from asynctrt.loadtest.saving import describe_machine
 from tests.benchmarks.common import describe_gpu

@@ -17,7 +17,7 @@ import statistics
 import uvloop
 
 import asynctrt
-from asynctrt import clock
+from asynctrt._util import clock
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.resnet import Subject
 from tests.benchmarks.gpu.support import open_device, quantiles_us, said, show, verdict, verdicts

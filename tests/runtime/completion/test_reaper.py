@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from asynctrt import clock
+from asynctrt._util import clock
 from asynctrt.devices.host import HostEvent
 from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.completion.callbacks import GUARD_NS, GUARD_NS_MAX, HELP_EVENTS, HELP_NS, Guard

@@ -1,0 +1,195 @@
+"""Wakes the loop at a given time, to within tens of microseconds.
+
+The loops' own timers cannot: uvloop rounds to the nearest millisecond, so that 0.3 ms fires after 2 µs,
+and asyncio rounds up. A Linux ``timerfd`` in the loop's selector is punctual on either
+(tests/benchmarks/lateness.py).
+"""
+
+import asyncio
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from contextvars import Context
+from functools import partial
+from typing import Final, Protocol
+
+from asynctrt._util.forks import in_child, seal
+
+FAR_NS: Final = 2**62
+"""Later than any alarm has to ring, and as far as the kernel's timers and the loops' reach."""
+
+TICKS_BEFORE_NS: Final = 2_000_000
+"""Where there is no timerfd, the loop's timer covers the way up to here and ticks cover the rest."""
+
+
+class Alarm(Protocol):
+    """Calls back once for each :meth:`set`, or for several at once."""
+
+    def set(self, when_ns: int) -> None:
+        """Ask for a call at ``when_ns`` at the latest. It may come earlier: look again and set again."""
+
+    def close(self) -> None:
+        """Never call again. Idempotent."""
+
+
+def create_alarm(
+    loop: asyncio.AbstractEventLoop,
+    callback: Callable[[], None],
+    now_ns: Callable[[], int],
+    *,
+    context: Context | None = None,
+) -> Alarm:
+    """Make the most punctual alarm that this platform has.
+
+    :param context: what ``callback`` runs in. Default: a context of the caller's, as of now or of a call of
+        :meth:`Alarm.set`.
+    """
+    try:
+        return TimerfdAlarm(loop, callback if context is None else partial(context.run, callback))
+    except (OSError, AttributeError, NotImplementedError):
+        return TickAlarm(loop, callback, now_ns, context=context)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+class _Itimerspec(ctypes.Structure):
+    _fields_ = [("interval", _Timespec), ("value", _Timespec)]
+
+
+class Timerfd:
+    """A ``timerfd`` on ``CLOCK_MONOTONIC``, through libc, as Python has it from 3.13 on only.
+
+    :param is_blocking: whether reading :attr:`fd` waits until it fires.
+    :raises OSError: if the system gives none; AttributeError on systems that have none.
+    """
+
+    _CLOCK_MONOTONIC = 1
+    _ABSOLUTE = 1
+
+    def __init__(self, *, is_blocking: bool = False) -> None:
+        # It returns at once. To let go of the GIL meanwhile, as `CDLL` does, would be to wait for it again
+        # wherever other threads want it.
+        libc = ctypes.PyDLL(None, use_errno=True)
+        self._settime = libc.timerfd_settime
+        self.fd = libc.timerfd_create(
+            self._CLOCK_MONOTONIC, os.O_CLOEXEC | (0 if is_blocking else os.O_NONBLOCK)
+        )
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        # A loop that is closed lets go of what reads it, which then nobody closes.
+        self._close = weakref.finalize(self, os.close, self.fd)
+        in_child(self, Timerfd._let_go)
+        self._spec = _Itimerspec()
+        self._spec_ref = ctypes.byref(self._spec)
+
+    def set(self, when_ns: int) -> None:
+        """Fire at a time of the monotonic clock instead of one that was set; at once if it has passed."""
+        # A value of 0 would disarm it.
+        seconds, nanoseconds = divmod(min(max(when_ns, 1), FAR_NS), 1_000_000_000)
+        self._spec.value.seconds = seconds
+        self._spec.value.nanoseconds = nanoseconds
+        self._apply()
+
+    def _let_go(self) -> None:
+        """In a child that was forked: leave it to the parent."""
+        seal(self.fd)
+        self.fd = -1
+
+    def _apply(self) -> None:
+        if self.fd >= 0 and self._settime(self.fd, self._ABSOLUTE, self._spec_ref, None) != 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
+
+    def stop(self) -> None:
+        """Fire no more until it is set again, and forget that it has fired."""
+        self._spec.value.seconds = self._spec.value.nanoseconds = 0
+        self._apply()
+
+    def close(self) -> None:
+        """Give it back. Nobody may be reading it."""
+        self._close()
+        self.fd = -1
+
+
+class TimerfdAlarm:
+    """A :class:`Timerfd` in the loop's selector."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        self._timer = Timerfd()
+        self._armed_ns: int | None = None
+        self._callback = callback
+        self._loop = loop
+        loop.add_reader(self._timer.fd, self._fire)
+
+    def set(self, when_ns: int) -> None:
+        if self._timer.fd < 0 or (self._armed_ns is not None and self._armed_ns <= when_ns):
+            return
+        self._armed_ns = when_ns
+        self._timer.set(when_ns)
+
+    def close(self) -> None:
+        if self._timer.fd >= 0:
+            self._loop.remove_reader(self._timer.fd)
+            self._timer.close()
+
+    def _fire(self) -> None:
+        self._armed_ns = None
+        try:
+            self._callback()
+        finally:
+            # Most callbacks set it anew, and the kernel forgets then that it has fired.
+            if self._armed_ns is None and self._timer.fd >= 0:
+                self._timer.stop()
+
+
+class TickAlarm:
+    """The loop's timer until shortly before the time, then one look at the clock each tick."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        callback: Callable[[], None],
+        now_ns: Callable[[], int],
+        *,
+        context: Context | None = None,
+    ) -> None:
+        self._loop = loop
+        self._callback = callback
+        self._now_ns = now_ns
+        self._context = context
+        self._armed_ns: int | None = None
+        self._handle: asyncio.Handle | None = None
+
+    def set(self, when_ns: int) -> None:
+        if self._armed_ns is not None and self._armed_ns <= when_ns:
+            return
+        self._armed_ns = when_ns
+        if self._handle is not None:
+            self._handle.cancel()
+        # Never from within this call, even if the time has passed.
+        self._schedule(when_ns - self._now_ns())
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        # No time is earlier than this, so a set that comes late does nothing.
+        self._armed_ns = -1
+
+    def _approach(self) -> None:
+        assert self._armed_ns is not None
+        left_ns = self._armed_ns - self._now_ns()
+        if left_ns <= 0:
+            self._armed_ns = self._handle = None
+            self._callback()
+        else:
+            self._schedule(left_ns)
+
+    def _schedule(self, left_ns: int) -> None:
+        """Look again at the next tick or, if the time is far away, after most of it."""
+        if left_ns > 2 * TICKS_BEFORE_NS:
+            delay_s = (min(left_ns, FAR_NS) - TICKS_BEFORE_NS) / 1e9
+            self._handle = self._loop.call_later(delay_s, self._approach, context=self._context)
+        else:
+            self._handle = self._loop.call_soon(self._approach, context=self._context)

@@ -1,0 +1,223 @@
+"""Read files that may be anybody's, write files completely or not at all, and lock them."""
+
+import errno
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import IO, Final
+
+from asynctrt._util.cancellation import current
+from asynctrt.errors import UsageError
+
+TEMPORARY: Final = ".tmp"
+"""How the names of files end that are being written; they begin with a dot, and the file's own name."""
+
+GROWTH_NBYTES: Final = 1 << 20
+"""What is read at once of what has been added to a file meanwhile."""
+
+WAIT_S: Final = 0.05
+"""Time between two tries to get a lock that somebody else has."""
+
+
+class SpecialFileError(OSError):
+    """What is to be read is no regular file, so that it may have no end; or is too large, or elsewhere."""
+
+
+def is_there(path: str | Path) -> bool:
+    """Return whether there is a file or a folder of this name, which may be too long for one."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
+def open_regular(
+    path: str | os.PathLike[str], *, within: Path | None = None, follow: bool = True
+) -> BufferedReader:
+    """Open a regular file to read it. A pipe would be waited for, and a device has no end.
+
+    :param within: the folder that the file must lie in, whatever links lead to it.
+    :param follow: whether the file itself may be a link.
+    :raises SpecialFileError: if it is one of these, or lies elsewhere.
+    :raises OSError: if it cannot be opened; ``IsADirectoryError`` for a folder.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise SpecialFileError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        if within is not None:
+            # Links may change at any time: what counts is the file that is open.
+            real = check_within(path, within)
+            if not os.path.samestat(status, real.stat()):
+                raise SpecialFileError(errno.EINVAL, "it was replaced meanwhile", os.fspath(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def check_within(path: str | os.PathLike[str], folder: Path) -> Path:
+    """Return the real path of what may be a link, and must lie in a folder.
+
+    :raises SpecialFileError: if it lies elsewhere.
+    """
+    real, root = os.path.realpath(path), os.path.realpath(folder)
+    if os.path.commonpath([real, root]) != root:
+        raise SpecialFileError(errno.EXDEV, f"it is a link out of {os.fspath(folder)!r}", os.fspath(path))
+    return Path(real)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for this user alone, and those that it is in.
+
+    :raises OSError: if that is not possible.
+    """
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def read_regular(
+    path: str | os.PathLike[str],
+    nbytes_max: int,
+    *,
+    within: Path | None = None,
+    follow: bool = True,
+) -> bytes:
+    """Read a whole regular file: see :func:`open_regular`.
+
+    :raises SpecialFileError: also if it has more than ``nbytes_max`` bytes.
+    """
+    with open_regular(path, within=within, follow=follow) as file:
+        # Python allocates as much as it is to read, however small the file is.
+        content = file.read(min(nbytes_max, os.fstat(file.fileno()).st_size) + 1)
+        while len(content) <= nbytes_max and (more := file.read(GROWTH_NBYTES)):
+            content += more
+    if len(content) > nbytes_max:
+        raise SpecialFileError(errno.EFBIG, f"it has more than {nbytes_max:,} bytes", os.fspath(path))
+    return content
+
+
+def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
+    """Write a file completely or not at all. A pipe or a device such as ``/dev/stdout`` is written directly.
+
+    What writers of the same file left behind that were killed half way is removed.
+
+    :param mode: who may read it afterwards. It is never more than that meanwhile.
+    :raises UsageError: if the disk is full, the folder is missing, and so on.
+    """
+    # The text of an error may contain half of a surrogate pair, which UTF-8 cannot encode.
+    raw = content.encode(errors="replace") if isinstance(content, str) else content
+    temporary = None
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(raw)
+            return
+        target = Path(os.path.realpath(path))  # A link stays a link.
+        sweep(target.parent, target.name)
+        with _temporary(target) as file:
+            temporary = file.name
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+            Path(temporary).chmod(mode)
+            # While it is locked: nobody else removes it.
+            Path(temporary).replace(target)
+            temporary = None
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[IO[bytes]]:
+    """Make a file beside another one, and hold a lock on it: it ends with its writer, however that ends."""
+    while True:
+        file = tempfile.NamedTemporaryFile(  # noqa: SIM115  (it is closed below)
+            dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY, delete=False
+        )
+        with file:
+            # Somebody may have swept it away just now, before it was locked.
+            if _try_lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+                yield file
+                return
+
+
+def sweep(folder: Path, name: str = "*") -> None:
+    """Remove temporary files of writers that are gone, of one file or of all in a folder.
+
+    A writer holds a lock on its own. What cannot be looked at is left.
+    """
+    written = ".+" if name == "*" else re.escape(name)
+    # What is between the two is of `tempfile`.
+    temporary = re.compile(rf"\.{written}\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if temporary.fullmatch(entry.name) is None:
+                continue
+            with suppress(OSError):
+                descriptor = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    status = os.fstat(descriptor)
+                    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+                    if is_ours and _try_lock(descriptor):
+                        Path(entry.path).unlink()
+                finally:
+                    os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Lock an open file unless somebody else has: false then, and ``None`` where files cannot be locked.
+
+    The lock ends when the file is closed.
+    """
+    # Not before it is needed: Windows has none.
+    import fcntl  # noqa: PLC0415
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # A network's file system may have no locks.
+        return None
+    return True
+
+
+@contextmanager
+def locked(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
+    """Hold a lock that one thread of one process has at a time; it ends with its process, however that ends.
+
+    :param path: a file to lock, which is made if it is not there, and stays.
+    :param waiting: called if somebody else has it, before waiting for it.
+    :raises UsageError: if the file cannot be made, or the work of this thread was cancelled meanwhile.
+    """
+    cancellation = current()
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be made, to be locked: {error.strerror}") from error
+    try:
+        while (is_locked := _try_lock(descriptor)) is not True:
+            if is_locked is None:
+                raise UsageError(
+                    f"{str(path)!r} cannot be locked: its file system has no locks. Choose another folder"
+                )
+            if waiting is not None:
+                waiting()
+                waiting = None
+            if cancellation.wait(WAIT_S):
+                raise UsageError(f"waiting for whoever has locked {str(path)!r} was interrupted")
+        yield
+    finally:
+        os.close(descriptor)

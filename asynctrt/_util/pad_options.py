@@ -1,0 +1,86 @@
+"""How the options ``pad`` and ``pad_with`` may be written."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from asynctrt._util.frozen import FrozenDict
+from asynctrt._util.validation import as_int
+
+MASK: Final = "mask"
+LENGTH: Final = "length"
+AUTO: Final = "auto"
+
+
+def sizes_of(given: Any) -> str | FrozenDict[str, tuple[int, ...] | str]:
+    """Return the sizes of each dimension in rising order, from a mapping or a list of ``NAME=32,64,128``.
+
+    Sizes that the engine chooses stay a text, ``auto``, or ``auto:512`` for those up to 512. Instead of the
+    mapping it says so of all dimensions. A name may be several with ``=`` between them, for a model that has
+    no one name for the dimension.
+
+    :raises TypeError, ValueError: for anything else.
+    """
+    if isinstance(given, list | tuple) and len(given) == 1 and _is_auto(given[0]):
+        given = given[0]  # A flag that was given once.
+    if _is_auto(given):
+        return _auto(given)
+    found: dict[str, tuple[int, ...] | str] = {}
+    for name, sizes in _named(given).items():
+        found[name] = _auto(sizes) if _is_auto(sizes) else _sizes(sizes)
+    return FrozenDict(found)
+
+
+def auto_limit(given: str) -> int | None:
+    """Return the largest size that the engine may choose, as the option says; ``None`` for no limit."""
+    limit = given.partition(":")[2]
+    return int(limit) if limit else None
+
+
+def values_of(given: Any) -> FrozenDict[str, int | float | str]:
+    """Return what each input is padded with, from a mapping or a list of ``NAME=VALUE``.
+
+    :raises TypeError, ValueError: for anything but numbers, ``mask``, ``length`` and ``length:DIMENSION``.
+    """
+    found: dict[str, int | float | str] = {}
+    for name, value in _named(given).items():
+        if isinstance(value, str) and (value in (MASK, LENGTH) or value.startswith(f"{LENGTH}:")):
+            found[name] = value
+        elif isinstance(value, str):
+            found[name] = float(value) if set(value) & set(".enEN") else int(value)
+        elif isinstance(value, bool | int | float):
+            found[name] = value
+        else:
+            raise TypeError
+    return FrozenDict(found)
+
+
+def _sizes(given: Any) -> tuple[int, ...]:
+    if isinstance(given, str):
+        given = [int(part) for part in given.strip("()[] ").rstrip(",").split(",")]
+    found = sorted({as_int(size) for size in (given if isinstance(given, list | tuple) else [given])})
+    if not found or found[0] < 1:
+        raise ValueError
+    return tuple(found)
+
+
+def _is_auto(given: Any) -> bool:
+    return isinstance(given, str) and given.partition(":")[0].strip() == AUTO
+
+
+def _auto(given: str) -> str:
+    """Return the text in the one way in which it is written."""
+    _, colon, limit = given.partition(":")
+    if not colon:
+        return AUTO
+    if int(limit) < 1:
+        raise ValueError
+    return f"{AUTO}:{int(limit)}"
+
+
+def _named(given: Any) -> dict[str, Any]:
+    if isinstance(given, list | tuple) and all(isinstance(text, str) and "=" in text for text in given):
+        parts = (text.rpartition("=") for text in given)
+        given = {name.strip(): value.strip() for name, _, value in parts}
+    if not isinstance(given, Mapping) or not given or not all(isinstance(name, str) for name in given):
+        raise TypeError
+    return dict(given)

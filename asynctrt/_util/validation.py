@@ -1,0 +1,372 @@
+"""Checks of settings and arguments: one sentence and one rule for each kind of value.
+
+A class of settings is a frozen dataclass whose fields are made by :func:`setting`, with their check and their
+documentation beside the default. Its ``__post_init__`` calls :func:`validate`, and then looks at what its
+values say together::
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Options:
+        max_rows: int | None = setting(
+            default=None, check=count(1).or_none, doc="Rows that one batch holds at most."
+        )
+
+        def __post_init__(self) -> None:
+            validate(self)
+"""
+
+import dataclasses
+import inspect
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from asynctrt._util.synonyms import nearest_name
+from asynctrt.errors import SHOWN_MAX, InputError, OptionsError, bounded, show
+
+T = TypeVar("T")
+
+TIMEOUT_NS_MAX: Final = 2**62
+"""The longest timeout, 146 years: added to a monotonic clock it still fits into 63 bits, as timers need."""
+
+UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+"""The units of a time that is given as a text, in seconds."""
+
+PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
+
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+
+REMOVED_OPTIONS: Final = {
+    "latency_target": "max_delay limits how long a batch waits for more requests, and timeout with "
+    "timeout_until='answer' forms batches so that answers are in time",
+    "suspendable": "close the engine to free its memory, and open it again; a server does so when a model is "
+    "unloaded and loaded",
+    "urgent_share": "device.partition(0.25) gives two parts of a device, for two engines on one model",
+}
+"""Options that earlier releases had, each with what to use instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One kind of value.
+
+    :param expected: completes the sentence "max_rows must be …".
+    :param convert: returns the value in the form to keep; raises for one that is not of this kind.
+    :param fix: a sentence for the end of the message.
+    """
+
+    expected: str
+    convert: Callable[[Any], Any]
+    fix: str = ""
+
+    def __call__(self, name: str, value: object) -> Any:
+        """Return ``value`` in the form to keep.
+
+        :param name: what the value is called in the message.
+        :raises OptionsError: if it is not of this kind.
+        """
+        try:
+            return self.convert(value)
+        except OptionsError:
+            raise  # It says more: what is wrong within the value.
+        except Exception:  # Foreign objects raise what they like.
+            fix = f". {self.fix}" if self.fix else ""
+            raise OptionsError(f"{name} must be {self.expected}, not {show(value)}{fix}") from None
+
+    @property
+    def or_none(self) -> "Check":
+        """This check, with ``None`` allowed as well."""
+        convert = self.convert
+        return dataclasses.replace(self, convert=lambda value: None if value is None else convert(value))
+
+
+def setting(*, default: Any, doc: str, check: Check | None = None, is_secret: bool = False) -> Any:
+    """Return a dataclass field.
+
+    :param doc: what it means, for readers and for :func:`docs_of`.
+    :param check: what :func:`validate` asks of it; ``None`` where the class checks it in another way.
+    :param is_secret: leave it out of the settings' ``repr``.
+    """
+    return dataclasses.field(default=default, repr=not is_secret, metadata={"check": check, "doc": doc})
+
+
+def validate(settings: Any) -> None:
+    """Check every field of an instance whose class has fields made by :func:`setting`, and convert it.
+
+    :raises OptionsError: for the first value that is not what its field expects.
+    """
+    for item in dataclasses.fields(settings):
+        check = item.metadata.get("check")  # A subclass may have fields of another kind.
+        if check is not None:
+            object.__setattr__(settings, item.name, check(item.name, getattr(settings, item.name)))
+
+
+def changed_repr(settings: Any) -> str:
+    """Return a ``repr`` of what differs from the defaults, without secrets: some classes have 40 fields."""
+    given = ((item, getattr(settings, item.name)) for item in dataclasses.fields(settings) if item.repr)
+    changed = [f"{item.name}={value!r}" for item, value in given if value != item.default]
+    return f"{type(settings).__name__}({', '.join(changed)})"
+
+
+def docs_of(cls: type) -> dict[str, str]:
+    """Return the documentation of each field by its name, as one line without markup: a flag's help."""
+    return {
+        item.name: " ".join(item.metadata["doc"].replace("``", "'").split())
+        for item in dataclasses.fields(cls)
+    }
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Add the documentation of each field to that of its class, for ``help()`` and for editors."""
+    lines = [f":param {item.name}: {' '.join(item.metadata['doc'].split())}" for item in _fields(cls)]
+    head, _, rest = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
+    cls.__doc__ = "\n".join([head, "", *lines, *rest.splitlines()])
+    return cls
+
+
+def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls)
+
+
+def check_names(
+    given: Iterable[str], names: Sequence[str], what: str, *, synonyms: Mapping[str, str] | None = None
+) -> None:
+    """Check that every name given is a valid one.
+
+    :param what: what a name stands for: ``option``, or ``setting in serve.toml``.
+    :param synonyms: what other programs call some of the names.
+    :raises OptionsError: for the first that is not; the message suggests the nearest one.
+    """
+    others = synonyms or {}
+    kind, _, where = what.partition(" ")
+    valid = f"alid {kind}s{' ' * bool(where)}{where}: {', '.join(names)}"
+    for name in given:
+        if name not in names:
+            if name in REMOVED_OPTIONS:
+                raise OptionsError(removed(name))
+            nearest = nearest_name(str(name)[:SHOWN_MAX], names, others, 0.4)
+            hint = f"did you mean {nearest!r}? V" if nearest else "v"
+            raise OptionsError(f"unknown {what} {show(name)}; {hint}{valid}")
+
+
+def removed(name: str) -> str:
+    """Return the message for an option that earlier releases had."""
+    return f"the option {name!r} was removed: {REMOVED_OPTIONS[name]}"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return a text in which a replacement stands for each character that could control a terminal.
+
+    Names in files, and the errors of servers, are other people's.
+
+    :param keep: characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else REPLACEMENT for letter in text)
+
+
+def as_int(value: Any) -> int:
+    """Return a whole number as an ``int``.
+
+    :raises TypeError: for anything but an ``int`` or a NumPy integer; ``True`` and ``False`` are not numbers.
+    :raises ValueError: for one that does not fit into 64 bits: nothing here counts that far, and Python
+        refuses to print the largest.
+    """
+    if isinstance(value, bool):
+        raise TypeError("a bool is not a number")
+    whole = operator.index(value)
+    if whole.bit_length() > 64:
+        raise ValueError("it does not fit into 64 bits")
+    return whole
+
+
+def int_or_none(value: Any) -> int | None:
+    """Return a whole number as an ``int``, as :func:`as_int`, and ``None`` for anything else."""
+    try:
+        return as_int(value)
+    except Exception:  # Whatever __index__ raises.
+        return None
+
+
+def as_float(value: Any) -> float:
+    """Return a real number as a ``float``: Python's, NumPy's, a ``Fraction`` or a ``Decimal``.
+
+    :raises TypeError: for anything else, ``True``, ``False`` and texts included.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real | Decimal):
+        raise TypeError("not a real number")
+    try:
+        return float(value)
+    except OverflowError:
+        return -math.inf if value < 0 else math.inf
+
+
+def count(least: int, most: int | None = None) -> Check:
+    """Return the check of a whole number from ``least`` to ``most``."""
+
+    def convert(value: Any) -> int:
+        whole = as_int(value)
+        if whole < least or (most is not None and whole > most):
+            raise ValueError
+        return whole
+
+    limits = f"≥ {least}" if most is None else f"from {least} to {most}"
+    return Check(f"a whole number {limits}", convert)
+
+
+def number(
+    least: float = 0.0, most: float = math.inf, *, above: bool = False, unit: str = "", fix: str = ""
+) -> Check:
+    """Return the check of a real number from ``least`` to ``most``; NaN is none.
+
+    :param above: whether it has to be more than ``least``.
+    :param unit: what it counts, in the message: ``seconds``.
+    """
+
+    def convert(value: Any) -> float:
+        real = as_float(value)
+        if not (least < real if above else least <= real) or not real <= most:
+            raise ValueError
+        return real
+
+    limits = f"{'>' if above else '≥'} {least:g}" + (f" and ≤ {most:g}" if most < math.inf else "")
+    return Check(f"a number{' of ' * bool(unit)}{unit} {limits}", convert, fix)
+
+
+def duration(least: float = 0.0, most: float = math.inf, *, above: bool = False, fix: str = "") -> Check:
+    """Return the check of a time in seconds, or as a text such as ``"2ms"``: see :func:`number`."""
+    check = number(least, most, above=above, unit="seconds", fix=fix)
+
+    def convert(value: Any) -> float:
+        return float(check.convert(seconds_of(value) if isinstance(value, str) else value))
+
+    return dataclasses.replace(check, convert=convert)
+
+
+def seconds_of(text: str) -> float:
+    """Return a time with its unit, such as ``2ms``, ``30s`` or ``1m30s``, in seconds.
+
+    :raises ValueError: for any other text, a number without a unit included.
+    """
+    if not re.fullmatch(f"(?:{PART})+", text):
+        raise ValueError(f"not a time with its unit: {text!r}")
+    return sum(float(count) * UNITS_S[unit] for count, unit in re.findall(PART, text))
+
+
+def choice(*values: str) -> Check:
+    """Return the check of one of several words."""
+
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError
+        return value
+
+    *others, last = map(repr, values)
+    return Check(f"{', '.join(others)} or {last}", convert)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(map(_text, (value,) if isinstance(value, str) else value))
+
+
+def _word(value: Any) -> str:
+    word = _text(value)
+    if not word or not word.isascii() or not word.isprintable() or " " in word:
+        raise ValueError
+    return word
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError
+    return tuple(map(_word, value))
+
+
+def _path(value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError
+    return Path(value)
+
+
+FLAG: Final = Check("True or False", _flag)
+TEXT: Final = Check("a string", _text)
+TEXTS: Final = Check("a string or several", _texts)
+WORDS: Final = Check("a list of words of printable ASCII characters without spaces", _words)
+PATH: Final = Check("a path", _path)
+PORT: Final = count(0, 65535)
+
+
+def priority_of(priority: Any, priorities: int) -> int:
+    """Return the priority of a call as an ``int``.
+
+    :param priorities: how many levels the engine has.
+    :raises InputError: for anything but a whole number, NumPy's included, from 0 to ``priorities - 1``.
+    """
+    try:
+        level = priority if type(priority) is int else as_int(priority)
+    except Exception:  # Whatever __index__ raises: nothing is queued yet, and the caller is told.
+        level = -1
+    if not 0 <= level < priorities:
+        raise InputError(f"priority must be a whole number from 0 to {priorities - 1}, not {show(priority)}")
+    return level
+
+
+def output_names(outputs: Any, known: Sequence[str]) -> frozenset[str] | None:
+    """Return the names of the outputs that a call wants; ``None`` for all, also if it names all.
+
+    :param outputs: as given: ``host``, or names.
+    :param known: the names of the model's outputs.
+    :raises InputError: for another text, for no names, and for one that the model does not have.
+    """
+    if isinstance(outputs, str) and outputs == "host":
+        return None
+    listed = ", ".join(known)
+    try:
+        names = None if isinstance(outputs, str | bytes) else frozenset(outputs)
+    except Exception:  # Foreign objects raise what they like.
+        names = None
+    if names is None:
+        raise InputError(
+            f"outputs must be 'host' or 'device', or a list of names of the model's outputs ({listed}), not "
+            f"{show(outputs)}"
+        )
+    if not names:
+        raise InputError(f"outputs names none. Name some of the model's outputs: {listed}; or leave it out")
+    unknown = names.difference(known)
+    if unknown:
+        named = bounded(", ".join(sorted(map(show, unknown))), 4 * SHOWN_MAX)
+        raise InputError(f"unknown output {named}; the model's outputs: {listed}")
+    return None if len(names) == len(known) else names
+
+
+def timeout_ns_of(timeout: Any) -> int:
+    """Return a timeout in ns, given in seconds; :data:`TIMEOUT_NS_MAX` for a longer one, and for infinity.
+
+    :raises InputError: for anything but a real number, NumPy's and ``Decimal`` included, of at least 0.
+    """
+    try:
+        seconds = timeout if type(timeout) is float else as_float(timeout)
+    except Exception:  # Whatever __float__ raises: nothing is queued yet, and the caller is told.
+        seconds = math.nan
+    if not seconds >= 0:
+        raise InputError(f"timeout must be a number of seconds ≥ 0, not {show(timeout)}")
+    return int(seconds * 1e9) if seconds < TIMEOUT_NS_MAX / 1e9 else TIMEOUT_NS_MAX

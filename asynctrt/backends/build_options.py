@@ -1,0 +1,289 @@
+"""The options with which a plan is built: frozen, and checked when they are made."""
+
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from asynctrt._util.validation import (
+    FLAG,
+    PATH,
+    Check,
+    changed_repr,
+    check_names,
+    choice,
+    count,
+    setting,
+    validate,
+)
+from asynctrt.backends.tensorrt_options import PATHS
+from asynctrt.errors import OptionsError
+
+BUILDERS: Final = ("tensorrt", "tensorrt_rtx")
+"""The packages that can build plans, in the order in which they are tried."""
+
+POOL_NBYTES: Final = 1 << 30
+"""What each of the builder's pools of device memory may take, unless the options say more."""
+
+SIZES: Final = re.compile(r"\d+(?::\d+:\d+)?")
+CAPABILITY: Final = re.compile(r"\d{1,2}\.\d")
+
+Precision = Literal["fp16", "bf16", "int8", "fp8", "int4", "fp4"]
+Refit = Literal["all", "identical", "individual"]
+HardwareCompatibility = Literal["none", "ampere-plus", "same-compute-capability"]
+Profiling = Literal["names", "detailed", "none"]
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise TypeError
+    return texts
+
+
+def _dims(value: Any) -> tuple[tuple[str, tuple[int, int, int]], ...]:
+    """Return the sizes of named dimensions, from a mapping or from texts ``NAME=SIZES``."""
+    if isinstance(value, Mapping):
+        pairs = [(name, str(sizes)) for name, sizes in value.items()]
+    else:
+        pairs = []
+        for item in (value,) if isinstance(value, str) else tuple(value):
+            if isinstance(item, str):
+                name, _, sizes = item.rpartition("=")
+            else:  # As it was converted before.
+                name, sizes = item[0], ":".join(map(str, item[1]))
+            pairs.append((name, sizes))
+    found = []
+    for name, sizes in pairs:
+        if not isinstance(name, str) or not name or not SIZES.fullmatch(sizes):
+            raise ValueError
+        numbers = [int(number) for number in sizes.split(":")]
+        low, best, high = numbers if len(numbers) == 3 else numbers * 3
+        if not 1 <= low <= best <= high:
+            raise ValueError
+        found.append((name, (low, best, high)))
+    return tuple(found)
+
+
+def _words(kind: Any) -> Check:
+    names = get_args(kind)
+
+    def convert(value: Any) -> tuple[str, ...]:
+        words = (value,) if isinstance(value, str) else tuple(value)
+        if not set(words) <= set(names):
+            raise ValueError
+        return tuple(word for word in names if word in words)
+
+    return Check(f"one or several of {', '.join(map(repr, names))}", convert)
+
+
+def _capabilities(value: Any) -> tuple[str, ...]:
+    texts = _texts(value)
+    if not all(CAPABILITY.fullmatch(text) for text in texts):
+        raise ValueError
+    return tuple(dict.fromkeys(texts))
+
+
+PROFILES: Final = Check("a text such as 'input=1x3x224x224:16x3x224x224:64x3x224x224', or several", _texts)
+DIMS: Final = Check(
+    "NAME=SIZE or NAME=MIN:OPT:MAX with 1 ≤ MIN ≤ OPT ≤ MAX, a mapping such as {'length': '1:128:512'}, or "
+    "several",
+    _dims,
+)
+CAPABILITIES: Final = Check("compute capabilities such as '8.9', or several", _capabilities)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildOptions:
+    """How a plan is built.
+
+    :raises OptionsError: for a value out of its range, or for two that contradict each other.
+    """
+
+    flavour: str | None = setting(
+        default=None,
+        check=choice(*BUILDERS).or_none,
+        doc="""The package to build with, ``tensorrt`` or ``tensorrt_rtx``. Each runs its own plans alone.
+        Default: the first that is installed.""",
+    )
+    profiles: tuple[str, ...] = setting(
+        default=(),
+        check=PROFILES,
+        doc="""Optimisation profiles, each a text with the smallest, the best and the largest shape of every
+        dynamic input: ``input=1x3x224x224:16x3x224x224:64x3x224x224``, inputs divided by commas. Default: one
+        profile, proposed from ``max_rows`` and ``dims``.""",
+    )
+    max_rows: int = setting(
+        default=64,
+        check=count(1),
+        doc="""Rows of the largest batch, for the profile that is proposed. It takes 1 to so many rows, and is
+        tuned for the most, which is what full batches have.""",
+    )
+    dims: tuple[tuple[str, tuple[int, int, int]], ...] = setting(
+        default=(),
+        check=DIMS,
+        doc="""Sizes of dynamic dimensions, for the profile that is proposed: ``length=1:128:512`` (smallest,
+        best, largest) or ``length=128``. A dimension without a name is ``INPUT.AXIS``, such as ``tokens.1``.
+        """,
+    )
+    precision: tuple[str, ...] = setting(
+        default=(),
+        check=_words(Precision),
+        doc="""Types that layers may compute in besides the model's own: ``fp16``, ``bf16``, ``int8``,
+        ``fp8``, ``int4``, ``fp4``. TensorRT 10 alone decides so; later versions and TensorRT for RTX take the
+        types of the model as they are.""",
+    )
+    tf32: bool = setting(
+        default=True, check=FLAG, doc="Whether products of float32 may be computed in TF32, with 10 bits."
+    )
+    strongly_typed: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="Take the types of the model as they are (TensorRT 10; later versions always do).",
+    )
+    workspace: int = setting(
+        default=POOL_NBYTES,
+        check=count(1),
+        doc="""Bytes of device memory that a layer may work in (``MemoryPoolType.WORKSPACE``). Contexts need
+        as much of it as the layer that uses most.""",
+    )
+    tactic_memory: int = setting(
+        default=POOL_NBYTES,
+        check=count(1 << 20),
+        doc="""Bytes of device memory that the builder may take to try one kernel
+        (``MemoryPoolType.TACTIC_DRAM``).""",
+    )
+    optimization_level: int | None = setting(
+        default=None,
+        check=count(0, 5).or_none,
+        doc="How long the builder searches: 0, the least, to 5. Default: TensorRT's own, 3.",
+    )
+    max_aux_streams: int | None = setting(
+        default=None,
+        check=count(0).or_none,
+        doc="Streams beside the batch's own that the plan may use at most. Default: TensorRT decides.",
+    )
+    max_threads: int | None = setting(
+        default=None, check=count(1).or_none, doc="Threads that the builder may use."
+    )
+    timing_cache: str | os.PathLike[str] | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""The file in which ``tensorrt`` keeps how long each kernel took, so that the next build need not
+        try them again. It is read if it is there, and replaced after a build. TensorRT for RTX has none.""",
+    )
+    version_compatible: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="""Build a plan that later versions run too. The lean runtime is packed in, whose code then runs
+        in the process: such plans are opened with ``allow_host_code``.""",
+    )
+    exclude_lean_runtime: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="""Leave the lean runtime out of a version-compatible plan. Who opens it names the runtime, by
+        ``lean_runtime``.""",
+    )
+    hardware_compatibility: HardwareCompatibility = setting(
+        default="none",
+        check=choice(*get_args(HardwareCompatibility)),
+        doc="""Which GPUs besides the one that it is built on run the plan: ``none``, ``ampere-plus`` (all
+        from 8.0 on) or ``same-compute-capability``. Only ``tensorrt`` has it.""",
+    )
+    compute_capabilities: tuple[str, ...] = setting(
+        default=(),
+        check=CAPABILITIES,
+        doc="""GPUs to build for, by their compute capability, such as ``8.9``. Only ``tensorrt_rtx`` has it;
+        its default are all that it supports.""",
+    )
+    weight_streaming: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="Let weights that do not fit on the GPU stay on the host, and be streamed for each batch.",
+    )
+    distributive_independence: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="Let rows of a batch be computed alike, to the last bit, wherever in the batch they are.",
+    )
+    refit: Refit | None = setting(
+        default=None,
+        check=choice(*get_args(Refit)).or_none,
+        doc="""Let weights be replaced later: ``all``; ``identical``, by the same values, as stripped plans
+        need it; ``individual``, those that the network marks.""",
+    )
+    strip: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="""Leave the weights out of the plan, which is then opened with ``refit_from`` and the model.""",
+    )
+    plugins: tuple[str, ...] = setting(
+        default=(),
+        check=PATHS,
+        doc="""Shared libraries with plugins that the model uses. They are loaded into this process, and stay:
+        name only libraries that you trust as you trust a program.""",
+    )
+    pack_plugins: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="Pack the libraries of ``plugins`` into the plan, whose code then runs where it is opened.",
+    )
+    profiling: Profiling = setting(
+        default="names",
+        check=choice(*get_args(Profiling)),
+        doc="What the plan can tell of its layers: their ``names``, ``detailed`` facts, or ``none``.",
+    )
+    verbosity: int = setting(
+        default=logging.WARNING,
+        check=count(0),
+        doc="Which messages of TensorRT go to the logger ``asynctrt.tensorrt``: a level of :mod:`logging`.",
+    )
+
+    __repr__ = changed_repr
+
+    def __post_init__(self) -> None:
+        validate(self)
+        for path in self.plugins:
+            if not Path(path).is_file():
+                raise OptionsError(
+                    f"plugins: there is no file {path!r}. Give the path of each shared library"
+                )
+        needed = (
+            ("exclude_lean_runtime", "version_compatible", self.version_compatible),
+            ("pack_plugins", "plugins", bool(self.plugins)),
+        )
+        for name, other, is_there in needed:
+            if getattr(self, name) and not is_there:
+                raise OptionsError(f"{name} says nothing without {other}. Set both, or leave {name} out")
+        if self.profiles and self.dims:
+            raise OptionsError(
+                "profiles give the sizes of all dimensions, and dims are for the profile that is proposed "
+                "without them. Leave one of the two out"
+            )
+        cache = self.timing_cache
+        if cache is not None and (Path(cache).is_dir() or not Path(cache).parent.is_dir()):
+            raise OptionsError(
+                f"timing_cache: {os.fspath(cache)!r} is not the path of a file in a folder that is there. "
+                "Give the path of a file, which need not be there yet"
+            )
+
+    @classmethod
+    def from_settings(cls, base: "BuildOptions | None", settings: Mapping[str, Any]) -> "BuildOptions":
+        """Return ``base``, or the defaults, with some options changed.
+
+        :raises OptionsError: for an unknown name, with the nearest option; for a value that is not valid.
+        """
+        check_names(settings, [item.name for item in fields(cls)], "build option")
+        return dataclasses.replace(base or cls(), **settings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all options as plain values, in the order in which they are defined."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        plain["timing_cache"] = None if self.timing_cache is None else os.fspath(self.timing_cache)
+        plain["dims"] = {name: ":".join(map(str, sizes)) for name, sizes in self.dims}
+        return plain

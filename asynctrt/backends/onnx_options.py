@@ -1,0 +1,338 @@
+"""The options of an ONNX model: ONNX Runtime's own, frozen, and checked when they are made."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from asynctrt._util.frozen import FrozenDict
+from asynctrt._util.validation import (
+    FLAG,
+    PATH,
+    Check,
+    as_float,
+    changed_repr,
+    check_names,
+    choice,
+    count,
+    documented,
+    setting,
+    validate,
+)
+from asynctrt.errors import OptionsError, show
+
+CPU: Final = "CPUExecutionProvider"
+CUDA: Final = "CUDAExecutionProvider"
+TENSORRT: Final = "TensorrtExecutionProvider"
+
+NO_FALLBACK: Final = "session.disable_cpu_ep_fallback"
+"""The session configuration entry with which no node may run on the CPU provider."""
+
+OURS: Final = {
+    CUDA: {"device_id", "enable_cuda_graph", "user_compute_stream"},
+    TENSORRT: {"device_id", "trt_cuda_graph_enable", "user_compute_stream"},
+    "NvTensorRTRTXExecutionProvider": {"enable_cuda_graph", "user_compute_stream"},
+    "ROCMExecutionProvider": {"enable_hip_graph", "user_compute_stream"},
+}
+"""Options of providers without which answers would be read before they are there, or captured twice."""
+
+PACKAGE: Final = re.compile(r"[A-Za-z_]\w*")
+"""The name of a Python package, in place of the path of a library."""
+
+THREADS_MAX: Final = 1024
+"""The most threads for one batch; each of some thousands takes memory for nothing."""
+
+PATHS: Final = ("custom_ops", "provider_libraries", "profile_file_prefix")
+"""Options that are paths, unless they name packages."""
+
+GraphOptimizationLevel = Literal["disable_all", "basic", "extended", "all"]
+ExecutionMode = Literal["sequential", "parallel"]
+
+Launch = Literal["threads", "thread", "loop"]
+"""Where batches are put on streams: a thread for each context, one after another in a thread, the loop."""
+
+
+def relative_to(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return options as they were given, with relative paths taken from a folder."""
+
+    def placed(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(name, each) for each in value]
+        is_path = isinstance(value, str) and (name == "profile_file_prefix" or not PACKAGE.fullmatch(value))
+        return str(folder / value) if name in PATHS and is_path else value
+
+    return {name: placed(name, value) for name, value in given.items()}
+
+
+def _entry(value: Any) -> str:
+    """Return the value of a session configuration entry: these are texts, and flags are 0 and 1."""
+    return str(int(value)) if isinstance(value, bool) else _setting(value)
+
+
+def _setting(value: Any) -> str:
+    """Return the value of a provider's option as the text that ONNX Runtime takes."""
+    if isinstance(value, str | bool):
+        return str(value)
+    as_float(value)
+    return str(value)
+
+
+def _named(given: Any, convert: Any) -> FrozenDict[str, Any]:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
+        raise TypeError
+    return FrozenDict({name: convert(value) for name, value in given.items()})
+
+
+def _entries(given: Any) -> FrozenDict[str, str]:
+    return _named(given, _entry)
+
+
+def _sizes(given: Any) -> FrozenDict[str, int]:
+    return _named(given, count(1).convert)
+
+
+def _libraries(given: Any) -> tuple[str, ...]:
+    items = (given,) if isinstance(given, str | os.PathLike) else tuple(given)
+    return tuple(os.fsdecode(item) for item in items)
+
+
+def _providers(given: Any) -> tuple[tuple[str, FrozenDict[str, str]], ...]:
+    """Return names and options, from a list of names and pairs, a mapping, or names with commas between."""
+    if isinstance(given, str):
+        given = [name.strip() for name in given.split(",")]
+    pairs = given.items() if isinstance(given, Mapping) else given
+    found: dict[str, FrozenDict[str, str]] = {}
+    for pair in pairs:
+        name, options = (pair, {}) if isinstance(pair, str) else pair
+        if not isinstance(name, str) or not name:
+            raise TypeError
+        if name in found:
+            raise OptionsError(f"providers names {name!r} twice. Leave one out")
+        found[name] = _named(options, _setting)
+    return tuple(found.items())
+
+
+def _batch_sizes(given: Any) -> tuple[int, ...]:
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise TypeError
+    check = count(1)
+    return tuple(sorted({check("batch_sizes", size) for size in given}))
+
+
+ENTRIES: Final = Check(
+    "names and values, each a text or a number, such as {'session.intra_op.allow_spinning': '0'}", _entries
+)
+SIZES: Final = Check("whole numbers ≥ 1 by the names of dimensions, such as {'sequence': 128}", _sizes)
+LIBRARIES: Final = Check("a path, the name of a package, or a list of these", _libraries)
+PROVIDERS: Final = Check(
+    "names of execution providers, or pairs of a name and its options, each a text or a number, such as "
+    "[('OpenVINOExecutionProvider', {'device_type': 'CPU'}), 'CPUExecutionProvider']",
+    _providers,
+)
+BATCH_SIZES: Final = Check("several whole numbers, such as (4, 16)", _batch_sizes)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnnxOptions:
+    """How ONNX Runtime loads and runs a model.
+
+    :raises OptionsError: for a value out of its range, or for one that is the engine's to give.
+    """
+
+    providers: tuple[tuple[str, Mapping[str, str]], ...] = setting(
+        default=(),
+        check=PROVIDERS,
+        doc="""Execution providers, in the order in which they are asked: names, or pairs of a name and its
+        options; a mapping of names to options says the same in TOML. On the host device: any that takes and
+        gives CPU memory. On a GPU: ``TensorrtExecutionProvider``, ``CUDAExecutionProvider`` and
+        ``CPUExecutionProvider``, of which the second is always there. ``device_id``, ``user_compute_stream``
+        and graphs are the engine's. One that is not here, or that does not load, is an error. Default:
+        ``CPUExecutionProvider`` and, on a GPU, ``CUDAExecutionProvider`` before it.""",
+    )
+
+    provider_libraries: tuple[str, ...] = setting(
+        default=(),
+        check=LIBRARIES,
+        doc="""Libraries of plugin providers (``register_execution_provider_library``): paths, or the names of
+        packages that have ``get_library_path()``, such as ``onnxruntime_ep_openvino``. They are loaded into
+        this process, and stay. A plugin's first device is used; with ``device_type`` among its options
+        (``CPU``, ``GPU``, ``NPU``) the first of that kind. Host device only.""",
+    )
+
+    custom_ops: tuple[str, ...] = setting(
+        default=(),
+        check=LIBRARIES,
+        doc="""Libraries of operators (``register_custom_ops_library``): paths, or the names of packages that
+        have ``get_library_path()``, such as ``onnxruntime_extensions``. They are loaded into this process:
+        name only libraries that you trust as you trust a program.""",
+    )
+
+    intra_op_num_threads: int | None = setting(
+        default=None,
+        check=count(0, THREADS_MAX).or_none,
+        doc="""Threads that compute one batch; 0: as many as there are cores. Default: 1, since the host
+        device computes as many batches at once as there are cores, which gives the most rows per second. For
+        a few callers, 2 on ``HostDevice(threads=1)`` answers sooner but uses more CPU: the threads spin while
+        they wait.""",
+    )
+
+    inter_op_num_threads: int | None = setting(
+        default=None,
+        check=count(0, THREADS_MAX).or_none,
+        doc="""Threads that compute operators of one batch beside each other, with
+        ``execution_mode="parallel"``. Default: 1, or as many as there are cores in that mode.""",
+    )
+
+    execution_mode: ExecutionMode | None = setting(
+        default=None,
+        check=choice(*get_args(ExecutionMode)).or_none,
+        doc="Whether operators run one after the other, ``sequential``, the default, or ``parallel``.",
+    )
+
+    graph_optimization_level: GraphOptimizationLevel | None = setting(
+        default=None,
+        check=choice(*get_args(GraphOptimizationLevel)).or_none,
+        doc="""How far the model is optimised when it is loaded: ``disable_all``, ``basic``, ``extended`` or
+        ``all``. Default: ONNX Runtime's own, ``all``.""",
+    )
+
+    free_dimension_overrides: Mapping[str, int] = setting(
+        default=FrozenDict(),
+        check=SIZES,
+        doc="""Sizes of dimensions that the model leaves open, by their names
+        (``add_free_dimension_override_by_name``): rows then have these sizes.""",
+    )
+
+    session_config: Mapping[str, str] = setting(
+        default=FrozenDict(),
+        check=ENTRIES,
+        doc="""Session configuration entries (``add_session_config_entry``), such as
+        ``{"session.intra_op.allow_spinning": "0"}``. With ``{"session.disable_cpu_ep_fallback": "1"}`` a
+        model that needs operators on the CPU is refused.""",
+    )
+
+    enable_cpu_mem_arena: bool | None = setting(
+        default=None, check=FLAG.or_none, doc="Whether working memory on the CPU is kept for the next run."
+    )
+
+    enable_mem_pattern: bool | None = setting(
+        default=None,
+        check=FLAG.or_none,
+        doc="Whether working memory is laid out by what the last run needed.",
+    )
+
+    enable_mem_reuse: bool | None = setting(
+        default=None, check=FLAG.or_none, doc="Whether operators reuse memory of those before them."
+    )
+
+    use_deterministic_compute: bool | None = setting(
+        default=None, check=FLAG.or_none, doc="Whether only kernels that give the same each time are used."
+    )
+
+    use_per_session_threads: bool | None = setting(
+        default=None,
+        check=FLAG.or_none,
+        doc="""Whether each session has threads of its own. ``False``: all share those of
+        ``onnxruntime.set_global_thread_pool_sizes``, which you call before.""",
+    )
+
+    enable_profiling: bool | None = setting(
+        default=None,
+        check=FLAG.or_none,
+        doc="Whether each session writes a profile when it ends: ``profile_file_prefix``, with the time.",
+    )
+
+    profile_file_prefix: str | os.PathLike[str] | None = setting(
+        default=None, check=PATH.or_none, doc="The beginning of the path of profiles."
+    )
+
+    log_severity_level: int | None = setting(
+        default=None,
+        check=count(0, 4).or_none,
+        doc="""What ONNX Runtime says on standard error of a session: 0, everything, to 4, fatal errors alone.
+        Default: 4, since errors are in the exceptions as well.""",
+    )
+
+    launch: Launch = setting(
+        default="threads",
+        check=choice(*get_args(Launch)),
+        doc="""On a GPU, which thread puts a batch there. With ONNX Runtime that takes from 0.6 to 3 ms of the
+        CPU's time, one kernel after the other, and it does not hold the GIL meanwhile: so ``threads``, up to
+        one for each context. ``thread`` puts one batch after the other there, ``loop`` holds the loop up.""",
+    )
+
+    batch_sizes: tuple[int, ...] | None = setting(
+        default=None,
+        check=BATCH_SIZES.or_none,
+        doc="""On a GPU, the batch sizes to run, each with a session of its own in each context, to which
+        others are padded; ``()``: all sizes, with one session and no graphs. Default: powers of two and one
+        between any two of them, captured as CUDA graphs; without graphs only if a batch of another size than
+        the one before takes much longer, as with convolutions, which cuDNN plans anew then (since ONNX
+        Runtime 1.20). Where rows vary, and ``pad`` does not name up to eight shapes, all sizes are run.""",
+    )
+
+    __repr__ = changed_repr
+
+    def __post_init__(self) -> None:
+        validate(self)
+        for name, options in self.providers:
+            ours = OURS.get(name, set())
+            if not ours.isdisjoint(options):
+                raise OptionsError(
+                    f"providers: {', '.join(sorted(ours))} of {name} are the engine's to give, as it waits "
+                    "for batches on its own stream, and captures them. Choose the GPU with device, and what "
+                    "is captured with graphs"
+                )
+        for option in ("custom_ops", "provider_libraries"):
+            for library in getattr(self, option):
+                if not PACKAGE.fullmatch(library) and not Path(library).is_file():
+                    raise OptionsError(
+                        f"{option}: there is no file {library!r}. Give the path of each library, or the "
+                        "name of a package that has get_library_path()"
+                    )
+        if self.profile_file_prefix is not None and not self.enable_profiling:
+            raise OptionsError("profile_file_prefix says nothing without enable_profiling. Set both, or none")
+        _ = self.gpu_mem_limit
+
+    @classmethod
+    def of(cls, given: "OnnxOptions | Mapping[str, Any] | None") -> "OnnxOptions":
+        """Return options that were given as such, as a mapping of their names, or not at all.
+
+        :raises OptionsError: for anything else; for an unknown name, with the nearest; for a wrong value.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        if not isinstance(given, Mapping):
+            raise OptionsError(f"options must be an asynctrt.OnnxOptions, or a mapping, not {show(given)}")
+        check_names(given, [item.name for item in fields(cls)], "option of ONNX Runtime")
+        return cls(**given)
+
+    def with_threads(self, threads: int | None) -> "OnnxOptions":
+        """Return these options with this number of threads for a batch; unchanged for ``None``."""
+        return self if threads is None else dataclasses.replace(self, intra_op_num_threads=threads)
+
+    def of_provider(self, name: str) -> dict[str, str]:
+        """Return the options of a provider; none if it is not named."""
+        return dict(dict(self.providers).get(name, {}))
+
+    @property
+    def gpu_mem_limit(self) -> int | None:
+        """The most bytes that a session may hold on the GPU, if the CUDA provider's options say so.
+
+        :raises OptionsError: if they say something else.
+        """
+        given = self.of_provider(CUDA).get("gpu_mem_limit")
+        if given is None:
+            return None
+        if not given.isdecimal() or not int(given):
+            raise OptionsError(f"gpu_mem_limit of {CUDA} must be a whole number ≥ 1, not {show(given)}")
+        return int(given)
+
+    @property
+    def allows_cpu(self) -> bool:
+        """Whether nodes that no other provider has may run on the CPU provider."""
+        return self.session_config.get(NO_FALLBACK) != "1"

@@ -1,0 +1,271 @@
+"""The options of a TensorRT model: frozen, and checked when they are made."""
+
+import dataclasses
+import logging
+import os
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from asynctrt._util.validation import (
+    FLAG,
+    PATH,
+    Check,
+    as_int,
+    changed_repr,
+    check_names,
+    choice,
+    count,
+    documented,
+    setting,
+    validate,
+)
+from asynctrt.errors import OptionsError
+
+FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
+"""The four TensorRT packages, in the order in which they are tried for a plan that several can run."""
+
+TRUSTED: Final = re.compile(r"signed|built-here|sha256:[0-9a-fA-F]{64}")
+"""How a way to be trusted is written."""
+
+AuxStreams = Literal["ours", "library"]
+Nvtx = Literal["none", "names", "detailed"]
+KernelSpecialization = Literal["lazy", "eager", "none"]
+
+
+def _watermark(value: Any) -> float | int:
+    if isinstance(value, float):
+        if 0.0 < value <= 1.0:
+            return value
+    elif (nbytes := as_int(value)) > 0:
+        return nbytes
+    raise ValueError
+
+
+WATERMARK: Final = Check(
+    "a fraction of the device's memory (a float > 0.0 and ≤ 1.0) or bytes (an int > 0)", _watermark
+)
+
+
+def _paths(value: Any) -> tuple[str, ...]:
+    paths = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
+    return tuple(os.fsdecode(path) for path in paths)
+
+
+def _ways(value: Any) -> tuple[str, ...]:
+    ways = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(way, str) and TRUSTED.fullmatch(way) for way in ways):
+        raise ValueError
+    return tuple(way.lower() for way in ways)
+
+
+TRUST: Final = Check("'signed', 'built-here', 'sha256:' and 64 hexadecimal digits, or a list of these", _ways)
+
+
+def _streaming(value: Any) -> int | str:
+    if value == "auto":
+        return "auto"
+    if (nbytes := as_int(value)) < 0:
+        raise ValueError
+    return nbytes
+
+
+PATHS: Final = Check("a path or a list of paths", _paths)
+STREAMING: Final = Check("'auto' or a whole number ≥ 0", _streaming)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRTOptions:
+    """How a plan is loaded and run.
+
+    :raises OptionsError: for a value out of its range, or for two that contradict each other.
+    """
+
+    flavour: str | None = setting(
+        default=None,
+        check=choice(*FLAVOURS).or_none,
+        doc="The package to use. Default: the first that is installed and that this kind of plan runs with.",
+    )
+
+    allow_host_code: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="""Let a plan bring code that runs in this process (``Runtime.engine_host_code_allowed``).
+        Version-compatible plans carry their own lean runtime and need it; so do plans with plugins packed in.
+        Any plan is as trusted as a program, since it runs on the GPU ("How TensorRT works", Engine
+        Deserialization and the Trust Boundary); with this option it runs on the host as well. Set it for
+        plans that you built yourself.""",
+    )
+
+    trust: tuple[str, ...] = setting(
+        default=(),
+        check=TRUST,
+        doc="""Open the plan only if it is trusted, in one of these ways: ``signed``, by an OpenSSH key that
+        this user allows (``PLAN.sig``, checked by ``ssh-keygen -Y verify``); ``built-here``, by this user on
+        this machine (``asynctrt build``); ``sha256:...``, its digest in hexadecimal. Checked on the bytes
+        that are deserialised. Empty: every plan is opened, as code that you trust. It does not cover what
+        other options name: ``lean_runtime``, ``plugins``, ``refit_from``, ``runtime_cache``.""",
+    )
+
+    lean_runtime: str | os.PathLike[str] | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""The shared library of the lean runtime that a version-compatible plan without one was built for
+        (``Runtime.load_runtime``). It is loaded into this process: name only a library that you trust as you
+        trust a program.""",
+    )
+
+    refit_from: str | os.PathLike[str] | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""The ONNX file to take all weights from, for a plan that was built without them
+        (``BuilderFlag.STRIP_PLAN``) or to be refitted. With the packages that have an ONNX parser:
+        ``tensorrt`` and ``tensorrt_rtx``. Weights go by their names: give the file that the plan was built
+        from, or one trained on since.""",
+    )
+
+    memory_budget: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="""Bytes of device memory that TensorRT may hold at most for this model: weights, what contexts
+        keep, and outputs whose size depends on the data. Allocations beyond it are refused. Arenas do not
+        count: they are the engine's.""",
+    )
+
+    memory_watermark: float | int | None = setting(
+        default=None,
+        check=WATERMARK.or_none,
+        doc="""Refuse TensorRT memory when that would take the use of the device, by all processes, beyond
+        this: a fraction of its memory (a float up to 1.0) or bytes (an int).""",
+    )
+
+    persistent_cache_limit: int | None = setting(
+        default=None,
+        check=count(0).or_none,
+        doc="""Bytes of the L2 cache that one context may keep activations in. All contexts together must not
+        exceed what the GPU sets aside for that ("How TensorRT works", L2 Persistent Cache Management).""",
+    )
+
+    weight_streaming_budget: int | str | None = setting(
+        default=None,
+        check=STREAMING.or_none,
+        doc="""Bytes of weights to keep on the device, for a plan that was built to stream the rest from the
+        host. ``auto``: as many as TensorRT advises for the memory that is free. Default: TensorRT's own.""",
+    )
+
+    plugins: tuple[str, ...] = setting(
+        default=(),
+        check=PATHS,
+        doc="""Shared libraries with plugins that the plan uses (``IPluginRegistry.load_library``). They are
+        loaded into this process, once, and stay: name only libraries that you trust as you trust a program.
+        TensorRT's own plugins are registered in any case, if the package has them.""",
+    )
+
+    temporary_directory: str | os.PathLike[str] | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""Where TensorRT may put files that it needs for a moment (``Runtime.temporary_directory``), such
+        as the code of a version-compatible plan.""",
+    )
+
+    aux_streams: AuxStreams = setting(
+        default="ours",
+        check=choice(*get_args(AuxStreams)),
+        doc="""Whose auxiliary streams a plan uses that works on several at once: ``ours``, made with the
+        context, or the ``library``'s own.""",
+    )
+
+    max_threads: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="Threads that TensorRT may use to load the plan.",
+    )
+
+    verbosity: int = setting(
+        default=logging.WARNING,
+        check=count(0),
+        doc="""Which messages of TensorRT go to the logger ``asynctrt.tensorrt``: a level of :mod:`logging`.
+        What TensorRT reports as an error of a call is in the exception, whatever this says.""",
+    )
+
+    nvtx: Nvtx | None = setting(
+        default=None,
+        check=choice(*get_args(Nvtx)).or_none,
+        doc="How much contexts tell a profiler about their layers. Not more than the plan was built with.",
+    )
+
+    runtime_cache: str | os.PathLike[str] | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""The file in which TensorRT for RTX keeps the kernels that it compiles when a plan is used
+        (``IRuntimeCache``), so that the next process need not compile them. It is read when the plan is
+        loaded, and replaced when the model is closed, if there is more in it; of several processes that
+        share it, the last to close wins. What cannot be used is a warning. The kernels run on the GPU: trust
+        the file, and whoever can write it, as you trust the plan.""",
+    )
+
+    kernel_specialization: KernelSpecialization | None = setting(
+        default=None,
+        check=choice(*get_args(KernelSpecialization)).or_none,
+        doc="""When TensorRT for RTX compiles kernels for the shapes that it meets: ``lazy``, beside the
+        batches, which run with general kernels until then; ``eager``, before the first batch of a shape;
+        ``none``, never. A CUDA graph goes on with the kernels that it was captured with, so ``eager`` is what
+        goes with graphs. Default: TensorRT's own, ``lazy``.""",
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.lean_runtime is not None and not Path(self.lean_runtime).is_file():
+            raise OptionsError(
+                f"lean_runtime: there is no file {str(self.lean_runtime)!r}. Give the path of the "
+                "libnvinfer_lean of the version that the plan was built with"
+            )
+        if self.refit_from is not None and not Path(self.refit_from).is_file():
+            raise OptionsError(
+                f"refit_from: there is no file {str(self.refit_from)!r}. Give the path of the ONNX file that "
+                "the plan was built from"
+            )
+        self._check_cache()
+        for path in self.plugins:
+            if not Path(path).is_file():
+                raise OptionsError(
+                    f"plugins: there is no file {path!r}. Give the path of each shared library"
+                )
+        if self.temporary_directory is not None and not Path(self.temporary_directory).is_dir():
+            raise OptionsError(
+                f"temporary_directory: there is no folder {str(self.temporary_directory)!r}. Create it first"
+            )
+
+    def _check_cache(self) -> None:
+        if self.runtime_cache is None:
+            return
+        path = Path(self.runtime_cache)
+        if path.is_dir() or not path.parent.is_dir():
+            raise OptionsError(
+                f"runtime_cache: {str(path)!r} is not the path of a file in a folder that is there. Give the "
+                "path of a file, which need not be there yet"
+            )
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any]) -> "TensorRTOptions":
+        """Return the defaults with some options changed.
+
+        :raises OptionsError: for an unknown name, with the nearest option; for a value that is not valid.
+        """
+        check_names(settings, [item.name for item in fields(cls)], "option of TensorRT")
+        return cls(**settings)
+
+    def with_flavour(self, flavour: str) -> "TensorRTOptions":
+        """Return these options for a package.
+
+        :raises OptionsError: if they name another one.
+        """
+        if self.flavour not in (None, flavour):
+            raise OptionsError(
+                f"the option flavour is {flavour!r}, but tensorrt has flavour={self.flavour!r}. Leave one out"
+            )
+        return dataclasses.replace(self, flavour=flavour)
+
+    __repr__ = changed_repr

@@ -1,0 +1,743 @@
+"""Define the command line. The only importer of ``typer``."""
+
+import dataclasses
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
+
+import anyio
+
+import asynctrt
+from asynctrt._util.process import DEVICE_LOST
+from asynctrt._util.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SHORT_FLAGS, nearest_name
+from asynctrt._util.validation import REMOVED_OPTIONS, docs_of, printable, removed, seconds_of
+from asynctrt.backends.build_options import BuildOptions
+from asynctrt.backends.tensorrt.signatures import VARIABLE as ALLOWED_SIGNERS
+from asynctrt.cli import demo as demonstration
+from asynctrt.cli.environment import check_values, misspelt, shown, variables
+from asynctrt.doctor import Level, diagnose
+from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
+from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
+from asynctrt.loadtest.settings import SYNONYMS as THEIR_WORDS
+from asynctrt.loadtest.settings import WITHOUT_SCENARIOS, LoadSettings
+from asynctrt.options import Options
+from asynctrt.plans.inspection import as_json as as_plain
+from asynctrt.plans.inspection import inspect as inspect_file
+from asynctrt.plans.opened import open_file
+from asynctrt.plans.text import lines_of, lines_of_opened
+from asynctrt.serving.settings import ServerSettings
+
+try:
+    import typer
+    import typer.core
+    from rich.console import Console, ConsoleOptions, RenderHook
+    from rich.markup import escape
+    from rich.progress import Progress
+    from rich.segment import Segment
+
+    from asynctrt.cli.build_terminal import BuildBar, builds_shown, progress_on
+except ImportError as error:
+    raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
+
+INTERRUPTED: Final = 130
+"""The exit status after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
+
+LEVEL_STYLES: Final = {
+    Level.OK: "green",
+    Level.NOTE: "cyan",
+    Level.WARNING: "yellow",
+    Level.ERROR: "bold red",
+}
+"""How the first line of a finding of the doctor is shown."""
+
+EXAMPLES: Final = {
+    "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --limit 200"),
+    "env": ("asynctrt env", "asynctrt env --all"),
+    "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
+    "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open --contexts 8"),
+    "serve": (
+        "asynctrt serve model.onnx --max-rows 32 --max-delay 0.002",
+        "asynctrt serve classifier=model.plan --device cuda:0 --tokens-file tokens",
+        "asynctrt serve models/ --watch 5 --check",
+    ),
+    "load": (
+        "asynctrt load model.onnx --callers 64 --seconds 30",
+        "asynctrt load http://127.0.0.1:8000/v2/models/m --rate 500 --slo 'p99<20ms'",
+        "asynctrt load model.onnx --search --slo 'p99<20ms' --json -",
+    ),
+}
+"""What the help of each command ends with: lines that fit 80 columns."""
+
+REMOVED: Final = {
+    "bench": "Use `asynctrt load MODEL --sweep callers=1,32,256`.",
+    "keys": "Make keys with `ssh-keygen -t ed25519`, and list the trusted ones in an allowed-signers file.",
+    "sign": "Use `ssh-keygen -Y sign -n asynctrt -f KEY PLAN`.",
+    "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
+    "simulate": "Use `asynctrt load`, which measures the engine itself.",
+    "load --scenario": f"Use what it stood for: {WITHOUT_SCENARIOS}",
+    "load --png": "Use --report FILE.html, which writes a page with the charts.",
+    "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
+}
+"""Commands and flags that were removed, and what to use instead."""
+
+WRONG_VALUES: Final = {
+    "int_parsing": "is not a whole number",
+    "int_from_float": "is not a whole number",
+    "float_parsing": "is not a number",
+    "bool_parsing": "is not true or false",
+    "greater_than_equal": "is less than {ge}",
+    "less_than_equal": "is more than {le}",
+}
+"""What is said of a wrong value, by pydantic's kind of error. Newer versions of typer show its message."""
+
+
+def _seconds(given: Any) -> float:
+    """Return a number of seconds, also where it is given as a time such as 30s or 2ms."""
+    try:
+        return float(given)
+    except ValueError:
+        try:
+            return seconds_of(given)
+        except ValueError:
+            raise typer.BadParameter(
+                f"{given!r} is not a number of seconds, nor a time such as 2ms, 30s or 1m30s"
+            ) from None
+
+
+def _time_option(least: float, text: str) -> Any:
+    """Return the flag of a time in seconds that is ``least`` or longer."""
+
+    def parse(given: Any) -> float:
+        seconds = _seconds(given)
+        if not seconds >= least:
+            raise typer.BadParameter(f"{given} is less than {least:g}")
+        return seconds
+
+    return typer.Option(parser=parse, metavar="<seconds>", help=text)
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    help="A model behind await: batching inference for asyncio.",
+    rich_markup_mode=None,
+)
+
+
+class _Harmless(RenderHook):
+    """Keeps all that is printed from controlling the terminal, but for the console's own styles."""
+
+    def process_renderables(self, renderables: list[Any]) -> list[Any]:
+        return [_Cleaned(one) for one in renderables]
+
+
+class _Cleaned:
+    def __init__(self, what: Any) -> None:
+        self._what = what
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._what, options):
+            text = segment.text if segment.control else printable(segment.text, keep="\n\t")
+            yield segment._replace(text=text)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    console.push_render_hook(_Harmless())
+    return console
+
+
+out = _console()
+err = _console(stderr=True)
+
+
+class _Command(typer.core.TyperCommand):
+    """A command that knows others' words for its flags, and ``--version``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args == ["--version"]:
+            _root(version=True)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # Of typer's own copy of click, or of click, by the version of typer.
+            if type(error).__name__ == "NoSuchOption":
+                _refuse_removed(f"{ctx.info_name} {error.option_name}")  # type: ignore[attr-defined]
+                _suggest(error, [name for item in self.params if (name := item.name)])
+            elif type(error).__name__ == "BadParameter":
+                _reword(error)
+            raise
+
+
+def _refuse_removed(name: str) -> None:
+    """Refuse a command or a flag that was removed.
+
+    :raises UsageError: with what to use instead.
+    """
+    if name in REMOVED:
+        raise UsageError(f"`asynctrt {name}` was removed. {REMOVED[name]}")
+
+
+def _reword(error: Any) -> None:
+    """Say in plain English what is wrong with a value, in an error of typer's that pydantic caused."""
+    cause = error.__cause__
+    if not callable(getattr(cause, "errors", None)):
+        return
+    first = cause.errors()[0]
+    limits = first.get("ctx", {})
+    if (kind := WRONG_VALUES.get(first["type"])) is not None:
+        shown = first["input"] if limits else repr(first["input"])
+        error.message = f"{shown} {kind.format(**limits)}"
+    else:
+        error.message = error.message.removeprefix("Value error, ")
+
+
+def _suggest(error: Any, names: list[str]) -> None:
+    """Let the message about an unknown flag suggest what is meant, and nothing that only looks alike."""
+    given = error.option_name.lstrip("-").removeprefix("no-").replace("-", "_")
+    if given in REMOVED_OPTIONS:
+        error.message += f". T{removed(given)[1:]}"
+        return
+    meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS, 0.75)
+    error.possibilities = [_flag_of(meant)] if meant else []
+    of_load = nearest_name(given, list(_load_signature().parameters), COMMAND_SYNONYMS, 1.0)
+    if meant is None and of_load is not None:
+        error.message += f". asynctrt load has {_flag_of(of_load)}"
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def prepare() -> None:
+    """Give each command its class, with its help, and its examples."""
+    for info in app.registered_commands:
+        info.cls = _Command
+        examples = EXAMPLES.get(info.name or str(getattr(info.callback, "__name__", "")), ())
+        info.epilog = "\n\n".join(["Examples:", *examples]) if examples else None
+
+
+def main() -> None:
+    """Run the command. An error of asynctrt's is shown as its message, without a traceback."""
+    prepare()
+    try:
+        _refuse_removed("".join(sys.argv[1:2]))
+        app()
+    except AsynctrtError as error:
+        err.print(
+            f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        out.print(f"asynctrt {asynctrt.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Use the files in this folder. Default: Python's standard library.", exists=True),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="The most files to identify: a random sample.")] = 500,
+    seconds: Annotated[float, _time_option(0.05, "How long each way is measured.")] = 2.5,
+    device: Annotated[str, typer.Option(help="host or cuda:0.")] = "host",
+    dashboard: Annotated[
+        bool | None,
+        typer.Option(
+            "--dashboard/--no-dashboard", help="Serve a dashboard at the end. Default: in a terminal."
+        ),
+    ] = None,
+) -> None:
+    """Show in a minute what asynctrt is for: plain load, overload, callers who leave, poison, shutdown.
+
+    Each part is measured with the engine and with a good batcher by hand. Ctrl-C ends it at any time.
+    """
+
+    def note(text: str) -> None:
+        if err.is_terminal:
+            err.file.write(f"\r{text:<60.60}\r")
+            err.file.flush()
+
+    def say(text: str) -> None:
+        note("")
+        out.print(text, highlight=False, markup=False)
+
+    model = demonstration.ContentModel.find()
+    course = demonstration.Course(
+        folders=(folder,) if folder else demonstration.default_folders(),
+        limit=limit,
+        seconds=seconds,
+        device=device,
+        dashboard=out.is_terminal if dashboard is None else dashboard,
+        say=say,
+        note=note,
+    )
+    was_interrupted = _run(lambda: course.run(model))
+    note("")
+    _end(was_interrupted)
+
+
+def _doctor(
+    device: Annotated[
+        str | None,
+        typer.Option(help="The device that has to work, host or cuda:0."),
+    ] = None,
+    timeout: Annotated[float, _time_option(0.1, "How long each probe may take.")] = DOCTOR_TIMEOUT_S,
+    strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Examine this machine: driver, GPUs, packages, limits; with what to do about each finding.
+
+    Whatever may crash or hang is tried in a child process. The exit status is 0 without errors, also if there
+    are warnings, and 3 with errors: asynctrt doctor --device cuda:0 && asynctrt serve ...
+    """
+    with err.status("Examining this machine"):
+        report = diagnose(device, timeout=timeout)
+    if as_json:
+        out.print_json(json.dumps(report.as_json(strict=strict)))
+    else:
+        for level, line in report.lines():
+            style = None if level is None else LEVEL_STYLES[level]
+            is_first = line[:1] not in ("", " ")
+            out.print(line, style=style if is_first else None, highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(report.status(strict=strict))
+
+
+app.command("doctor")(_doctor)
+
+
+def _inspect(
+    file: Annotated[str, typer.Argument(help="A TensorRT plan or an ONNX model.", show_default=False)],
+    *,
+    open_it: Annotated[
+        bool,
+        typer.Option("--open", help="Open it with its runtime. That runs a plan's code: trust it first."),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where to open it. Default: cuda:0 for a plan, or host.")
+    ] = None,
+    contexts: Annotated[
+        int | None, typer.Option(min=1, help="Contexts of the engine whose memory is estimated.")
+    ] = None,
+    arenas: Annotated[int, typer.Option(min=1, help="Arenas that they share.")] = 1,
+    flavour: Annotated[str | None, typer.Option(help="The TensorRT package to open a plan with.")] = None,
+    tensorrt: Annotated[
+        list[str] | None, typer.Option(help="How a plan is opened: NAME=VALUE, once for each.")
+    ] = None,
+    onnx: Annotated[
+        list[str] | None, typer.Option(help="How an ONNX model is opened: NAME=VALUE, once for each.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show what can be known of a model: tensors and their names, versions, sizes, weights, batching.
+
+    Nothing is run unless you say --open, and then a refusal is shown with all else that is known: asynctrt
+    inspect model.onnx, or asynctrt inspect model.plan --open --contexts 8. The exit status is 1 if the file
+    cannot be read or opened.
+    """
+    path = Path(file)
+    options = Options(flavour=flavour, tensorrt=tensorrt, onnx=onnx)  # type: ignore[arg-type]  # Their checks convert them.
+    found = inspect_file(path)
+    opened, refusal = None, None
+    if open_it:
+        try:
+            opened = open_file(path, device, contexts=contexts, arenas=arenas, options=options)
+        except AsynctrtError as error:
+            refusal = error
+    if as_json:
+        said = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        report = {"file": as_plain(found), "opened": opened and as_plain(opened), "refused": said}
+        out.print_json(json.dumps(report))
+    else:
+        for line in (*lines_of(found), *(lines_of_opened(opened) if opened else ())):
+            out.print(line, highlight=False, markup=False, soft_wrap=True)
+        if refusal is not None:
+            raise refusal
+    if refusal is not None:
+        raise typer.Exit(1)
+
+
+app.command("inspect")(_inspect)
+
+
+def _say(line: str) -> None:
+    out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _serve(ctx: typer.Context, **given: Any) -> None:
+    """Serve models over HTTP and gRPC (KServe V2) and websockets, with metrics and a dashboard.
+
+    MODEL is PATH, NAME=PATH or NAME:VERSION=PATH, where PATH is an .onnx file, a TensorRT plan or
+    module:attribute (a model, an engine, a pipeline, a @batch function, or a function that makes one); or a
+    folder of models in Triton's layout, NAME/VERSION/model.onnx or model.plan, each model with a config.pbtxt
+    if it needs one.
+
+    A setting is a flag, an environment variable (--http-port is ASYNCTRT_SERVE_HTTP_PORT), or a name in the
+    TOML file of --config (http_port). Flags win over the environment, which wins over the file. Models with
+    options of their own are tables of the file, [[models]], each with a path.
+
+    Times are in seconds, or have a unit: 0.5, 500ms, 1m30s.
+    """
+    # They need the extra `serve`, which the other commands do not.
+    from asynctrt.serving import command, fronts, line_writer  # noqa: PLC0415
+
+    check_values(os.environ, _variables())
+    settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
+    path = settings.pop("config", None)
+    config = command.configure(settings, command.read_config(path) if path else {})
+    config = dataclasses.replace(config, notes=tuple(misspelt(os.environ, _variables())))
+
+    writer = line_writer.standard_error()
+
+    def say(line: str) -> None:
+        if writer is None:
+            err.print(line, highlight=False, markup=False, soft_wrap=True)
+        else:
+            writer.put(f"{printable(line)}\n".encode())
+
+    job = command.check if given["check"] else fronts.serve
+    try:
+        with builds_shown(err, is_wanted=config.settings.log_format == "text"):
+            was_interrupted = _run(lambda: job(config, say))
+    except DeviceLostError as error:
+        say(f"error: {error}")
+        raise typer.Exit(DEVICE_LOST) from error
+    finally:
+        if writer is not None:
+            writer.flush()
+    if was_interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    """Return whether the user gave a parameter, as a flag or in the environment."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
+def _serve_signature() -> inspect.Signature:
+    """Return the flags of ``serve``: the settings of a server and of its engines, under the same names."""
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [
+        context,
+        _parameter(
+            "models",
+            list[str] | None,
+            None,
+            typer.Argument(
+                metavar="MODEL",
+                help="The models to serve. Also ASYNCTRT_SERVE_MODELS, with spaces between them.",
+                envvar="ASYNCTRT_SERVE_MODELS",
+                show_envvar=False,
+            ),
+        ),
+        _parameter(
+            "config",
+            Path | None,
+            None,
+            typer.Option(help="A TOML file of settings and models.", show_envvar=False),
+        ),
+        _parameter(
+            "device", str, "host", typer.Option(help="The device that models run on.", show_envvar=False)
+        ),
+        _flag("check", bool, False, "Load everything, say whether it could be served, and exit: 0 or 1."),
+    ]
+    parameters += _field_flags(ServerSettings)
+    parameters += _field_flags(Options)
+    return inspect.Signature(parameters)
+
+
+def _field_flags(cls: type[Any]) -> list[inspect.Parameter]:
+    """Return a flag for each field of a class of settings, with the field's documentation as its help."""
+    kinds, texts = get_type_hints(cls), docs_of(cls)
+    flags = []
+    for item in dataclasses.fields(cls):
+        kind, default = kinds[item.name], item.default
+        if get_origin(kind) is tuple or any(
+            get_origin(part) in (Mapping, Iterable) for part in get_args(kind)
+        ):
+            kind, default = list[str] | None, None
+        elif str in get_args(kind):
+            kind = str | None  # A rate, for example, is a number or a text.
+        check = item.metadata["check"]
+        is_time = check is not None and "of seconds" in check.expected
+        flags.append(_flag(item.name, kind, default, texts[item.name], is_time=is_time))
+    return flags
+
+
+def _flag(name: str, kind: Any, default: Any, text: str, *, is_time: bool = False) -> inspect.Parameter:
+    """Return a flag of a command.
+
+    :param is_time: whether its value is a number of seconds, or a time with a unit.
+    """
+    # A flag that is off by default is named here, so that it gets no --no- form.
+    names = [_flag_of(name)] if default is False else []
+    info = typer.Option(
+        *names,
+        help=text,
+        show_envvar=False,
+        show_default=default is not None and default is not False,
+        metavar="<seconds>" if is_time else None,
+        parser=_seconds if is_time else None,
+    )
+    return _parameter(name, kind, default, info)
+
+
+def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+_serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]  # Typer reads it.
+app.command("serve", context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"})(_serve)
+
+
+def _build(ctx: typer.Context, model: str, **given: Any) -> None:
+    """Build a TensorRT plan from an ONNX model, with a manifest beside it: PLAN.json.
+
+    Profiles are proposed from --max-rows and --dims, or given: --profiles
+    input=1x3x224x224:16x3x224x224:64x3x224x224. TensorRT for RTX builds without a GPU. Ctrl-C ends the
+    build. For example: asynctrt build model.onnx -o model.plan --dims length=1:128:512
+    """
+    from asynctrt.plans.building import build  # noqa: PLC0415  (few commands need it)
+    from asynctrt.plans.text import lines_of_manifest  # noqa: PLC0415
+
+    settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
+    files = {name: settings.pop(name, None) for name in ("plan", "device")}
+    with _progress() as progress:
+        shown = BuildBar(progress)
+        try:
+            built = build(model, progress=shown, **files, **settings)
+        except KeyboardInterrupt as error:
+            err.print("[yellow]Interrupted: nothing was written.[/]")
+            raise typer.Exit(INTERRUPTED) from error
+    _say(f"written       {built.path}")
+    for line in lines_of_manifest(built.manifest):
+        _say(line)
+
+
+def _build_signature() -> inspect.Signature:
+    """Return the flags of ``build``: its own, and the options of a build."""
+    parameters = [
+        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        _parameter(
+            "model",
+            str,
+            inspect.Parameter.empty,
+            typer.Argument(metavar="MODEL", help="The .onnx file.", show_default=False),
+        ),
+        _parameter(
+            "plan",
+            Path | None,
+            None,
+            typer.Option("--output", "-o", help="Where to write the plan. Default: MODEL.plan"),
+        ),
+        _flag("device", str | None, None, "The GPU to build on, such as cuda:0."),
+    ]
+    return inspect.Signature([*parameters, *_field_flags(BuildOptions)])
+
+
+_build.__signature__ = _build_signature()  # type: ignore[attr-defined]  # Typer reads it.
+app.command("build")(_build)
+
+
+def _load(ctx: typer.Context, target: str, **given: Any) -> None:
+    """Measure the throughput and latency of a model or a server under a chosen load.
+
+    TARGET is a model to open, model.onnx or module:attribute; a server's model,
+    http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws; or demo, the
+    model of `asynctrt demo` with files of this machine. Of any other address, http://HOST:PORT/PATH or
+    ws://HOST:PORT/PATH, --body says what to send; a coroutine function, module:function, is called.
+
+    Times are in seconds, or have a unit: 0.5, 500ms, 1m30s. The words of other load testers are understood:
+    --users, --duration, --rps.
+
+    The exit status is 3 if an --slo is missed or a --fail-if is true, 4 if the figures are void because the
+    load generator was the bottleneck, and 5 if there were too few requests to judge an --slo or --fail-if.
+    """
+    # They need the extra `load`, which the other commands do not.
+    from asynctrt.loadtest import command, saving, terminal  # noqa: PLC0415
+
+    check_values(os.environ, _variables())
+    settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
+    for line in misspelt(os.environ, _variables()):
+        err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
+    planned = command.plan(target, settings)
+    command.check_baseline(planned, saving.describe_machine(), any_machine=given["any_machine"])
+    reports: list[Any] = []
+
+    async def measure() -> None:
+        with builds_shown(err), terminal.LiveView(err, f"asynctrt load {target}") as view:
+            reports.append(await command.load(planned, view.watch))
+
+    if _run(measure):
+        err.print("[yellow]Interrupted before anything was measured.[/]")
+        raise typer.Exit(INTERRUPTED)
+    (report,) = reports
+    shown_on = err if planned.prints_json else out
+    terminal.show(shown_on, report, uncorrected=given["uncorrected"])
+    failed, not_checked = command.gate(planned, report)
+    for why in failed:
+        err.print(f"[bold red]Failed[/]: {escape(why)}", highlight=False, soft_wrap=True)
+    for why in not_checked:
+        err.print(f"[bold yellow]Not judged[/]: {escape(why)}", highlight=False, soft_wrap=True)
+    if given["fail_if"] and report.complete and not failed and not not_checked:
+        passed = escape(", ".join(given["fail_if"]))
+        err.print(f"[green]Passed[/]: none is true of {passed}", highlight=False, soft_wrap=True)
+    for path in command.write(planned, report):
+        err.print(f"written: {escape(str(path))}", highlight=False, soft_wrap=True)
+    if not report.complete and not report.void:
+        _end(was_interrupted=True)
+    raise typer.Exit(command.exit_status(report, failed, not_checked))
+
+
+LOAD_FLAGS: Final = (
+    ("model", str | None, None, "The server's model, if the address does not name it."),
+    ("token", str | None, None, "The server's bearer token. Also ASYNCTRT_LOAD_TOKEN."),
+    ("device", str, "host", "The device of a model that is opened for the test."),
+    ("body", str | None, None, "What to send to a server without KServe: JSON or text with ${input}; @FILE."),
+    ("header", list[str] | None, None, "A header of every request, over gRPC metadata: 'Name: value'."),
+    ("method", str | None, None, "The method of HTTP. Default: POST with a --body, else GET."),
+    (
+        "until_message",
+        str | None,
+        None,
+        "What tells the last message of a websocket's answer: 3, done=true, /regex/ or a text. Default: 1.",
+    ),
+    (
+        "sweep",
+        list[str] | None,
+        None,
+        "Try each value: rate=100,200, or doubling, callers=1:64. Several sweeps are combined.",
+    ),
+    ("search", bool, False, "Find the highest rate that meets the --slo."),
+    ("precision", float, 0.05, "Relative precision of the rate that a search finds."),
+    (
+        "compare",
+        list[str] | None,
+        None,
+        "Compare with another value, such as max_delay=0.002, in turns: A B A B.",
+    ),
+    ("json", Path | None, None, "Write the report to this file as JSON; - is standard output."),
+    ("report", Path | None, None, "Write the report to this file as an HTML page with charts."),
+    ("baseline", Path | None, None, "A JSON report for --fail-if to compare with."),
+    (
+        "fail_if",
+        list[str] | None,
+        None,
+        "Exit with status 3 if this is true: 'p99>+10%', 'errors>0', 'p99>20ms'.",
+    ),
+    ("any_machine", bool, False, "Allow a baseline from another machine."),
+    ("uncorrected", bool, False, "Also show latencies measured from sending, which hide stalls."),
+)
+"""Flags of ``load`` besides the settings of a load test and of an engine."""
+
+
+def _load_signature() -> inspect.Signature:
+    """Return the flags of ``load``: its own, and the settings of a load test and of an engine."""
+    target = typer.Argument(metavar="TARGET", help="The model or server to measure.", show_default=False)
+    parameters = [
+        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, target]),
+    ]
+    for name, kind, default, text in LOAD_FLAGS:
+        parameters.append(_flag(name, kind, default, text))
+    parameters += _field_flags(LoadSettings)
+    parameters += _field_flags(Options)
+    return inspect.Signature(parameters)
+
+
+_load.__signature__ = _load_signature()  # type: ignore[attr-defined]  # Typer reads it.
+
+
+def _in_own_words(flag: str) -> str:
+    """Return the flag of ``load`` that other load testers call so: ``--users`` is ``--callers``."""
+    name = flag.replace("-", "_")
+    has_it = name in _load.__signature__.parameters  # type: ignore[attr-defined]
+    return flag if has_it else THEIR_WORDS.get(name, name).replace("_", "-")
+
+
+app.command(
+    "load",
+    context_settings={"auto_envvar_prefix": "ASYNCTRT_LOAD", "token_normalize_func": _in_own_words},
+)(_load)
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment variables that there are, and what each of them sets."""
+    of_context = {"ctx", "target", "check"}
+    signatures = {"serve": _serve_signature(), "load": _load_signature()}
+    named = variables(
+        {
+            name: [each for each in found.parameters if each not in of_context]
+            for name, found in signatures.items()
+        }
+    )
+    return named | {
+        "ASYNCTRT_SERVE_MODELS": "serve MODEL ...",
+        ALLOWED_SIGNERS: "serve --tensorrt trust=signed",
+    }
+
+
+def _env(
+    show_all: Annotated[
+        bool, typer.Option("--all", help="List every variable, not only those that are set.")
+    ] = False,
+) -> None:
+    """List the environment variables that set something, with their values and flags.
+
+    Every flag of serve and load is one, too: --http-port of serve is ASYNCTRT_SERVE_HTTP_PORT. A flag wins
+    over its variable. Tokens are not shown.
+    """
+    known = _variables()
+    listed = [name for name in known if show_all or name in os.environ]
+    for name in listed:
+        _say(f"{name}={shown(name, os.environ[name])}" if name in os.environ else name)
+        _say(f"    asynctrt {known[name]}")
+    if not listed:
+        _say("No variable of asynctrt is set. asynctrt env --all lists those there are.")
+    for line in misspelt(os.environ, known):
+        err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
+
+
+app.command("env")(_env)
+
+
+def _run(job: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    """Run a job on a new event loop; return whether Ctrl-C interrupted it. The job still cleans up."""
+    try:
+        anyio.run(job, backend="asyncio", backend_options={"use_uvloop": True})
+    except KeyboardInterrupt:
+        return True
+    except ExceptionGroup as group:
+        # Many callers failed alike: the first error stands for all.
+        error: Exception | None = group.subgroup(AsynctrtError)
+        if error is None:
+            raise
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
+    return False
+
+
+def _end(was_interrupted: bool) -> None:
+    if was_interrupted:
+        err.print("[yellow]Interrupted: only what was measured until then is shown.[/]")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _progress() -> Progress:
+    return progress_on(err)

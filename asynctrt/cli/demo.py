@@ -1,0 +1,492 @@
+"""Show on files of this machine what an engine does that a batcher of 30 lines does not: `asynctrt demo`.
+
+The files are identified with the ONNX model that magika ships. Only magika's data is used: the model, its
+configuration and its table of content types. The inputs are made here from each file's bytes, as the
+configuration specifies.
+"""
+
+import asyncio
+import json
+import math
+import random
+import sysconfig
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import asynctrt
+from asynctrt._util import clock
+from asynctrt.errors import AsynctrtError, MissingExtraError
+from asynctrt.tensors import Array, TensorSpec
+
+try:
+    from threadpoolctl import threadpool_limits
+except ImportError:
+    threadpool_limits = None
+
+MAX_ROWS: Final = 4
+"""On a CPU this model is fastest in small batches: `asynctrt load demo --sweep max_rows=1,4,32` shows it."""
+
+LOOKED_AT_MAX: Final = 100_000
+"""A folder may be a whole disk, and nobody waits for that."""
+
+CALLERS: Final = 64
+LAYERS_ROWS: Final = 32
+WIDTH: Final = 2048  # As long as a row that is made of a file.
+BLOCKED_S: Final = 0.005
+SAME: Final = 1.1
+"""A smaller ratio may be chance."""
+
+HAND: Final = "a batcher by hand"
+ENGINE: Final = "asynctrt"
+ABOUT: Final = (
+    "\nBelow, asynctrt is beside a batcher by hand: the 30 lines that one writes, written well (HandBatcher "
+    "in asynctrt/cli/demo.py). It takes what waits at once, runs two batches at a time in threads, and skips "
+    f"callers who left. The model has two layers of {WIDTH} by {WIDTH} weights, and the bytes of the files "
+    f"as its input. The ways take turns. A ratio below {SAME} is no difference."
+)
+NEXT: Final = """
+To try next:
+  asynctrt demo ~/Downloads --dashboard   # your own files, and a dashboard
+  asynctrt load demo --callers 8          # a load test of the model of magika
+  asynctrt doctor                         # is this machine ready for a GPU?"""
+
+Infer = Callable[..., Awaitable[object]]
+Send = Callable[[], Coroutine[Any, Any, None]]
+Measure = Callable[["Load", float], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentModel:
+    """The model's file, and the meaning of its input and output."""
+
+    path: Path
+    labels: tuple[str, ...]
+    beg_size: int
+    end_size: int
+    block_size: int
+    padding: int
+    bytes_min: int
+    thresholds: dict[str, float]
+    threshold_default: float
+    overwrite: dict[str, str]
+    texts: frozenset[str]
+
+    @classmethod
+    def find(cls) -> "ContentModel":
+        """Find the model of the installed ``magika``.
+
+        :raises MissingExtraError: if it is not installed.
+        """
+        spec = find_spec("magika")
+        if spec is None or spec.origin is None:
+            raise MissingExtraError("the demo's model comes with magika: pip install 'asynctrt[demo]'")
+        package = Path(spec.origin).parent
+        path = max((package / "models").glob("*/model.onnx"))
+        config: dict[str, Any] = json.loads((path.parent / "config.min.json").read_bytes())
+        kinds: dict[str, Any] = json.loads((package / "config" / "content_types_kb.min.json").read_bytes())
+        return cls(
+            path=path,
+            labels=tuple(config["target_labels_space"]),
+            beg_size=config["beg_size"],
+            end_size=config["end_size"],
+            block_size=config["block_size"],
+            padding=config["padding_token"],
+            bytes_min=config["min_file_size_for_dl"],
+            thresholds=config["thresholds"],
+            threshold_default=config["medium_confidence_threshold"],
+            overwrite=config["overwrite_map"],
+            texts=frozenset(label for label, kind in kinds.items() if kind["is_text"]),
+        )
+
+    def label(self, scores: Array) -> str:
+        """Return the most likely label; or "txt" or "unknown" if the model is not confident."""
+        best = int(scores.argmax())
+        label = self.labels[best]
+        shown = self.overwrite.get(label, label)
+        if scores[best] >= self.thresholds.get(label, self.threshold_default):
+            return shown
+        return "txt" if shown in self.texts else "unknown"
+
+
+def default_folders() -> tuple[Path, ...]:
+    """Return the folders of Python's standard library and of this package."""
+    return Path(sysconfig.get_path("stdlib")), Path(asynctrt.__file__).parent
+
+
+def find_files(folders: Sequence[Path], limit: int) -> list[Path]:
+    """Return up to ``limit`` files below the folders: a random sample, the same each time.
+
+    What may not be looked at is left out, and so is what comes after the first :data:`LOOKED_AT_MAX` files.
+    """
+    found: list[Path] = []
+    for path in islice(chain.from_iterable(folder.rglob("*") for folder in folders), LOOKED_AT_MAX):
+        with suppress(OSError):
+            if path.is_file() and not path.is_symlink():
+                found.append(path)
+    files = sorted(set(found))
+    if len(files) > limit:
+        files = sorted(random.Random(0).sample(files, limit))  # noqa: S311  (a sample, not a secret)
+    return files
+
+
+def read_row(model: ContentModel, path: Path) -> Array | None:
+    """Return the model's input for a file, int32 ``(1, beg_size + end_size)``.
+
+    That is the beginning and the end of the file without the white space around them, and with missing bytes
+    padded towards the middle. Return ``None`` if the file cannot be read or is too small.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            block = min(size, model.block_size)
+            file.seek(0)
+            head = file.read(block).lstrip()[: model.beg_size]
+            file.seek(size - block)
+            tail = file.read(block).rstrip()[-model.end_size :]
+    except OSError:
+        return None
+    if len(head) < model.bytes_min:
+        return None
+    row = np.full((1, model.beg_size + model.end_size), model.padding, np.int32)
+    row[0, : len(head)] = np.frombuffer(head, np.uint8)
+    row[0, row.shape[1] - len(tail) :] = np.frombuffer(tail, np.uint8)
+    return row
+
+
+def read_input(path: Path) -> Array | None:
+    """Return the installed model's input for a file, as a reader for ``asynctrt load --reader`` does."""
+    return read_row(_installed_model(), path)
+
+
+@cache
+def _installed_model() -> ContentModel:
+    return ContentModel.find()
+
+
+class HandBatcher:
+    """A batcher as an application writes it in 30 lines, and writes it well."""
+
+    def __init__(self, predict: Callable[[Array], Array], max_rows: int) -> None:
+        self._predict, self._max_rows = predict, max_rows
+        self._waiting: asyncio.Queue[tuple[Array, asyncio.Future[Array]]] = asyncio.Queue()
+        self.tasks = [asyncio.create_task(self._run()) for _ in range(2)]
+
+    async def infer(self, row: Array, timeout: float | None = None) -> Array:
+        """Return the model's answer to one row."""
+        answer: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait((row, answer))
+        async with asyncio.timeout(timeout):
+            return await answer
+
+    async def _run(self) -> None:
+        while True:
+            batch: list[tuple[Array, asyncio.Future[Array]]] = []
+            while not batch or (len(batch) < self._max_rows and not self._waiting.empty()):
+                row, answer = await self._waiting.get()
+                if not answer.done():
+                    batch.append((row, answer))
+            try:
+                computed = await asyncio.to_thread(self._predict, np.concatenate([row for row, _ in batch]))
+            except Exception as error:
+                for _, answer in batch:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for number, (_, answer) in enumerate(batch):
+                if not answer.done():
+                    answer.set_result(computed[number : number + 1])
+
+    async def end(self) -> None:
+        """Stop computing."""
+        for task in self.tasks:
+            task.cancel()
+
+
+class Layers:
+    """Two layers of weights. A batch reads them once, whatever its size."""
+
+    def __init__(self) -> None:
+        self._weights = np.random.default_rng(0).standard_normal((2, WIDTH, WIDTH), np.float32) / WIDTH**0.5
+        self.computed = 0
+
+    def predict(self, rows: Array) -> Array:
+        """Compute a batch, or raise if a row is not finite. It blocks."""
+        if not np.isfinite(rows).all():
+            raise ValueError("a row is not finite")
+        for matrix in self._weights:
+            rows = np.maximum(rows @ matrix, 0)
+        count = len(rows)  # No other thread comes between reading and writing the sum.
+        self.computed += count
+        return rows
+
+    def open(self) -> "asynctrt.Opening":
+        """Return an engine that computes the same."""
+        x, y = (TensorSpec(name, "float32", (WIDTH,)) for name in "xy")
+        model = asynctrt.FunctionModel(lambda inputs: self.predict(inputs["x"]), inputs=x, outputs=y)
+        return asynctrt.open(model, max_rows=LAYERS_ROWS, timeout_until="answer")
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests that are sent one way, and what became of them."""
+
+    infer: Infer
+    rows: Sequence[Array]
+    sent: int = 0
+    used: int = 0
+    computed: int = 0
+    latencies_ms: list[float] = field(default_factory=list)
+    elapsed_s: float = 0.0
+
+    async def send(
+        self, timeout: float | None = None, *, row: Array | None = None, counts: bool = True
+    ) -> None:
+        """Send a request. It is answered if the answer comes, and in time."""
+        begun_ns = clock.now_ns()
+        self.sent += counts
+        with suppress(Exception):  # Whatever the model raised, or a deadline.
+            await self.infer(self.rows[self.sent % len(self.rows)] if row is None else row, timeout=timeout)
+            took_ms = (clock.now_ns() - begun_ns) / 1e6
+            self.used += 1
+            if counts and (timeout is None or took_ms <= timeout * 1e3):
+                self.latencies_ms.append(took_ms)
+
+
+COLUMNS: Final[Mapping[str, tuple[Callable[[Load], float], str]]] = {
+    "answered": (lambda load: len(load.latencies_ms) / load.sent if load.sent else 0.0, "{:.0%}"),
+    "answers/s": (lambda load: len(load.latencies_ms) / load.elapsed_s if load.elapsed_s else 0.0, "{:,.0f}"),
+    "p99 ms": (lambda load: float(np.percentile(load.latencies_ms or [0.0], 99)), "{:,.0f}"),
+    "wasted": (lambda load: 1 - load.used / load.computed if load.computed else 0.0, "{:.0%}"),
+}
+"""What is shown of a load, and how. What was computed for callers who had left is wasted."""
+
+
+async def closed(seconds: float, send: Send, blocked_s: float = 0.0) -> None:
+    """Have callers send a request each, and the next when it is answered.
+
+    :param blocked_s: for how long something else blocks the loop, in a fifth of the time.
+    """
+
+    async def caller() -> None:
+        while clock.now_ns() < end_ns:
+            await send()
+
+    async def block() -> None:
+        while clock.now_ns() < end_ns:
+            clock.sleep_s(blocked_s)
+            await asyncio.sleep(4 * blocked_s)
+
+    end_ns = clock.now_ns() + int(seconds * 1e9)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(CALLERS):
+            tasks.create_task(caller())
+        if blocked_s:
+            tasks.create_task(block())
+
+
+async def offered(seconds: float, rate: float, *sends: Send) -> None:
+    """Send requests at even times, whether earlier ones were answered or not; take turns at ``sends``."""
+    begun_ns, sent = clock.now_ns(), 0
+    async with asyncio.TaskGroup() as requests:
+        while sent < seconds * rate - 1:
+            due = int(min((clock.now_ns() - begun_ns) / 1e9, seconds) * rate)
+            for number in range(sent, due):
+                requests.create_task(sends[number % len(sends)]())
+            sent = due
+            await asyncio.sleep(0.001)
+
+
+async def lost(infer: Infer, rows: Sequence[Array], end: Callable[[], Awaitable[object]]) -> str:
+    """Shut down while requests are on their way; return how many were never answered, of how many."""
+    requests = [asyncio.ensure_future(infer(rows[number % len(rows)])) for number in range(4 * CALLERS)]
+    await asyncio.sleep(0.03)
+    await end()
+    _, waiting = await asyncio.wait(requests, timeout=1.0)
+    for request in waiting:
+        request.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+    return f"{len(waiting)} of {len(requests)}"
+
+
+def compared(column: str, engine: float, hand: float) -> str:
+    """Say what the engine makes of a figure of the batcher by hand."""
+    ratio = 1.0 if engine == hand else engine / hand if hand else math.inf
+    return f"{column} " + ("no difference" if 1 / SAME < ratio < SAME else f"x {ratio:.2f}")
+
+
+@dataclass
+class Course:
+    """What the demo is to do.
+
+    :param seconds: how long each way is measured.
+    :param dashboard: serve the dashboard at the end, until SIGINT or SIGTERM.
+    :param say: prints a line.
+    :param note: shows what is going on, until the next line.
+    """
+
+    folders: tuple[Path, ...]
+    limit: int = 500
+    seconds: float = 2.5
+    device: str = "host"
+    dashboard: bool = False
+    say: Callable[[str], None] = print
+    note: Callable[[str], object] = bool
+
+    async def run(self, model: ContentModel) -> None:
+        """Run it. What was found is shown as soon as it is, and also when it is cancelled."""
+        if threadpool_limits is None:
+            raise MissingExtraError("the demo needs threadpoolctl: pip install 'asynctrt[demo]'")
+        # As on servers: several computations share the cores, and threads of each would be in their way.
+        with threadpool_limits(1, user_api="blas"):
+            async with asynctrt.open(model.path, device=self.device, max_rows=MAX_ROWS) as files:
+                rows = await self.identify(model, files)
+                if not rows:
+                    return
+                layers, vectors = Layers(), [row.astype(np.float32) / 256 for row in rows]
+                async with layers.open() as engine:
+                    await self._compare(layers, engine, vectors)
+                    self.say(NEXT)
+                    if self.dashboard:
+                        await self._serve({"filetypes": (files, rows), "layers": (engine, vectors)})
+
+    async def identify(self, model: ContentModel, engine: asynctrt.Engine) -> list[Array]:
+        """Tell the types of the files with ``await engine.infer``, many at once; return their rows."""
+        paths = await asyncio.to_thread(find_files, self.folders, self.limit)
+        read = await asyncio.to_thread(lambda: [read_row(model, path) for path in paths])
+        rows = [row for row in read if row is not None]
+        labels, waiting = Counter[str](), iter(rows)
+
+        async def caller() -> None:
+            for row in waiting:
+                result = await engine.infer(row)
+                labels[model.label(result[engine.outputs[0].name][0])] += 1
+                self.note(f"identifying files {labels.total():,}/{len(rows):,}")
+
+        try:
+            async with asyncio.TaskGroup() as callers:
+                for _ in range(32):
+                    callers.create_task(caller())
+        finally:
+            if labels:
+                kinds = ", ".join(f"{files:,} {label}" for label, files in labels.most_common(6))
+                others = f" and {len(labels) - 6} other types" if len(labels) > 6 else ""
+                self.say(f"{labels.total():,} files, as the model of magika sees them: {kinds}{others}.")
+                self.say(f"{len(paths) - len(rows):,} files were unreadable or too small.")
+            else:
+                self.say(f"No file could be identified in {', '.join(map(str, self.folders))}.")
+        return rows
+
+    async def _compare(self, layers: Layers, engine: asynctrt.Engine, rows: Sequence[Array]) -> None:
+        """Measure each part, with the ways in turn, so that what else the machine does meets all of them."""
+        batcher = HandBatcher(layers.predict, LAYERS_ROWS)
+        loads: dict[str, Load] = {}
+
+        async def in_the_coroutine(row: Array, **_: object) -> Array:
+            await asyncio.sleep(0)  # As a request does that comes over the network.
+            return layers.predict(row)
+
+        async def part(title: str, columns: str, measure: Measure, times: int = 1) -> None:
+            ways: dict[str, Infer] = {"in the coroutine": in_the_coroutine} if not loads else {}
+            ways |= {HAND: batcher.infer, ENGINE: engine.infer}
+            loads.clear()
+            loads.update((name, Load(infer, rows)) for name, infer in ways.items())
+            try:
+                for name, load in (*loads.items(), *reversed(loads.items())) * times:
+                    self.note(f"{title.partition(':')[0]}: {name}")
+                    computed, begun_ns = layers.computed, clock.now_ns()
+                    try:
+                        await measure(load, self.seconds / 2 / times)
+                    finally:
+                        load.elapsed_s += (clock.now_ns() - begun_ns) / 1e9
+                        load.computed += layers.computed - computed
+            finally:
+                self._show(title, columns.split(", "), loads)
+
+        def plain(load: Load, seconds: float) -> Awaitable[None]:
+            return closed(seconds, load.send)
+
+        def beside(load: Load, seconds: float) -> Awaitable[None]:
+            return closed(seconds, load.send, BLOCKED_S)
+
+        def overload(load: Load, seconds: float) -> Awaitable[None]:
+            return offered(seconds, 2 * rate, partial(load.send, 3 * usual_s))
+
+        def poisoned(load: Load, seconds: float) -> Awaitable[None]:
+            bad = partial(load.send, row=np.full((1, WIDTH), np.nan, np.float32), counts=False)
+            return offered(seconds, rate / 2, bad, *[load.send] * 19)
+
+        def leaving(load: Load, seconds: float) -> Awaitable[None]:
+            return offered(seconds, 1.5 * rate, load.send, partial(load.send, usual_s, counts=False))
+
+        self.say(ABOUT)
+        for infer in (batcher.infer, engine.infer):  # Once, to warm up.
+            await closed(self.seconds / 4, Load(infer, rows).send)
+        about = f"1. Plain load: {CALLERS} callers, each with one request after the other"
+        await part(about, "answers/s, p99 ms", plain, 4)
+        # The capacity of the better one.
+        rate = max(1.0, *(COLUMNS["answers/s"][0](loads[name]) for name in (HAND, ENGINE)))
+        usual_s = CALLERS / rate
+        about = f"2. Overload: requests at twice capacity, each due within {3e3 * usual_s:.0f} ms"
+        await part(about, "answered, answers/s", overload)
+        about = f"3. Callers who leave: half of them after {1e3 * usual_s:.0f} ms, at 1.5 times capacity"
+        await part(about, "answered, p99 ms, wasted", leaving)
+        about = "4. Poison: the model raises for one request in 20, at half of capacity"
+        await part(about, "answered, p99 ms", poisoned)
+        about = f"5. Beside other work, which blocks the loop for {BLOCKED_S * 1e3:.0f} ms now and then"
+        await part(about, "answers/s, p99 ms", beside, 4)
+        self.say("\n6. Shutdown: requests on their way that are never answered")
+        self.say(f"  {HAND:<20}{await lost(batcher.infer, rows, batcher.end):>16}")
+        async with layers.open() as ending:
+            self.say(f"  {ENGINE:<20}{await lost(ending.infer, rows, ending.drain):>16}")
+
+    def _show(self, title: str, columns: Sequence[str], loads: Mapping[str, Load]) -> None:
+        """Print a part, also one that was interrupted."""
+        begun = {name: load for name, load in loads.items() if load.sent}
+        figures = {name: [COLUMNS[column][0](load) for column in columns] for name, load in begun.items()}
+        self.say(f"\n{title}\n{'':26}" + "".join(f"{column:>12}" for column in columns))
+        for name, values in figures.items():
+            cells = [COLUMNS[column][1].format(value) for column, value in zip(columns, values, strict=True)]
+            self.say(f"  {name:<24}" + "".join(f"{cell:>12}" for cell in cells))
+        if {HAND, ENGINE} <= figures.keys():
+            said = ", ".join(map(compared, columns, figures[ENGINE], figures[HAND]))
+            self.say(f"  {ENGINE} / by hand: {said}")
+
+    async def _serve(self, engines: Mapping[str, tuple[asynctrt.Engine, Sequence[Array]]]) -> None:
+        """Serve the engines with a dashboard until SIGINT or SIGTERM, under a light load."""
+        from asynctrt.client import connect  # noqa: PLC0415  (it takes long to import)
+        from asynctrt.serving import Repository, Server, ServerSettings  # noqa: PLC0415
+
+        async def ask(name: str, rows: Sequence[Array]) -> None:
+            with suppress(AsynctrtError):  # The server may be full, and it ends before its load.
+                await client.infer(name, random.choice(rows))  # noqa: S311  (a load, not a secret)
+
+        repository = Repository()
+        for name, (engine, _) in engines.items():
+            repository.add(name, engine)
+        # Any free port; and what holds the loop of a demo is no news.
+        server = Server(repository, ServerSettings(http_port=0, grpc=False, max_pause=60.0))
+        await server.start()
+        tasks = [asyncio.create_task(server.serve())]  # From here on, Ctrl-C ends the server.
+        try:
+            async with connect(f"ws{server.http_url.removeprefix('http')}/v2/ws") as client:
+                asks = [partial(ask, name, rows) for name, (_, rows) in engines.items()]
+                tasks.append(asyncio.create_task(offered(math.inf, 50, *asks)))
+                self.say(f"\nThe dashboard, of both models under a light load: {server.http_url}/")
+                self.say(
+                    f"  asynctrt load {server.http_url}/v2/models/layers   # puts load on it\nCtrl-C ends it."
+                )
+                await tasks[0]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await server.stop()

@@ -1,0 +1,1 @@
+"""What an engine is put together from: inputs that are checked, padding, the assembly of its parts."""

@@ -1,0 +1,472 @@
+"""What an engine stands on: the numbers it is built by, and its parts, made together and closed together."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+from asynctrt.backends.base import Model, PreparedModel, ProfiledModel, RangedModel, ReservingModel
+from asynctrt.backends.onnx_axes import RowSettings
+from asynctrt.backends.onnx_objects import OnnxObject
+from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.tensorrt_options import TensorRTOptions
+from asynctrt.core.independence import alone_of, is_alone, prove, structural
+from asynctrt.core.inputs import InputCheck
+from asynctrt.core.loading import find_device, load_model
+from asynctrt.core.padded_inputs import PaddedInputCheck
+from asynctrt.devices.arenas import Arenas
+from asynctrt.devices.base import Device
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import AsynctrtError, ModelError, OptionsError
+from asynctrt.options import MAX_ROWS_DEFAULT, Options
+from asynctrt.runtime.contexts import UNDO_S, ContextPool
+from asynctrt.runtime.pad_sizes import Limits, Padding
+from asynctrt.runtime.prepare import sizes_to_prepare
+from asynctrt.runtime.shares import join_device
+from asynctrt.runtime.sizes import SizeChooser
+from asynctrt.runtime.staging import lay_out
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.shapes import Shapes
+from asynctrt.statistics import TRUSTED, Batching
+from asynctrt.tensors import Dims, split_shared
+
+SHAPES_MAX: Final = 8
+"""Shapes of which graphs are captured: each takes as much memory as all those of another."""
+
+logger = logging.getLogger("asynctrt")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the options come to for this model on this device."""
+
+    rows_max: int
+    contexts: int
+    arenas: int
+    in_flight_max: int
+    graphs: tuple[int, ...]
+    """Batch sizes to capture."""
+
+    @classmethod
+    def of(cls, model: Model, device: Device, options: Options, shared: Arenas | None = None) -> "Capacity":
+        """The numbers, or an error that says which option the model cannot be opened with."""
+        contexts = options.contexts or max(
+            device.contexts_default, options.max_in_flight or 0, options.arenas or 0
+        )
+        if options.deterministic:
+            contexts = 1
+        asked, contexts = contexts, min(contexts, getattr(model, "contexts_max", None) or contexts)
+        arenas = min(options.arenas or contexts, contexts)
+        if shared is not None:
+            arenas = cls._shared(device, options, shared, asked)
+        if not model.enqueue_nbytes:
+            arenas = 0
+        in_flight_max = min(options.max_in_flight or contexts, contexts)
+        rows_max = cls._rows_max(model, options)
+        graphs = cls._graphs(model, device, options, rows_max)
+        if graphs and not model.is_capturable:
+            if options.graphs != "auto":
+                logger.warning(
+                    "graphs is %s, but batches of %r (%s) cannot be captured as CUDA graphs: they are put on "
+                    "the device call by call, as with graphs='off'",
+                    options.graphs,
+                    model.name,
+                    model.platform,
+                )
+            graphs = ()
+        return cls(rows_max, contexts, arenas, in_flight_max, graphs)
+
+    @staticmethod
+    def _shared(device: Device, options: Options, shared: Arenas, contexts: int) -> int:
+        if shared.device is not device:
+            raise OptionsError(
+                f"{shared!r} belong to another device object than the engine. Open both with the same one: "
+                f"device = ...; Arenas(device, 2); asynctrt.open(..., device=device, shared_arenas=arenas)"
+            )
+        if options.arenas not in (None, len(shared)) or contexts < len(shared):
+            raise OptionsError(
+                f"{len(shared)} arenas are shared, so leave the option arenas out, and have at least as many "
+                f"contexts; arenas is {options.arenas} and there are {contexts} contexts"
+            )
+        return len(shared)
+
+    @staticmethod
+    def _rows_max(model: Model, options: Options) -> int:
+        if is_alone(model):
+            return 1
+        fixed = model.rows_fixed
+        fits = options.max_rows == fixed or (options.max_rows is None and fixed == 1)
+        if fixed is not None and not fits:
+            raise ModelError(
+                f"{model.name!r} takes batches of exactly {fixed} rows. Export it with a dynamic first axis, "
+                f"or open it with max_rows={fixed}: every batch is then padded to that size"
+            )
+        if fixed is not None:
+            return fixed
+        limit = model.rows_max
+        if limit is not None and (options.max_rows or 0) > limit:
+            raise OptionsError(
+                f"max_rows is {options.max_rows}, but {model.name!r} takes at most {limit} rows. "
+                f"Open it with max_rows={limit} or less"
+            )
+        return options.max_rows or min(MAX_ROWS_DEFAULT, limit or MAX_ROWS_DEFAULT, options.max_queue_rows)
+
+    @staticmethod
+    def _graphs(model: Model, device: Device, options: Options, rows_max: int) -> tuple[int, ...]:
+        """The batch sizes to capture, if the model can be."""
+        if options.graphs == "off" or (options.graphs == "auto" and not device.prefers_graphs):
+            return ()
+        if model.rows_fixed is not None:
+            return (model.rows_fixed,)
+        if options.deterministic:
+            return (rows_max,)
+        least = model.rows_min
+        if options.graphs == "auto" and isinstance(model, PreparedModel):
+            # Who wants all sizes in one session wants none in others.
+            return () if model.batch_sizes == () else sizes_to_prepare(model.batch_sizes, rows_max)
+        if options.graphs == "auto":
+            # Each size takes a context of its own in every bay, so there are few: powers of four.
+            powers = (4**power for power in range(rows_max.bit_length()))
+            return tuple(sorted({least, rows_max, *(rows for rows in powers if least < rows < rows_max)}))
+        sizes = tuple(int(rows) for rows in options.graphs)
+        if sizes[-1] > rows_max or sizes[0] < least:
+            raise OptionsError(
+                f"graphs is {sizes}, but {model.name!r} takes batches of {least} to {rows_max} rows here"
+            )
+        return sizes
+
+
+class Closable(Protocol):
+    """What is given back by closing it."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """All that an engine stands on. Whoever made a part closes it."""
+
+    device: Device
+    model: Model
+    pool: ContextPool
+    arenas: Arenas | None
+    shapes: Shapes
+    capacity: Capacity
+    owned: tuple[Closable, ...] = ()
+    """What is closed with it: its own arenas, then the model and the device if they were made for it."""
+    padding: Padding | None = None
+    """What is padded."""
+    batching: Batching = TRUSTED
+    """Whether rows of different requests share batches, and why."""
+
+    def create_scheduler(self, options: Options) -> Scheduler:
+        """Make the scheduler of an engine that stands on them."""
+        device, model, capacity = self.device, self.model, self.capacity
+        concurrency = device.concurrency if model.occupies_device else capacity.in_flight_max
+        is_pipelined = device.is_pipelined and model.occupies_device
+        lanes_max = 1
+        if is_pipelined:
+            # Each context works in an arena of its own, or waits for others there.
+            lanes_max = min(capacity.arenas or capacity.contexts, capacity.in_flight_max)
+            concurrency += lanes_max - 1
+        return Scheduler(
+            policy=Policy(
+                rows_max=capacity.rows_max,
+                delay_ns_max=int(options.max_delay * 1e9),
+                # What has no context to run on keeps no device busy.
+                concurrency=min(concurrency, capacity.in_flight_max),
+                is_parallel=device.is_parallel and model.occupies_device and model.rows_fixed is None,
+                captured=self.pool.captured,
+                is_alone=options.deterministic,
+                is_pipelined=is_pipelined,
+                lanes_max=lanes_max,
+                may_enqueue_slowly=model.enqueue_may_block and not self.pool.always_replays,
+                answers_in_time=options.timeout_until == "answer",
+            ),
+            shapes=self.shapes,
+            queue_rows_max=options.max_queue_rows,
+            priorities=options.priorities,
+            contexts=capacity.contexts,
+            arenas=capacity.arenas,
+            in_flight_max=capacity.in_flight_max,
+            arena_users=None if self.arenas is None else self.arenas.users,
+            times_all=device.timing_is_free,
+        )
+
+    def divide_device(
+        self,
+        scheduler: Scheduler,
+        options: Options,
+        loop: asyncio.AbstractEventLoop,
+        wake: Callable[[], object],
+    ) -> None:
+        """Have a scheduler launch no more than its part of the device, if the engine has a weight.
+
+        :param wake: asks the scheduler again, soon.
+        """
+        if options.weight is None:
+            return
+        # In a shared arena a batch does not begin while others compute; some streams do not count waiting.
+        is_exact = self.pool.contexts[0].stream.ran_ns is not None
+        overlaps = not is_exact and (self.arenas is None or self.arenas in self.owned)
+        share = join_device(loop, self.device, options.weight, overlaps=overlaps, wake=wake)
+        scheduler.divide(share)
+
+    def create_check(
+        self, options: Options, check_key: Callable[[BatchKey], object], *, rows_first: bool = False
+    ) -> InputCheck:
+        """Make the check of an engine's inputs.
+
+        :param check_key: what else to ask about a shape, if the model refuses some.
+        :param rows_first: whether arrays come with rows first, whatever axis of an input counts rows.
+        """
+        create = InputCheck if self.padding is None else partial(PaddedInputCheck, padding=self.padding)
+        return create(
+            self.model.inputs,
+            check_finite=options.check_finite,
+            check_key=check_key if self.shapes.has_profiles else None,
+            import_array=self.device.import_array,
+            ignores_extra=options.ignore_extra,
+            rows_first=rows_first,
+            dims_are_hints=getattr(self.model, "dims_are_hints", False),
+        )
+
+    def create_size_chooser(self, call_soon: Callable[..., object]) -> SizeChooser | None:
+        """Make what chooses the sizes that rows are padded to, on a loop; ``None`` if all are given."""
+        if self.padding is None or not self.padding.chosen:
+            return None
+        return SizeChooser(self.model.name, self.padding, self.capacity.contexts, call_soon)
+
+    def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
+        """Give back what is ours; returns how many contexts had to be abandoned. Blocks.
+
+        May be called again: what was abandoned is given back once it has ended.
+        """
+        abandoned = self.pool.close(timeout_s)
+        if abandoned:
+            # What runs still uses the weights and the memory, so they stay too.
+            return abandoned
+        if slots is not None:
+            slots()
+        for part in self.owned:
+            part.close()
+        return 0
+
+
+class ModelProfiles:
+    """The profiles of a model, asked by the shape of a batch's key."""
+
+    def __init__(self, model: ProfiledModel) -> None:
+        self._model = model
+
+    def row_ranges(self, shape: Hashable) -> tuple[tuple[int, int], ...]:
+        """Return the smallest and the largest batch of each profile that takes rows of this shape."""
+        return self._model.rows_of(self._dims_of(shape))
+
+    def profile_of(self, shape: Hashable, rows: int) -> int:
+        """Return the profile for a batch of ``rows``."""
+        return self._model.profile_of(self._dims_of(shape), rows)
+
+    def _dims_of(self, shape: Hashable) -> tuple[Dims, ...]:
+        assert isinstance(shape, tuple)
+        symbols = dict(shape)
+        resolved = (spec.resolve(symbols) for spec in self._model.inputs)
+        return tuple(dims for dims in resolved if dims is not None)
+
+
+def row_nbytes_of(model: Model) -> Callable[[Hashable], int] | None:
+    """Return what tells the bytes of one row of a shape, inputs and outputs, from its dynamic dimensions.
+
+    ``None`` for a model whose rows all have one shape: what a batch of it needs is known, and is taken or
+    refused when it is opened. Outputs whose shape depends on the data count for nothing.
+    """
+    if all(spec.is_fixed for spec in model.inputs):
+        return None
+
+    def row_nbytes(shape: Hashable) -> int:
+        assert isinstance(shape, tuple)
+        layout = lay_out(model.inputs, model.outputs, dict(shape), rows_max=1)
+        # Memory for outputs that the model brings is not asked for, but taken all the same.
+        return layout.input_row_nbytes + layout.output_row_nbytes
+
+    return row_nbytes
+
+
+def build_on(
+    model: str | os.PathLike[str] | OnnxObject | Model,
+    device: str | Device,
+    options: Options,
+    shared: Arenas | None,
+) -> EngineParts:
+    """Load a model and make what its batches need. Blocks; what fails leaves nothing behind.
+
+    :raises AsynctrtError: whatever a model or a device refuses.
+    """
+    found = find_device(device)
+    loaded: Model | None = None
+    try:
+        loaded = _load(model, found, options)
+        parts = _made_as_proven(loaded, found, options, shared)
+    except BaseException as error:
+        if loaded is not None and loaded is not model:
+            loaded.close()
+        if found is not device:
+            found.close()
+        if loaded is None or isinstance(error, AsynctrtError) or not isinstance(error, Exception):
+            raise
+        raise ModelError(
+            f"{loaded.name!r} could not be set up on {found.name!r}: {type(error).__name__}: {error}"
+        ) from error
+    owned: list[Closable] = [] if loaded is model else [loaded]
+    if found is not device:
+        owned.append(found)
+    return dataclasses.replace(parts, owned=(*parts.owned, *owned))
+
+
+def _load(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, options: Options) -> Model:
+    tensorrt = options.tensorrt
+    assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
+    onnx = options.onnx
+    assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
+    if options.runtime != "tensorrt" and options.build is None:
+        shared = frozenset(options.shared or ())
+        rows = RowSettings(options.batching == "on", options.batch_axis or {}, shared)
+        return load_model(model, device, options.flavour, tensorrt, options.runtime, rows, onnx)
+    # Not before it is needed: few engines have their plans built.
+    from asynctrt.plans.cached import load_for  # noqa: PLC0415
+
+    return load_for(model, device, options)
+
+
+def _made_as_proven(given: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
+    """Make what batches need, with rows of several requests in them unless that is no good."""
+
+    def make(model: Model) -> EngineParts:
+        made = _make(model, device, options, shared)
+        return made if model is given else dataclasses.replace(made, owned=(*made.owned, model))
+
+    def make_and_prove(batching: Batching) -> EngineParts:
+        parts = make(given if batching.is_on else alone_of(given, batching.reason))
+        try:
+            proven = prove(parts, options, batching, make, partial(_make_on_host, options))
+            return dataclasses.replace(parts, batching=proven)
+        except BaseException:
+            parts.close(UNDO_S)
+            raise
+
+    batching = structural(given, options)
+    parts = make_and_prove(batching)
+    if batching.is_on and not parts.batching.is_on:
+        parts.close(UNDO_S)
+        parts = make_and_prove(parts.batching)
+    if not parts.batching.is_on and options.batching != "off":
+        logger.warning("%r: each request runs alone, since %s", given.name, parts.batching.reason)
+    return parts
+
+
+def _make_on_host(options: Options, model: Model) -> EngineParts:
+    """Make what batches of a model need to be tried on the host, with the model to be closed with it."""
+    device = HostDevice()
+    plain = Options(
+        max_rows=options.max_rows, pad=options.pad, pad_with=options.pad_with, contexts=1, graphs="off"
+    )
+    try:
+        parts = _make(model, device, plain, None)
+    except BaseException:
+        model.close()
+        device.close()
+        raise
+    return dataclasses.replace(parts, owned=(*parts.owned, model, device))
+
+
+def _shapes_to_capture(
+    model: Model, padding: Padding | None, capacity: Capacity, shapes: Shapes
+) -> tuple[Hashable, ...]:
+    """Return the shapes that all batches have, if they are few, and each batch holds as many rows.
+
+    There are none for plans, whose profiles and arenas graphs of several shapes do not know.
+    """
+    if padding is None or not capacity.graphs or model.enqueue_nbytes or isinstance(model, ProfiledModel):
+        return ()
+    known = padding.shapes
+    is_right = len(known) <= SHAPES_MAX and all(
+        shapes.rows_held(shape) == capacity.rows_max for shape in known
+    )
+    return known if is_right else ()
+
+
+def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
+    """Make what batches of a model need on a device."""
+    capacity = Capacity.of(model, device, options, shared)
+    if options.weight is not None and not model.occupies_device:
+        raise OptionsError(
+            f"weight divides the time of {device.name!r}, and {model.name!r} takes none: it awaits what is "
+            "computed elsewhere. Leave it out"
+        )
+    limits = Limits(
+        model.ranges_of if isinstance(model, RangedModel) else None,
+        capacity.rows_max,
+        model.rows_fixed is not None,
+    )
+    padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options, limits)
+    arenas: Arenas | None = None
+    try:
+        if capacity.arenas:
+            by_shapes = options.arena_size == "shapes"
+            arenas = shared or Arenas(device, capacity.arenas, by_shapes=by_shapes)
+            if arenas.by_shapes and not (isinstance(model, ReservingModel) and model.reserves_arenas):
+                raise OptionsError(
+                    "arenas can be sized by shapes for plans of TensorRT 10.1 and later, and "
+                    f"{model.name!r} is none: it does not say what a batch of a shape needs. Leave "
+                    "arena_size out"
+                )
+        shapes = Shapes(
+            rows_max=capacity.rows_max,
+            rows_fixed=model.rows_fixed,
+            profiles=ModelProfiles(model) if isinstance(model, ProfiledModel) else None,
+            fills_batches=options.deterministic,
+            nbytes_max=options.max_batch_bytes,
+            row_nbytes=row_nbytes_of(model),
+        )
+        if options.deterministic and model.platform == "tensorrt_plan":
+            logger.warning(
+                "%r is deterministic but for layers that TensorRT leaves random: IFillLayer, and "
+                "IScatterLayer with indices that occur twice. Whether the plan has any cannot be told",
+                model.name,
+            )
+        pool = ContextPool(
+            device,
+            model,
+            contexts=capacity.contexts,
+            arenas=arenas,
+            rows_max=capacity.rows_max,
+            graphs=capacity.graphs,
+            profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
+            rows_held=shapes.rows_held,
+            prepares=not options.deterministic,  # Else batches are all of one size.
+            padding=padding,
+            shapes=_shapes_to_capture(model, padding, capacity, shapes),
+        )
+        shapes.restrict(pool.prepared)
+        if pool.may_grow and capacity.graphs and options.graphs != "auto":
+            logger.warning(
+                "graphs is %s, but rows of %r vary in shape: its batches are put on the device call by call. "
+                "Graphs are captured of ONNX models, if pad gives the sizes of each dimension that varies, "
+                "at most %d shapes, and max_batch_bytes leaves each of them max_rows rows",
+                options.graphs,
+                model.name,
+                SHAPES_MAX,
+            )
+    except BaseException:
+        if arenas is not None and arenas is not shared:
+            arenas.close()
+        raise
+    own = () if arenas is None or arenas is shared else (arenas,)
+    return EngineParts(device, model, pool, arenas, shapes, capacity, owned=own, padding=padding)

@@ -1,0 +1,225 @@
+"""An engine whose requests a driver carries out: where a request's way begins.
+
+Top to bottom: :meth:`DrivenEngine.infer` checks the inputs against the model's specs, queues them with the
+driver, and awaits. In this process that is the one of ``runtime``: it carries out what the scheduler decides
+(``scheduling``), puts batches on pooled contexts (``backends``) of a device (``devices``), and answers the
+callers when the reaper has seen a batch's event. With worker processes it is their front (``workers``).
+"""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any, Protocol
+
+from asynctrt._util.nesting import Run, Runs
+from asynctrt._util.validation import output_names, priority_of, timeout_ns_of
+from asynctrt.core.inputs import InputCheck, Inputs, Outputs
+from asynctrt.core.splitting import SplitCall
+from asynctrt.engine import HOST, Engine
+from asynctrt.errors import AsynctrtError, EngineClosedError
+from asynctrt.limits import limits_here, run_here
+from asynctrt.options import Options
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.request import Request
+from asynctrt.tensors import InferResult
+
+
+class RequestDriver(Protocol):
+    """What takes requests and answers them."""
+
+    def submit(
+        self,
+        payload: Any,
+        rows: int,
+        key: BatchKey,
+        priority: int,
+        timeout_ns: int | None,
+        future: "asyncio.Future[InferResult] | None" = None,
+        outputs: frozenset[str] | None = None,
+    ) -> Request:
+        """Queue rows, or raise with nothing changed.
+
+        :param outputs: the names of the outputs that the caller wants; ``None`` for all.
+        """
+
+    def cancel(self, request: Request) -> None:
+        """Drop the request of a caller who has gone away."""
+
+    def refuse(self, why: AsynctrtError) -> None:
+        """Take no new request; answer those that were taken."""
+
+    async def wait_idle(self) -> None:
+        """Return when every request was answered."""
+
+
+class DrivenEngine(Engine):
+    """An engine that checks requests and has a driver carry them out.
+
+    :param driver: takes what was checked.
+    :param check: of the inputs of a call.
+    :param limit: returns the rows that one batch of a key holds.
+    :param rows_unsplit: up to this many rows are never split, whatever their key.
+    :param runs: the runs of the model's function, if it is one.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        options: Options,
+        *,
+        driver: RequestDriver,
+        check: InputCheck,
+        limit: Callable[[BatchKey], int],
+        rows_unsplit: int,
+        runs: Runs,
+    ) -> None:
+        super().__init__(loop, options)
+        self._driver = driver
+        self._validate = check.validate
+        self._limit = limit
+        self._rows_unsplit = rows_unsplit
+        self._runs = runs
+        self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
+
+    async def infer(
+        self,
+        inputs: Inputs,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        outputs: Outputs = HOST,
+    ) -> InferResult:
+        if not self._is_running() or get_ident() != self._thread:
+            raise self._wrong_loop()
+        arrays, rows, key = self._validate(inputs)
+        names = None
+        if outputs is not HOST:
+            key, names = self._wanted(outputs, key, rows)
+        if timeout is None and type(priority) is int and not priority and limits_here() is None:
+            timeout_ns, run = self._timeout_ns, None
+        else:
+            timeout_ns, priority, run = self._checked(timeout, priority)
+        if rows > self._rows_unsplit and rows > self._limit(key):
+            split = self._split(arrays, rows, key, priority, timeout_ns, names)
+            if run is not None:
+                self._wait_in(run, split.requests)
+            return await split.joined()
+        request = self._driver.submit(arrays, rows, key, priority, timeout_ns, None, names)
+        if run is not None:
+            self._wait_in(run, [request])
+        try:
+            result: InferResult = await request.future
+        except (asyncio.CancelledError, GeneratorExit):
+            self._driver.cancel(request)
+            raise
+        return result
+
+    def submit(
+        self,
+        inputs: Inputs,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        outputs: Outputs = HOST,
+    ) -> "asyncio.Future[InferResult]":
+        # The first lines of `infer`, once more: they are too hot for a method that serves both.
+        if not self._is_running() or get_ident() != self._thread:
+            raise self._wrong_loop()
+        arrays, rows, key = self._validate(inputs)
+        names = None
+        if outputs is not HOST:
+            key, names = self._wanted(outputs, key, rows)
+        if timeout is None and type(priority) is int and not priority and limits_here() is None:
+            timeout_ns, run = self._timeout_ns, None
+        else:
+            timeout_ns, priority, run = self._checked(timeout, priority)
+        if rows > self._rows_unsplit and rows > self._limit(key):
+            # Queued here, not by the task: what was accepted is answered though the engine drains at once.
+            split = self._split(arrays, rows, key, priority, timeout_ns, names)
+            if run is not None:
+                self._wait_in(run, split.requests)
+            return split.begin(self._loop)
+        future = _Answer(loop=self._loop)
+        future.driver = self._driver
+        future.request = self._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
+        if run is not None:
+            self._wait_in(run, [future.request])
+        return future
+
+    async def drain(self) -> None:
+        self._check_loop()
+        if self._state == "open":
+            self._state = "draining"
+            self._driver.refuse(EngineClosedError(f"{self.name!r} is draining: send to another engine"))
+        await self._driver.wait_idle()
+
+    @abstractmethod
+    def _split(
+        self,
+        arrays: tuple[Any, ...],
+        rows: int,
+        key: BatchKey,
+        priority: int,
+        timeout_ns: int | None,
+        outputs: frozenset[str] | None,
+    ) -> SplitCall:
+        """Queue a call with more rows than a batch holds, in parts.
+
+        :raises InputError: for more rows than the queue can ever hold.
+        """
+
+    @abstractmethod
+    def _key_on_device(self, key: BatchKey, rows: int) -> BatchKey:
+        """Return the key of a request whose outputs stay on the device.
+
+        :raises InputError: if they cannot.
+        """
+
+    def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int, Run | None]:
+        """Return the timeout in ns, and the priority: a call's own, within those of :func:`asynctrt.within`.
+
+        And the run of a function that the call is made in, if there is one.
+
+        :raises InputError: for a value that is neither.
+        :raises DeadlineError: if that work has no time left.
+        :raises UsageError: if that run would wait for itself.
+        """
+        level = priority_of(priority, self._options.priorities)
+        timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
+        limits = limits_here()
+        if limits is None:
+            return timeout_ns, level, None
+        timeout_ns, level = limits.stricter(timeout_ns, level, self._options.priorities)
+        run = run_here()
+        if run is not None:
+            run.check(self._runs)
+        return timeout_ns, level, run
+
+    def _wait_in(self, run: Run, requests: Sequence[Request]) -> None:
+        """Note that a run of a function waits for requests of this engine."""
+        for request in requests:
+            run.wait_for(self._runs, request.future)
+
+    def _wanted(self, outputs: Outputs, key: BatchKey, rows: int) -> tuple[BatchKey, frozenset[str] | None]:
+        """Return a request's key, and the names of the outputs that it wants; ``None`` for all."""
+        if isinstance(outputs, str) and outputs == "device":
+            return self._key_on_device(key, rows), None
+        return key, output_names(outputs, [spec.name for spec in self.outputs])
+
+
+class _Answer(asyncio.Future[InferResult]):
+    """The future of :meth:`DrivenEngine.submit`: to cancel it takes its request out of the queue at once."""
+
+    __slots__ = ("driver", "request")
+
+    driver: RequestDriver
+    request: Request | None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if not super().cancel(msg):
+            return False
+        if self.request is not None:
+            self.driver.cancel(self.request)
+            self.request = None
+        return True

@@ -1,0 +1,301 @@
+"""Whether rows of different requests may share a batch: found out by trying, when an engine is opened.
+
+A few made-up rows run on the engine's own context, alone and in a batch with others, one of which is extreme.
+If a row's answer depends on its company (a recurrent network whose first axis is time, scales taken over a
+whole batch), requests are kept apart. Padding is tried in the same way.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final, Protocol, TypeVar, cast
+
+from asynctrt._util import clock
+from asynctrt.backends.base import Model
+from asynctrt.backends.whole import run_alone
+from asynctrt.core.inputs import InputCheck
+from asynctrt.errors import AsynctrtError, ModelError, OptionsError, describe
+from asynctrt.options import Options
+from asynctrt.runtime.probe import (
+    SIZE_TOLERANCE,
+    Probe,
+    Ran,
+    Sample,
+    Stage,
+    Verdict,
+    differing,
+    made_up,
+    said_of,
+)
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.statistics import TRUSTED, Batching
+from asynctrt.tensors import Array
+
+CLOSE_S: Final = 0.1
+"""How long streams of what was tried may take to come to rest."""
+
+P = TypeVar("P", bound="Parts")
+
+Shape = tuple[tuple[str, int], ...]
+"""The sizes of dimensions that vary, as keys say them."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class Parts(Stage, Protocol):
+    """What an engine stands on, as far as it is needed here."""
+
+    def create_check(
+        self, options: Options, check_key: Callable[[BatchKey], object], *, rows_first: bool = False
+    ) -> InputCheck: ...
+    def close(self, timeout_s: float) -> int: ...
+
+
+def structural(model: Model, options: Options) -> Batching:
+    """Return whether requests can share batches as far as shapes and options say.
+
+    :raises ModelError: if the options demand that they do, and they cannot.
+    """
+    alone = getattr(model, "alone", "")
+    fixed = model.rows_fixed
+    if alone and options.batching == "on":
+        raise ModelError(
+            f"{alone}, so requests to {model.name!r} cannot share batches. Leave batching='on' out"
+        )
+    if alone:
+        return Batching(is_on=False, reason=alone)
+    if options.batching == "off":
+        return Batching(is_on=False, reason="it was opened with batching='off'")
+    if fixed not in (None, 1) and options.max_rows is None and options.batching != "on":
+        return Batching(
+            is_on=False,
+            reason=f"batches have exactly {fixed} rows (max_rows={fixed} fills each of them up to that)",
+        )
+    return TRUSTED
+
+
+def is_alone(model: Model) -> bool:
+    """Return whether each request to a model runs alone."""
+    return getattr(model, "alone", "") != ""
+
+
+def alone_of(model: Model, reason: str) -> Model:
+    """Return a model with each request run alone: itself if it is one."""
+    return model if is_alone(model) else run_alone(model, reason)
+
+
+def prove(
+    parts: Parts,
+    options: Options,
+    batching: Batching,
+    make: Callable[[Model], Parts],
+    make_on_host: Callable[[Model], Parts],
+) -> Batching:
+    """Find out whether rows are independent, and whether padding changes answers. Blocks.
+
+    A model that has a twin on the host is tried there first: made-up rows may make it fail, and libraries for
+    GPUs do not always survive that. What ran there is then compared on the device.
+
+    :param batching: what shapes and options say.
+    :param make: makes what batches of another model need on the same device.
+    :param make_on_host: the same on the host.
+    :raises OptionsError: if padding changes answers.
+    :raises DeviceLostError: if the device is lost.
+    """
+    model = parts.model
+    is_tried = getattr(model, "is_pure", False) or options.batching == "probe"
+    if not is_tried or getattr(parts.device, "holds_batches", False):
+        return batching
+    start_ns, twin_of = clock.now_ns(), getattr(model, "host_twin", None)
+    if twin_of is None:
+        batching = _tried(parts, options, batching, make)[0]
+    else:
+        batching = _tried_on_host(parts, options, batching, twin_of, make_on_host)
+    taken_ns = clock.now_ns() - start_ns
+    logger.debug("%r: batching is %s (%.1f ms)", model.name, batching, taken_ns / 1e6)
+    return replace(batching, probe_ns=batching.probe_ns + taken_ns)
+
+
+def _tried_on_host(
+    parts: Parts,
+    options: Options,
+    batching: Batching,
+    twin_of: Callable[[], Model],
+    make_on_host: Callable[[Model], Parts],
+) -> Batching:
+    """Return what made-up rows show on the host and, if they ran there, on the device."""
+    try:
+        twin = make_on_host(twin_of())
+    except AsynctrtError as error:
+        what = f"made-up rows could not be run on the host: {said_of(error)}"
+        verdict = _settled(Verdict(is_independent=None, what=what), parts.model)
+        return _decided(verdict, parts.model, options) if batching.is_on else batching
+    with closing_parts(twin):
+        batching, ran = _tried(twin, options, batching, make_on_host)
+    if ran is None or not batching.is_on:
+        return batching
+    return _confirmed(parts, options, batching, ran)
+
+
+@contextmanager
+def closing_parts(parts: P) -> Iterator[P]:
+    """Close what batches needed, in the end."""
+    try:
+        yield parts
+    finally:
+        parts.close(CLOSE_S)
+
+
+def _tried(
+    parts: Parts, options: Options, batching: Batching, make: Callable[[Model], Parts]
+) -> "tuple[Batching, Ran | None]":
+    """Return what made-up rows show, and those that ran together."""
+    probe, model = Probe(parts), parts.model
+    try:
+        if batching.is_on:
+            batching = _judged(probe, model, options, make)
+        is_as_decided = batching.is_on is not is_alone(model)  # Else what batches need is made anew.
+        if parts.padding is not None and is_as_decided:
+            _prove_padding(probe, parts, options)
+    finally:
+        probe.close()
+    return batching, probe.ran
+
+
+def _confirmed(parts: Parts, options: Options, batching: Batching, ran: "Ran") -> Batching:
+    """Return what rows show on the device that ran well on the host."""
+    probe = Probe(parts)
+    try:
+        verdict = probe.compare_again(ran)
+    finally:
+        probe.close()
+    return batching if verdict.is_independent else _decided(verdict, parts.model, options)
+
+
+def _judged(probe: "Probe", model: Model, options: Options, make: Callable[[Model], Parts]) -> Batching:
+    """Return what the probe and, where it cannot tell, what is known of the model says."""
+    verdict = _settled(probe.compare(), model)
+    if options.batching != "on" and (error := _fails_as_row(model, make, probe.failed)) is not None:
+        what = f"a row fails in a batch that does not fail alone: {said_of(error)}"
+        verdict = Verdict(is_independent=False, what=what)
+    return _decided(verdict, model, options)
+
+
+def _settled(verdict: Verdict, model: Model) -> Verdict:
+    """Return a verdict, or what is known of the model where made-up rows could not tell."""
+    if verdict.is_independent is not None or not _doubt_of(model):
+        return verdict
+    return Verdict(is_independent=False, what=f"{_doubt_of(model)}, and {verdict.what}")
+
+
+def _doubt_of(model: Model) -> str:
+    return str(getattr(model, "doubt", ""))
+
+
+def _decided(verdict: "Verdict", model: Model, options: Options) -> Batching:
+    """Return what is done about a verdict.
+
+    :raises ModelError: if rows are to share batches, and it is not known which these are.
+    """
+    if verdict.is_independent is not False:
+        return Batching(reason=verdict.what)
+    if options.batching == "on" and _doubt_of(model):
+        raise ModelError(
+            f"{verdict.what}, so requests to {model.name!r} cannot share batches. Open it with "
+            "batching='auto', and each request runs alone"
+        )
+    if options.batching == "on":
+        logger.warning("%r batches, as batching='on' says, although %s", model.name, verdict.what)
+        return Batching(reason=f"it was opened with batching='on', although {verdict.what}")
+    choice = " (batching='on' shares batches all the same)" if verdict.is_choice else ""
+    return Batching(is_on=False, reason=f"{verdict.what}{choice}")
+
+
+def _fails_as_row(
+    model: Model, make: Callable[[Model], Parts], failed: "Sequence[tuple[Sample, Exception]]"
+) -> Exception | None:
+    """Return why a made-up row failed that runs alone; ``None`` if there is none."""
+    if not failed:
+        return None
+    try:
+        parts = make(alone_of(model, "it is tried"))
+    except AsynctrtError:
+        return None
+    with closing_parts(parts):
+        probe = Probe(parts)
+        try:
+            return next((error for sample, error in failed if probe.runs(sample)), None)
+        finally:
+            probe.close()
+
+
+def _prove_padding(probe: Probe, parts: Parts, options: Options) -> None:
+    """Check that rows have the same answers as they are and padded.
+
+    :raises OptionsError: if not.
+    """
+    for arrays, given, padded in _padded_samples(probe, parts, options):
+        try:
+            as_given = probe.run_arrays(arrays, given)
+            as_padded = probe.run_arrays(arrays, padded)
+        except Exception as error:
+            if probe.must_end(error):
+                raise
+            logger.debug("%r: padding was not tried: %s", parts.model.name, describe(error))
+            continue
+        found = differing(as_given, 0, as_padded, 0, SIZE_TOLERANCE)
+        if not found:
+            return
+        before = dict(cast("Shape", given.shape))
+        sizes = {dim: size for dim, size in cast("Shape", padded.shape) if before[dim] != size}
+        what = f"padding changes the answers of {parts.model.name!r}: {found} when it was padded to {sizes}"
+        if options.batching == "on":
+            logger.warning("%s", what)
+            return
+        raise OptionsError(
+            f"{what}. {_way_out(parts, options)}, or leave pad out (batching='on' pads all the same)"
+        )
+
+
+def _padded_samples(
+    probe: Probe, parts: Parts, options: Options
+) -> Iterator[tuple[tuple[Array, ...], BatchKey, BatchKey]]:
+    """Return made-up rows that padding makes larger, with the keys of batches without it and with it."""
+    padding = parts.padding
+    assert padding is not None
+    check = parts.create_check(options, lambda _: None, rows_first=True)
+    for sample in probe.samples():
+        for part in (2, 4):
+            symbols = {
+                dim: max(1, size - size // part) if padding.pads(dim) else size
+                for dim, size in sample.symbols.items()
+            }
+            filled = {filled.spec.name for filled in padding.filled}
+            named = {
+                spec.name: made_up(spec, dims, "a", sample)[None]
+                for spec in parts.model.inputs
+                if spec.name not in filled and (dims := spec.resolve(symbols)) is not None
+            }
+            try:
+                arrays, _, padded = check.validate(named)
+            except AsynctrtError:
+                continue
+            given = padded._replace(shape=tuple(symbols.items()))
+            if given.shape != padded.shape:
+                yield arrays, given, padded
+
+
+def _way_out(parts: Parts, options: Options) -> str:
+    """Return what would make padding harmless: an input that says what is padding."""
+    padding = parts.padding
+    assert padding is not None
+    said = options.pad_with or {}
+    for spec in parts.model.inputs:
+        if spec.name in said or spec.dtype.kind not in "biu":
+            continue
+        if any(isinstance(dim, str) and padding.pads(dim) for dim in spec.dims) and "mask" in spec.name:
+            return f"Have the engine fill its mask: pad_with={{{spec.name!r}: 'mask'}}"
+        if not spec.dims and "len" in spec.name:
+            return f"Have the engine fill its lengths: pad_with={{{spec.name!r}: 'length'}}"
+    return "It has no input for a mask or lengths, so rows of different lengths cannot share a batch"

@@ -1,0 +1,400 @@
+"""The check of a call's inputs: arrays by name in, checked arrays in the model's order out.
+
+What passes is safe for the callers it shares a batch with: plain ``numpy.ndarray`` objects (subclasses may
+redefine what copying means) of the right dtype, rows and shape.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+from numpy import ndarray
+
+from asynctrt._util.validation import int_or_none
+from asynctrt.devices.base import DeviceArray
+from asynctrt.errors import InputError, describe, show
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.tensors import (
+    Array,
+    Dims,
+    TensorSpec,
+    Views,
+    as_numpy,
+    check_shape,
+    content_of,
+    convert,
+    has_masked,
+    is_array,
+    split_shared,
+)
+
+Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
+
+Outputs = Literal["host", "device"] | Sequence[str]
+"""What a call's ``outputs`` may be: where it wants all of them, or the names of those that it wants."""
+
+Checked = tuple[tuple[Array, ...], int, BatchKey]
+"""Arrays with rows first, in the model's order, their number of rows, and the key of their batches."""
+
+SHAPES_MAX: Final = 4096
+"""How many shapes of inputs are remembered as valid."""
+
+
+class InputCheck:
+    """Checks the inputs of a call against the specs, and gives the key of the batches that they may join.
+
+    :param specs: the model's inputs, in the order in which arrays are returned.
+    :param check_finite: refuse NaN and infinities in floating-point inputs.
+    :param check_key: what else to ask about the shape of the rows; raises ``InputError`` to refuse it.
+    :param import_array: returns an array on the engine's device, or ``None`` for any other object.
+    :param ignores_extra: drop inputs that the model does not have instead of refusing them.
+    :param rows_first: take all arrays with rows first, whatever axis counts rows, and inputs without rows
+        once for each row: how a worker gets them from its front.
+    :param repeats_shared: return inputs that all rows have in common once for each row: how a front writes
+        them.
+    :param dims_are_hints: whether two inputs may disagree on the size of a dimension that they both name.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        *,
+        check_finite: bool = False,
+        check_key: Callable[[BatchKey], object] | None = None,
+        import_array: Callable[[object], DeviceArray | None] | None = None,
+        ignores_extra: bool = False,
+        rows_first: bool = False,
+        repeats_shared: bool = False,
+        dims_are_hints: bool = False,
+    ) -> None:
+        self.specs = tuple(specs)
+        self._with_rows, self._shared = split_shared(self.specs)
+        self._shared_names = frozenset(spec.name for spec in self._shared)
+        self._repeats_shared = repeats_shared
+        # As callers give them.
+        self._given = (
+            tuple(dataclasses.replace(spec, axis=0) for spec in self.specs) if rows_first else self.specs
+        )
+        self._is_plain = not self._shared and all(spec.axis == 0 for spec in self._given)
+        # Whether shapes and dtypes are all that has to be looked at.
+        self._remembers = not check_finite and not any(spec.dtype.hasobject for spec in self.specs)
+        self._remembers &= self._is_plain or not (rows_first or repeats_shared)
+        self._ignores_extra = ignores_extra
+        self._dims_are_hints = dims_are_hints
+        self._check_finite = check_finite
+        self._check_key = check_key
+        self._import_array = import_array
+        self._names = tuple(spec.name for spec in self.specs)
+        self._dtypes = tuple(spec.dtype for spec in self.specs)
+        # Shapes that were checked before, and what came of it: most calls bring no new one.
+        self._known: dict[tuple[Any, ...], tuple[int, BatchKey]] = {}
+
+    @property
+    def looks_at_shapes_alone(self) -> bool:
+        """Whether arrays that passed once pass again, as they are, whatever is written to them."""
+        return type(self) is InputCheck and self._remembers and not self._shared
+
+    def validate(self, inputs: Inputs) -> Checked:
+        """Return the arrays of a call, checked.
+
+        :raises InputError: naming tensor, expected and given.
+        """
+        if len(self._names) == 1:
+            named = type(inputs) is dict and len(inputs) == 1
+            array = inputs.get(self._names[0]) if named else inputs  # type: ignore[union-attr]
+            if type(array) is ndarray and array.dtype is self._dtypes[0]:
+                known = self._known.get(array.shape)
+                if known is not None:
+                    if self._is_plain:
+                        return (array,), known[0], known[1]
+                    return self._as_rows((array,), known[0], known[1])
+        elif type(inputs) is dict and len(inputs) == len(self._names):
+            arrays: tuple[Any, ...] = tuple([inputs.get(name) for name in self._names])
+            for array, dtype in zip(arrays, self._dtypes):  # noqa: B905  (equal by construction)
+                if type(array) is not ndarray or array.dtype is not dtype:
+                    break
+            else:
+                known = self._known.get(tuple([array.shape for array in arrays]))
+                if known is not None:
+                    if self._is_plain:
+                        return arrays, known[0], known[1]
+                    return self._as_rows(arrays, known[0], known[1])
+        return self._check(inputs)
+
+    def _as_rows(self, arrays: tuple[Array, ...], rows: int, key: BatchKey) -> Checked:
+        """Return arrays whose shapes are known to be right with rows first, and what rows have in common in
+        the key."""
+        placed, shared = [], []
+        for spec, array in zip(self.specs, arrays, strict=True):
+            if spec.axis is None and self._shared:
+                shared.append(content_of(array))
+            else:
+                placed.append(spec.rows_first(array))
+        return Views(placed), rows, BatchKey(key.shape, shared=tuple(shared))
+
+    def _check(self, inputs: Inputs) -> Checked:
+        named = self._by_name(inputs)
+        given = {spec.name: self._one(spec, named.get(spec.name)) for spec in self._given}
+        placed = {spec.name: self._placed(spec, given[spec.name]) for spec in self._given}
+        arrays: tuple[Any, ...] = tuple(placed[spec.name] for spec in self._with_rows)
+        if any(array is not named[spec.name] for spec, array in zip(self._with_rows, arrays, strict=True)):
+            arrays = Views(arrays)
+        first, rows = self._with_rows[0], len(arrays[0])
+        for spec, array in zip(self._with_rows, arrays, strict=True):
+            if len(array) != rows:
+                raise InputError(
+                    f"input {spec.name!r} has {len(array)} rows, but {first.name!r} has "
+                    f"{rows}. Give every input the same number of rows"
+                )
+        if not rows:
+            raise InputError(f"input {first.name!r} has no rows. Give at least one: shape {first.shape(1)}")
+        key = self.key_of([placed[spec.name].shape[1:] for spec in self.specs])
+        if self._check_key is not None:
+            self._check_key(key)
+        on_device = any(isinstance(array, DeviceArray) for array in arrays)
+        if self._remembers and not on_device:
+            if len(self._known) >= SHAPES_MAX:
+                self._known.clear()
+            shapes = tuple(array.shape for array in given.values())
+            self._known[shapes if len(shapes) > 1 else shapes[0]] = rows, key
+        if self._shared:
+            arrays, key = self._with_shared(arrays, key, placed, rows)
+        return arrays, rows, key._replace(on_device=True) if on_device else key
+
+    def _with_shared(
+        self, arrays: tuple[Any, ...], key: BatchKey, placed: Mapping[str, Any], rows: int
+    ) -> tuple[tuple[Any, ...], BatchKey]:
+        """Return arrays and key with what all rows have in common."""
+        shared = {spec.name: placed[spec.name][0, ...] for spec in self._shared}
+        key = key._replace(shared=tuple(map(content_of, shared.values())))
+        if not self._repeats_shared:
+            return arrays, key
+        repeated = {name: np.broadcast_to(value, (rows, *value.shape)) for name, value in shared.items()}
+        return Views({**placed, **repeated}[spec.name] for spec in self.specs), key
+
+    def _placed(self, spec: TensorSpec, value: Any) -> Any:
+        """Return a checked value with rows first; one that all rows have in common, or a Python value, as one
+        row.
+
+        :raises InputError: for an array on the device that would have to be laid out anew there.
+        """
+        if spec.kind != "tensor":
+            return spec.rows_of(value, 1)
+        if not isinstance(value, DeviceArray) or (spec.axis == 0 and spec.name not in self._shared_names):
+            return spec.rows_first(value)
+        if spec.axis is None and spec.name not in self._shared_names:
+            return value.as_row()
+        what = (
+            "all rows of a batch have in common" if spec.axis is None else f"has its rows on axis {spec.axis}"
+        )
+        raise InputError(
+            f"input {spec.name!r}, which {what}, lies on the device. Give it as an array on the host"
+        )
+
+    def key_of(self, shapes: Sequence[Dims]) -> BatchKey:
+        """Return the key of a batch of such rows, from the shape of one row of each input.
+
+        :raises InputError: when two inputs do not agree on a dynamic dimension.
+        """
+        symbols = self.symbols(shapes)
+        return BatchKey(tuple(symbols.items())) if symbols else FIXED_SHAPE
+
+    def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
+        """Return the key of a batch of rows whose dimensions are given by the names of the inputs.
+
+        Those that the model fixes may be left out.
+
+        :raises InputError: for unknown names, and dimensions that are not the model's.
+        """
+        if not isinstance(dims, Mapping) or not set(dims) <= set(self._names):
+            raise InputError(
+                f"dims must map names of inputs to the dimensions of one row, not {show(dims)}; the inputs "
+                f"are {list(self._names)}"
+            )
+        shapes = []
+        for spec in self.specs:
+            given = dims.get(spec.name, spec.dims)
+            shape = tuple(map(int_or_none, given)) if isinstance(given, tuple | list) else (None,)
+            fits = len(shape) == len(spec.dims) and all(
+                size is not None and size >= 0 and (isinstance(dim, str) or dim == size)
+                for dim, size in zip(spec.dims, shape, strict=False)
+            )
+            if not fits:
+                raise InputError(
+                    f"input {spec.name!r} has rows of shape {spec.dims}, given {show(given)}. Write "
+                    f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
+                )
+            shapes.append(tuple(size for size in shape if size is not None))
+        return self.key_of(shapes)
+
+    def symbols(self, shapes: Sequence[Dims]) -> dict[str, int]:
+        """Return the size of each named dimension, from the shapes of one row of each input.
+
+        :raises InputError: when two inputs disagree on one, unless names of dimensions are hints: each input
+            then has a size of its own (:attr:`TensorSpec.own_dims`).
+        """
+        symbols: dict[str, int] = {}
+        apart: set[str] = set()
+        for spec, shape in zip(self.specs, shapes, strict=True):
+            for axis, (dim, given) in enumerate(zip(spec.dims, shape, strict=True), start=1):
+                if not isinstance(dim, str) or symbols.setdefault(dim, given) == given:
+                    continue
+                if not self._dims_are_hints:
+                    raise InputError(
+                        f"input {spec.name!r} has size {given} on axis {axis} ({dim!r}), and {dim!r} is "
+                        f"{symbols[dim]} on an earlier axis. Give both the same size"
+                    )
+                apart.add(dim)
+        if not apart:
+            return symbols
+        for dim in apart:
+            del symbols[dim]
+        for spec, shape in zip(self.specs, shapes, strict=True):
+            own = zip(spec.dims, spec.own_dims, shape, strict=True)
+            symbols.update({name: given for dim, name, given in own if dim in apart})
+        return symbols
+
+    def _by_name(self, inputs: Inputs) -> Mapping[str, Any]:
+        names = [spec.name for spec in self.specs]
+        if not isinstance(inputs, Mapping):
+            if len(names) != 1:
+                raise InputError(
+                    f"this model has {len(names)} inputs: give a mapping with {names}, "
+                    f"not one {type(inputs).__name__}"
+                )
+            return {names[0]: inputs}
+        missing = [spec.name for spec in self.specs if spec.name not in inputs and spec.kind != "optional"]
+        unknown = [] if self._ignores_extra else [name for name in inputs if name not in names]
+        if missing or unknown:
+            fix = " (ignore_extra=True drops what the model does not have)" if unknown and not missing else ""
+            raise InputError(
+                f"the model's inputs are {names}; missing: {missing}, unknown: {show(unknown)}. "
+                f"Give exactly the model's inputs, by name{fix}"
+            )
+        return inputs
+
+    def _one(self, spec: TensorSpec, value: Any) -> Any:
+        if spec.kind != "tensor":
+            return value
+        array = as_text(spec, value) if spec.is_text else self._as_array(spec, value)
+        if array.dtype != spec.dtype:
+            if not _converts(array, spec):
+                raise InputError(
+                    f"input {spec.name!r} is {spec.dtype.name}, given {array.dtype}. Convert it yourself, "
+                    f"array.astype({spec.dtype.name!r}), so that no precision is lost silently"
+                )
+            array = array.astype(spec.dtype)
+        check_shape(spec, array.shape)
+        if self._check_finite and isinstance(array, DeviceArray):
+            raise InputError(
+                f"input {spec.name!r} lies on the device, and this engine was opened with check_finite=True, "
+                "which reads values on the CPU. Check it on the device, and open the engine without that"
+            )
+        if self._check_finite and (row := first_row_not_finite(array)) is not None:
+            raise InputError(
+                f"input {spec.name!r} has a NaN or an infinity in row {row}, and this engine was opened with "
+                "check_finite=True. Remove it, or open the engine without that option"
+            )
+        return array
+
+    def _as_array(self, spec: TensorSpec, value: Any) -> Any:
+        if type(value) is ndarray:
+            return value
+        if isinstance(value, ndarray):
+            if has_masked(value):
+                raise InputError(
+                    f"input {spec.name!r} has masked values, which a model cannot leave out. Replace them: "
+                    "array.filled(value)"
+                )
+            # A view as the base class. A subclass may refuse to be put beside plain arrays, or change what
+            # that means, and the other requests of the batch would fail with it.
+            return np.asarray(value)
+        if self._import_array is not None and (placed := self._import_array(value)) is not None:
+            return placed
+        if isinstance(value, list | tuple | int | float | bool | str | bytes):
+            return convert(spec, value)
+        return self._foreign(spec, value)
+
+    @staticmethod
+    def _foreign(spec: TensorSpec, value: Any) -> Array:
+        """Return another library's array as NumPy's, without a copy where it allows that."""
+        if not is_array(value):
+            try:
+                memoryview(value)
+            except TypeError:
+                raise InputError(
+                    f"input {spec.name!r} takes an array or nested lists, given {type(value).__name__}"
+                ) from None
+        try:
+            return as_numpy(value)
+        except Exception as error:
+            raise InputError(
+                f"input {spec.name!r}: the {type(value).__name__} cannot be read as an array "
+                f"({describe(error)}). Give a NumPy array"
+            ) from error
+
+
+def as_text(spec: TensorSpec, value: Any) -> Array:
+    """Return strings as an array of dtype ``object`` of ``str``; bytes are read as UTF-8.
+
+    :raises InputError: for anything else.
+    """
+    if isinstance(value, str | bytes):
+        value = np.array(value, object)
+    try:
+        given = np.asarray(value)
+        if given.dtype.kind == "U":
+            return given.astype(object)
+        if given.dtype.kind in "SO":
+            texts = [item.decode() if isinstance(item, bytes) else item for item in given.ravel().tolist()]
+            if all(isinstance(text, str) for text in texts):
+                found = np.empty(given.shape, object)
+                found.reshape(-1)[...] = texts
+                return found
+    except (ValueError, TypeError) as error:  # Ragged lists, bytes that are not UTF-8.
+        raise InputError(f"input {spec.name!r} takes strings, and what was given is not: {error}") from error
+    raise InputError(f"input {spec.name!r} takes strings (str, or bytes in UTF-8), given {show(given.dtype)}")
+
+
+def _converts(array: Any, spec: TensorSpec) -> bool:
+    """Return whether an array becomes one of the tensor's dtype without a change of any value.
+
+    Whole numbers may become wider ones, and bytes may be in another order. A float is never made wider: who
+    gives float32 where float64 is expected may have lost precision before.
+    """
+    if isinstance(array, DeviceArray) or array.dtype.hasobject:
+        return False
+    if array.dtype.newbyteorder("=") == spec.dtype:
+        return True
+    return (
+        array.dtype.kind in "biu"
+        and spec.dtype.kind in "iu"
+        and np.can_cast(array.dtype, spec.dtype, casting="safe")
+    )
+
+
+def first_row_not_finite(array: Array) -> int | None:
+    """Return the first row with a NaN or an infinity; ``None`` if every value is finite.
+
+    This includes complex numbers, the fields of structured dtypes and the floats of ``ml_dtypes``
+    (``bfloat16``, ``float8_e4m3fn``).
+    """
+    if array.dtype.names:
+        rows = [first_row_not_finite(array[name]) for name in array.dtype.names]
+        return min((row for row in rows if row is not None), default=None)
+    if not _may_be_not_finite(array.dtype):
+        return None
+    finite = np.isfinite(array)
+    return None if finite.all() else int(np.argwhere(~finite)[0][0])
+
+
+def _may_be_not_finite(dtype: np.dtype[Any]) -> bool:
+    if dtype.kind != "V":
+        return dtype.kind in "fc"
+    try:
+        np.isfinite(np.zeros(1, dtype))  # A dtype of another library: NumPy knows its floats by their loops.
+    except TypeError:
+        return False
+    return True

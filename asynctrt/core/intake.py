@@ -1,0 +1,77 @@
+"""A local engine's way in for rows that lie in shared memory: what a worker needs of its engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+from asynctrt.core.inputs import Checked, InputCheck
+from asynctrt.core.splitting import SplitCall, Splitter
+from asynctrt.devices.base import Device
+from asynctrt.runtime.contexts import ContextPool
+from asynctrt.runtime.driver import Driver
+from asynctrt.runtime.staging import Slab
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.request import Request
+
+
+class Intake:
+    """Takes rows that are checked apart, and has batches use them where they lie.
+
+    :param check: of the inputs, of which ``validate`` gives what :meth:`submit` takes.
+    :param device: what the batches run on.
+    :param rows_unsplit: up to this many rows are never split, whatever their key.
+    :param limit: returns the rows that one batch of a key holds.
+    """
+
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        splitter: Splitter,
+        check: InputCheck,
+        pool: ContextPool,
+        device: Device,
+        rows_unsplit: int,
+        limit: Callable[[BatchKey], int],
+    ) -> None:
+        self._driver = driver
+        self._splitter = splitter
+        self._pool = pool
+        self._rows_unsplit = rows_unsplit
+        self._limit = limit
+        self.check = check
+        self.device = device
+
+    def __repr__(self) -> str:
+        return f"<Intake of {self._driver!r}>"
+
+    def submit(self, future: Any, checked: Checked, timeout_ns: int | None, priority: int) -> Request | None:
+        """Queue checked rows.
+
+        :param future: any object with a future's methods; it is resolved the same way.
+        :returns: their request; ``None``, and nothing is queued, if they are more than a batch holds.
+        """
+        arrays, rows, key = checked
+        if rows > self._rows_unsplit and rows > self._limit(key):
+            return None
+        return self._driver.submit(arrays, rows, key, priority, timeout_ns, future)
+
+    def submit_split(self, checked: Checked, timeout_ns: int | None, priority: int) -> SplitCall:
+        """Queue checked rows in parts.
+
+        :raises InputError: for more rows than the queue can ever hold.
+        """
+        arrays, rows, key = checked
+        return self._splitter.submit(arrays, rows, key, priority, timeout_ns)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request whose caller has gone."""
+        self._driver.cancel(request)
+
+    def on_launch(self, note: Callable[[Batch], None]) -> None:
+        """Have ``note`` called with each batch before anything is done with its rows. It must not raise."""
+        self._driver.on_launch = note
+
+    def forget_inputs(self, slab: Slab) -> None:
+        """Forget rows that no batch uses any more and that are about to be freed."""
+        self._pool.forget_inputs(slab)

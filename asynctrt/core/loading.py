@@ -1,0 +1,284 @@
+"""From names and paths to a device and a model."""
+
+import logging
+import os
+import re
+from collections import Counter
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Final, cast
+
+from asynctrt._util.files import is_there
+from asynctrt._util.validation import number
+from asynctrt.backends.base import Model, missing_members
+from asynctrt.backends.function import is_coroutine_function
+from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
+from asynctrt.backends.onnx_objects import OnnxObject, is_onnx_object, is_session, shown
+from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.tensorrt_options import TensorRTOptions
+from asynctrt.devices.base import Device
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import (
+    DeviceUnavailableError,
+    ModelError,
+    ModelNotFoundError,
+    OptionsError,
+    UsageError,
+    describe,
+    show,
+)
+
+ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""How a model in a Python module is written: ``package.module:attribute``."""
+logger = logging.getLogger("asynctrt")
+
+PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
+
+ENGINE_NAME: ContextVar[str] = ContextVar("ENGINE_NAME", default="")
+"""What an engine that is opened in this context is called in every front of a server. Those that are called
+the same share their workers, and no others do."""
+
+GPU_NBYTES: Final = number(1, 2**62, unit="bytes")
+
+_gpu_memory_nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A model that was made for one engine, which closes it as one that it has loaded itself."""
+
+    model: Model
+    where: str
+
+    def __repr__(self) -> str:
+        return show(self.where)
+
+
+def find_device(device: str | Device) -> Device:
+    """The device of that name, or the object that was given."""
+    if isinstance(device, Device):
+        return device
+    if not isinstance(device, str):
+        raise DeviceUnavailableError(
+            f"{show(device)} is not a device, nor the name of one: 'host', 'cuda:0', 'cuda:1' and so on"
+        )
+    if device == "host":
+        return HostDevice()
+    if device.startswith("cuda"):
+        # Not before it is needed: it loads CUDA's bindings.
+        from asynctrt.devices.cuda import find_cuda_device  # noqa: PLC0415
+
+        return find_cuda_device(device)
+    raise DeviceUnavailableError(
+        f"{show(device)} is not a device. There are 'host' and 'cuda:0', 'cuda:1' and so on"
+    )
+
+
+def limit_gpu_memory(nbytes: int | None) -> None:
+    """Let this process hold at most ``nbytes`` on each GPU, over all its engines; ``None``: no limit.
+
+    What counts is all that engines allocate there: weights and what contexts keep, arenas, the buffers of
+    slabs, and outputs that stay on the GPU. An engine that would exceed it is not opened, with the
+    arithmetic; it goes without graphs first. With ``isolation="process"`` it is the limit of each worker that
+    is started from then on.
+
+    :raises OptionsError: for anything but a positive number.
+    """
+    # Not before it is needed: it loads CUDA's bindings.
+    from asynctrt.devices.cuda import limit_memory  # noqa: PLC0415
+
+    if nbytes is not None:
+        nbytes = int(GPU_NBYTES("the limit of memory on each GPU", nbytes))
+    limit_memory(nbytes)
+    global _gpu_memory_nbytes  # noqa: PLW0603  (one for the process, as the memory is)
+    _gpu_memory_nbytes = nbytes
+
+
+def gpu_memory_limit() -> int | None:
+    """Return what :func:`limit_gpu_memory` was given last."""
+    return _gpu_memory_nbytes
+
+
+def load_model(
+    model: str | os.PathLike[str] | OnnxObject | Model | Made,
+    device: Device,
+    flavour: str | None = None,
+    tensorrt: TensorRTOptions | None = None,
+    runtime: str | None = None,
+    rows: RowSettings = FIRST_AXIS,
+    onnx: OnnxOptions | None = None,
+) -> Model:
+    """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
+    if is_attribute(model):
+        model = _made(str(model))
+    _check_options(model, tensorrt, onnx, rows)
+    if is_onnx_object(model):
+        return _onnx_model(model, device, runtime, onnx, rows)
+    if isinstance(cast("object", model), FunctionType):
+        raise ModelError(
+            f"{shown(model)} is not a model. Make one of it: asynctrt.FunctionModel(function, inputs=..., "
+            "outputs=...)"
+        )
+    if not isinstance(model, str | os.PathLike):
+        return _given(model)
+    path = Path(model)
+    if path.suffix in PLAN_SUFFIXES:
+        if runtime == "onnxruntime":
+            raise OptionsError(
+                f"{str(path)!r} is named like a TensorRT plan, which ONNX Runtime does not run. "
+                "Leave runtime out"
+            )
+        if device.name == "host":
+            raise DeviceUnavailableError(
+                f"{str(path)!r} is named like a TensorRT plan, which runs on a GPU: open it with "
+                "device='cuda:0'. For the host device give the ONNX model that the plan was built from"
+            )
+        from asynctrt.backends.tensorrt import TensorRTModel  # noqa: PLC0415
+
+        plan: Model = TensorRTModel(path, device=device, flavour=flavour, options=tensorrt)
+        return plan
+    if is_there(path) and path.is_dir():
+        raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
+    return _onnx_model(path, device, runtime, onnx, rows)
+
+
+def _given(model: object) -> Model:
+    """The model that was given as an object."""
+    if isinstance(model, Made):
+        return _checked(model.model)
+    if not isinstance(model, Model):
+        raise ModelError(
+            f"{shown(model)} is not a path and not a model: it lacks {', '.join(missing_members(model))}"
+            ". A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
+            "and adds name, inputs, outputs, create_context and close"
+        )
+    return _checked(model)
+
+
+def _check_options(
+    model: object, tensorrt: TensorRTOptions | None, onnx: OnnxOptions | None, rows: RowSettings
+) -> None:
+    """Check that the model is of the kind that options of a runtime are for."""
+    if tensorrt is not None and not (
+        isinstance(model, str | os.PathLike) and Path(model).suffix in PLAN_SUFFIXES
+    ):
+        raise OptionsError(
+            f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {shown(model)} is "
+            "none. Leave it out; a TensorRTModel takes it as its own argument options"
+        )
+    if onnx is not None and (not _is_onnx(model) or is_session(model)):  # A session was loaded before.
+        raise OptionsError(
+            f"the option onnx says how ONNX Runtime loads a model, which it does not do with "
+            f"{shown(model)}. Leave it out; an OnnxModel takes it as its own argument options"
+        )
+    if (rows.batch_axis or rows.shared) and not _is_onnx(model):
+        raise OptionsError(
+            f"batch_axis and shared are for ONNX models, and {shown(model)} is none. Leave them out; an "
+            "OnnxModel takes both as its own argument rows, and a model of your own says so in its specs"
+        )
+
+
+def _is_onnx(model: object) -> bool:
+    """Whether ONNX Runtime runs the model."""
+    if not isinstance(model, str | os.PathLike):
+        return is_onnx_object(model)
+    return not is_attribute(model) and Path(model).suffix not in PLAN_SUFFIXES
+
+
+def _onnx_model(
+    path: Path | OnnxObject,
+    device: Device,
+    runtime: str | None,
+    onnx: OnnxOptions | None,
+    rows: RowSettings,
+) -> Model:
+    """The model in an ONNX file or object, on a runtime that the device has."""
+    if runtime == "tensorrt":
+        raise OptionsError(
+            f"{shown(path)} is an ONNX model, and TensorRT runs plans. Build one from it: asynctrt "
+            "build MODEL.onnx; or leave runtime out"
+        )
+    # Not before it is needed: it loads ONNX Runtime.
+    from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
+
+    if device.name == "host":
+        return OnnxModel(path, onnx, rows=rows)
+    from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel  # noqa: PLC0415
+
+    model = OnnxCudaModel(path, onnx, device=device, rows=rows)
+    logger.info("%r runs on %s by ONNX Runtime's CUDA provider", model.name, device.name)
+    return model
+
+
+def is_attribute(model: object) -> bool:
+    """Whether a model is given as ``module:attribute``, rather than as a file of that name."""
+    return isinstance(model, str) and bool(ATTRIBUTE.fullmatch(model)) and not is_there(model)
+
+
+def name_of(model: str) -> str:
+    """What a model that is given as a path, or as ``module:attribute``, is called."""
+    return model.partition(":")[2] if ATTRIBUTE.fullmatch(model) else Path(model).stem
+
+
+def make(where: str) -> Any:
+    """Return what ``module:attribute`` is or, if it is a function and no coroutine function, what it returns.
+
+    A model that a module has, or that a function in it makes, is returned as :class:`Made`.
+
+    :raises ModelNotFoundError, ModelError: if it cannot be imported, or the function raises.
+    """
+    module_name, _, attribute = where.partition(":")
+    try:
+        found: Any = import_module(module_name)
+    except ImportError as error:
+        raise ModelNotFoundError(
+            f"{where!r}: the module {module_name!r} cannot be imported: {error}. It is looked for "
+            "where Python looks for modules: sys.path"
+        ) from error
+    except Exception as error:
+        raise ModelError(
+            f"{where!r}: the module {module_name!r} cannot be imported: {describe(error)}"
+        ) from error
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ModelNotFoundError(f"{where!r}: {show(found)} has no {name!r}")
+        found = getattr(found, name)
+    if not isinstance(found, Model) and callable(found) and not is_coroutine_function(found):
+        try:
+            found = found()
+        except UsageError as error:
+            raise ModelError(
+                f"{where!r} made no model: {error}. If it needs an event loop, make it a coroutine function"
+            ) from error
+        except Exception as error:
+            raise ModelError(f"{where!r} made no model: {describe(error)}") from error
+    return owned(found, where)
+
+
+def owned(thing: Any, where: str) -> Any:
+    """Return a model that ``where`` has or makes as :class:`Made`, and anything else as it is."""
+    return Made(thing, where) if isinstance(thing, Model) else thing
+
+
+def _made(where: str) -> "Made | str | os.PathLike[str]":
+    """Return the model, or the path, that a module has, or that a function in it makes."""
+    made = make(where)
+    if not isinstance(made, Made | str | os.PathLike):
+        raise ModelError(
+            f"{where!r} is not a model or a path, nor a function that makes one, but {show(made)}. An "
+            "engine, or what makes one, is for asynctrt serve without isolation='process'"
+        )
+    return made
+
+
+def _checked(model: Model) -> Model:
+    """A model of the caller's own, if its tensors can be told apart."""
+    for side, specs in (("inputs", model.inputs), ("outputs", model.outputs)):
+        names = Counter(spec.name for spec in specs)
+        twice = [name for name, count in names.items() if count > 1]
+        if not names or twice:
+            raise ModelError(f"{model.name!r} needs {side}, each with a name of its own; twice: {twice}")
+    return model

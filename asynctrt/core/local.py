@@ -1,0 +1,344 @@
+"""An engine whose model runs on a device in this process: one driver, one scheduler, one pool of contexts."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+from asynctrt._util import clock
+from asynctrt._util.loops import see_through_in_thread, wait_shielded
+from asynctrt._util.validation import int_or_none, timeout_ns_of
+from asynctrt.core.assembly import EngineParts
+from asynctrt.core.driven import DrivenEngine
+from asynctrt.core.intake import Intake
+from asynctrt.core.splitting import SplitCall, Splitter
+from asynctrt.engine import STREAM_END_S
+from asynctrt.errors import EngineClosedError, InputError, UsageError, show
+from asynctrt.options import Options
+from asynctrt.runtime.driver import Driver
+from asynctrt.runtime.slots import Slot, SlotBoard
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.request import Request
+from asynctrt.statistics import (
+    Batching,
+    BatchStatistics,
+    BatchTrace,
+    PaddingStatistics,
+    Statistics,
+)
+from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec
+
+ABANDONED_S: Final = 3600.0
+"""How long is waited at a time for batches that were given up."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class LocalEngine(DrivenEngine):
+    """A model on one device in this process.
+
+    :param parts: what it stands on, which it closes.
+    :param rows_first: take and answer arrays with rows first, whatever axis the model has them on: in a
+        worker.
+    """
+
+    _driver: Driver
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        parts: EngineParts,
+        options: Options,
+        *,
+        rows_first: bool = False,
+    ) -> None:
+        device, model, pool, capacity = parts.device, parts.model, parts.pool, parts.capacity
+        scheduler = parts.create_scheduler(options)
+        check = parts.create_check(options, scheduler.limit, rows_first=rows_first)
+        driver = Driver(
+            loop=loop,
+            scheduler=scheduler,
+            pool=pool,
+            now_ns=clock.now_ns,
+            model=model,
+            device=device,
+            waiting=options.waiting,
+            batch_timeout_ns=None if options.batch_timeout is None else timeout_ns_of(options.batch_timeout),
+            bisects=options.isolate_failures,
+            rows_first=rows_first,
+        )
+        super().__init__(
+            loop,
+            options,
+            driver=driver,
+            check=check,
+            limit=scheduler.limit,
+            rows_unsplit=0 if parts.shapes.limit_varies else capacity.rows_max,
+            runs=pool.runs,
+        )
+        parts.divide_device(scheduler, options, loop, driver.pump_soon)
+        self._parts = parts
+        self._device, self._model, self._pool = device, model, pool
+        self._capacity = capacity
+        self._scheduler = scheduler
+        self._check = check
+        # Where rows of outputs are joined, if a request had to be split.
+        self._axes = {} if rows_first else {spec.name: spec.axis for spec in model.outputs if spec.axis}
+        self._splitter = Splitter(driver, scheduler.limit, options.max_queue_rows, self._axes)
+        self._is_plain = self.has_plain_rows
+        self._has_fixed_shape = all(spec.is_fixed for spec in model.inputs)
+        self._opened_ns = clock.now_ns()
+        self._slots = SlotBoard(
+            loop=loop,
+            pool=pool,
+            slabs_max=capacity.contexts + 1,
+            limit=scheduler.limit,
+            waiting_rows_max=options.max_queue_rows,
+        )
+        chooser = parts.create_size_chooser(loop.call_soon)
+        if chooser is not None:
+            driver.on_answer = chooser.answered
+        self._state = "open"
+
+    def __repr__(self) -> str:
+        return (
+            f"<Engine {self._model.name!r} on {self._device.name} {self.state} "
+            f"queued={self._scheduler.queued_requests} "
+            f"in_flight={self._scheduler.in_flight}>"
+        )
+
+    @property
+    def state(self) -> str:
+        if self._state != "open":
+            return self._state
+        is_lost = self._device.lost is not None or self._driver.lost is not None
+        return "lost" if is_lost else "open"
+
+    @property
+    def name(self) -> str:
+        return self._model.name
+
+    @property
+    def platform(self) -> str:
+        return self._model.platform
+
+    @property
+    def device_name(self) -> str:
+        return self._device.name
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._model.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._model.outputs
+
+    @property
+    def batching(self) -> Batching:
+        return self._parts.batching
+
+    @property
+    def max_rows(self) -> int:
+        return self._capacity.rows_max
+
+    @property
+    def intake(self) -> Intake:
+        """The way in for a worker's rows, which lie in memory that it shares with its front."""
+        return Intake(
+            driver=self._driver,
+            splitter=self._splitter,
+            check=self._check,
+            pool=self._pool,
+            device=self._device,
+            rows_unsplit=self._rows_unsplit,
+            limit=self._limit,
+        )
+
+    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
+        self._check_loop()
+        if not self._is_plain:
+            raise UsageError(
+                f"slots are rows that lie one after the other, and the rows of {self.name!r} do not: "
+                f"{self.batching}. Give its arrays to infer"
+            )
+        if dims is None and self._has_fixed_shape:
+            key = FIXED_SHAPE
+        else:
+            key = self._check.key_of_dims({} if dims is None else dims)
+        rows_max = self._scheduler.limit(key)
+        count = int_or_none(rows)
+        if count is None or not 1 <= count <= rows_max:
+            raise InputError(f"rows of a slot must be a whole number from 1 to {rows_max}, not {show(rows)}")
+        return Slot(self._slots, key.shape, count, self._submit_slot)
+
+    def statistics(self) -> Statistics:
+        self._origin.check(self)
+        snapshot = self._scheduler.snapshot()
+        counters, padding, share = snapshot.counters, self._parts.padding, self._scheduler.share
+        return Statistics(
+            state=self.state,
+            submitted=snapshot.submitted,
+            succeeded=counters.succeeded,
+            failed=counters.failed,
+            cancelled=counters.cancelled,
+            expired=counters.expired,
+            refused=counters.refused,
+            refused_late=counters.refused_late,
+            rows=counters.rows,
+            batches=counters.batches,
+            queue_ns=counters.queue_ns,
+            copy_in_ns=counters.copy_in_ns,
+            compute_ns=counters.compute_ns,
+            copy_out_ns=counters.copy_out_ns,
+            total_ns=counters.total_ns,
+            queued_requests=snapshot.queued_requests,
+            queued_rows=snapshot.queued_rows,
+            in_flight_batches=snapshot.in_flight_batches,
+            rows_padded=counters.rows_padded,
+            batches_timed=counters.batches_timed,
+            batches_bisected=counters.bisected,
+            launched={str(reason): count for reason, count in counters.launched.items()},
+            contexts=self._capacity.contexts,
+            contexts_quarantined=snapshot.contexts_quarantined,
+            worker_deaths=0,
+            arenas=self._capacity.arenas,
+            arena_waits=counters.arena_waits,
+            arena_wait_ns=counters.arena_wait_ns,
+            arena_busy_share=self._busy_share(counters.busy_ns),
+            arena_nbytes=self._pool.arenas_nbytes,
+            arena_nbytes_private=self._capacity.contexts * self._model.enqueue_nbytes,
+            lanes=self._scheduler.lanes_chosen(),
+            graphs=self._pool.captured.sizes,
+            batch_sizes=self._pool.prepared,
+            memory_nbytes=self._pool.nbytes + self._slots.nbytes,
+            module_loading=self._device.module_loading,
+            device_ns=0 if share is None else round(share.used_ns),
+            held_ns=0 if share is None else share.held_ns,
+            by_batch_rows={
+                rows: BatchStatistics(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
+                for rows, size in counters.by_rows.items()
+            },
+            row_ns_foreign=0.0,
+            batching=self._parts.batching,
+            padding=PaddingStatistics.of_all({} if padding is None else padding.chosen),
+        )
+
+    @contextmanager
+    def tracing(self, *, batches: int = 4096, timed: bool = True) -> Iterator[deque[BatchTrace]]:
+        self._origin.check(self)
+        if self._driver.observe is not None:
+            raise UsageError("this engine's batches are being traced already")
+        trace: deque[BatchTrace] = deque(maxlen=batches)
+
+        def observe(batch: Batch, record: BatchRecord, now_ns: int) -> None:
+            trace.append(
+                BatchTrace(
+                    context=batch.context,
+                    arena=batch.arena,
+                    rows=batch.rows,
+                    rows_run=batch.rows_run,
+                    requests=len(batch.requests),
+                    reason=str(batch.reason),
+                    is_timed=batch.is_timed,
+                    launched_ns=batch.launched_ns,
+                    copy_in_ns=record.copy_in_ns,
+                    compute_ns=record.compute_ns,
+                    copy_out_ns=record.copy_out_ns,
+                    answered_ns=now_ns,
+                )
+            )
+
+        self._driver.observe = observe
+        self._scheduler.times_all = timed or self._device.timing_is_free
+        try:
+            yield trace
+        finally:
+            self._driver.observe = None
+            self._scheduler.times_all = self._device.timing_is_free
+
+    async def _close(self) -> None:
+        why = f"{self.name!r} is closed"
+        self._state = "closing"
+        self._slots.refuse(why)
+        self._driver.fail_queued(EngineClosedError(why))
+        await wait_shielded(self._driver.next_idle(), self._options.close_timeout)
+        self._driver.close()
+        given_back, _ = await see_through_in_thread(self._give_back)
+        self._state = "closed"
+        given_back.result()
+
+    def _give_back(self) -> None:
+        """Blocks: joins threads, frees memory, unloads the model."""
+        self._driver.end_threads(STREAM_END_S)
+        abandoned = self._parts.close(STREAM_END_S, self._slots.close)
+        if abandoned:
+            logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
+            # A daemon: what never ends must not keep the interpreter from exiting.
+            later = partial(_give_back_later, self._parts, self._slots)
+            threading.Thread(target=later, name="asynctrt-abandoned", daemon=True).start()
+
+    def _split(
+        self,
+        arrays: tuple[Any, ...],
+        rows: int,
+        key: BatchKey,
+        priority: int,
+        timeout_ns: int | None,
+        outputs: frozenset[str] | None,
+    ) -> SplitCall:
+        return self._splitter.submit(arrays, rows, key, priority, timeout_ns, outputs)
+
+    def _submit_slot(
+        self, payload: Any, rows: int, key: BatchKey, timeout: float | None, priority: int
+    ) -> Coroutine[Any, Any, InferResult]:
+        """Queue rows that lie in a slab already, so that there is nothing to check or to split.
+
+        :returns: what waits for the answer.
+        """
+        self._check_loop()
+        timeout_ns, priority, run = self._checked(timeout, priority)
+        request = self._driver.submit(payload, rows, key, priority, timeout_ns)
+        if run is not None:
+            self._wait_in(run, [request])
+        return self._answer(request)
+
+    async def _answer(self, request: Request) -> InferResult:
+        try:
+            result: InferResult = await request.future
+        except (asyncio.CancelledError, GeneratorExit):
+            self._driver.cancel(request)
+            raise
+        return result
+
+    def _busy_share(self, busy_ns: int) -> float:
+        """Return the share of the time since it was opened in which its arenas computed for it."""
+        passed_ns = max(clock.now_ns() - self._opened_ns, 1) * self._capacity.arenas
+        return busy_ns / passed_ns if passed_ns else 0.0
+
+    def _key_on_device(self, key: BatchKey, rows: int) -> BatchKey:
+        if self._axes:
+            raise InputError(
+                "outputs='device' leaves rows where they are computed, and those of "
+                f"{next(iter(self._axes))!r} do not lie one after the other. Ask for outputs='host'"
+            )
+        if self._options.pad is not None:
+            raise InputError("outputs='device' leaves no way to cut them back, and this engine pads its rows")
+        rows_max = self._scheduler.limit(key)
+        if rows > rows_max:
+            raise InputError(
+                f"outputs='device' takes the rows of one batch ({rows_max}), given {rows}. "
+                "Send them in several calls"
+            )
+        return key._replace(outputs_on_device=True)
+
+
+def _give_back_later(parts: EngineParts, slots: SlotBoard) -> None:
+    """Give back what was abandoned once it has ended after all."""
+    while parts.close(ABANDONED_S, slots.close):
+        pass

@@ -1,0 +1,150 @@
+"""The check of inputs that will be padded to common sizes, and of those that callers may leave out."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from asynctrt.core.inputs import Checked, InputCheck, Inputs
+from asynctrt.errors import InputError, show
+from asynctrt.options import Options
+from asynctrt.runtime.pad_sizes import Padding
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.tensors import Array, Dims, TensorSpec, check_shape, split_shared
+
+FILLED_MAX: Final = 1024
+"""Masks and lengths that are kept for the next request of the same shape."""
+
+
+class PaddedInputCheck(InputCheck):
+    """Checks inputs that will be padded, and fills those that callers may leave out.
+
+    :param padding: what is padded.
+    :param keeps_shapes: whether keys say the shapes as they are given, because others will pad.
+    """
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], padding: Padding, *, keeps_shapes: bool = False, **kw: Any
+    ) -> None:
+        super().__init__(specs, **kw)
+        self._padding = padding
+        self._keeps_shapes = keeps_shapes
+        self._asked = tuple(
+            name for name in self._names if name not in {filled.spec.name for filled in padding.filled}
+        )
+        with_rows = {spec.name for spec in self._with_rows}
+        self._given_with_rows = tuple(spec for spec in self._given if spec.name in with_rows)
+        self._kept: dict[tuple[int, Dims], dict[str, Array]] = {}
+        self._changes = padding.changes
+
+    def validate(self, inputs: Inputs) -> Checked:
+        """Return what :meth:`InputCheck.validate` does, with the inputs that were left out.
+
+        :raises InputError: as there, and for what is longer than the largest size.
+        """
+        if self._padding.changes != self._changes:
+            self._changes = self._padding.changes
+            self._known.clear()
+        if self._padding.filled:
+            inputs = self._fill(inputs)
+        return super().validate(inputs)
+
+    def key_of(self, shapes: Sequence[Dims]) -> BatchKey:
+        """Return the key of a batch of such rows, padded.
+
+        :raises InputError: when two inputs do not agree on a dimension, or one is too long.
+        """
+        symbols = self.symbols(shapes)
+        key = self._padding.key_of(symbols) if symbols else FIXED_SHAPE
+        if self._keeps_shapes:
+            return BatchKey(tuple(symbols.items()))
+        if self._padding.chosen and self._check_key is not None:
+            try:
+                self._check_key(key)
+            except InputError:
+                # Each size is within a profile, but not all of them in the same. As they are they may be.
+                return self._padding.key_of(symbols, as_given=True)
+        return key
+
+    def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
+        """Return the key of the slots of such rows, which are not padded.
+
+        :raises InputError: as the method of :class:`InputCheck`, and for dimensions that would be padded.
+        """
+        key = super().key_of_dims(dims)
+        if self._padding.chosen:
+            shapes = [tuple(dims.get(spec.name, spec.dims)) for spec in self.specs]
+            key = self._padding.key_of(self.symbols(shapes), as_given=True)  # type: ignore[arg-type]
+        assert isinstance(key.shape, tuple)
+        sizes = dict(key.shape)
+        for name, given in dims.items():
+            spec = next(spec for spec in self.specs if spec.name == name)
+            if spec.resolve(sizes) != tuple(given):
+                raise InputError(
+                    f"a slot is not padded: input {name!r} has rows of shape {tuple(given)}, and the engine "
+                    f"runs {spec.resolve(sizes)}. Ask for that, and fill the rest of it yourself"
+                )
+        return key
+
+    def _check(self, inputs: Inputs) -> Checked:
+        arrays, rows, key = super()._check(inputs)
+        if key.on_device:
+            symbols = self.symbols([array.shape[1:] for array in arrays])
+            if self._padding.chosen:
+                key = self._padding.key_of(symbols, as_given=True)._replace(on_device=True)
+                if self._check_key is not None:
+                    self._check_key(key)
+            if key.shape != tuple(symbols.items()):
+                raise InputError(
+                    f"rows on the device are not padded: they have {show(symbols)}, and the engine runs "
+                    f"{show(key.shape)}. Pad them there, or give arrays on the host"
+                )
+        return arrays, rows, key
+
+    def _fill(self, inputs: Inputs) -> Inputs:
+        """Return the inputs with those that were left out. What is wrong with the others is said later."""
+        if isinstance(inputs, Mapping):
+            missing = [filled for filled in self._padding.filled if filled.spec.name not in inputs]
+            if not missing:
+                return inputs
+            named = dict(inputs)
+        elif len(self._asked) == 1:
+            missing, named = list(self._padding.filled), {self._asked[0]: inputs}
+        else:
+            return inputs
+        symbols: dict[str, int] = {}
+        rows = 0
+        for dim, (number, axis) in self._padding.sources.items():
+            spec = self._given_with_rows[number]
+            if spec.name not in named:
+                return named
+            array = named[spec.name] = self._as_array(spec, named[spec.name])
+            check_shape(spec, array.shape)
+            placed = self._placed(spec, array)
+            symbols[dim] = placed.shape[axis]
+            rows = len(placed)
+        kept = self._kept.get((rows, tuple(symbols.values())))
+        if kept is None:
+            if len(self._kept) >= FILLED_MAX:
+                self._kept.clear()
+            self._padding.key_of(symbols)  # What is too long is refused before anything is made for it.
+            kept = self._kept[rows, tuple(symbols.values())] = {
+                filled.spec.name: given.as_given(filled.array(rows, symbols))
+                for filled in self._padding.filled
+                for given in self._given_with_rows
+                if given.name == filled.spec.name
+            }
+        return named | {filled.spec.name: kept[filled.spec.name] for filled in missing}
+
+
+def front_check(
+    name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], options: Options
+) -> InputCheck:
+    """Return the check for an engine whose rows others pad, as they are told by its options."""
+    padding = Padding.of(name, split_shared(inputs)[0], outputs, options)
+    create = InputCheck if padding is None else partial(PaddedInputCheck, padding=padding, keeps_shapes=True)
+    return create(
+        inputs,
+        check_finite=options.check_finite,
+        ignores_extra=options.ignore_extra,
+        repeats_shared=True,
+    )

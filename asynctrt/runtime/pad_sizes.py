@@ -1,0 +1,391 @@
+"""Padding: rows whose lengths differ are brought to a few common sizes, so that they share batches.
+
+Arrays stay as their callers gave them until they are written into a slab. Only the key of their batch says to
+which sizes they will be padded there; outputs are cut back to what each request had.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from asynctrt._util.pad_options import MASK, auto_limit
+from asynctrt.errors import InputError, OptionsError, show
+from asynctrt.options import Options
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.sizes import Sizes, merged
+from asynctrt.tensors import Array, Dims, TensorSpec
+
+FITS_MAX: Final = 4096
+"""Shapes of requests that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """An input that the engine fills where a caller leaves it out.
+
+    :param dims: the names or sizes of its dimensions.
+    :param length_of: the dimension whose size it says; ``None`` for a mask.
+    """
+
+    spec: TensorSpec
+    length_of: str | None
+
+    def array(self, rows: int, symbols: Mapping[str, int]) -> Array:
+        """Return the rows for a request, before they are padded: ones, or the length. Nobody writes to it.
+
+        All its elements are one in memory, so that what callers ask for takes none.
+        """
+        dims = self.spec.resolve(symbols)
+        assert dims is not None, "the sizes of its dimensions come from other inputs"
+        value = 1 if self.length_of is None else symbols[self.length_of]
+        return np.broadcast_to(np.array(value, self.spec.dtype), (rows, *dims))
+
+
+class Fit(NamedTuple):
+    """How the rows of one request lie within those of a batch."""
+
+    dims: tuple[Dims, ...]
+    """The dimensions of one row of each input."""
+    corners: tuple[tuple[slice, ...], ...]
+    """The part of its rows that each input takes; the rest is padding."""
+    cuts: dict[str, tuple[slice, ...]]
+    """The part of its rows that is its own, for each output that is cut back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the sizes that the engine chooses, besides the options."""
+
+    ranges_of: Callable[[str], Sequence[tuple[int, int]]] | None = None
+    """Returns the sizes that a dimension may have, in each profile of the model."""
+    rows_max: int = 64
+    """Rows that a batch holds."""
+    rows_fixed: bool = False
+    """Whether it always has as many."""
+
+
+class Padding:
+    """What is padded of one model, and with what.
+
+    :param pad: the sizes of each dimension that is padded, rising; ``auto`` if they are to be chosen, instead
+        of the mapping for all dimensions that vary.
+    :param pad_with: what inputs are padded with, where that is not 0: a number; ``mask`` and ``length`` are
+        filled by the engine.
+    :raises OptionsError: for names that the model does not have, and values that do not fit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        pad: Mapping[str, Any] | str,
+        pad_with: Mapping[str, int | float | str],
+        limits: Limits,
+    ) -> None:
+        self._name = name
+        self._inputs = tuple(inputs)
+        varying = tuple(dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str)))
+        self._varying = varying
+        if isinstance(pad, str):
+            pad = self._for_all(pad, varying)
+        groups = {names: tuple(name.strip() for name in names.split("=")) for names in pad}
+        self._same = list(groups.values())
+        self._dims: dict[str, Any] = {dim: pad[names] for names, dims in groups.items() for dim in dims}
+        """What was given for each dimension that is padded."""
+        named = [name for names in self._same for name in names]
+        if len(self._dims) != len(named):
+            twice = next(name for name in named if named.count(name) > 1)
+            raise OptionsError(f"pad names the dimension {twice!r} twice: it can have one list of sizes")
+        unknown = [dim for dim in self._dims if dim not in varying]
+        if unknown:
+            raise OptionsError(
+                f"pad names the dimension {unknown[0]!r}, and those that vary in the inputs of {name!r} are: "
+                f"{', '.join(map(repr, varying)) or 'none'}. asynctrt inspect shows a model's dimensions"
+            )
+        by_name = {spec.name: spec for spec in inputs}
+        unknown = [input_ for input_ in pad_with if input_ not in by_name]
+        if unknown:
+            raise OptionsError(
+                f"pad_with names the input {unknown[0]!r}, and those of {name!r} are: "
+                f"{', '.join(map(repr, by_name))}"
+            )
+        self.chosen = {
+            dims: self._sizes_to_choose(dims, pad[names], pad_with, by_name, limits)
+            for names, dims in groups.items()
+            if isinstance(pad[names], str)
+        }
+        """What chooses the sizes of dimensions, by their names: all that are the same."""
+        self._chosen_of = {dim: sizes for dims, sizes in self.chosen.items() for dim in dims}
+        self.changes = 0
+        """How often they were chosen anew."""
+        self.filled = tuple(
+            self._filled(by_name[input_], value)
+            for input_, value in pad_with.items()
+            if isinstance(value, str)
+        )
+        self.values: tuple[Any, ...] = tuple(self._value(spec, pad_with.get(spec.name, 0)) for spec in inputs)
+        """What each input is padded with."""
+        given = {filled.spec.name for filled in self.filled}
+        self.sources: dict[str, tuple[int, int]] = {}
+        """Where the size of a dimension is read: the number of an input that callers give, and its axis."""
+        for number, spec in enumerate(inputs):
+            for axis, dim in enumerate(spec.dims, start=1):
+                if isinstance(dim, str) and spec.name not in given:
+                    self.sources.setdefault(dim, (number, axis))
+        for names in self._same:
+            known = [self.sources[dim] for dim in names if dim in self.sources]
+            for dim in names if known else ():
+                self.sources.setdefault(dim, known[0])
+        self._check_sources()
+        self._cuts = {spec.name: spec.dims for spec in outputs if any(dim in self._dims for dim in spec.dims)}
+        self._repeated = {dim for dims in self._same for dim in dims[1:]}
+        self._fits: dict[tuple[Dims, ...], Fit | None] = {}
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        options: Options,
+        limits: Limits = Limits(),
+    ) -> "Padding | None":
+        """Return what the options pad of a model; ``None`` for nothing."""
+        if not options.pad:
+            return None
+        return cls(name, inputs, outputs, options.pad, options.pad_with or {}, limits)
+
+    def __repr__(self) -> str:
+        return f"<Padding of {self._name!r} {self._dims}>"
+
+    @property
+    def shapes(self) -> tuple[Hashable, ...]:
+        """The shapes of all batches, as keys say them, if all sizes of each varying dimension were given."""
+        if self.chosen or not self._dims.keys() >= set(self._varying):
+            return ()
+        shapes = []
+        for sizes in product(*(self._dims[dims[0]] for dims in self._same)):
+            size_of = {dim: int(size) for dims, size in zip(self._same, sizes, strict=True) for dim in dims}
+            shapes.append(tuple((dim, size_of[dim]) for dim in self._varying))
+        return tuple(shapes)
+
+    def key_of(self, symbols: Mapping[str, int], *, as_given: bool = False) -> BatchKey:
+        """Return the key of the batches for rows of these sizes: each is rounded up to the next.
+
+        :param as_given: leave those as they are that are padded to sizes of the engine's choice.
+        :raises InputError: for a size above the largest, and where two that are to be the same are not.
+        """
+        for names in self._same:
+            if len({symbols[dim] for dim in names if dim in symbols}) > 1:
+                raise InputError(
+                    f"{' and '.join(map(repr, names))} are padded as one dimension, given "
+                    f"{', '.join(str(symbols.get(dim)) for dim in names)}. Give them the same size"
+                )
+        kept = self._chosen_of if as_given else ()
+        return BatchKey(
+            tuple(
+                [
+                    (dim, self._rounded(dim, size) if dim in self._dims and dim not in kept else size)
+                    for dim, size in symbols.items()
+                ]
+            )
+        )
+
+    def pads(self, dim: str) -> bool:
+        """Return whether a dimension is padded."""
+        return dim in self._dims
+
+    def sizes_given(self, dim: str) -> tuple[int, ...]:
+        """Return the sizes that the options pad a dimension to, rising; none if it is not padded to such."""
+        given = () if dim in self._chosen_of else self._dims.get(dim, ())
+        return tuple(map(int, given))
+
+    def units_of(self, shape: Hashable) -> int:
+        """Return how much there is to compute of a row of this shape: the product of its varying sizes."""
+        assert isinstance(shape, tuple)
+        return prod([size for dim, size in shape if dim not in self._repeated])
+
+    def fit(self, dims: tuple[Dims, ...]) -> Fit | None:
+        """Return how rows lie within those of a batch, from the dimensions of one row of each input.
+
+        :returns: ``None`` if they contradict each other.
+        """
+        try:
+            return self._fits[dims]
+        except KeyError:
+            if len(self._fits) >= FITS_MAX:
+                self._fits.clear()
+            found = self._fits[dims] = self._fit(dims)
+            return found
+
+    def _fit(self, dims: tuple[Dims, ...]) -> Fit | None:
+        if any(len(given) != len(spec.dims) for spec, given in zip(self._inputs, dims, strict=True)):
+            return None
+        sizes = {dim: dims[number][axis - 1] for dim, (number, axis) in self.sources.items()}
+        if any(spec.resolve(sizes) != given for spec, given in zip(self._inputs, dims, strict=True)):
+            return None
+        every = slice(None)
+        return Fit(
+            dims,
+            tuple((every, *map(slice, given)) for given in dims),
+            {
+                name: (every, *[slice(sizes[dim]) if dim in self._dims else every for dim in own])
+                for name, own in self._cuts.items()
+            },
+        )
+
+    def _rounded(self, dim: str, given: int) -> int:
+        number, axis = self.sources[dim]
+        name = self._inputs[number].name
+        what = f"input {name!r} has size {given} on axis {axis} ({dim!r}), which this engine pads to"
+        if (chosen := self._chosen_of.get(dim)) is not None:
+            if (found := chosen.rounded(given)) is not None:
+                return found
+            raise InputError(
+                f"{what} at most {chosen.largest}, as pad={{{dim!r}: {self._dims[dim]!r}}} and the "
+                "model say. Shorten it"
+            )
+        sizes = self._dims[dim]
+        for size in sizes:
+            if size >= given:
+                return int(size)
+        raise InputError(
+            f"{what} {', '.join(map(str, sizes))}: {sizes[-1]} is the most. Shorten it, or open the "
+            f"engine with a larger size: pad={{{dim!r}: (..., {given})}}"
+        )
+
+    def _for_all(self, pad: str, varying: Sequence[str]) -> dict[str, str]:
+        """Return that the sizes of all dimensions are to be chosen."""
+        if not varying:
+            raise OptionsError(
+                f"pad={pad!r} is for dimensions that vary, and {self._name!r} has none besides its rows. "
+                "Leave it out"
+            )
+        # What has no name of its own may have to be as large as another: a mask is as long as its text.
+        nameless = [
+            dim
+            for spec in self._inputs
+            for axis, dim in enumerate(spec.dims, start=1)
+            if dim == f"{spec.name}.{axis}"
+        ]
+        if len({dim.rpartition(".")[0] for dim in nameless}) > 1:
+            raise OptionsError(
+                f"pad={show(pad)} cannot tell which of {', '.join(map(repr, nameless))} are the same, as the "
+                f"model has no names for them. Write pad={{{'='.join(nameless)!r}: {pad!r}}} if they are, "
+                "and each by itself if not"
+            )
+        return dict.fromkeys(varying, pad)
+
+    def _sizes_to_choose(
+        self,
+        dims: Sequence[str],
+        given: str,
+        pad_with: Mapping[str, int | float | str],
+        by_name: Mapping[str, TensorSpec],
+        limits: Limits,
+    ) -> Sizes:
+        """Return what chooses the sizes of dimensions that are the same, within what the model takes."""
+        most = auto_limit(given)
+        if most is None:
+            # What the engine tells a model has to fit into what the model has for it.
+            holding = [
+                _counts_to(by_name[input_].dtype)
+                for input_, value in pad_with.items()
+                if isinstance(value, str) and value != MASK and self._dim_of_length(value) in dims
+            ]
+            most = min(holding, default=None)
+        ranges: Sequence[tuple[int, int]] = () if most is None else ((1, most),)
+        if limits.ranges_of is not None:
+            each = zip(*[limits.ranges_of(dim) for dim in dims], strict=True)
+            ranges = [
+                (max(least for least, _ in same), min([largest for _, largest in same])) for same in each
+            ]
+            taken = merged(ranges)
+            ranges = merged(
+                (least, largest if most is None else min(largest, most)) for least, largest in taken
+            )
+            if not ranges:
+                raise OptionsError(
+                    f"pad is {given!r} for {'='.join(dims)!r}, of which {self._name!r} takes "
+                    f"{' and '.join(f'{least} to {largest}' for least, largest in taken) or 'nothing'}"
+                )
+        return Sizes(ranges, rows_max=limits.rows_max, rows_fixed=limits.rows_fixed)
+
+    def _dim_of_length(self, value: str) -> str:
+        """Return the dimension whose size ``length`` says; an empty one if it is not clear."""
+        return value.partition(":")[2] or (self._same[0][0] if len(self._same) == 1 else "")
+
+    def _largest(self, dim: str) -> int | None:
+        """Return the largest size that a dimension is padded to; ``None`` if there is no limit."""
+        chosen = self._chosen_of.get(dim)
+        return int(self._dims[dim][-1]) if chosen is None else chosen.largest
+
+    def _filled(self, spec: TensorSpec, value: str) -> Filled:
+        if spec.dtype.kind not in "biuf":
+            raise OptionsError(f"pad_with says that {spec.name!r} is a {value}, and it is {spec.dtype.name}")
+        if value == MASK:
+            if not any(dim in self._dims for dim in spec.dims):
+                raise OptionsError(
+                    f"pad_with says that {spec.name!r} is a mask, and none of its dimensions {spec.dims} is "
+                    f"padded: {', '.join(self._dims)} are"
+                )
+            return Filled(spec, None)
+        dim = self._dim_of_length(value)
+        if dim not in self._dims:
+            raise OptionsError(
+                f"pad_with says that {spec.name!r} is a {value}, and does not say of which of the dimensions "
+                f"that are padded. Write 'length:NAME', with one of: {', '.join(self._dims)}"
+            )
+        if not all(size == 1 for size in spec.dims):
+            raise OptionsError(
+                f"pad_with says that {spec.name!r} is a length, of which a row has one; its rows have the "
+                f"shape {spec.dims}"
+            )
+        longest = self._largest(dim)
+        if longest is not None and longest > _counts_to(spec.dtype):
+            raise OptionsError(
+                f"pad_with says that {spec.name!r} is a length, which is up to {longest}, and its dtype "
+                f"{spec.dtype.name} does not hold every one"
+            )
+        return Filled(spec, dim)
+
+    def _value(self, spec: TensorSpec, value: float | str) -> Any:
+        if isinstance(value, str):
+            value = 0
+        if spec.dtype.kind not in "biufc":
+            if value:
+                raise OptionsError(f"pad_with is {value} for {spec.name!r}, whose dtype is {spec.dtype.name}")
+            return np.zeros((), spec.dtype)[()]
+        try:
+            with np.errstate(all="ignore", over="raise", invalid="raise"):
+                converted = np.array(value).astype(spec.dtype)
+        except (FloatingPointError, OverflowError):
+            converted = None
+        exact = converted is not None and (spec.dtype.kind in "fc" or bool(converted == value))
+        if converted is None or not exact:
+            raise OptionsError(
+                f"pad_with is {show(value)} for {spec.name!r}, whose dtype {spec.dtype.name} does not hold it"
+            )
+        return converted[()]
+
+    def _check_sources(self) -> None:
+        """Check that each size is told by an input that callers give."""
+        needed = [*self._dims, *(dim for one in self.filled for dim in one.spec.dims if isinstance(dim, str))]
+        for dim in needed:
+            if dim not in self.sources:
+                raise OptionsError(
+                    f"the size of {dim!r} is not known: every input of {self._name!r} that has it is filled "
+                    "by the engine, as pad_with says. Leave one of them out of it"
+                )
+
+
+def _counts_to(dtype: np.dtype[Any]) -> int:
+    """Return the number up to which a dtype of numbers holds every whole one."""
+    if dtype.kind == "f":
+        return 1 << int(np.finfo(dtype).nmant) + 1
+    return 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)
