@@ -42,6 +42,7 @@ async def under_way(tmp_path, **settings):
         yield fleet, running
 
 
+@pytest.mark.tier2
 async def test_two_runs_of_one_process(tmp_path):
     spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
     async with asyncio.timeout(WAIT_S):
@@ -88,6 +89,7 @@ async def test_a_process_that_dies_is_said(tmp_path):
             await running
 
 
+@pytest.mark.tier2
 async def test_a_run_is_stopped(tmp_path):
     async with under_way(tmp_path, rate=100, warmup=0.0) as (fleet, running):
         fleet.stop()

@@ -114,6 +114,7 @@ async def test_it_ends_as_soon_as_the_figures_are_sure_enough(monkeypatch):
     assert run.throughput_interval.half_width < 0.9
 
 
+@pytest.mark.tier2
 async def test_what_goes_on_is_told():
     seen = []
 

@@ -342,6 +342,7 @@ def test_without_ssh_keygen_its_package_is_named(signed, tmp_path, monkeypatch):
         signed.check()
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize("step", ["find-principals", "verify"])
 def test_ssh_keygen_has_limited_time(signed, tmp_path, monkeypatch, step):
     hang = f"import sys, time\nif {step!r} in sys.argv: time.sleep(600)\nprint('me')"
