@@ -75,7 +75,7 @@ def datatype_of(spec: TensorSpec) -> str:
             f"KServe carries tensors alone, and {spec.name!r} is a {spec.kind}: export the model without it "
             "(a classifier from skl2onnx with zipmap=False)"
         )
-    if dtype.kind in TEXT and dtype.itemsize:
+    if dtype.kind in TEXT:
         return "BYTES"
     name = DATATYPES.get(dtype.name)
     if name is None or not dtype.isnative:
