@@ -210,7 +210,10 @@ class Opening:
                 "such as 'cuda:0', and no shared_arenas"
             )
         # Not before it is needed: most engines run in this process.
-        from asynctrt.workers.engine import open_isolated  # noqa: PLC0415
+        try:
+            from asynctrt.workers.engine import open_isolated  # noqa: PLC0415
+        except OSError as error:  # Without a free file descriptor nothing can be imported.
+            raise DeviceUnavailableError(f"worker processes cannot be started here: {error}") from error
 
         with _apart():
             return await open_isolated(os.fspath(self._model), [str(name) for name in devices], self._options)
