@@ -133,7 +133,7 @@ async def carry_out(job: LoadJob, session: LoadSession) -> LoadReport:
 def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> LoadReport:
     """Return the report of the runs.
 
-    :raises UsageError: if there are none.
+    :raises UsageError: if there are no runs.
     """
     if not runs:
         raise UsageError(
@@ -196,7 +196,7 @@ def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:
 
 
 def _comparison(runs: Sequence[Run]) -> Comparison | None:
-    """Return the ratios of B to A over the complete pairs; ``None`` if there are none."""
+    """Return the ratios of B to A over the complete pairs; ``None`` without complete pairs."""
     # The last A may have no B.
     turns = zip(runs[::2], runs[1::2], strict=False)
     pairs = [(a, b) for a, b in turns if a.complete and b.complete]
