@@ -162,7 +162,7 @@ class Schedule:
         return self.profile.total
 
     def blocks(self, share: int = 0, shares: int = 1) -> Iterator[Arrivals]:
-        """Yield block after block of the arrivals of one process; the processes take turns."""
+        """Yield the arrivals of one process in blocks. Arrivals go to the processes in turn."""
         rng = np.random.default_rng(self.seed)
         # A separate generator, so that the times do not depend on the samples.
         choices = np.random.default_rng((self.seed, 1))
@@ -209,7 +209,7 @@ class Fixed:
         return len(self.due_ns)
 
     def blocks(self, share: int = 0, shares: int = 1) -> Iterator[Arrivals]:
-        """Yield block after block of the arrivals of one process; the processes take turns."""
+        """Yield the arrivals of one process in blocks. Arrivals go to the processes in turn."""
         due_ns, samples = self.due_ns[share::shares], self.samples[share::shares]
         for start in range(0, len(due_ns), BLOCK):
             yield Arrivals(due_ns[start : start + BLOCK], samples[start : start + BLOCK])

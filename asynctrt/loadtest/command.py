@@ -49,7 +49,7 @@ SAME_TEST: Final = ("rate", "callers", "arrivals", "rows", "dims", "think", "bur
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The parsed command: the load test, the files to write, and the criteria to check."""
+    """The parsed command: load test, output files, and criteria."""
 
     job: LoadJob
     json: Path | None = None

@@ -11,7 +11,7 @@ from typing import Final
 TINY: Final = 1e-300
 """Replaces a zero in Lentz's method."""
 STEPS_MAX: Final = 100_000
-"""Limit on the steps. The fraction takes about as many steps as the square root of its larger parameter."""
+"""The fraction needs about as many steps as the square root of its larger parameter."""
 
 
 def student_t_quantile(freedom: float, probability: float) -> float:
@@ -44,7 +44,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """Return the continued fraction 1 + d1 / (1 + d2 / (1 + …)) of the incomplete beta function."""
+    """Return the fraction 1 + d1 / (1 + d2 / (1 + …)) of the incomplete beta function."""
     value = ratio = 1.0
     inverse = 0.0
     for step in range(1, STEPS_MAX):

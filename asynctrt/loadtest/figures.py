@@ -1,4 +1,4 @@
-"""Calculates the figures of one run from what was counted. Pure.
+"""Calculates the figures of one run from its counts. Pure.
 
 A figure is given only if there is enough data. A percentile needs enough requests for the largest to bound it
 with 95% confidence: 5 for p50, 299 for p99, 29,956 for p99.99.
@@ -225,9 +225,9 @@ def _void(
     if any(outcome.is_overwhelmed for outcome in counted.outcomes):
         reasons.append("the generator fell seconds behind the schedule and gave up: set a lower rate")
     mean, tail = late.get("mean", 0.0), late.get("p99", 0.0)
-    # An engine in this process shares the event loop with the generator, as it would with the coroutines of
-    # an application, so lateness is part of the latency that its callers see. If most requests fail, the
-    # latency of the answered ones says nothing about how the others were sent.
+    # An engine in this process shares the event loop with the generator, as it would with an application, so
+    # its callers see the lateness too. If most requests fail, the latency of the answered ones says nothing
+    # about how the others were sent.
     if counted.is_server and late and latency and whole.failed <= whole.answered:
         if mean > max(LATE_MS, LATE_SHARE * latency["mean"]):
             reasons.append(

@@ -1,4 +1,4 @@
-"""Any KServe V2 server over HTTP as a load test's target. The only importer of ``aiohttp``.
+"""Any KServe V2 server over HTTP as a load test's target.
 
 A request's body is built once and sent many times. An answer is decoded only when its arrays are needed.
 """
@@ -51,7 +51,7 @@ except ImportError as error:
 PAGE_NBYTES_MAX: Final = 16 << 20
 """Limit on the bytes of a model's description or statistics, or of a server's list of models."""
 PAGE_S: Final = 10.0
-"""Timeout for reading a model's description or statistics, or a server's list of models."""
+"""Timeout for reading any of these pages."""
 HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 
 KINDS: Final = {kind.http_status: kind for kind in (*REFUSALS, OverloadError)}
@@ -121,7 +121,7 @@ class Pages:
     async def counters(self) -> BatchCounters | None:
         """Return the statistics of the model; ``None`` if the server has none, or they are too large.
 
-        :raises ConnectionLostError: if the server cannot be reached or does not answer in time.
+        :raises ConnectionLostError: if the server cannot be reached or times out.
         """
         try:
             status, body = await self._ask("GET", f"{self.address.path}/stats")
@@ -202,8 +202,8 @@ class HttpTarget:
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
         with warnings.catch_warnings():
-            # aiohttp warns that sending a body of more than 1 MiB blocks the event loop. That is true, but
-            # reading a file in pieces, as the warning advises, would take longer.
+            # aiohttp warns that sending a body of more than 1 MiB blocks the event loop. It does, but
+            # reading a file in pieces, as the warning advises, takes longer.
             warnings.simplefilter("ignore", ResourceWarning)
             if not self._pages.takes_binary:
                 return aiohttp.BytesPayload(write_json(inputs, priority), content_type="application/json")

@@ -79,7 +79,7 @@ class Local:
     async def run(
         self, plan: ProcessPlan, emit: Callable[[Windows], None], start_ns: int | None = None
     ) -> Outcome:
-        """Do one run; see :meth:`Runner.run`."""
+        """Perform one run; see :meth:`Runner.run`."""
         self._runner = Runner(self.target, self._samples, self._prepared, plan)
         try:
             return await self._runner.run(clock.now_ns() + LEAD_NS if start_ns is None else start_ns, emit)

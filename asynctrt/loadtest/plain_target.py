@@ -121,7 +121,7 @@ class _PlainTarget:
         self._create_task = asyncio.get_running_loop().create_task
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
-        """Return the body with the request's arrays filled in; ``None`` without a body."""
+        """Fill a request's arrays into the body, if there is one."""
         return None if self._template is None else self._template.fill(inputs)
 
     def outputs(self, answer: Any) -> Mapping[str, Array]:
@@ -144,7 +144,7 @@ class _PlainTarget:
         return None
 
     def trace(self) -> list[BatchTrace]:
-        """Return an empty list, because the server does not trace batches."""
+        """Return an empty list, for the same reason."""
         return []
 
     async def aclose(self) -> None:

@@ -17,8 +17,8 @@ WARM_UP: Final = -1
 """The number of the window for everything before measuring starts."""
 BLOCK: Final = 4096
 """Requests counted at once; nothing is sent meanwhile. Larger blocks cost more per request, because
-intermediate results no longer fit in the cache. Counting in a thread would not help, because the thread would
-wait for the interpreter while the event loop is busy."""
+intermediate results no longer fit in the cache. A thread would have to wait for the interpreter while the
+event loop is busy."""
 LOOSE_WINDOWS: Final = 64
 """Number of recent windows that are not compacted; older ones are."""
 KINDS_MAX: Final = 64

@@ -143,7 +143,7 @@ class Runner:
     async def run(self, start_ns: int, emit: Callable[[Windows], None]) -> Outcome:
         """Send all requests, starting at ``start_ns``, and return once each is answered or given up.
 
-        :param start_ns: the start on the clock, which is the same for all processes.
+        :param start_ns: the start on the clock, the same for all processes.
         :param emit: called repeatedly with the windows counted since its last call.
         """
         plan = self._plan
@@ -286,7 +286,7 @@ class Runner:
         self._send(now_ns, next(self._sent_of), now_ns)
 
     def _choices(self) -> Iterator[int]:
-        """Yield the index of a random sample for each request of a closed loop."""
+        """Yield random sample indices for the requests of a closed loop."""
         count = len(self._samples)
         while True:
             yield from _view(self._rng.choice(count, BLOCK, p=self._weights))

@@ -94,7 +94,7 @@ def describe_machine() -> dict[str, Any]:
             continue
     loaded = sys.modules.get("onnxruntime")
     if loaded is not None:
-        # The package metadata may not match the loaded module, because onnxruntime-gpu installs the same one.
+        # The package version may not be the module's, because onnxruntime-gpu installs the same module.
         versions["onnxruntime"] = loaded.__version__
     return {
         "cpu": cpu,

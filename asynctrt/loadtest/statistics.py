@@ -64,7 +64,7 @@ def steady_from(values: Sequence[float]) -> int | None:
     given = np.asarray(values, np.float64)
     # Subtract the median, because rounding the squares of large numbers would lose the differences.
     given = given - np.median(given)
-    # Compute the length, the sum and the sum of squares of each tail.
+    # The length, sum and sum of squares of each tail.
     counts = np.arange(len(given), 0, -1)
     sums = np.cumsum(given[::-1])[::-1]
     squares = np.cumsum((given**2)[::-1])[::-1]

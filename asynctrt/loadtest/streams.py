@@ -15,7 +15,7 @@ LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 FIELD: Final = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
 IsLast = Callable[[int, str], bool]
-"""Return whether a message is the last of an answer, given its number in the answer (from 1) and its text."""
+"""Return whether a message is the last of an answer, given its number in it (from 1) and its text."""
 
 
 @dataclass(frozen=True, slots=True)
