@@ -105,8 +105,8 @@ def make_plan(
     :param rows_max: the target's limit on the rows in flight, if it has one.
     :param room: this machine's limit on the requests in flight in each process.
     :param is_server: whether the target is in another process. A target in this process computes in threads
-        that need the interpreter. An event loop that polls the clock would keep it from them, and make the
-        latency many times higher than with an alarm.
+        that need the interpreter. An event loop that polls the clock takes the interpreter from
+        them, which makes the latency many times higher than with an alarm.
     :raises OptionsError: if no plan is possible, for instance if a period is too short.
     """
     warmup, seconds = resolve(settings)

@@ -229,7 +229,7 @@ class Fleet:
         self._tell(STOP)
 
     def _tell(self, order: Any) -> None:
-        """Send an order to every process. The message or the pipe of a dead process reports its end."""
+        """Send an order to every process. If one has ended, its message or its closed pipe reports that."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(order)

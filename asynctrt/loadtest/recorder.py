@@ -152,7 +152,7 @@ class RunRecorder:
         self._pieces = 0
 
     def streamed(self, due_ns: int, came_ns: "array[int]") -> None:
-        """Record when the pieces of an answer came whose request was due at ``due_ns``."""
+        """Record when each piece of an answer came; its request was due at ``due_ns``."""
         self._streams.append((due_ns, came_ns))
         self._pieces += len(came_ns)
         if self._pieces >= BLOCK:

@@ -29,7 +29,7 @@ from asynctrt.loadtest.targets import BatchCounters, Target
 from asynctrt.statistics import BatchTrace
 
 NEAR_NS: Final = 150_000
-"""How long before a request is due an adaptive wait stops sleeping. Alarms are nearly always less late."""
+"""How long before a request is due an adaptive wait stops sleeping. Alarms are nearly always late by less."""
 SENT_A_TURN_MAX: Final = 64
 """Limit on the requests sent in one turn of the event loop, since answers wait for the next turn."""
 TICK_S: Final = 0.05
