@@ -23,7 +23,7 @@ __all__ = ["LoadReport", "LoadSettings", "Report", "Run", "Target", "TargetSpec"
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs the extra ``load`` only when it is used: the command line works without it."""
+    """Import names lazily, so that the command line works without the extra ``load``."""
     if name == "run":
         from asynctrt.loadtest.api import run  # noqa: PLC0415
 
@@ -44,5 +44,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what there is, whether it was used yet or not."""
+    """Return all public names, including those not imported yet."""
     return sorted({*globals(), *__all__})

@@ -35,31 +35,32 @@ async def run(
     precision: float = 0.05,
     **settings: Unpack[RunSettings],
 ) -> LoadReport:
-    """Measure a target from this process and event loop.
+    """Run a load test against a target, from this process and event loop.
 
-    :param target: an engine that is open; a path or ``module:factory``, opened for the test; the address of a
-        server, ``http://HOST:PORT/v2/models/NAME``, ``grpc://HOST:PORT/NAME`` or
-        ``ws://HOST:PORT/v2/models/NAME/ws``; any other address of HTTP or of a websocket; an async function,
-        or ``module:name`` of one, that takes arrays by name, or nothing.
+    :param target: an open engine; a path or ``module:factory``, opened for the test; a server's address,
+        ``http://HOST:PORT/v2/models/NAME``, ``grpc://HOST:PORT/NAME`` or
+        ``ws://HOST:PORT/v2/models/NAME/ws``; any other HTTP or websocket address; or an async function, or
+        its ``module:name``, that takes arrays by name, or no arguments.
     :param model: the server's model, if the address does not name it.
     :param token: the server's bearer token.
     :param device: the device of an engine that is opened for the test.
     :param options: the options of an engine that is opened for the test.
-    :param body: what to send to a server that does not speak KServe: text, bytes, or what JSON can hold, with
-        ``"${name}"`` where an array of ``inputs`` belongs; ``"@FILE"`` for the content of a file.
-    :param headers: of every request, by name, or each as ``"Name: value"``. Over gRPC they are metadata.
-    :param method: of HTTP. Default: POST with a body, GET without.
-    :param until_message: what tells the last message of a websocket's answer: how many it has,
-        ``"done=true"`` for a field of JSON, ``"/regex/"``, or a text that it contains. Default: an answer is
-        one message.
+    :param body: the body to send to a server that does not speak KServe: text, bytes, or a JSON value, with
+        ``"${name}"`` in place of an array of ``inputs``; ``"@FILE"`` for the content of a file.
+    :param headers: the headers of every request, by name, or each as ``"Name: value"``. Over gRPC they are
+        sent as metadata.
+    :param method: the HTTP method. Default: POST with a body, GET without.
+    :param until_message: how to recognise the last message of a websocket's answer: the number of messages,
+        ``"done=true"`` for a JSON field, ``"/regex/"``, or text that the message contains. Default: an
+        answer is one message.
     :param sweep: settings or engine options by name, with the values to try in every combination.
     :param search: find the highest rate that holds the ``slo``, to within ``precision``.
     :param compare: settings or engine options of a second configuration; the two run in turn, A B A B.
     :param precision: the precision of a search, as a share of the rate.
-    :param settings: the fields of :class:`LoadSettings`: rate, callers, seconds, slo, ... or what other load
-        testers call them: users, vus, concurrency, duration, rps, qps. ``inputs`` and ``expect`` may be
-        arrays by name.
-    :raises OptionsError: for a setting that is unknown or impossible.
+    :param settings: the fields of :class:`LoadSettings` (rate, callers, seconds, slo, ...), or other load
+        testers' names for them: users, vus, concurrency, duration, rps, qps. ``inputs`` and ``expect`` may
+        be arrays by name.
+    :raises OptionsError: for an unknown or invalid setting.
     :raises TargetError: if the target cannot be reached or does not answer.
     :raises AsynctrtError: the target's own error, if it refuses the first request.
     """

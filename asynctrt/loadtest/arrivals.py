@@ -1,8 +1,8 @@
-"""When requests arrive: a process of rate 1 (Poisson or even), stretched by a rate that may change. Pure.
+"""Arrival times of requests: a process of rate 1 (Poisson or even), stretched by a varying rate. Pure.
 
 Mapping the times of a process of rate 1 through the inverse of the integral of any rate gives a process of
-that rate. So the shape of the rate (ramp, steps, day, bursts) is one thing, a :class:`LoadProfile`, and the
-spacing of the requests (Poisson or constant) is another.
+that rate. So the shape of the rate (ramp, steps, day, bursts), a :class:`LoadProfile`, is separate from the
+spacing of the requests (Poisson or constant).
 """
 
 import csv
@@ -23,11 +23,11 @@ Ints = npt.NDArray[np.int64]
 Process = Literal["poisson", "constant"]
 
 RATE_MAX: Final = 1e8
-"""Highest rate in arrivals/s; above it, successive times would hardly differ in ns."""
+"""Highest rate in arrivals/s. Above it, successive times would hardly differ in ns."""
 BLOCK: Final = 8192
-"""Arrivals made at once. Nothing is sent meanwhile, but each takes far longer to make in small blocks."""
+"""Arrivals generated at once. Nothing is sent meanwhile, but smaller blocks cost far more per arrival."""
 KNOTS: Final = 1000
-"""Pieces that approximate a curve."""
+"""Number of constant pieces that approximate a ramp."""
 
 LEVELS: Final = re.compile(r"\d+(?:\.\d+)?(?:e\d+)?")
 
@@ -36,7 +36,7 @@ LEVELS: Final = re.compile(r"\d+(?:\.\d+)?(?:e\d+)?")
 class LoadProfile:
     """Describe a level (arrivals/s, or callers) over time as pieces of constant level.
 
-    :param ends_s: the end of each piece, ascending; the last is the end of all.
+    :param ends_s: the end of each piece, ascending; the last is the end of the profile.
     :param levels: the level of each piece.
     """
 
@@ -88,7 +88,7 @@ class LoadProfile:
         return float(self.levels.max())
 
     def at(self, seconds: float) -> float:
-        """Return the level at a time; after the end, the last level."""
+        """Return the level at a time. After the end, this is the last level."""
         place = int(np.searchsorted(self.ends_s, seconds, "right"))
         return float(self.levels[min(place, len(self.levels) - 1)])
 
@@ -106,13 +106,13 @@ class LoadProfile:
     def bursty(self, period_s: float, share: float, factor: float, rng: np.random.Generator) -> "LoadProfile":
         """Return a profile with bursts of ``factor`` times the level, for a ``share`` of the time.
 
-        It is lower between them, so that the mean level stays. The lengths are exponentially distributed: a
-        burst and the pause after it take a period on average.
+        The level is lower between bursts, so that the mean is unchanged. The lengths are exponentially
+        distributed: a burst and the pause after it take one period on average.
         """
         between = (1 - share * factor) / (1 - share)
         ends: list[float] = []
         levels: list[float] = []
-        # The first phase is a burst with the probability of any other moment, so short runs keep their mean.
+        # The run starts in a burst with probability ``share``, so that short runs also keep their mean.
         now_s, is_burst = 0.0, bool(rng.random() < share)
         while now_s < self.seconds:
             length_s = rng.exponential(period_s * (share if is_burst else 1 - share))
@@ -124,7 +124,7 @@ class LoadProfile:
         return LoadProfile(np.array(ends), np.array(levels))
 
     def _cut(self, piece_s: float, start_s: float = 0.0, end_s: float | None = None) -> Floats:
-        """Return the ends of pieces of at most ``piece_s`` within each of which this profile is constant."""
+        """Return the ends of pieces of at most ``piece_s``, in each of which this profile is constant."""
         end_s = self.seconds if end_s is None else end_s
         pieces = max(1, int(np.ceil((end_s - start_s) / piece_s)))
         ends = np.concatenate((np.linspace(start_s, end_s, pieces + 1)[1:], self.ends_s))
@@ -133,10 +133,10 @@ class LoadProfile:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Hold a block of arrivals: when each is due, and what it sends.
+    """Hold a block of arrivals: when each is due, and which sample it sends.
 
-    :param due_ns: from the start of the run, ascending.
-    :param samples: the number of the sample that each sends.
+    :param due_ns: the due times from the start of the run, ascending.
+    :param samples: the index of the sample that each arrival sends.
     """
 
     due_ns: Ints
@@ -145,7 +145,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Generate the arrivals of a run. A seed always gives the same ones, however many processes share them.
+    """Generate the arrivals of a run. The same seed gives the same arrivals for any number of processes.
 
     :param profile: the rate.
     :param weights: how often each sample is sent, relative to the others.
@@ -162,9 +162,9 @@ class Schedule:
         return self.profile.total
 
     def blocks(self, share: int = 0, shares: int = 1) -> Iterator[Arrivals]:
-        """Yield block after block of the arrivals of one process; the processes take turns."""
+        """Yield the arrivals of one process in blocks. Arrivals go to the processes in turn."""
         rng = np.random.default_rng(self.seed)
-        # A generator of its own, so that the times do not depend on what is sent.
+        # A separate generator, so that the times do not depend on the samples.
         choices = np.random.default_rng((self.seed, 1))
         odds = self.weights / self.weights.sum()
         last, made, total = 0.0, 0, self.profile.total
@@ -175,7 +175,7 @@ class Schedule:
                 sums = np.arange(made, made + BLOCK) + 0.5
             last = float(sums[-1])
             samples = _draw(choices, odds)
-            # Every process makes all arrivals, and takes its own.
+            # Every process generates all arrivals and keeps its share.
             mine = slice((share - made) % shares, int(np.searchsorted(sums, total)), shares)
             made += BLOCK
             due_ns = (self.profile.times_s(sums[mine]) * 1e9).astype(np.int64)
@@ -194,9 +194,9 @@ def _draw(rng: np.random.Generator, odds: Floats) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Hold arrivals that are given: those of a trace, or all of them at once.
+    """Hold arrivals known in advance, such as the arrivals of a trace.
 
-    :param seconds: how long the run is.
+    :param seconds: the length of the run.
     """
 
     due_ns: Ints
@@ -209,7 +209,7 @@ class Fixed:
         return len(self.due_ns)
 
     def blocks(self, share: int = 0, shares: int = 1) -> Iterator[Arrivals]:
-        """Yield block after block of the arrivals of one process; the processes take turns."""
+        """Yield the arrivals of one process in blocks. Arrivals go to the processes in turn."""
         due_ns, samples = self.due_ns[share::shares], self.samples[share::shares]
         for start in range(0, len(due_ns), BLOCK):
             yield Arrivals(due_ns[start : start + BLOCK], samples[start : start + BLOCK])
@@ -226,12 +226,12 @@ class TraceEntry:
 
 
 def read_trace(path: Path) -> list[TraceEntry]:
-    """Read a recorded trace, and return its entries in order of time, which begins at 0.
+    """Read a recorded trace, and return its entries sorted by time, starting at 0.
 
-    It is CSV with a header, or JSON Lines. ``time`` is in seconds; ``rows`` and ``priority`` are optional;
-    every other column is the size of the dynamic dimension of that name.
+    The file is CSV with a header, or JSON Lines. ``time`` is in seconds; ``rows`` and ``priority`` are
+    optional; every other column is the size of the dynamic dimension of that name.
 
-    :raises UsageError: if it cannot be read.
+    :raises UsageError: if the file cannot be read.
     :raises OptionsError: for an invalid entry; the message names its line.
     """
     try:
@@ -285,7 +285,7 @@ def _trace_records(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _whole(value: Any) -> int:
-    """Return an integer, which may be written as text or as 4.0."""
+    """Convert text, or a float such as 4.0, to an integer."""
     if isinstance(value, float) and not value.is_integer():
         raise ValueError(f"{value} is not an integer")
     return int(value)

@@ -1,4 +1,4 @@
-"""The charts of a report's page, as data for the script that draws them. Pure."""
+"""The charts of the report page, as data for the script that draws them. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,10 +10,10 @@ from asynctrt.loadtest.report import Moment, Report, Run
 from asynctrt.loadtest.views import MARKS, groups, main_groups, marks_for, odds, sizes, words
 
 LOG_FROM: Final = 30.0
-"""Ratio of the largest value to the smallest from which an axis is logarithmic."""
+"""An axis is logarithmic if the largest value is more than this many times the smallest."""
 
 FIGURES: Final = (("p50", ""), ("p99", ""), ("max", "dotted"), ("late_p99", "thin"))
-"""What is drawn over time of a single group, and how."""
+"""Figures drawn over time if there is only one group, each with its line style."""
 LABELS: Final = {"late_p99": "generator's lateness, p99"}
 
 Points = Mapping[float, float | None]
@@ -21,7 +21,7 @@ Points = Mapping[float, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Hold one chart: what is written above it, and what the script draws."""
+    """Hold one chart: its title and caption, and the data that the script draws."""
 
     name: str
     title: str
@@ -44,7 +44,7 @@ def charts(report: Report) -> list[Chart]:
 def _chart(
     series: Sequence[tuple[str, str, Points]], x: str, y: str, *, is_log: bool = False, **more: Any
 ) -> dict[str, Any] | None:
-    """Return a chart of named series, over all their places on the x axis; ``None`` if all are empty."""
+    """Return a chart of named series over the union of their x values; ``None`` if all are empty."""
     known = [(label, look, points) for label, look, points in series if any(_known(points.values()))]
     if not known:
         return None
@@ -54,7 +54,7 @@ def _chart(
         "y": y,
         "log": is_log,
         "xs": xs,
-        # A line of one run goes on where only others have points.
+        # Draw a line across x values at which only other series have points.
         "spans": any(len(points) < len(xs) for _, _, points in known),
         "series": [
             {"label": label, "look": look, "values": [_finite(points.get(place)) for place in xs]}

@@ -1,4 +1,4 @@
-"""``asynctrt load`` without its display: flags to a :class:`LoadJob`, Ctrl-C, files, the gate for CI."""
+"""``asynctrt load`` without its display: parsing flags, handling Ctrl-C, writing files, and the CI gate."""
 
 import asyncio
 import itertools
@@ -27,10 +27,10 @@ from asynctrt.loadtest.views import main_run
 from asynctrt.options import Options
 
 ADDRESS: Final = re.compile(r"[\w.-]+:\d+(/|$)")
-"""How a target looks that is an address without a scheme: ``localhost:8000``."""
+"""Matches an address without a scheme, such as ``localhost:8000``."""
 
 DEMO: Final = "demo"
-"""The target that stands for the model of ``asynctrt demo``, with files of this machine."""
+"""The target name for the model of ``asynctrt demo``, with input files found on this machine."""
 
 NOT_GOOD: Final = 3
 VOID: Final = 4
@@ -41,15 +41,15 @@ ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a load test."""
 
 FAILED_SHARE: Final = 0.5
-"""The share of failed requests from which a run says that its target fails, whatever else there is to say."""
+"""If more than this share of a run's requests fail, the exit status is always ``NOT_GOOD``."""
 
 SAME_TEST: Final = ("rate", "callers", "arrivals", "rows", "dims", "think", "burst", "swing")
-"""Settings in which a run and its baseline must agree."""
+"""Settings that must be the same in a run and its baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Everything that the command was asked to do."""
+    """The parsed command: load test, output files, and criteria."""
 
     job: LoadJob
     json: Path | None = None
@@ -69,9 +69,9 @@ class LoadPlan:
 
 
 def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
-    """Return the plan for the flags in ``given``, which has only those that were passed.
+    """Return the plan for the flags in ``given``, which holds only the flags that were passed.
 
-    :raises OptionsError: for impossible values.
+    :raises OptionsError: for invalid values.
     :raises UsageError: for files that cannot be read or written.
     """
     settings = {name: given[name] for name in SETTING_NAMES if name in given}
@@ -129,10 +129,10 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
 
 
 async def load(planned: LoadPlan, watch: Watch) -> Report:
-    """Do the load test. Ctrl-C, SIGTERM and SIGHUP end it with a report of the results so far, and a second
-    one at once.
+    """Run the load test. Ctrl-C, SIGTERM or SIGHUP ends it with a report of the results so far; a second
+    signal cancels it at once.
 
-    :raises KeyboardInterrupt: if there is nothing to report yet.
+    :raises KeyboardInterrupt: if it is interrupted before there is anything to report.
     :raises AsynctrtError: if the target cannot be measured.
     """
     find_modules(planned.job.target, planned.job.settings)
@@ -168,11 +168,11 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
 
 
 def write(planned: LoadPlan, report: Report) -> list[Path]:
-    """Write the files that were asked for, each completely or not at all, and return their paths.
+    """Write the requested files, each completely or not at all, and return their paths.
 
-    ``--json -`` is standard output.
+    ``--json -`` writes to standard output.
 
-    :raises UsageError: for the first file that cannot be written, after all others were.
+    :raises UsageError: for the first file that cannot be written, after writing all the others.
     """
     written: list[Path] = []
     failed: list[AsynctrtError] = []
@@ -199,8 +199,10 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
 
 
 def gate(planned: LoadPlan, report: Report) -> tuple[list[str], list[str]]:
-    """Return each ``--fail-if`` that is true of the report, and each that cannot be checked; of a comparison,
-    of B and its changes over A."""
+    """Return the ``--fail-if`` criteria that are true of the report, and those that cannot be checked.
+
+    For a comparison, check B, and its changes over A.
+    """
     runs = report.runs
     before = None if planned.baseline is None else saved_figures(planned.baseline)
     if report.comparison is not None:
@@ -214,8 +216,8 @@ def gate(planned: LoadPlan, report: Report) -> tuple[list[str], list[str]]:
 
 
 def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str] = ()) -> int:
-    """Return 0 if all is well, 3 if a target is missed or most requests failed, 4 if figures are void, 5 if
-    too few requests tell whether a target is missed."""
+    """Return 3 if an slo is missed, a ``--fail-if`` is true or most requests failed, 4 if figures are void, 5
+    if there were too few requests to judge, and 0 otherwise."""
     if any(not run.answered or run.error_share > FAILED_SHARE for run in report.runs):
         return NOT_GOOD
     if report.void:
@@ -224,7 +226,7 @@ def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str
     if report.kind == "sweep":
         is_missed = is_unjudged = False
     elif report.search is not None:
-        # What ended a search without a result is its last run.
+        # A search without a result ended because of its last run.
         is_unjudged = report.search.holds is None and bool(report.runs) and bool(report.runs[-1].unjudged)
         is_missed = report.search.holds is None and not is_unjudged
     if is_missed or failed or not report.runs:
@@ -235,7 +237,7 @@ def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str
 def read_report(path: Path) -> dict[str, Any]:
     """Read a report that was saved as JSON.
 
-    :raises UsageError: if it cannot be read, or is not a report.
+    :raises UsageError: if the file cannot be read, or is not a report.
     """
     try:
         content = json.loads(path.read_text("utf-8"))
@@ -249,7 +251,7 @@ def read_report(path: Path) -> dict[str, Any]:
 def check_baseline(planned: LoadPlan, machine: Mapping[str, Any], *, any_machine: bool) -> None:
     """Check that the baseline is comparable: the same test, on the same kind of machine.
 
-    :raises UsageError: if it is not; the message says what differs.
+    :raises UsageError: if it is not comparable; the message says what differs.
     """
     content = planned.baseline
     if content is None:
@@ -274,7 +276,7 @@ def check_baseline(planned: LoadPlan, machine: Mapping[str, Any], *, any_machine
 
 
 def _values(text: str) -> tuple[str, list[Any]]:
-    """Parse ``rate=100,200`` or, doubling, ``callers=1:64``."""
+    """Parse a list ``rate=100,200``, or a range ``callers=1:64``, which doubles at each step."""
     name, mark, values = text.partition("=")
     name = name.strip().replace("-", "_")
     if not mark or not values:
@@ -308,7 +310,7 @@ def _number(text: str) -> Any:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise before the test, rather than after it, if a file cannot be written."""
+    """Raise before the test, not after it, if a file cannot be written."""
     folder = path if path.is_dir() else path.parent
     while not folder.exists():
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""Criteria that a run is checked against: ``p99<20ms``, or ``p99>+10%`` over a baseline. Pure."""
+"""Criteria for checking a run: ``p99<20ms``, or ``p99>+10%`` relative to a baseline. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -22,8 +22,8 @@ SHAPE: Final = re.compile(r"\s*([a-z]+[\d.]*)\s*([<>])\s*([+-]?)\s*(\d+(?:\.\d+)
 class Criterion:
     """Compare a figure with a limit.
 
-    :param limit: in ms for latencies, requests/s for throughput and goodput, a share for errors. If it is
-        relative, the change as a share of the baseline: ``+0.1`` is 10% more.
+    :param limit: in ms for latencies, requests/s for throughput and goodput, a share for errors. If the
+        criterion is relative, the change as a share of the baseline: ``+0.1`` is 10% more.
     """
 
     text: str
@@ -67,11 +67,10 @@ class Criterion:
         return cls(text, figure, _sign(sign), limit, is_relative=False)
 
     def compare(self, value: float, baseline: float | None = None) -> bool:
-        """Return whether the criterion is true of a value or, if it is relative, of its change over the
-        baseline."""
+        """Return whether a value, or for a relative criterion its change over the baseline, fulfils it."""
         if self.is_relative:
             assert baseline is not None
-            # Over a baseline of 0 every change is infinite.
+            # Any change from a baseline of 0 is infinite.
             value = (
                 (value - baseline) / baseline if baseline else (0.0 if value == baseline else float("inf"))
             )
@@ -79,9 +78,9 @@ class Criterion:
 
 
 def parse_slo(texts: Iterable[str]) -> tuple[Criterion, ...]:
-    """Parse the criteria that a run must meet. One text may have several, separated by commas.
+    """Parse the criteria that a run must meet. One text may hold several, separated by commas.
 
-    :raises OptionsError: for text that is not a criterion, or a relative one.
+    :raises OptionsError: for an invalid, relative or reversed criterion.
     """
     criteria = tuple(Criterion.parse(part) for text in texts for part in text.split(","))
     for criterion in criteria:
@@ -98,7 +97,7 @@ def parse_slo(texts: Iterable[str]) -> tuple[Criterion, ...]:
 
 
 def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
-    """Return the time within which an answer counts for goodput: the largest latency in the criteria."""
+    """Return the latency limit for goodput: the largest of the percentile and ``max`` limits."""
     limits = [item.limit for item in criteria if item.figure in PERCENTILES or item.figure == "max"]
     return max(limits) if limits else None
 
@@ -122,7 +121,7 @@ def failures(
 def unchecked(
     criteria: Iterable[Criterion], figures: Mapping[str, Any], baseline: Mapping[str, Any] | None
 ) -> list[str]:
-    """Return the ``--fail-if`` criteria whose figure is missing, and where."""
+    """Return the ``--fail-if`` criteria that cannot be checked, and where their figure is missing."""
     found = []
     for item in criteria:
         is_here = figures.get(item.figure) is not None

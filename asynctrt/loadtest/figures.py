@@ -1,7 +1,7 @@
-"""Calculates the figures of one run from what was counted. Pure.
+"""Calculates the figures of one run from its counts. Pure.
 
-A figure is given only if there is enough data: a percentile needs as many requests as it takes for the
-largest to bound it with 95% confidence (5 for p50, 299 for p99, 29,956 for p99.99).
+A figure is given only if there is enough data. A percentile needs enough requests for the largest to bound it
+with 95% confidence: 5 for p50, 299 for p99, 29,956 for p99.99.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,29 +35,30 @@ from asynctrt.loadtest.targets import BatchCounters
 from asynctrt.statistics import BatchTrace
 
 DRIFT_SHARE: Final = 0.1
-"""Relative difference of the mean latency at the beginning from the rest that counts as a drift."""
+"""The latency drifts if its mean at the beginning differs from the rest by more than this share."""
 MOMENTS_MAX: Final = 120
 BARS_MAX: Final = 200
 
 LATE_MS: Final = 0.1
-"""Lateness of the generator below which a run is never void."""
+"""Lateness of the generator up to this never makes a run void."""
 LATE_SHARE: Final = 0.1
-"""Largest share of the mean latency that may be the generator's own lateness."""
+"""Largest share of the mean latency that the generator's lateness may be."""
 LATE_TAIL_SHARE: Final = 0.5
-"""Largest ratio of the p99 of the lateness to the p99 of the latency."""
+"""Largest ratio of p99 lateness to p99 latency."""
 OWED_SHARE: Final = 0.05
 OWED_LEAST: Final = 100
-"""A target does not keep up if it owes answers to this share more of the requests at the end than half-way,
-among at least so many."""
+"""A target does not keep up if, in the second half, the number of unfinished requests grows by more than
+``OWED_SHARE`` of the requests sent, which must be at least ``OWED_LEAST``."""
 COUNTED_SHARE: Final = 0.9
-"""How far a target's count may be from the answers, as their share; sending processes do not look at once."""
+"""Smallest ratio, either way, of a target's request count to the answers. Processes read it at different
+times."""
 BUSY_CORES: Final = 0.97
-"""CPU use from which a sending process counts as saturated."""
+"""A sending process that uses more cores than this is saturated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Hold everything that all processes counted in one run."""
+    """Hold the counts of all processes for one run."""
 
     windows: Windows
     outcomes: Sequence[Outcome]
@@ -75,7 +76,7 @@ def make_run(
     label: str,
     parameters: Mapping[str, Any],
 ) -> Run | None:
-    """Return the figures of one run; ``None`` if it was stopped before anything was measured."""
+    """Compute the figures of one run; ``None`` if it was stopped before anything was measured."""
     outcomes = counted.outcomes
     complete = all(outcome.exhausted for outcome in outcomes)
     seconds, count = _measured(plan, counted, complete=complete)
@@ -137,13 +138,13 @@ def make_run(
 
 
 def _measured(plan: ProcessPlan, counted: Counted, *, complete: bool) -> tuple[float, int]:
-    """Return how many seconds and windows were measured."""
+    """Return the number of seconds and of windows that were measured."""
     last_ns = max(outcome.last_done_ns for outcome in counted.outcomes) - plan.warmup_ns
     elapsed_ns = min(outcome.elapsed_ns for outcome in counted.outcomes) - plan.warmup_ns
     if complete and plan.is_timed and plan.requests_max is None:
         return plan.measured_ns / 1e9, -(-plan.measured_ns // plan.window_ns)
     if complete:
-        # It ended with the last answer rather than by the clock.
+        # The run ended with the last answer, not at a set time.
         ended_ns = min(last_ns, plan.measured_ns) if plan.is_timed else last_ns
         return ended_ns / 1e9, -(-ended_ns // plan.window_ns) if ended_ns > 0 else 0
     count = min(elapsed_ns, max(outcome.stopped_ns for outcome in counted.outcomes) - plan.warmup_ns)
@@ -152,7 +153,7 @@ def _measured(plan: ProcessPlan, counted: Counted, *, complete: bool) -> tuple[f
 
 
 def latencies(counts: Counts) -> dict[str, float]:
-    """Return percentiles, mean and maximum in ms, without those for which there are too few values."""
+    """Return mean, maximum and percentiles in ms, without percentiles for which there are too few values."""
     count = len(counts)
     found: dict[str, float] = {}
     if not count:
@@ -170,9 +171,9 @@ def latencies(counts: Counts) -> dict[str, float]:
 def held(
     criteria: Sequence[Criterion], whole: Window, throughput: float, goodput: float | None
 ) -> dict[str, bool]:
-    """Return whether each criterion was met, without those that are :func:`unjudged`.
+    """Return whether each criterion was met, leaving out :func:`unjudged` criteria.
 
-    A failed request counts as one that took for ever.
+    A failed request counts as infinite latency.
     """
     failed = whole.failed
     ended = whole.answered + failed
@@ -197,7 +198,7 @@ def held(
 
 
 def unjudged(criteria: Sequence[Criterion], whole: Window) -> dict[str, str]:
-    """Return the criteria that too few requests can neither show to be met nor to be missed, and why."""
+    """Return the criteria that cannot be judged from so few requests, and why."""
     ended = whole.answered + whole.failed
     found = {}
     for item in criteria:
@@ -218,15 +219,15 @@ def _void(
     latency: Mapping[str, float],
     late: Mapping[str, float],
 ) -> tuple[str, ...]:
-    """Return the reasons for which the figures would be those of the generator."""
+    """Return why the figures would describe the generator instead of the target, if they would."""
     sent = whole.sent
     reasons = []
     if any(outcome.is_overwhelmed for outcome in counted.outcomes):
         reasons.append("the generator fell seconds behind the schedule and gave up: set a lower rate")
     mean, tail = late.get("mean", 0.0), late.get("p99", 0.0)
-    # In one process the engine and the generator hold up the loop that they share, as the coroutines of an
-    # application would: it is what callers see there.
-    # Where most fail, those that are answered say nothing of how the others were sent.
+    # An engine in this process shares the event loop with the generator, as it would with an application, so
+    # its callers see the lateness too. If most requests fail, the latency of the answered ones says nothing
+    # about how the others were sent.
     if counted.is_server and late and latency and whole.failed <= whole.answered:
         if mean > max(LATE_MS, LATE_SHARE * latency["mean"]):
             reasons.append(
@@ -257,7 +258,7 @@ def _void(
 
 
 def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
-    """Say that requests waited here, if they did and there is anything to say."""
+    """Return a note that requests had to wait in the generator; ``None`` if none had to."""
     count = sum(outcome.held_back for outcome in counted.outcomes)
     if not count:
         return None
@@ -268,7 +269,7 @@ def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
 
 
 def _steadiness(plan: ProcessPlan, windows: Sequence[Window]) -> tuple[float | None, tuple[str, ...]]:
-    """Return from when the latency is steady, and notes about it."""
+    """Return when the latency becomes steady, in s, and notes about it."""
     if not plan.is_level:
         return None, ()
     means = [window.latency.total_ns / window.answered for window in windows if window.answered]
@@ -277,7 +278,7 @@ def _steadiness(plan: ProcessPlan, windows: Sequence[Window]) -> tuple[float | N
     first = steady_from(means)
     seconds = plan.window_ns / 1e9
     if first:
-        # What is left out has to differ enough to matter: even in pure noise some beginning looks worst.
+        # Ignore a small difference: even in pure noise, leaving out some beginning looks best.
         before, after = sum(means[:first]) / first, sum(means[first:]) / (len(means) - first)
         first = first if abs(before / after - 1) > DRIFT_SHARE else 0
     if first is None:
@@ -302,8 +303,8 @@ def _latency_interval(windows: Sequence[Window]) -> Interval | None:
 
 
 def narrowness(windows: Windows, window_s: float) -> float | None:
-    """Return the larger relative half-width of throughput and mean latency; ``None`` if it is too early."""
-    numbers = sorted(number for number in windows if number >= 0)[:-1]  # The last one is not over.
+    """Return the larger relative half-width of throughput and mean latency; ``None`` with too little data."""
+    numbers = sorted(number for number in windows if number >= 0)[:-1]  # The last one is incomplete.
     known = [windows[number] for number in numbers]
     intervals = _throughput_interval(known, window_s), _latency_interval(known)
     widths = [item.half_width for item in intervals if item is not None]
@@ -311,7 +312,7 @@ def narrowness(windows: Windows, window_s: float) -> float | None:
 
 
 def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
-    """Return the rate of answers in the second half of a level open loop, if what is owed grew in it."""
+    """Return the rate of answers in the second half of a level open loop; ``None`` if the target kept up."""
     if plan.schedule is None or not plan.is_level:
         return None
     half = total(windows[len(windows) // 2 :])
@@ -322,7 +323,7 @@ def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
 
 
 def _unbelievable(counters: BatchCounters | None, answered: int) -> str | None:
-    """Say why a target's own statistics are left out; ``None`` if they may be right."""
+    """Return a note that the target's own statistics are implausible; ``None`` if they may be right."""
     if counters is None or not answered:
         return None
     is_all = COUNTED_SHARE * answered <= counters.requests <= answered / COUNTED_SHARE
@@ -336,7 +337,7 @@ def _unbelievable(counters: BatchCounters | None, answered: int) -> str | None:
 
 
 def batch_figures(counters: BatchCounters | None) -> BatchFigures | None:
-    """Return figures of what a target computed; ``None`` if it does not tell, or computed nothing."""
+    """Return the figures of a target's batches; ``None`` if it has no statistics, or computed nothing."""
     if counters is None or not counters.batches or not counters.requests:
         return None
     requests = counters.requests
@@ -353,7 +354,7 @@ def batch_figures(counters: BatchCounters | None) -> BatchFigures | None:
 
 
 def _stream(whole: Window, seconds: float) -> StreamFigures | None:
-    """Return how answers came in pieces; ``None`` if none did."""
+    """Return the figures of answers that came in pieces; ``None`` if none did."""
     if not len(whole.first):
         return None
     return StreamFigures(whole.pieces / seconds, latencies(whole.first), latencies(whole.between))
@@ -393,7 +394,7 @@ def _timeline(trace: Sequence[BatchTrace]) -> tuple[Bar, ...]:
         begin = (batch.launched_ns - last[0].launched_ns) / 1e6
         copied_in = begin + batch.copy_in_ns / 1e6
         end = (batch.answered_ns - last[0].launched_ns) / 1e6
-        # The rest is waiting for the device. Clocks of different threads may differ by a little.
+        # The remaining time is waiting for the device. Clocks of different threads may differ a little.
         computed = max(copied_in, end - batch.copy_out_ns / 1e6)
         started = max(copied_in, computed - batch.compute_ns / 1e6)
         bars.append(Bar(batch.context, batch.arena, batch.rows, begin, copied_in, started, computed, end))

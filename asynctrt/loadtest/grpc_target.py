@@ -1,7 +1,7 @@
 """Any KServe V2 server over gRPC as a load test's target.
 
-A request's message is serialised once and sent many times. An answer stays bytes until its arrays are asked
-for.
+A request's message is serialised once and sent many times. An answer is decoded only when its arrays are
+needed.
 """
 
 import asyncio
@@ -51,16 +51,16 @@ except ImportError as error:
 
 SERVICE: Final = "/inference.GRPCInferenceService/"
 OPEN_S: Final = 5.0
-"""How long connecting and reading the model's description may take."""
+"""Timeout for connecting and reading the model's description."""
 STREAMS_MAX: Final = 100
-"""Requests in flight on one connection, beyond which another is opened: the least that HTTP/2 advises servers
-to allow (RFC 9113, section 6.5.2)."""
+"""Limit on the requests in flight on one connection; beyond it another is opened. HTTP/2 recommends that
+servers allow at least this many (RFC 9113, section 6.5.2)."""
 PAGE_S: Final = 10.0
-"""How long a server may take to tell its statistics."""
+"""Timeout for reading a server's statistics."""
 
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
-    # The server is to be measured, not a proxy before it.
+    # Measure the server, not a proxy in front of it.
     ("grpc.enable_http_proxy", 0),
     # Targets with the same address do not share a connection.
     ("grpc.use_local_subchannel_pool", 1),
@@ -74,7 +74,9 @@ LOST: Final = ("Stream removed", "Socket closed", "Connection reset", "Broken pi
 
 
 async def open_grpc_target(spec: TargetSpec) -> Target:
-    """Open the model at ``grpc://HOST:PORT/NAME``, or ``grpcs://`` with TLS; without a name, the only model.
+    """Open the model at ``grpc://HOST:PORT/NAME``, or ``grpcs://`` with TLS.
+
+    If the address has no name, open the server's only model.
 
     :raises TargetError: if the server cannot be reached, or does not speak KServe.
     :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
@@ -95,7 +97,7 @@ async def open_grpc_target(spec: TargetSpec) -> Target:
 
 
 class _Connection:
-    """A channel, with how many requests are in flight on it."""
+    """A channel and the number of requests in flight on it."""
 
     def __init__(self, where: str, credentials: Any, options: Any) -> None:
         if credentials is not None:
@@ -108,7 +110,7 @@ class _Connection:
 
 
 class GrpcTarget:
-    """Send to one model over gRPC: each request is a ``ModelInfer``, on a connection with few others."""
+    """Send to one model over gRPC, with at most ``STREAMS_MAX`` requests in flight per connection."""
 
     kind = "grpc"
     in_flight_max = None
@@ -135,7 +137,7 @@ class GrpcTarget:
         self._create_task = asyncio.get_running_loop().create_task
 
     async def read(self) -> None:
-        """Connect, and ask for everything that does not change.
+        """Connect, and read the model's name and inputs.
 
         :raises AsynctrtError: any failure; :func:`open_grpc_target` turns it into the right error.
         """
@@ -219,7 +221,7 @@ class GrpcTarget:
         await asyncio.gather(*(connection.channel.close() for connection in self._connections))
 
     async def _ask(self, method: str, **fields: Any) -> Any:
-        """Call one of the other methods, and return its answer.
+        """Call a method other than ``ModelInfer``, and return its answer.
 
         :raises AsynctrtError: if the server refuses the call, or the connection fails.
         """
@@ -239,8 +241,8 @@ class GrpcTarget:
         code = error.code().name
         said = str(error.details())[:TEXT_LENGTH_MAX]
         if code == "UNAVAILABLE":
-            # Both a server that is overloaded and a channel without a connection give this status. The
-            # channel learns that its connection was lost a moment later than the calls on it.
+            # This status can mean an overloaded server or a channel without a connection. The channel
+            # notices a lost connection slightly later than the calls on it.
             is_ready = channel.get_state() is grpc.ChannelConnectivity.READY
             if is_ready and not any(word in said for word in LOST):
                 return OverloadError(said)
@@ -250,7 +252,7 @@ class GrpcTarget:
 
 
 def _as_json(model: Any) -> dict[str, Any]:
-    """Return a model's statistics in the form of HTTP, as far as they are read."""
+    """Convert the statistics of a model to the JSON form, with only the fields that are read."""
 
     def duration(value: Any) -> dict[str, int]:
         return {"count": value.count, "ns": value.ns}

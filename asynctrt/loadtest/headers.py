@@ -1,4 +1,4 @@
-"""The headers that a load test sends to any kind of target, each as it was given."""
+"""The headers that a load test sends to any kind of target, unchanged."""
 
 import re
 from collections.abc import Sequence
@@ -8,21 +8,21 @@ from asynctrt.errors import OptionsError
 from asynctrt.loadtest.targets import TargetSpec
 
 TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""What the names of headers and methods consist of."""
+"""Matches the name of a header or method."""
 
 OURS: Final = frozenset(
     {"content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer", "expect"}
     | {"inference-header-content-length", "grpc-timeout", "grpc-encoding"}
 )
-"""Headers that say how a message is sent, which only its sender knows."""
+"""Headers that describe how a message is sent, so only its sender can set them."""
 
 Headers = list[tuple[str, str]]
 
 
 def headers_of(spec: TargetSpec) -> Headers:
-    """Return the headers of every request, in the order in which they were given, with the token.
+    """Return the headers of every request in the given order, followed by the token's, if there is one.
 
-    :raises OptionsError: for what is no header, for one that says how a message is sent, or for a second
+    :raises OptionsError: for an invalid header, a header that describes how a message is sent, or a second
         authorization.
     """
     found = [_header(text) for text in spec.headers]
@@ -37,7 +37,7 @@ def headers_of(spec: TargetSpec) -> Headers:
 
 
 def has(headers: Sequence[tuple[str, str]], name: str) -> bool:
-    """Return whether a header is among some, however it is written."""
+    """Return whether a header is present, ignoring case."""
     return any(given.lower() == name.lower() for given, _ in headers)
 
 

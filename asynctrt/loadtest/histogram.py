@@ -1,9 +1,8 @@
 """HDR histograms of latencies. The only importer of ``hdrh``.
 
-During a run, values are counted in blocks with NumPy, which takes a fraction of the time of the library's
-``record_value``. They are rounded down as the library rounds them, to 3 significant digits. So the counts of
-several windows and processes add up exactly, and their histogram is the one that the library would have made
-of the values.
+During a run, values are counted in blocks with NumPy, which is many times faster than the library's
+``record_value``. They are rounded down to 3 significant digits, as the library does. So the counts of several
+windows and processes add up exactly, and give the same histogram as the library would.
 """
 
 import math
@@ -27,21 +26,21 @@ DIGITS: Final = 3
 """Significant digits of every value: the error is at most 0.05%."""
 LARGEST_NS: Final = 24 * 3600 * 10**9
 KEPT_BITS: Final = 10
-"""Bits kept of a value below its leading bit: with that one they give the 2048 steps that the library uses
+"""Bits kept below a value's leading bit. With the leading bit they give the 2048 steps that the library uses
 for 3 digits."""
 DROPPED_BITS: Final = 52 - KEPT_BITS
 """Bits dropped of a float's mantissa."""
 ONE_KEY: Final = 1023 << KEPT_BITS
-"""What is left of the float 1.0, which is the bias of the exponent."""
+"""The kept bits of the float 1.0, that is, the exponent's bias."""
 LARGEST_KEY: Final = (int(np.float64(LARGEST_NS).view(np.int64)) >> DROPPED_BITS) - ONE_KEY
 ZERO: Final = -1
-"""The key of the value 0, whose float has no leading bit."""
+"""The key of 0, which has no leading bit."""
 LOOSE_MAX: Final = 1 << 16
-"""Limit on the keys kept as they came; beyond it they are counted."""
+"""Limit on the uncounted keys; beyond it they are counted."""
 
 
 class Counts:
-    """Count how often each value in ns occurs. Counts can be merged, and pickled for another process."""
+    """Count how often each value in ns occurs. Counts can be merged and pickled."""
 
     __slots__ = ("_counts", "_keys", "_loose", "_loose_count", "total_ns")
 
@@ -59,7 +58,7 @@ class Counts:
         return int(self._counts.sum()) + self._loose_count
 
     def __getstate__(self) -> tuple[Keys, Ints, int]:
-        """Return the state for another process, compacted to a fraction of the size of the values."""
+        """Return the compacted state for another process."""
         self.compact()
         return self._keys, self._counts, self.total_ns
 
@@ -68,10 +67,10 @@ class Counts:
         self._loose, self._loose_count = [], 0
 
     def add(self, values: Ints) -> None:
-        """Count values, clipped to 0 and a day; ``total_ns`` has their unclipped sum."""
+        """Count values, clipped to between 0 and a day; ``total_ns`` adds up the unclipped values."""
         if not len(values):
             return
-        # Do as little as possible, as nothing is sent meanwhile. The rest is done by compact().
+        # Do as little as possible here, because nothing is sent meanwhile. compact() does the rest.
         self.total_ns += int(values.sum())
         self._loose.append(_bits(values))
         self._loose_count += len(values)
@@ -79,7 +78,7 @@ class Counts:
             self.compact()
 
     def merge(self, other: "Counts") -> None:
-        """Add the counts of another exactly."""
+        """Add the counts of ``other``, without loss of precision."""
         self.total_ns += other.total_ns
         self._keys, self._counts = _added(self._keys, self._counts, other._keys, other._counts)
         self._loose += other._loose
@@ -88,7 +87,7 @@ class Counts:
             self.compact()
 
     def items(self) -> tuple[Ints, Ints]:
-        """Return the values, ascending, and how often each occurs."""
+        """Return the values in ascending order, and how often each occurs."""
         self.compact()
         return _values(self._keys), self._counts
 
@@ -98,12 +97,12 @@ class Counts:
         return int(counts[: np.searchsorted(values, limit_ns, "right")].sum())
 
     def percentile(self, percent: float) -> int | None:
-        """Return the value that ``percent`` of all values do not exceed; ``None`` without values."""
+        """Return the value that ``percent`` of all values do not exceed; ``None`` if there are no values."""
         count = len(self)
         return self.nth(max(1, math.ceil(round(count * percent / 100, 6)))) if count else None
 
     def nth(self, rank: int) -> int:
-        """Return the value of this rank; the smallest has rank 1."""
+        """Return the value with this rank; the smallest value has rank 1."""
         values, counts = self.items()
         place = np.searchsorted(np.cumsum(counts), rank, "left")
         return int(_middle(values[place]))
@@ -128,7 +127,7 @@ class Counts:
         """
         try:
             made = HdrHistogram.decode(text)
-        except Exception as error:  # The library raises any error of its decoder.
+        except Exception as error:  # The library passes on any error of its decoder.
             raise ValueError(f"not an HDR histogram: {error}") from error
         counts = cls()
         found = np.ctypeslib.as_array(made.counts).astype(np.int64)
@@ -139,7 +138,7 @@ class Counts:
         return counts
 
     def compact(self) -> None:
-        """Count the keys that are still kept as they came."""
+        """Count the keys that are not counted yet."""
         if self._loose:
             keys = _keys(np.concatenate(self._loose))
             self._loose, self._loose_count = [], 0
@@ -151,7 +150,7 @@ class Counts:
 
 
 def merged(parts: Iterable[Counts]) -> Counts:
-    """Merge all at once, which for thousands is far faster than one after the other."""
+    """Merge all counts at once, which for thousands is far faster than one by one."""
     whole = Counts()
     keys, counts = [], []
     for part in parts:
@@ -176,19 +175,19 @@ def merged(parts: Iterable[Counts]) -> Counts:
 def _bits(values: Ints) -> Keys:
     """Return the upper bits of values as floats: their exponents and first digits."""
     bits = values.astype(np.float64).view(np.int64)
-    # In place, because allocating memory costs more than the shift.
+    # Shift in place, because allocating memory would cost more than the shift.
     np.right_shift(bits, DROPPED_BITS, out=bits)
     return bits.astype(np.int32)
 
 
 def _keys(bits: Keys) -> Keys:
-    """Return the keys of rounded values, which are integers in the same order."""
+    """Return the keys of rounded values: integers in the same order as the values."""
     keys: Keys = np.clip(bits - np.int32(ONE_KEY), ZERO, LARGEST_KEY)
     return keys
 
 
 def _values(keys: Keys) -> Ints:
-    """Return the smallest value of each key."""
+    """Return the smallest value that has each key."""
     exponents = keys >> KEPT_BITS
     mantissas = (keys & ((1 << KEPT_BITS) - 1)) + (1 << KEPT_BITS)
     values: Ints = np.ldexp(mantissas.astype(np.float64), exponents - KEPT_BITS).astype(np.int64)
@@ -206,7 +205,7 @@ def _added(keys: Keys, counts: Ints, more_keys: Keys, more_counts: Ints) -> tupl
 
 
 def _middle(values: Any) -> Any:
-    """Return the middle of the range that is rounded down to a value."""
-    # The exponent of a float is the number of bits of an integer below 2**53.
+    """Return the middle of the range that rounds down to each value."""
+    # Below 2**53, the exponent of the float is the number of bits of the integer.
     bits = np.frexp(np.asarray(values, np.float64))[1].astype(np.int64)
     return values + ((np.int64(1) << np.maximum(bits - KEPT_BITS - 1, 0)) >> 1)

@@ -1,6 +1,6 @@
-"""Any KServe V2 server over HTTP as a load test's target. The only importer of ``aiohttp``.
+"""Any KServe V2 server over HTTP as a load test's target.
 
-A request's body is built once and sent many times. An answer stays bytes until its arrays are asked for.
+A request's body is built once and sent many times. An answer is decoded only when its arrays are needed.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ except ImportError as error:
     raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
 
 PAGE_NBYTES_MAX: Final = 16 << 20
-"""Bytes of a model's description or statistics, or of a server's list of models."""
+"""Limit on the bytes of a model's description or statistics, or of a server's list of models."""
 PAGE_S: Final = 10.0
-"""How long a server may take to describe a model."""
+"""Timeout for reading any of these pages."""
 HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 
 KINDS: Final = {kind.http_status: kind for kind in (*REFUSALS, OverloadError)}
-"""The error for each status of an answer in KServe's form."""
+"""The error for each HTTP status of a KServe answer."""
 
 
 async def open_http_target(spec: TargetSpec) -> Target:
@@ -69,10 +69,11 @@ async def open_http_target(spec: TargetSpec) -> Target:
 
 
 async def open_pages(address: Address, headers: Headers) -> "Pages":
-    """Read a server's description of a model; if the address names none, of its only model.
+    """Read a server's description of a model. If the address names no model, read that of the only one.
 
-    :raises OptionsError: if the address names no model, and the server has several. Otherwise as
-        :func:`open_http_target`.
+    Raises what :func:`open_http_target` raises.
+
+    :raises OptionsError: if the address names no model, and the server has several.
     """
     pages = Pages(address, headers)
     try:
@@ -87,15 +88,15 @@ async def open_pages(address: Address, headers: Headers) -> "Pages":
 
 
 class Pages:
-    """Read a server's description and statistics of one model, and hold the connections to it."""
+    """Read a server's description and statistics of one model, and own the connections to the server."""
 
     def __init__(self, address: Address, headers: Headers) -> None:
         self.address = address
         if has(headers, "Accept-Encoding"):
             raise OptionsError("the header 'Accept-Encoding' cannot be given: answers are read as they are")
         self.session = aiohttp.ClientSession(
-            # As many connections as requests in flight, because waiting for another would make a request
-            # late. The name of the host is looked up once.
+            # Do not limit the connections, because a request that waits for one would be late. Resolve the
+            # host name only once.
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
             headers=CIMultiDict([*headers, ("Accept-Encoding", "identity")]),
             skip_auto_headers=("Accept", "User-Agent"),
@@ -106,7 +107,7 @@ class Pages:
         self.takes_binary = True
 
     async def read(self) -> None:
-        """Ask for everything that does not change."""
+        """Read the model's inputs, and whether the server accepts binary tensors."""
         if not self.address.model:
             model = choose_model(await self._index(), self.address.shown)
             self.address = Address(self.address.server, model)
@@ -115,12 +116,12 @@ class Pages:
         try:
             self.takes_binary = takes_binary(await self._object("GET", "/v2"))
         except AsynctrtError:
-            return  # Some servers have no such page, which does not matter.
+            return  # Some servers lack this page; keep the default.
 
     async def counters(self) -> BatchCounters | None:
-        """Return the statistics of the model; ``None`` if the server has none, or too many.
+        """Return the statistics of the model; ``None`` if the server has none, or they are too large.
 
-        :raises ConnectionLostError: if the server is gone.
+        :raises ConnectionLostError: if the server cannot be reached or times out.
         """
         try:
             status, body = await self._ask("GET", f"{self.address.path}/stats")
@@ -143,7 +144,7 @@ class Pages:
         if status == 401:
             raise refusal(self.address.shown, status, body)
         try:
-            # It is a list, and the JSON reader accepts objects only.
+            # The body is a list, but the JSON reader accepts only objects.
             return read_index(parse_object(b'{"models":' + body + b"}", "the answer")["models"])
         except UNREADABLE:
             raise OptionsError(
@@ -183,12 +184,12 @@ class Pages:
 
 
 class HttpTarget:
-    """Send to one model over HTTP: each request is a POST on a connection of its own."""
+    """Send to one model over HTTP: each request is a POST on a separate connection."""
 
     kind = "http"
     in_flight_max = None
     has_connections = True
-    """Whether each request in flight has a connection of its own."""
+    """Whether each request in flight uses a separate connection."""
 
     def __init__(self, pages: Pages) -> None:
         self.name = pages.address.model
@@ -201,8 +202,8 @@ class HttpTarget:
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
         with warnings.catch_warnings():
-            # aiohttp warns that sending a body of more than 1 MiB blocks the loop. It does, but reading a
-            # file in pieces, as it advises, takes longer.
+            # aiohttp warns that sending a body of more than 1 MiB blocks the event loop. It does, but
+            # reading a file in pieces, as the warning advises, takes longer.
             warnings.simplefilter("ignore", ResourceWarning)
             if not self._pages.takes_binary:
                 return aiohttp.BytesPayload(write_json(inputs, priority), content_type="application/json")
@@ -215,7 +216,7 @@ class HttpTarget:
     async def _send(self, payload: Any) -> tuple[bytes, Mapping[str, str]]:
         try:
             response = await self._post(self._url, data=payload, allow_redirects=False)
-            # The connection is free when everything is read, and closed if that fails or is cancelled.
+            # The connection is released once the body is read, and closed if that fails or is cancelled.
             body = await read_body(response, ANSWER_NBYTES_MAX)
         except (aiohttp.ClientError, OSError) as error:
             raise failure(self._server, error) from error
@@ -247,9 +248,9 @@ class HttpTarget:
 
 
 async def read_body(response: aiohttp.ClientResponse, nbytes_max: int) -> bytes:
-    """Return the body of an answer.
+    """Read the body of an answer.
 
-    :raises TargetError: if it has more bytes; it is not read any further.
+    :raises TargetError: if it has more than ``nbytes_max`` bytes; the rest is not read.
     """
     nbytes = response.content_length
     if nbytes is not None and nbytes <= nbytes_max and "Content-Encoding" not in response.headers:
@@ -278,7 +279,7 @@ def refusal(where: str, status: int, body: bytes) -> AsynctrtError:
 
 
 def failure(where: str, error: Exception) -> AsynctrtError:
-    """Return the error for an error of the HTTP library."""
+    """Convert an error of the HTTP library to ours."""
     said = str(error) or type(error).__name__
     if isinstance(error, aiohttp.ClientResponseError):
         return TargetError(f"{where} did not answer in HTTP: {error.message:.{TEXT_LENGTH_MAX}}")

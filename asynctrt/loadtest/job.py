@@ -20,21 +20,21 @@ Kind = Literal["run", "repeats", "sweep", "search", "compare"]
 
 SWEEP_MAX: Final = 1000
 PROBE_S: Final = 1.0
-"""How long a search first measures what callers get, in order to begin near that rate."""
+"""Length of the closed-loop probe that determines the first rate of a search."""
 SEARCH_REPEATS: Final = 3
 COMPARE_REPEATS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Describe what a load test does.
+    """Describe a load test.
 
     :param target: a :class:`TargetSpec`, an engine, a target, or an async function.
     :param sweep: values to try in every combination, by the name of a setting or of an engine's option.
     :param search: find the highest rate that holds the slo.
-    :param compare: settings or options of the second of two configurations; the two run in turn.
+    :param compare: settings or options of a second configuration; the two run in turn.
     :param precision: the precision of a search, as a share of the rate.
-    :raises OptionsError: for values that are impossible, or contradict each other.
+    :raises OptionsError: for values that are invalid or contradict each other.
     """
 
     target: Any
@@ -67,7 +67,7 @@ class LoadJob:
                 "trace_batches needs an engine in the same process: the batches of a server cannot be traced "
                 "from outside"
             )
-        # An error in any of the runs is raised before the first of them.
+        # Raise an error in any of the runs before the first one starts.
         list(self.cases())
 
     @property
@@ -83,14 +83,14 @@ class LoadJob:
 
     @property
     def repeats(self) -> int:
-        """How often each case is run."""
+        """The number of runs of each case."""
         usual = {"search": SEARCH_REPEATS, "compare": COMPARE_REPEATS}
         return self.settings.repeats or usual.get(self.kind, 1)
 
     def cases(self) -> "list[LoadCase]":
-        """Return the runs in order; none for a search, whose runs depend on each other.
+        """Return the runs in order; empty for a search, whose runs depend on each other.
 
-        :raises OptionsError: for a setting or an option that is impossible.
+        :raises OptionsError: for an invalid setting or option.
         """
         base = LoadCase(self.target, self.settings, _label(self.settings), {})
         if self.search:
@@ -111,9 +111,9 @@ class LoadJob:
 
 
 async def carry_out(job: LoadJob, session: LoadSession) -> LoadReport:
-    """Do the load test, or as much of it as can be done until the session is stopped.
+    """Run the load test until it is complete or the session is stopped.
 
-    :raises AsynctrtError: if it cannot begin.
+    :raises AsynctrtError: if it cannot start.
     :raises UsageError: if it was stopped before anything was measured.
     """
     search: Search | None = None
@@ -133,7 +133,7 @@ async def carry_out(job: LoadJob, session: LoadSession) -> LoadReport:
 def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> LoadReport:
     """Return the report of the runs.
 
-    :raises UsageError: if there are none.
+    :raises UsageError: if there are no runs.
     """
     if not runs:
         raise UsageError(
@@ -154,7 +154,7 @@ def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> Loa
 
 
 async def _search(job: LoadJob, session: LoadSession) -> Search:
-    """Try rates until the highest that holds is known."""
+    """Try rates until the highest rate that holds is found."""
     start = job.settings.rate
     base = LoadCase(job.target, job.settings, "", {})
     if start is None:
@@ -184,7 +184,7 @@ async def _search(job: LoadJob, session: LoadSession) -> Search:
 
 
 def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:
-    """Return the intervals over the repetitions, by figure, for the figures that every run has."""
+    """Return the intervals over the complete repetitions, for each figure that all of them have."""
     found = {}
     for name in FIGURES:
         values = [run.figure(name) for run in runs if run.complete]
@@ -196,7 +196,7 @@ def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:
 
 
 def _comparison(runs: Sequence[Run]) -> Comparison | None:
-    """Return the ratios of B to A over the complete pairs; ``None`` if there are none."""
+    """Return the ratios of B to A over the complete pairs; ``None`` without complete pairs."""
     # The last A may have no B.
     turns = zip(runs[::2], runs[1::2], strict=False)
     pairs = [(a, b) for a, b in turns if a.complete and b.complete]
@@ -218,7 +218,7 @@ def _described(target: Any) -> dict[str, Any]:
 
 
 def _changed(settings: LoadSettings) -> dict[str, Any]:
-    """Return the settings that differ from their defaults, and those that always matter."""
+    """Return the settings that differ from their defaults, and some that are always reported."""
     always = ("rate", "callers", "seconds", "warmup", "rows", "answer_timeout", "pacing", "processes", "seed")
     return {
         item.name: _told(getattr(settings, item.name))
@@ -228,7 +228,7 @@ def _changed(settings: LoadSettings) -> dict[str, Any]:
 
 
 def _told(value: Any) -> Any:
-    """Return a setting as the report has it: of arrays their types and shapes."""
+    """Return a setting as shown in the report; arrays are replaced by their types and shapes."""
     if isinstance(value, Arrays):
         return {name or "array": f"{array.dtype.name} {array.shape}" for name, array in value.items()}
     return value

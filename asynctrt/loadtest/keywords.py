@@ -1,8 +1,8 @@
 """The settings of a load test as keywords, for type checkers and editors.
 
-They are the fields of :class:`~asynctrt.loadtest.settings.LoadSettings` and other load testers' words for
-them, which a type checker cannot derive; a test holds them to be the same. Values may be whatever
-:func:`asynctrt.loadtest.run` accepts, which is more than what is kept.
+They are the fields of :class:`~asynctrt.loadtest.settings.LoadSettings` and other load testers' names for
+them. A type checker cannot derive them, so a test compares them. The types are those that
+:func:`asynctrt.loadtest.run` accepts, which are wider than the types of the fields.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Given = str | Path | Array | Mapping[str, ArrayLike]
 
 
 class OwnSettings(TypedDict, total=False):
-    """The settings by their own names. Times are in seconds, or texts such as ``"1m30s"``."""
+    """The settings by their own names. Times are in seconds, or text such as ``"1m30s"``."""
 
     rate: float | str | None
     callers: int | str | None
@@ -55,7 +55,7 @@ class OwnSettings(TypedDict, total=False):
 
 
 class RunSettings(OwnSettings, total=False):
-    """The settings by their own names, and by those that other load testers have for them."""
+    """The settings by their own names, and by other load testers' names."""
 
     users: int | str | None
     vus: int | str | None

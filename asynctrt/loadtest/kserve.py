@@ -1,6 +1,6 @@
-"""What the targets over HTTP, gRPC and websocket share: addresses, and what a server tells about its models.
+"""Code shared by the HTTP, gRPC and websocket targets: addresses, and descriptions of a server's models.
 
-Nothing here waits or knows of a socket.
+This module performs no I/O.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,15 +24,15 @@ from asynctrt.tensors import TensorSpec
 
 MODELS: Final = "/v2/models/"
 REFUSALS: Final = (RequestError, UnauthorizedError, UnknownModelError, TooLargeError, UnsupportedError)
-"""The errors with which a server can refuse a request, each with its HTTP status and gRPC code."""
+"""Errors for a server's refusals; each has an HTTP status and a gRPC code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Name a model of a server.
+    """Name a model on a server.
 
-    :param server: scheme, host and port, and the path before ``/v2``.
-    :param model: the model's name; empty if it is not given.
+    :param server: scheme, host, port, and the path before ``/v2``.
+    :param model: the model's name; empty if it is not known yet.
     :param version: the model's version; empty for the newest.
     """
 
@@ -42,12 +42,12 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """The server as messages show it."""
+        """The server's address for messages, without a password."""
         return without_password(self.server)
 
     @property
     def path(self) -> str:
-        """The path of the model, from ``/v2`` on."""
+        """The path of the model, starting with ``/v2``."""
         version = f"/versions/{quote(self.version, safe='')}" if self.version else ""
         return f"{MODELS}{quote(self.model, safe='')}{version}"
 
@@ -55,7 +55,7 @@ class Address:
 def read_address(spec: TargetSpec) -> Address:
     """Parse ``http://HOST:PORT/v2/models/NAME[/versions/VERSION]``, with ``/ws`` at the end for ``ws``.
 
-    It may lack the model, which ``spec`` can name instead.
+    The address may omit the model; ``spec`` can name it instead.
 
     :raises UsageError: for anything else.
     :raises OptionsError: if the address and ``spec`` name different models.
@@ -74,7 +74,9 @@ def read_address(spec: TargetSpec) -> Address:
 
 
 def read_grpc_address(spec: TargetSpec) -> Address:
-    """Parse ``grpc://HOST:PORT/NAME[/versions/VERSION]``. It may lack the model, which ``spec`` can name.
+    """Parse ``grpc://HOST:PORT/NAME[/versions/VERSION]``.
+
+    The address may omit the model; ``spec`` can name it instead.
 
     :raises UsageError: for anything else.
     :raises OptionsError: if the address and ``spec`` name different models.
@@ -87,7 +89,7 @@ def read_grpc_address(spec: TargetSpec) -> Address:
 
 
 def _split(spec: TargetSpec, example: str) -> tuple[str, str]:
-    """Split an address before its path."""
+    """Split an address into server and path."""
     try:
         parts = urlsplit(spec.where)
         is_right = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
@@ -99,7 +101,7 @@ def _split(spec: TargetSpec, example: str) -> tuple[str, str]:
 
 
 def _model(path: str, verb: str) -> tuple[str, str]:
-    """Return name and version. A name may contain slashes, so the path is read from its end."""
+    """Return name and version. Parse the path from its end, because a name may contain slashes."""
     parts = path.rstrip("/").removesuffix(verb).split("/")
     version = ""
     if len(parts) > 2 and parts[-2] == "versions":
@@ -117,9 +119,9 @@ def _named(spec: TargetSpec, server: str, model: str, version: str) -> Address:
 
 
 def choose_model(names: Collection[str], where: str) -> str:
-    """Return the only model of a server.
+    """Return the name of a server's only model.
 
-    :raises OptionsError: if there are several or none.
+    :raises OptionsError: if it has several models or none.
     """
     if len(names) != 1:
         listed = ", ".join(repr(name) for name in sorted(names)) or "no models that are ready"
@@ -131,7 +133,7 @@ def choose_model(names: Collection[str], where: str) -> str:
     return name
 
 
-# ---- what a server says
+# ---- a server's answers
 
 
 def read_index(models: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -151,9 +153,9 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
 
 
 def read_counters(models: Sequence[Mapping[str, Any]]) -> BatchCounters:
-    """Return the counters in the statistics of a model, which are Triton's extension, over all its versions.
+    """Sum the statistics of a model (Triton's extension) over all its versions.
 
-    :raises TypeError: and the others of ``kserve.client.UNREADABLE``, if they are not such statistics.
+    :raises TypeError: or another error of ``kserve.client.UNREADABLE``, if the statistics are malformed.
     """
     sums = dict.fromkeys(("success", "queue", "compute_input", "compute_infer", "compute_output"), 0)
     requests = rows = batches = 0

@@ -1,4 +1,4 @@
-"""How many requests this machine can keep in flight: open files and memory."""
+"""Limits on the requests that this machine can keep in flight: open files and memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,29 +10,31 @@ from asynctrt.loadtest.machine import available_nbytes
 OPEN_FILES: Final = Path("/proc/self/fd")
 
 SPARE_FILES: Final = 64
-"""Descriptors for everything but requests: files of modules, pipes, the event loop."""
+"""File descriptors reserved for everything but requests: files of modules, pipes, the event loop."""
 
 REQUEST_NBYTES: Final = 32 << 10
-"""About what a request in flight takes beside its body: a task, a connection, buffers of the kernel."""
+"""Approximate memory of a request in flight besides its body: a task, a connection, kernel buffers."""
 
 MEMORY_SHARE: Final = 0.5
-"""How much of the memory that is available may be taken."""
+"""Largest share of the available memory to use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many requests one process can have in flight, and by what that is limited."""
+    """The number of requests that one process can have in flight, and the reason for this limit."""
 
     requests: int
     limit: str
 
 
 def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Room:
-    """Return how many requests this process can have in flight. Raises its soft limit of open files.
+    """Return how many requests this process can have in flight.
+
+    With ``has_connections``, raise the process's soft limit on open files first.
 
     :param body_nbytes: the bytes of one request.
-    :param has_connections: whether each has a connection of its own.
-    :param processes: how many share the memory of the machine.
+    :param has_connections: whether each request uses a separate connection.
+    :param processes: the number of processes that share the machine's memory.
     """
     memory = MEMORY_SHARE * available_nbytes() / processes
     by_memory = max(1, int(memory / (REQUEST_NBYTES + body_nbytes)))

@@ -21,15 +21,15 @@ from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import Target, TargetSpec
 
 LEAD_NS: Final = 20_000_000
-"""Time from the call to the start of a run, so that everything is set up by then."""
+"""Delay between the call and the start of a run, to set everything up."""
 SERVERS: Final = ("http", "grpc", "websocket")
 """Kinds of targets that run in another process."""
 TRIES_MAX: Final = 64
-"""Limit on the kinds of requests that are tried before a run."""
+"""Limit on the kinds of requests to try before a run."""
 
 
 class Local:
-    """Do one process's part of a load test: a target, what to send to it, and one run at a time."""
+    """Run one process's part of a load test, one run at a time, with one target and its samples."""
 
     def __init__(self, target: Target, samples: Sequence[Sample]) -> None:
         self.target = target
@@ -42,7 +42,7 @@ class Local:
     async def open(cls, target: Any, settings: LoadSettings) -> "AsyncIterator[Local]":
         """Open the target, make the samples, and check that the target answers them.
 
-        :raises TargetError: if it cannot be reached, or does not answer.
+        :raises TargetError: if the target cannot be reached, or does not answer.
         :raises AsynctrtError: the target's own error, if it refuses the first requests.
         """
         async with opened(target, trace_batches=settings.trace_batches) as found:
@@ -58,7 +58,7 @@ class Local:
             yield local
 
     def plan(self, settings: LoadSettings, share: int = 0, shares: int = 1) -> ProcessPlan:
-        """Plan what this process does in one run."""
+        """Plan this process's part of one run."""
         target = self.target
         is_server = target.kind in SERVERS
         has_room = room(
@@ -79,7 +79,7 @@ class Local:
     async def run(
         self, plan: ProcessPlan, emit: Callable[[Windows], None], start_ns: int | None = None
     ) -> Outcome:
-        """Do one run; see :meth:`Runner.run`."""
+        """Perform one run; see :meth:`Runner.run`."""
         self._runner = Runner(self.target, self._samples, self._prepared, plan)
         try:
             return await self._runner.run(clock.now_ns() + LEAD_NS if start_ns is None else start_ns, emit)
@@ -92,7 +92,7 @@ class Local:
             self._runner.stop()
 
     async def _try(self, timeout: float) -> None:
-        """Send one request of each kind, so that an error in all of them is raised before the run."""
+        """Send one request of each kind, to raise an error that all requests would get before the run."""
         groups: dict[str, int] = {}
         for number, sample in enumerate(self._samples):
             groups.setdefault(sample.group, number)
@@ -104,7 +104,7 @@ class Local:
 async def answer(target: Target, prepared: Any, timeout: float, what: str) -> Any:
     """Send one request and return the answer.
 
-    :raises TargetError: if there is none within ``timeout`` seconds.
+    :raises TargetError: if it fails, or is not answered within ``timeout`` seconds.
     :raises AsynctrtError: the target's own error, if it refuses the request.
     """
     try:
@@ -121,7 +121,7 @@ async def answer(target: Target, prepared: Any, timeout: float, what: str) -> An
 
 
 async def _with_answers(samples: Sequence[Sample], target: Any, settings: LoadSettings) -> list[Sample]:
-    """Return the samples with the reference's answers as what is expected."""
+    """Return the samples with the reference's answers as the expected ones."""
     assert settings.reference is not None
     spec = target if isinstance(target, TargetSpec) else TargetSpec("")
     found = []

@@ -74,7 +74,7 @@ def _takes_nothing(call: Any) -> bool:
     try:
         return not inspect.signature(call).parameters
     except (TypeError, ValueError):
-        return False  # It is built in and does not say.
+        return False  # A built-in function may have no signature.
 
 
 async def _awaited(made: Awaitable[Any]) -> Any:
@@ -91,7 +91,7 @@ class CallTarget:
     def __init__(self, call: Any) -> None:
         self.name = getattr(call, "__qualname__", type(call).__name__)
         self.is_self_contained = _takes_nothing(call)
-        """Whether it takes no arguments, so that no inputs are needed."""
+        """Whether the function takes no arguments, so that no inputs are needed."""
         self._call = call
         self._create_task = asyncio.get_running_loop().create_task
 
@@ -103,7 +103,7 @@ class CallTarget:
         if inspect.iscoroutine(made):
             return self._create_task(made)
         if inspect.isawaitable(made):
-            # A task of its own, though it may be a future: two calls may be given the same one.
+            # Wrap even a future in a new task, because two calls may return the same future.
             return self._create_task(_awaited(made))
         raise TargetError(
             f"{self.name} is not an async function: it returned {type(made).__name__}, not an awaitable"

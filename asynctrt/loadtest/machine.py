@@ -1,4 +1,4 @@
-"""Measures what a run uses: memory, and the GPU if there is one.
+"""Measures the memory and GPU usage of a run.
 
 The only importer of ``psutil`` and of ``pynvml`` (nvidia-ml-py).
 """
@@ -24,15 +24,15 @@ except ImportError as error:
 
 
 def available_nbytes() -> int:
-    """Return how much memory can be had without swapping."""
+    """Return how much memory is available without swapping."""
     return int(psutil.virtual_memory().available)
 
 
 class ResourceMonitor:
     """Sample processes and a GPU during a run, and report the largest or the mean values.
 
-    :param pids: the processes that send.
-    :param gpu: the number of the GPU on which the target computes; ``None`` if there is none, or it is
+    :param pids: the sending processes.
+    :param gpu: the index of the GPU on which the target computes; ``None`` if there is none, or it is
         unknown.
     """
 
@@ -45,7 +45,7 @@ class ResourceMonitor:
         self._shares: list[float] = []
         self._watts: list[float] = []
         if gpu is not None:
-            # Without a driver or that GPU nothing is reported.
+            # Without a driver or this GPU, report nothing about it.
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlInit()
                 self._gpu = pynvml.nvmlDeviceGetHandleByIndex(gpu)
@@ -60,7 +60,7 @@ class ResourceMonitor:
         self._memory_nbytes = max(self._memory_nbytes, nbytes)
         if self._gpu is None:
             return
-        # Not every GPU gives every figure; a virtual one may not.
+        # Some GPUs, such as virtual ones, do not support every query.
         with contextlib.suppress(pynvml.NVMLError):
             self._shares.append(pynvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu / 100)
         with contextlib.suppress(pynvml.NVMLError):
@@ -69,9 +69,9 @@ class ResourceMonitor:
             self._watts.append(pynvml.nvmlDeviceGetPowerUsage(self._gpu) / 1000)
 
     def close(self, cores: float | None) -> Resources:
-        """Stop sampling, and return what was used.
+        """Stop sampling, and return the resources used.
 
-        :param cores: the CPU use of the processes, which they measure themselves.
+        :param cores: the CPU use of the processes, as measured by themselves.
         """
         if self._gpu is not None:
             with contextlib.suppress(pynvml.NVMLError):
@@ -87,14 +87,13 @@ class ResourceMonitor:
 
 
 def gpu_of(target: Any) -> int | None:
-    """Return the GPU of this machine on which a target computes, or may compute; ``None`` if there is
-    none."""
+    """Return the index of this machine's GPU on which a target may compute; ``None`` if there is none."""
     if isinstance(target, Engine):
         device = target.device_name
     elif not isinstance(target, TargetSpec):
         device = ""
     elif target.is_server:
-        # A server on this machine may use its first GPU. Those of other machines cannot be seen from here.
+        # A server on this machine may use its first GPU. GPUs of other machines are not visible here.
         device = "cuda" if _is_here(urlsplit(target.where).hostname or "") else ""
     else:
         device = target.device

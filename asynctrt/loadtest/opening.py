@@ -21,12 +21,12 @@ from asynctrt.opening import open as open_engine
 async def opened(
     target: "TargetSpec | Engine | Target | Call", *, trace_batches: bool = False
 ) -> AsyncIterator[Target]:
-    """Open a target, and close in the end what was opened for it.
+    """Open a target, and at the end close whatever was opened for it.
 
-    :param trace_batches: trace the batches of an engine, which makes a GPU time every one of them. Without it
-        the load test does not change how the engine runs.
-    :raises UsageError: if the engine's batches are to be traced and are being traced already.
-    :raises TargetError: if it cannot be reached, or is not what it should be.
+    :param trace_batches: trace the batches of an engine, which makes a GPU time every batch. Without it, the
+        load test does not change how the engine runs.
+    :raises UsageError: for an invalid target, or if the engine's batches are to be traced and already are.
+    :raises TargetError: if the target cannot be reached, or does not speak the expected protocol.
     :raises AsynctrtError: if an engine cannot be opened.
     """
     if isinstance(target, TargetSpec):
@@ -49,20 +49,20 @@ async def opened(
 
 
 def find_modules(spec: TargetSpec, settings: LoadSettings) -> None:
-    """Let what is named ``module:attribute`` be in the working directory; nothing else is."""
+    """Allow importing from the working directory if the target or the reader is a ``module:attribute``."""
     if settings.reader is not None or is_attribute(spec.where):
         add_cwd_to_path()
 
 
 def _coroutine_function(where: str) -> Call | None:
-    """Return the coroutine function ``module:name``; ``None`` for anything else, which may be a model."""
+    """Return the coroutine function ``module:name``; ``None`` if it is something else, such as a model."""
     module, _, name = where.partition(":")
     if not is_attribute(where):
         return None
     try:
         found: Any = attrgetter(name)(import_module(module))
     except (ImportError, AttributeError):
-        return None  # Whoever opens models says what is wrong.
+        return None  # Opening it as a model reports the error.
     return found if inspect.iscoroutinefunction(found) else None
 
 
@@ -78,7 +78,7 @@ async def _open(spec: TargetSpec, *, trace_batches: bool) -> Target:
         engine = await open_engine(spec.where, device=spec.device, options=spec.options)
         name = name_of(spec.where)
         return EngineTarget(engine, owns=True, name=name, trace_batches=trace_batches)
-    # Each module imports an optional dependency of its own.
+    # Import lazily, because each module needs a different optional dependency.
     if spec.is_plain:
         from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415
 

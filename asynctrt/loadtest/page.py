@@ -1,6 +1,6 @@
-"""A load test's report as one self-contained page of HTML. The only importer of ``jinja2``.
+"""A load test's report as one self-contained HTML page. The only importer of ``jinja2``.
 
-This module decides what the page says; the template only decides where.
+This module determines the content of the page; the template determines only the layout.
 """
 
 from base64 import b64encode
@@ -26,7 +26,7 @@ except ImportError as error:
 
 STATIC: Final = Path(__file__).parent / "static"
 UPLOT: Final = Path(__file__).parent.parent / "serving" / "static"
-"""The dashboard's copy of uPlot is the only one."""
+"""The dashboard's directory, which has the only copy of uPlot."""
 SCRIPTS: Final = (UPLOT / "uPlot.iife.min.js", STATIC / "report.js")
 
 DASH: Final = "\N{EM DASH}"
@@ -34,14 +34,14 @@ TOO_FEW: Final = "too few requests for this percentile"
 UNJUDGED: Final = "Too few requests to judge: measure for longer"
 NO_ANSWER: Final = "nothing was answered"
 HEADLINES: Final = ("p99", "p95", "p90", "p50", "mean")
-"""Latency figures for the headline: the first that is known is shown."""
+"""Latency figures for the headline, in order of preference: it shows the first known one."""
 UNITS: Final = {"throughput": "requests/s", "goodput": "requests/s", "errors": "of the requests"}
 """Units of figures other than latencies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Banner:
-    """Show something that must not be overlooked."""
+    """Show an important message."""
 
     level: str
     """``bad``, ``warn``, ``good`` or ``note``."""
@@ -56,7 +56,7 @@ class Cell:
     text: str
     title: str = ""
     level: str = ""
-    """``good``, ``bad``, or ``words`` for a text that may be long."""
+    """``good``, ``bad``, or ``words`` for text that may be long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script of the page, which runs because the page's policy has its hash."""
+    """A script of the page, allowed by its hash in the page's content security policy."""
 
     text: str
 
     @property
     def hash(self) -> str:
-        """The hash of its text, as a policy names it."""
+        """The hash of the text, as a content security policy writes it."""
         return b64encode(sha256(self.text.encode()).digest()).decode()
 
 
@@ -97,9 +97,7 @@ def interactive(report: Report) -> str:
 
 
 def render(report: Report, charts: Sequence[Chart] = ()) -> str:
-    """Return the page. It loads nothing, and has no script but that of its charts; everything from outside
-    is escaped.
-    """
+    """Return the page. It loads nothing and has no scripts except for charts; all foreign text is escaped."""
     environment = Environment(
         loader=FileSystemLoader(STATIC),
         autoescape=True,
@@ -152,7 +150,7 @@ def headline(report: Report) -> str:
         return "Nothing was answered"
     if report.kind == "compare":
         return "No pair of runs was measured"
-    # A search that was stopped has runs but no result.
+    # A stopped search has runs but no result.
     is_sweep = report.kind in ("sweep", "search")
     figure = main.figure if is_sweep else report.figure
     rate = f"{number(figure('throughput') or 0.0)} requests/s"
@@ -164,7 +162,7 @@ def headline(report: Report) -> str:
 
 
 def _compared(report: Report) -> str:
-    """Return the differences that are certain, in percent."""
+    """Return a headline with the significant differences, in percent."""
     assert report.comparison is not None
     told = []
     for name, ratio in report.comparison.ratios.items():
@@ -182,10 +180,10 @@ def _name(report: Report) -> str:
 
 
 def _about(report: Report) -> str:
-    """Return a description of the target and its load."""
+    """Describe the target and its load in one line."""
     settings = report.settings
     where = str(report.target.get("where") or "")
-    # A server has its own device, whatever this process has been told.
+    # A server chooses its own device, so the setting of this process does not apply.
     device = "" if "://" in where else str(report.target.get("device") or "")
     parts = [part for part in (where, device) if part and part != _name(report)]
     if settings.get("trace"):
@@ -211,7 +209,7 @@ def _about(report: Report) -> str:
 
 
 def banners(report: Report) -> list[Banner]:
-    """Return what must not be overlooked, the worst first."""
+    """Return the important messages, the worst first."""
     runs = report.runs
     found = []
     if not any(run.answered for run in runs):
@@ -219,7 +217,7 @@ def banners(report: Report) -> list[Banner]:
         found.append(Banner("bad", "Nothing was answered", tuple(kinds[:3])))
     void = [run for run in runs if run.void]
     if void:
-        # In a search or a sweep the last runs may be void; what was found at lower rates stands.
+        # In a search or a sweep the last runs may be void; results at lower rates remain valid.
         is_part = report.kind in ("sweep", "search") and len(void) < len(runs)
         count = "This run is" if len(runs) == 1 else f"{len(void)} of {len(runs)} runs are"
         text = f"{count} void: the generator was measured, not the target"
@@ -242,7 +240,7 @@ def banners(report: Report) -> list[Banner]:
 
 
 def _slo(report: Report) -> Iterator[Banner]:
-    """Yield whether the slo was held. In a search or a sweep it is enough if one run did."""
+    """Yield banners that say whether the slo was held. In a search or a sweep, one such run is enough."""
     asked = list(dict.fromkeys(text for run in report.runs for text in run.slo))
     left = {text: f"{text}: {why}" for run in report.runs for text, why in run.unjudged.items()}
     is_one_enough = report.kind in ("sweep", "search")
@@ -274,7 +272,7 @@ def _missed(report: Report, asked: Sequence[str]) -> tuple[str, ...]:
             if known:
                 worst = max(known) if criterion.sign == "<" else min(known)
                 what = f"{criterion.figure} is {_figure(criterion.figure, worst)}"
-                if criterion.compare(worst):  # For a percentile, a failed request took for ever.
+                if criterion.compare(worst):  # A failed request counts as infinite latency.
                     what += " among answered requests, but too many requests failed"
             many = f" at worst, in {len(runs)} of {len(report.runs)} runs" if len(report.runs) > 1 else ""
             failed.append(f"{criterion.text}: {what}{many}")
@@ -294,11 +292,11 @@ def _figure(name: str, value: float | None) -> str:
 
 
 def share(value: float) -> str:
-    """Format a share in percent; 0% and 100% mean exactly none and all."""
+    """Format a share in percent; 0% means exactly none and 100% exactly all."""
     percent = 100 * value
     if percent in (0.0, 100.0):
         return f"{percent:.0f}%"
-    # Do not round nearly all to all.
+    # Do not round a share just below 1 to 100%.
     return f"{number(percent) if percent < 99.9 else f'{min(percent, 99.9999):.6g}'}%"
 
 
@@ -310,7 +308,7 @@ def _ms(run: Run, name: str) -> Cell:
 
 
 def tiles(report: Report) -> list[Tile]:
-    """Return the key figures with their intervals, over all repetitions or of the representative run."""
+    """Return the key figures with their intervals, of all repetitions or of the representative run."""
     main = main_run(report)
     if main is None:
         return []
@@ -360,7 +358,7 @@ def _between(name: str, within: Interval) -> str:
 def _table(
     title: str, columns: Mapping[str, Callable[[Run], Cell | None]], report: Report, note: str = ""
 ) -> Table | None:
-    """Return a table with a row for each run, without columns that are empty in all runs."""
+    """Return a table with a row for each run, leaving out empty columns."""
     cells = {head: [cell(run) for run in report.runs] for head, cell in columns.items()}
     known = {head: column for head, column in cells.items() if any(cell is not None for cell in column)}
     if not known:
@@ -437,7 +435,7 @@ def _inside(report: Report) -> Table | None:
 
 
 def _lacks_timeline(runs: Sequence[Run]) -> bool:
-    """Return whether batches were counted in some run, and none was traced in any."""
+    """Return whether a run counted batches but no run traced them."""
     return any(run.batches is not None for run in runs) and not any(run.timeline for run in runs)
 
 
@@ -518,7 +516,7 @@ def _errors(report: Report) -> Table | None:
 
 
 def flat(mapping: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield names and values as text, without those that are not set; nested names are joined by dots."""
+    """Yield names and values as text, leaving out unset values; nested names are joined by dots."""
     for name, value in mapping.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{above}{name}.")

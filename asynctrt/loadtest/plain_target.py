@@ -1,4 +1,4 @@
-"""Any address of HTTP and any websocket as a load test's target: a body goes, and something comes back."""
+"""Any HTTP address or websocket as a load test's target: send a body, and receive an answer."""
 
 import asyncio
 import contextlib
@@ -40,24 +40,23 @@ except ImportError as error:
     raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
 
 CLOSE_S: Final = 1.0
-"""How long servers have to answer that a websocket is closed, and to end a stream after its last event."""
+"""Timeout for servers to close websockets, and to end a stream after its last event."""
 SETTLE_S: Final = (0.2, 1.0)
-"""How long, at least and at most, a websocket is listened to after its first answer, which is not measured:
-as long as that answer took, because other messages of it would come within such a time."""
+"""Minimum and maximum time to listen after the first answer, which is not measured. Within these limits, the
+time is as long as that answer took, because further messages of the answer would come by then."""
 EVENT_STREAM: Final = "text/event-stream"
 
 TEXT_LENGTH_MAX: Final = 300
-"""Characters of an answer that an error quotes."""
+"""Limit on the characters of an answer that an error quotes."""
 OVERLOADED: Final = (429, 503)
 HEADERS_NBYTES_MAX: Final = 256 << 10
 HEADERS_MAX: Final = 5000
 
 
 async def open_plain_target(spec: TargetSpec) -> Target:
-    """Open an address of HTTP, or a websocket, that is none of KServe's.
+    """Open an HTTP address or a websocket that does not speak KServe.
 
-    :raises OptionsError: for headers or a method that are none, a websocket without a body, or what can not
-        end an answer.
+    :raises OptionsError: for an invalid header, method or ``until_message``, or a websocket without a body.
     :raises UsageError: for an address without a host, or a body that cannot be read.
     """
     try:
@@ -91,10 +90,10 @@ async def open_plain_target(spec: TargetSpec) -> Target:
 
 def _session(headers: Headers) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        # As many connections as requests in flight: waiting for another would make a request late.
+        # Do not limit the connections, because a request that waits for one would be late.
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
         headers=CIMultiDict(headers),
-        # As browsers and curl take; the library's own limits are those of a server.
+        # The limits of browsers and curl; the library's defaults are meant for servers.
         max_line_size=HEADERS_NBYTES_MAX,
         max_field_size=HEADERS_NBYTES_MAX,
         max_headers=HEADERS_MAX,
@@ -104,7 +103,7 @@ def _session(headers: Headers) -> aiohttp.ClientSession:
 
 
 class _PlainTarget:
-    """What both kinds have in common."""
+    """The common part of both kinds of targets."""
 
     inputs: tuple[TensorSpec, ...] = ()
     in_flight_max = None
@@ -113,7 +112,7 @@ class _PlainTarget:
     def __init__(self, url: URL, template: Template | None, session: aiohttp.ClientSession) -> None:
         self.name = url.path.strip("/") or str(url.host)
         self.is_self_contained = template is None or not template.names
-        """Whether the same is sent each time, so that no inputs are needed."""
+        """Whether every request is the same, so that no inputs are needed."""
         self._url = url
         self._shown = without_password(str(url))
         self._closing: set[asyncio.Task[None]] = set()
@@ -122,12 +121,14 @@ class _PlainTarget:
         self._create_task = asyncio.get_running_loop().create_task
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
-        """Fill the arrays of a request into the body."""
+        """Fill a request's arrays into the body, if there is one."""
         return None if self._template is None else self._template.fill(inputs)
 
     def outputs(self, answer: Any) -> Mapping[str, Array]:
-        """Return the arrays of an answer that is JSON, or whose last piece is; those of a list are called
-        ``answer``."""
+        """Parse an answer, or its last piece, as JSON, and return its arrays by name.
+
+        JSON that is not an object becomes one array called ``answer``.
+        """
         if isinstance(answer, Streamed):
             answer = answer.last
         try:
@@ -139,11 +140,11 @@ class _PlainTarget:
             raise TargetError(f"{self._shown} did not answer in JSON: {error}") from error
 
     async def batches(self) -> BatchCounters | None:
-        """Return ``None``: what it computes is not known."""
+        """Return ``None``, because the server has no statistics of batches."""
         return None
 
     def trace(self) -> list[BatchTrace]:
-        """Return nothing, for the same reason."""
+        """Return an empty list, for the same reason."""
         return []
 
     async def aclose(self) -> None:
@@ -151,20 +152,20 @@ class _PlainTarget:
         if self._closing:
             await asyncio.wait(self._closing, timeout=CLOSE_S)
         await self._session.close()
-        if self._closing:  # Their servers said nothing, and cannot any more.
+        if self._closing:  # Their servers did not respond; closing the session ends these tasks.
             await asyncio.wait(self._closing)
 
     def _close(self, closing: Coroutine[Any, Any, None]) -> None:
-        """Let something close beside the requests."""
+        """Run ``closing`` in the background."""
         task = self._create_task(closing)
-        self._closing.add(task)  # The loop itself refers to tasks only weakly.
+        self._closing.add(task)  # The event loop holds tasks only weakly.
         task.add_done_callback(self._closing.discard)
 
 
 class PlainHttpTarget(_PlainTarget):
-    """Send a request to one address over HTTP; an answer with a status from 200 to 299 is right.
+    """Send requests to one address over HTTP; an answer succeeds if its status is from 200 to 299.
 
-    One that is a stream of events has the times of its pieces.
+    If an answer is a stream of events, record when each arrives.
     """
 
     kind = "http"
@@ -202,7 +203,7 @@ class PlainHttpTarget(_PlainTarget):
         return answer
 
     async def _read_events(self, response: aiohttp.ClientResponse) -> Streamed:
-        """Read events until the stream ends, or says that it does."""
+        """Read events until the stream ends or sends ``DONE``."""
         events, came_ns, last, nbytes, is_over = Events(), array("q"), b"", 0, False
         while not is_over:
             part = await response.content.readany()
@@ -222,15 +223,15 @@ class PlainHttpTarget(_PlainTarget):
                 came_ns.append(now_ns)
         if not came_ns:
             raise TargetError(f"{self._shown} sent a stream without any event")
-        if not response.content.is_eof():  # The connection can be used again when it has ended.
+        if not response.content.is_eof():  # Read it to its end, so that the connection can be reused.
             self._close(_read_to_end(response))
         return Streamed(last, came_ns)
 
 
 class _Socket:
-    """A websocket on which one message at a time is answered, by one or several.
+    """A websocket with one request at a time, answered by one or several messages.
 
-    It is read all the time, so that a message that answers nothing is noticed.
+    It is read continuously, so that unsolicited messages are noticed.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, is_last: IsLast | None) -> None:
@@ -240,7 +241,7 @@ class _Socket:
         self._came_ns = array("q")
         self._nbytes = 0
         self.has_spoken = False
-        """Whether a message came that nothing had asked for."""
+        """Whether an unsolicited message came."""
         self.reading = asyncio.get_running_loop().create_task(self._read())
 
     @property
@@ -248,7 +249,7 @@ class _Socket:
         return not self.reading.done()
 
     async def ask(self, message: bytes, *, is_text: bool) -> Any:
-        """Send a message, and return its answer; ``None`` if the server ends the websocket instead."""
+        """Send a message, and return its answer; ``None`` if the server closes the websocket instead."""
         self._answer = asyncio.get_running_loop().create_future()
         self._came_ns, self._nbytes = array("q"), 0
         if is_text:
@@ -277,7 +278,7 @@ class _Socket:
                 self._answer.set_result(None)
 
     def _take(self, answer: "asyncio.Future[Any]", data: str | bytes) -> None:
-        """Take a message of an answer, which may be its last."""
+        """Handle one message of an answer, and set the result if it is the last."""
         if self._is_last is None:
             self._answer = None
             if not answer.done():
@@ -298,8 +299,10 @@ class _Socket:
 
 
 class PlainWebsocketTarget(_PlainTarget):
-    """Send a message and take the next one for its answer, or all up to one that is the last: one at a time
-    on each of as many websockets as requests are in flight."""
+    """Send a message; the answer is the next message, or all messages up to the last of the answer.
+
+    Each request in flight uses a separate websocket.
+    """
 
     kind = "websocket"
 
@@ -331,7 +334,7 @@ class PlainWebsocketTarget(_PlainTarget):
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLostError(f"the connection to {self._shown} was lost: {_said(error)}") from error
         except (asyncio.CancelledError, TargetError):
-            # Its answer may still come, and would be taken for that of the next message.
+            # Its answer may still come, and would be mistaken for the answer to the next message.
             if socket is not None:
                 self._close(socket.close())
             raise
@@ -350,9 +353,9 @@ class PlainWebsocketTarget(_PlainTarget):
         return answer
 
     def _free(self) -> _Socket | None:
-        """Return a websocket on which no answer is awaited, if there is one.
+        """Return an idle websocket; ``None`` if there is none.
 
-        :raises TargetError: if a message lies in it.
+        :raises TargetError: if an unsolicited message came on it.
         """
         while self._idle:
             socket = self._idle.pop()
@@ -365,21 +368,21 @@ class PlainWebsocketTarget(_PlainTarget):
         return None
 
     def _unasked(self) -> TargetError:
-        """Return the error for a message that came while no answer was awaited."""
+        """Return the error for an unsolicited message."""
         return TargetError(
             f"{self._shown} sends messages that nothing asked for, so that it cannot be told which of them "
             "is an answer: if one has several, say with until_message (--until-message) what tells the last"
         )
 
     async def aclose(self) -> None:
-        """Close the websockets, which the session does not do, and then their connections."""
+        """Close the websockets, which the session does not close, and then the session."""
         while self._idle:
             self._close(self._idle.pop().close())
         await super().aclose()
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:
-    """Read what is left of an answer, if it ends soon, so that its connection can be used again."""
+    """Read the rest of an answer if it ends soon, so that the connection can be reused."""
     try:
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, TargetError):
             async with asyncio.timeout(CLOSE_S):
@@ -399,5 +402,5 @@ def _bytes(data: str | bytes) -> bytes:
 def _said(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientResponseError):
         return " ".join(error.message.split())[:TEXT_LENGTH_MAX]
-    text = str(error).removeprefix("400, message:").strip()  # A status that nobody gave.
+    text = str(error).removeprefix("400, message:").strip()  # The library adds a status that no server sent.
     return f"{text or type(error).__name__:.{TEXT_LENGTH_MAX}}"

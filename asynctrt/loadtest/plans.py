@@ -1,4 +1,4 @@
-"""Turns settings into what one process does in one run."""
+"""Turns settings into the plan of one process for one run."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from asynctrt.loadtest.settings import LoadSettings
 SECONDS_DEFAULT: Final = 10.0
 WINDOW_S: Final = 0.25
 SIGMAS: Final = 6
-"""How far the number of random arrivals may be above its mean, in standard deviations."""
+"""Allowance for random arrivals above their mean number, in standard deviations."""
 PERIODS_MAX: Final = 10_000
 BURSTS: Final = 10
 """Mean number of bursts in a run, if the settings give no period."""
@@ -24,18 +24,18 @@ BURSTS: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """Describe what one process does in one run. Times are in ns.
+    """Describe one process's part of one run. Times are in ns.
 
     :param schedule: the arrivals of an open loop; ``None`` for a closed loop.
     :param callers: the callers of a closed loop over time; ``None`` for an open loop.
-    :param measured_ns: how long to send after the warm-up. With ``is_timed`` this is how long is measured;
+    :param measured_ns: how long to send after the warm-up. With ``is_timed``, exactly this time is measured;
         otherwise the run is measured until the last answer.
-    :param in_flight_max: limit on the requests in flight, all processes together.
-    :param in_flight_why: where that comes from; empty if the requests of an open loop cannot get there.
-    :param is_void_at_limit: whether requests that waited here make the figures those of the generator.
-    :param requests_max: limit on the requests that are measured, all processes together.
+    :param in_flight_max: limit on the requests in flight, over all processes.
+    :param in_flight_why: the reason for this limit; empty if the requests in flight cannot exceed it.
+    :param is_void_at_limit: whether the run is void if requests had to wait because of this limit.
+    :param requests_max: limit on the measured requests, over all processes.
     :param rows: mean number of rows per request.
-    :param share: the number of this process, of ``shares``.
+    :param share: the index of this process among ``shares`` processes.
     """
 
     schedule: Schedule | Fixed | None
@@ -67,14 +67,17 @@ class ProcessPlan:
 
 
 def resolve(settings: LoadSettings) -> tuple[float, float]:
-    """Return how long to warm up and to measure, in seconds, with defaults filled in."""
+    """Return the lengths of the warm-up and the measurement in seconds, with defaults filled in."""
     seconds = SECONDS_DEFAULT if settings.seconds is None else settings.seconds
-    # A trace is sent only once.
+    # A trace is sent only once, so it has no warm-up.
     return (0.0 if settings.trace is not None else settings.warmup), seconds
 
 
 def window_seconds(settings: LoadSettings) -> tuple[float, int | None]:
-    """Return the length of a window in s, and their number; ``None`` if the run ends with the last answer."""
+    """Return the length of a window in s and the number of windows.
+
+    The number is ``None`` if the run ends with the last answer.
+    """
     if settings.trace is not None:
         return WINDOW_S, None
     _, seconds = resolve(settings)
@@ -97,14 +100,14 @@ def make_plan(
     is_server: bool = False,
     room: Room | None = None,
 ) -> ProcessPlan:
-    """Plan what one process does.
+    """Make the plan of one process.
 
-    :param rows_max: limit of the target on the rows in flight, if it has one.
-    :param room: limit of this machine on the requests in flight in each process.
-    :param is_server: whether the target is in another process. One in this process computes in threads that
-        need the interpreter. A loop that looks at the clock all the time takes it from them, so that the
-        latency is many times that with an alarm.
-    :raises OptionsError: if the settings cannot be planned, such as a period that is too short.
+    :param rows_max: the target's limit on the rows in flight, if it has one.
+    :param room: this machine's limit on the requests in flight in each process.
+    :param is_server: whether the target is in another process. A target in this process computes in threads
+        that need the interpreter. An event loop that polls the clock takes the interpreter from
+        them, which makes the latency many times higher than with an alarm.
+    :raises OptionsError: if no plan is possible, for instance if a period is too short.
     """
     warmup, seconds = resolve(settings)
     rows = np.array([sample.rows for sample in samples])
@@ -130,7 +133,7 @@ def make_plan(
         in_flight_max = asked = settings.max_outstanding
         why, is_void = f"max_outstanding is {asked:,}", False
     else:
-        # As many as can be sent before the first of them is given up.
+        # As many requests as can be sent before the first one times out.
         in_flight_max = asked or _due_within(schedule, settings.answer_timeout)
         why, is_void = "", False
     if room is not None and in_flight_max > room.requests * shares:
@@ -169,7 +172,7 @@ def make_plan(
 
 
 def _due_within(schedule: Schedule | Fixed | None, seconds: float) -> int:
-    """Return how many requests may be due within some seconds, at the most or very nearly."""
+    """Return an upper bound, nearly certain, on the number of requests due within ``seconds``."""
     if isinstance(schedule, Schedule):
         mean = schedule.profile.largest * seconds
         return math.ceil(mean + SIGMAS * math.sqrt(mean)) + 1
@@ -177,7 +180,7 @@ def _due_within(schedule: Schedule | Fixed | None, seconds: float) -> int:
 
 
 def _shaped(settings: LoadSettings, seconds: float) -> LoadProfile:
-    """Return the rate over time, with bursts and days."""
+    """Return the rate over time, including bursts and daily swings."""
     profile = settings.profile(seconds)
     if settings.period is not None and seconds / settings.period > PERIODS_MAX:
         raise OptionsError(f"a period of {settings.period:g} s is too short for {seconds:g} s")
@@ -191,7 +194,7 @@ def _shaped(settings: LoadSettings, seconds: float) -> LoadProfile:
 
 
 def _trace_schedule(settings: LoadSettings, samples: Sequence[Sample]) -> Fixed:
-    """Return the arrivals of a trace; each sends a random one of the samples made for its kind."""
+    """Return the arrivals of a trace. Each sends a random sample of its kind."""
     assert settings.trace is not None
     entries = read_trace(settings.trace)
     kinds = {shape: number for number, shape in enumerate(trace_shapes(entries))}

@@ -1,4 +1,4 @@
-"""Sends from child processes, so that displaying or evaluating the results never delays the sender."""
+"""Sends from child processes, so that displaying or evaluating results never delays the sender."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 
 LEAD_NS: Final = 100_000_000
-"""Time from when every process is ready to the start of a run, so that each has been told by then."""
+"""Delay before a run starts once every process is ready, so that the order reaches all of them in time."""
 CLOSE_S: Final = 10.0
 
 
@@ -40,21 +40,21 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order a process to plan one run. When all have, they are told when it begins."""
+    """Order a process to plan one run. Once all have planned, :class:`Start` follows."""
 
     settings: LoadSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Report that a run is planned and can begin."""
+    """Report that a run is planned and can start."""
 
     plan: ProcessPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Order a process to begin the planned run, at this time of :func:`asynctrt._util.clock.now_ns`."""
+    """Order a process to start the planned run at ``at_ns`` on :func:`asynctrt._util.clock.now_ns`."""
 
     at_ns: int
 
@@ -78,8 +78,8 @@ CLOSE: Final = "close"
 
 
 def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
-    """Run a child process: open the target, do the runs that are ordered, close it."""
-    # Ctrl-C reaches every process of a terminal; the parent tells its children when to stop.
+    """Run a child process: open the target, perform the ordered runs, close the target."""
+    # Ctrl-C reaches every process of a terminal, but the parent tells its children when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     shorten_switch_interval()
     find_modules(spec, settings)
@@ -126,7 +126,7 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
             start = await orders.get()
             if not isinstance(start, Start):
                 return
-            if is_stopped:  # It was stopped while it was planned, so it ends as soon as it has begun.
+            if is_stopped:  # Stopped during planning: end the run as soon as it starts.
                 loop.call_soon(local.stop)
             connection.send(Done(await local.run(plan, connection.send, start.at_ns)))
 
@@ -134,10 +134,10 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
 def _receive(
     connection: Connection, loop: asyncio.AbstractEventLoop, take: Callable[[Any], None], last: Any
 ) -> None:
-    """Pass every received order to ``take`` on the loop, and ``last`` when the connection ends.
+    """Pass every received message to ``take`` on the event loop, and ``last`` when the connection ends.
 
-    A thread reads, because a descriptor that the loop watches does not block, and half a message would then
-    be an error.
+    A thread reads, because the event loop would need a non-blocking file descriptor, on which a partial
+    message would raise an error.
     """
 
     def read() -> None:
@@ -151,7 +151,7 @@ def _receive(
 
 
 def _portable(error: AsynctrtError) -> AsynctrtError:
-    """Return the error without its cause and with a plain message, so that another process can read it."""
+    """Return the error without its cause and with a plain message, so that it can be pickled."""
     made: AsynctrtError = type(error)(str(error))
     return made
 
@@ -185,7 +185,7 @@ class Fleet:
     async def open(cls, spec: TargetSpec, settings: LoadSettings) -> "AsyncIterator[Fleet]":
         """Start the processes, and wait until each has opened the target.
 
-        :raises TargetError: if it cannot be reached or does not answer, or if a process dies.
+        :raises TargetError: if the target cannot be reached or does not answer, or if a process dies.
         :raises AsynctrtError: any other error of a process.
         """
         fleet = cls(spec, settings)
@@ -210,9 +210,9 @@ class Fleet:
     async def run(
         self, settings: LoadSettings, emit: Callable[[Windows], None]
     ) -> tuple[ProcessPlan, list[Outcome]]:
-        """Do one run in all processes."""
+        """Perform one run in all processes."""
         self._tell(Order(settings))
-        # Planning takes a while, as a recorded trace has to be read: none begins before all have planned.
+        # Planning may be slow, for example to read a trace, so no process starts before all have planned.
         planned = [await self._next() for _ in self._processes]
         self._tell(Start(clock.now_ns() + LEAD_NS))
         outcomes: list[Outcome] = []
@@ -229,7 +229,7 @@ class Fleet:
         self._tell(STOP)
 
     def _tell(self, order: Any) -> None:
-        """Send an order to every process. One that has ended is reported by its own message or its pipe."""
+        """Send an order to every process. If one has ended, its message or its closed pipe reports that."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(order)

@@ -1,7 +1,7 @@
-"""Counts the results of requests by windows of time.
+"""Counts the results of requests in windows of time.
 
-A window has the requests that were *due* in it, even if their answers come later. Only ``completed``, from
-which throughput is calculated, counts answers when they came.
+A window counts the requests that were *due* in it, even if their answers come later. Only ``completed``, the
+source of the throughput, and ``pieces`` count answers when they come.
 """
 
 from array import array
@@ -14,13 +14,13 @@ import numpy as np
 from asynctrt.loadtest.histogram import Counts, Ints, merged
 
 WARM_UP: Final = -1
-"""The number of the window that has everything before measuring begins."""
+"""The number of the window for everything before measuring starts."""
 BLOCK: Final = 4096
-"""Requests counted at once; nothing is sent meanwhile. In larger blocks each takes longer, because
-intermediate results no longer fit in the cache; and a thread would have to wait for the interpreter while the
-loop is busy."""
+"""Requests counted at once; nothing is sent meanwhile. Larger blocks cost more per request, because
+intermediate results no longer fit in the cache. A thread would have to wait for the interpreter while the
+event loop is busy."""
 LOOSE_WINDOWS: Final = 64
-"""Number of recent windows that are kept as they came; older ones are compacted."""
+"""Number of recent windows that are not compacted; older ones are."""
 KINDS_MAX: Final = 64
 EXAMPLE_CHARACTERS: Final = 500
 
@@ -44,11 +44,11 @@ class Window:
     uncorrected: Counts = field(default_factory=Counts)
     """Latency of the same answers, from when the request was sent."""
     lateness: Counts = field(default_factory=Counts)
-    """Time from when a request was due to when the generator came to it."""
+    """Time from when a request was due to when the generator noticed it."""
     first: Counts = field(default_factory=Counts)
-    """Of answers that come in pieces, the time from when the request was due to the first piece."""
+    """Time from when the request was due to its answer's first piece, for answers in pieces."""
     between: Counts = field(default_factory=Counts)
-    """Time from each piece of such an answer to its next."""
+    """Time from each piece of such an answer to the next."""
     pieces: int = 0
     """Number of pieces that came in this window."""
     errors: dict[str, ErrorCount] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Window:
             counts.compact()
 
     def merge(self, other: "Window") -> None:
-        """Add the same window of another process, or a later part of it."""
+        """Add counts of the same window: another process's, or later ones."""
         self.sent += other.sent
         self.completed += other.completed
         self.latency.merge(other.latency)
@@ -87,7 +87,7 @@ Windows = dict[int, Window]
 
 
 def merge(into: Windows, more: Windows) -> None:
-    """Add windows to ``into``, which takes them over."""
+    """Add windows to ``into``, which takes ownership of them."""
     for number, window in more.items():
         if number in into:
             into[number].merge(window)
@@ -98,7 +98,7 @@ def merge(into: Windows, more: Windows) -> None:
 
 
 def total(windows: Iterable[Window]) -> Window:
-    """Return all windows as one."""
+    """Merge all windows into one."""
     items = list(windows)
     whole = Window(
         sent=sum(item.sent for item in items),
@@ -117,12 +117,12 @@ def total(windows: Iterable[Window]) -> Window:
 
 
 class RunRecorder:
-    """Take the times of requests, and count them in blocks.
+    """Record the times of requests, and count them in blocks.
 
-    Its arrays are public, and the generator appends to them, because a method call for each request would
-    cost as much as all the rest. The generator also flushes them when they have ``BLOCK`` times.
+    The generator appends to the public arrays directly, because a method call for each request would double
+    the cost. It also flushes them when they hold ``BLOCK`` times.
 
-    :param from_ns: when the warm-up ends, and the first window begins.
+    :param from_ns: when the warm-up ends and the first window starts.
     :param window_ns: the length of a window.
     """
 
@@ -152,7 +152,7 @@ class RunRecorder:
         self._pieces = 0
 
     def streamed(self, due_ns: int, came_ns: "array[int]") -> None:
-        """Take the times at which the pieces of an answer came, whose request was due at ``due_ns``."""
+        """Record when each piece of an answer came; its request was due at ``due_ns``."""
         self._streams.append((due_ns, came_ns))
         self._pieces += len(came_ns)
         if self._pieces >= BLOCK:
@@ -175,7 +175,7 @@ class RunRecorder:
             window.completed += len(done[mine])
 
     def flush_sent(self) -> None:
-        """Count the requests that the generator has come to."""
+        """Count the requests that the generator has noticed as due."""
         if not self.late_due_ns:
             return
         due, noticed = _taken(self.late_due_ns), _taken(self.noticed_ns)
@@ -198,7 +198,7 @@ class RunRecorder:
         for window, mine in self._by_window(came):
             window.pieces += len(came[mine])
         if len(came) > len(due):
-            # From the last piece of one answer to the first of another is no time between pieces.
+            # Leave out the times from the last piece of one answer to the first of the next answer.
             between = np.delete(np.diff(came), firsts[1:] - 1)
             for window, mine in self._by_window(np.repeat(due, counts - 1)):
                 window.between.add(between[mine])
@@ -216,10 +216,10 @@ class RunRecorder:
         return self._windows.setdefault(number, Window())
 
     def _by_window(self, times_ns: Ints) -> Iterator[tuple[Window, Any]]:
-        """Yield each window that some of the times are in, with the indices of these times."""
+        """Yield each window that contains some of the times, with the indices of these times."""
         first = self._window(int(times_ns.min()))
         if first is self._window(int(times_ns.max())):
-            yield first, slice(None)  # Nearly always, because a block is shorter than a window.
+            yield first, slice(None)  # The usual case, because a block is shorter than a window.
             return
         numbers = np.maximum((times_ns - self._from_ns) // self._window_ns, WARM_UP)
         for number in sorted(set(numbers.tolist())):  # Not np.unique, whose first call imports numpy.ma.

@@ -1,7 +1,7 @@
-"""The report of a load test: frozen, and written as JSON.
+"""The report of a load test: immutable, and saved as JSON.
 
-A figure that is not known is ``None`` here and missing in the JSON: a percentile of too few requests, the
-batches of a server that does not tell, the GPU of a machine without one.
+An unknown figure is ``None`` here and missing in the JSON: a percentile of too few requests, the batches of a
+server without statistics, the GPU of a machine without one.
 """
 
 import dataclasses
@@ -46,10 +46,10 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Hold the figures of one piece of a run. Latencies are in ms, of requests that were due in it."""
+    """Hold the figures of one piece of a run. Latencies are in ms, for requests that were due in it."""
 
     at_s: float
-    """Its beginning, in s from the end of the warm-up."""
+    """The start of the piece, in s from the end of the warm-up."""
     seconds: float
     sent: float
     """Requests/s that were due."""
@@ -65,15 +65,15 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """Hold what the target computed during a run. Times are in ms, the mean over its requests.
+    """Hold the figures of the batches computed during a run. Times are means per request, in ms.
 
-    All that the target computed counts from when the last request of the warm-up had ended, also for other
-    callers. Where a GPU times only a sample of the batches, the others count with the usual time of their
+    They cover everything computed after the last request of the warm-up had ended, including requests of
+    other callers. If a GPU times only a sample of the batches, the others count with the usual time for their
     size.
     """
 
     requests: int
-    """Requests answered, as the target counts them: an engine counts each part of one that it splits."""
+    """Answered requests, as counted by the target: if an engine splits a request, it counts each part."""
     batches: int
     mean_rows: float
     queue: float
@@ -86,22 +86,22 @@ class BatchFigures:
 
 @dataclass(frozen=True, slots=True)
 class StreamFigures:
-    """Hold how the answers came that came in pieces: messages of a websocket, or events over HTTP.
+    """Hold the figures of answers that came in pieces: messages of a websocket, or events over HTTP.
 
-    Times are in ms by name, as a run's latencies.
+    Times are in ms by name, like a run's latencies.
     """
 
     pieces: float
     """Pieces/s, over all answers."""
     first: Mapping[str, float]
-    """From when a request was due to its answer's first piece."""
+    """Time from when a request was due to its answer's first piece."""
     between: Mapping[str, float]
-    """From each piece of an answer to its next."""
+    """Time from each piece of an answer to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Describe one batch of a timeline: where it ran, and when, in ms from the launch of the first."""
+    """Describe one batch of a timeline: where and when it ran, in ms from the launch of the first batch."""
 
     context: int
     arena: int | None
@@ -109,22 +109,22 @@ class Bar:
     begin: float
     copied_in: float
     started: float
-    """When it began to compute; before that it waited for the device."""
+    """When it started to compute; from ``copied_in`` until then it waited for the device."""
     computed: float
     end: float
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Hold what a run used; ``None`` for what could not be measured."""
+    """Hold the resources that a run used; ``None`` for each that could not be measured."""
 
     generator_cores: float | None = None
-    """CPU use of the sending processes, in cores, including an engine in them."""
+    """CPU use of the sending processes in cores, including an engine that runs in them."""
     memory_mb: float | None = None
     """Largest resident memory of the same processes, in MB."""
     gpu_name: str | None = None
     gpu_share: float | None = None
-    """Mean share of the time in which the GPU was busy, 0 to 1."""
+    """Mean share of time that the GPU was busy, 0 to 1."""
     gpu_memory_mb: float | None = None
     """Largest memory in use on the GPU, in MB."""
     gpu_watts: float | None = None
@@ -133,22 +133,21 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """Hold one run. Latencies are in ms by name: ``p50`` to ``p99.99``, ``mean``, ``max``; rates in
-    requests/s."""
+    """Hold the results of one run. Latencies are in ms by name (``p50`` to ``p99.99``, ``mean``, ``max``),
+    rates in requests/s."""
 
     label: str
     seconds: float
     """Measured time, without the warm-up."""
     complete: bool
-    """False if the run was stopped: the figures are then of what was measured before."""
+    """False if the run was stopped; the figures then cover only the time before."""
     void: tuple[str, ...]
-    """Reasons for which the figures are those of the generator, not of the target; empty if there are
-    none."""
+    """Why the figures describe the generator instead of the target; empty if they are valid."""
     notes: tuple[str, ...]
     offered: float | None
     """Requests/s that were due; ``None`` for a closed loop."""
     requests: int
-    """Requests that were sent, or should have been."""
+    """Requests that were sent or should have been sent."""
     answered: int
     unanswered: int
     """Requests that had neither been answered nor failed when the run was stopped."""
@@ -161,17 +160,17 @@ class Run:
     errors: Mapping[str, ErrorKind]
     latency: Mapping[str, float]
     uncorrected: Mapping[str, float]
-    """Latency from when a request was sent rather than due, which hides stalls of the target."""
+    """Latency from when a request was sent, not from when it was due. This hides stalls of the target."""
     lateness: Mapping[str, float]
     """Lateness of the generator, in ms by name."""
     slo: Mapping[str, bool]
-    """Whether each criterion of the slo was met; those that are ``unjudged`` are not in it."""
+    """Whether each criterion of the slo was met, without ``unjudged`` criteria."""
     steady_from_s: float | None
-    """When the figures cease to drift, from the end of the warm-up; ``None`` if that cannot be told."""
+    """When the figures stop drifting, in s from the end of the warm-up; ``None`` if unknown."""
     throughput_interval: Interval | None
-    """Interval of the throughput within this run, over its pieces."""
+    """Confidence interval of the throughput over the pieces of this run."""
     latency_interval: Interval | None
-    """Interval of the mean latency in ms, likewise."""
+    """Confidence interval of the mean latency in ms, over the same pieces."""
     batches: BatchFigures | None
     resources: Resources
     moments: tuple[Moment, ...]
@@ -180,13 +179,13 @@ class Run:
     histogram: str
     """Histogram of the latency in ns, in the exchange format of HDR tools (V2, base64)."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The parameters in which this run differs from others, such as the rate."""
+    """Parameters that differ between runs, such as the rate."""
     kept: float | None = None
-    """Requests/s that a target answered which did not keep up with an open loop; ``None`` if it did."""
+    """Requests/s answered if the target did not keep up with an open loop; ``None`` if it did."""
     stream: StreamFigures | None = None
-    """How answers came in pieces; ``None`` if they came whole."""
+    """Figures of answers in pieces; ``None`` if they came whole."""
     unjudged: Mapping[str, str] = field(default_factory=dict)
-    """Criteria of the slo that too few requests can neither show to be met nor to be missed, and why."""
+    """Criteria of the slo that cannot be judged from so few requests, and why."""
 
     def __repr__(self) -> str:
         told = [f"{self.answered:,} of {self.requests:,} answered", f"{self.throughput:,.6g} requests/s"]
@@ -195,7 +194,7 @@ class Run:
 
     @property
     def holds(self) -> bool:
-        """Whether the slo was met, all of it could be judged, and the figures are not void."""
+        """Whether every criterion of the slo was judged and met, and the figures are not void."""
         return not (self.void or self.unjudged or self.misses)
 
     @property
@@ -204,7 +203,7 @@ class Run:
         return not all(self.slo.values())
 
     def figure(self, name: str) -> float | None:
-        """Return a figure by its name in criteria; ``None`` if it is not known."""
+        """Return a figure by its name in criteria; ``None`` if it is unknown."""
         if name in ("throughput", "goodput"):
             return self.throughput if name == "throughput" else self.goodput
         if name == "errors":
@@ -218,9 +217,9 @@ class SearchResult:
 
     slo: tuple[str, ...]
     holds: float | None
-    """Requests/s; ``None`` if not even the lowest rate met it."""
+    """The highest rate that met the slo, in requests/s; ``None`` if none was found."""
     fails: float | None
-    """The lowest rate that did not; ``None`` if no rate failed."""
+    """The lowest rate that did not meet it; ``None`` if no rate failed."""
     why: str
     """Why the search ended."""
 
@@ -232,12 +231,12 @@ class Comparison:
     a: str
     b: str
     ratios: Mapping[str, Interval]
-    """The geometric mean of the ratios with its interval, by figure."""
+    """The geometric mean of the ratios with its confidence interval, by figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Hold everything that one load test found."""
+    """Hold all results of one load test."""
 
     kind: str
     """``run``, ``repeats``, ``sweep``, ``search`` or ``compare``."""
@@ -246,11 +245,11 @@ class Report:
     machine: Mapping[str, Any]
     runs: tuple[Run, ...]
     intervals: Mapping[str, Interval]
-    """Intervals over the repetitions, by figure; empty with fewer than two."""
+    """Confidence intervals over the repetitions, by figure; empty with fewer than two repetitions."""
     search: SearchResult | None = None
     comparison: Comparison | None = None
     made: Mapping[str, str] = field(default_factory=dict)
-    """When (``at``, ISO 8601), where (``host``) and by which ``command`` it was made."""
+    """When (``at``, ISO 8601), where (``host``) and by which ``command`` the report was made."""
 
     @property
     def complete(self) -> bool:
@@ -259,7 +258,7 @@ class Report:
 
     @property
     def void(self) -> tuple[str, ...]:
-        """Reasons for which runs are void; empty if there are none."""
+        """Why runs are void; empty if none are."""
         return tuple(dict.fromkeys(why for run in self.runs for why in run.void))
 
     @property
@@ -268,11 +267,11 @@ class Report:
         return bool(self.runs) and all(run.holds for run in self.runs)
 
     def figure(self, name: str) -> float | None:
-        """Return the mean over the runs of a figure by its name in criteria; ``None`` if it is not known."""
+        """Return a figure's mean over the runs, by its name in criteria; ``None`` if it is unknown."""
         return mean_figures(self.runs).get(name)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON values, without what is not known."""
+        """Return the report as JSON values, leaving out unknown figures."""
         content: dict[str, Any] = {"format": FORMAT, "complete": self.complete, **_plain(self)}
         return content
 
@@ -283,19 +282,19 @@ class Report:
     def save(self, path: str | Path) -> list[Path]:
         """Write the report as JSON, and return the path.
 
-        :raises UsageError: if it cannot be written; an existing file is then unchanged.
+        :raises UsageError: if the file cannot be written; an existing file is then unchanged.
         """
         write_whole(Path(path), self.as_text())
         return [Path(path)]
 
 
 def mean_figures(runs: Sequence[Run]) -> dict[str, float]:
-    """Return the means over runs, by name in criteria, of the figures that every run has."""
+    """Return the mean of each figure that every run has, by its name in criteria."""
     return _means([run.figure for run in runs])
 
 
 def saved_figures(content: Mapping[str, Any]) -> dict[str, float]:
-    """Return what :func:`mean_figures` does, for the runs of a report as JSON."""
+    """Compute :func:`mean_figures` for the runs of a JSON report."""
     return _means([partial(_saved_figure, run) for run in content["runs"]])
 
 
@@ -309,7 +308,7 @@ def _means(runs: Sequence[Callable[[str], float | None]]) -> dict[str, float]:
 
 
 def _saved_figure(run: Mapping[str, Any], name: str) -> float | None:
-    """Return what :meth:`Run.figure` does, for a run as JSON."""
+    """Compute :meth:`Run.figure` for a run in JSON."""
     if name in ("throughput", "goodput"):
         return run.get(name)
     return run.get("error_share") if name == "errors" else run.get("latency", {}).get(name)
@@ -326,7 +325,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | str | None):
         return value
     if isinstance(value, Integral):
-        return int(value)  # NumPy's as well.
+        return int(value)  # NumPy's integers too.
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     return str(value)  # JSON has no infinity.

@@ -1,8 +1,7 @@
-"""Sends requests when they are due, and takes the times. The part of a load test that must not be late.
+"""Sends requests when they are due, and records their times. This part of a load test must not be late.
 
-An open loop looks at the clock once per turn of the event loop while the next request is near, and sleeps on
-an
-:mod:`~asynctrt._util.alarm` while it is far. tests/benchmarks/lateness.py measures how late it is.
+While the next request is far off, an open loop sleeps on an :mod:`~asynctrt._util.alarm`. When it is near, it
+reads the clock once per turn of the event loop. tests/benchmarks/lateness.py measures how late it is.
 """
 
 import asyncio
@@ -30,63 +29,62 @@ from asynctrt.loadtest.targets import BatchCounters, Target
 from asynctrt.statistics import BatchTrace
 
 NEAR_NS: Final = 150_000
-"""How long before a request is due an adaptive wait stops sleeping: an alarm is nearly always late by
-less."""
+"""How long before a request is due an adaptive wait stops sleeping. Alarms are nearly always late by less."""
 SENT_A_TURN_MAX: Final = 64
 """Limit on the requests sent in one turn of the event loop, since answers wait for the next turn."""
 TICK_S: Final = 0.05
-"""Polling interval for requests that were not answered in time."""
+"""Polling interval for timed-out requests."""
 PAUSE_S: Final = 0.01
-"""How long a caller of a closed loop waits after an error."""
+"""Delay of a closed loop's caller after an error."""
 EMIT_NS: Final = 1_000_000_000
-"""Interval at which windows are passed on. Nothing is sent meanwhile."""
+"""Interval between emitting windows. Nothing is sent while they are emitted."""
 READY_MAX: Final = 1_000_000
-"""Limit up to which all arrivals are made before a run; beyond it each block is made when it is needed."""
+"""Up to this many arrivals are all generated before a run; beyond it, each block is generated when needed."""
 LOOK_AGAIN_S: Final = 0.001
-"""Polling interval for requests of the warm-up that are still to be sent when it is over."""
+"""Polling interval for requests of the warm-up that are still unsent when it ends."""
 GRACE_NS: Final = 500_000_000
-"""How long answers are waited for after a run was stopped."""
+"""How long to wait for answers after a run was stopped."""
 BEHIND_NS_MAX: Final = 3_000_000_000
-"""How far the generator of an open loop may fall behind before the run is given up as void."""
+"""How far the generator of an open loop may fall behind before the run is stopped as void."""
 NEVER: Final = 1 << 62
 
 WAS_WRONG: Final = "WrongAnswer"
 NO_ANSWER: Final = "NoAnswer"
 NOT_SENT: Final = "NotSent"
 OWN_ERROR: Final = "GeneratorError"
-"""What has failed on this machine, as it lacks something: not the target's error."""
+"""The kind of errors caused by this machine's lack of resources, not by the target."""
 OWN_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
-"""Open files, of the process or of the machine, ports and memory."""
+"""Errors for a lack of file descriptors (process or machine), ports or memory."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Hold what one process did in one run, besides its windows."""
+    """Hold the results of one process in one run, apart from its windows."""
 
     cpu_ns: int = 0
     """CPU time of the process."""
     elapsed_ns: int = 0
-    """From the start of the run to its last answer."""
+    """Time from the start of the run to its end."""
     last_done_ns: int = 0
     """When the last answer came, from the start of the run."""
     stopped_ns: int = 0
-    """When the run was stopped, from its start; when it ended, if it was not stopped."""
+    """When the run was stopped, or if it was not stopped, when it ended; from its start."""
     sent: int = 0
     held_back: int = 0
-    """Requests that had to wait here, as so many were in flight."""
+    """Requests that had to wait because of the limit on requests in flight."""
     exhausted: bool = False
     """Whether everything was sent; false if the run was stopped."""
     is_overwhelmed: bool = False
     """Whether the run was stopped because the generator fell too far behind."""
     batches: BatchCounters | None = None
-    """What the target says that it computed after the last request that was due in the warm-up had ended."""
+    """The target's own counters, starting when the last request due in the warm-up has ended."""
     answered: int = 0
-    """Answers that came since."""
+    """Answers that came in the same time."""
     trace: tuple[BatchTrace, ...] = ()
 
 
 class Runner:
-    """Do one run of one process against one target. :meth:`stop` ends it early.
+    """Perform one run of one process against one target. :meth:`stop` ends it early.
 
     :param now_ns: the clock, in ns.
     """
@@ -115,14 +113,14 @@ class Runner:
         self._rng = np.random.default_rng((plan.seed, 4, plan.share))
         self._weights = np.array([sample.weight for sample in samples])
         self._weights /= self._weights.sum()
-        # Requests in flight: when each was sent, and due. Oldest first.
+        # Requests in flight, oldest first, with the times when each was sent and due.
         self._flying: dict[asyncio.Future[Any], tuple[int, int]] = {}
         self._backlog: deque[tuple[int, int]] = deque()
         self._ended = self._loop.create_future()
         self._stopped_ns: int | None = None
         self._sending = True
         self._sent = 0
-        self._counted = 0  # Of those that are measured.
+        self._counted = 0  # Measured requests only.
         self._answers = self._answers_before = 0
         self._callers = 0
         self._outcome = Outcome()
@@ -136,18 +134,17 @@ class Runner:
         self._next = 0
 
     def stop(self) -> None:
-        """Send nothing more, and end when the requests in flight have been answered, or after a short
-        grace."""
+        """Stop sending, and end once the requests in flight are answered, or after a short grace period."""
         if self._stopped_ns is None:
             self._stopped_ns = self._now_ns()
             self._sending = False
             self._backlog.clear()
 
     async def run(self, start_ns: int, emit: Callable[[Windows], None]) -> Outcome:
-        """Send everything from a time on, and return when all was answered or given up.
+        """Send all requests, starting at ``start_ns``, and return once each is answered or given up.
 
-        :param start_ns: the start on the clock, which all processes share.
-        :param emit: takes the windows as they fill, again and again.
+        :param start_ns: the start on the clock, the same for all processes.
+        :param emit: called repeatedly with the windows counted since its last call.
         """
         plan = self._plan
         self._start_ns = start_ns
@@ -161,7 +158,7 @@ class Runner:
         counting = asyncio.create_task(self._count_batches(start_ns + plan.warmup_ns))
         try:
             if not plan.warmup_ns:
-                # Not a moment later, when the first request may have been answered.
+                # Wait for the counters, before the first request may be answered.
                 await asyncio.wait([counting])
             if plan.schedule is not None:
                 self._blocks = plan.schedule.blocks(plan.share, plan.shares)
@@ -204,7 +201,7 @@ class Runner:
             self._alarm.set(due_ns - (NEAR_NS if pacing == "adaptive" else 0))
 
     def _tick(self) -> None:
-        """Send everything that is due."""
+        """Send the requests that are due."""
         if not self._sending:
             self._end_if_idle()
             return
@@ -224,13 +221,13 @@ class Runner:
         self._wait(self._due[self._next], now_ns)
 
     def _next_block(self) -> bool:
-        """Take the next block of arrivals; return whether there is one."""
+        """Move to the next block of arrivals; return whether there is one."""
         block = next(self._blocks, None)
         left = self._requests_max - self._counted
         if block is None or left <= 0:
             self._due, self._next = _view(np.array([NEVER])), 0
             return False
-        # Views, because turning the numbers into lists would hold the loop for longer than drawing them.
+        # Use views, because converting to lists would block the event loop longer than drawing the numbers.
         due_ns = block.due_ns + self._start_ns
         last = np.searchsorted(due_ns, self._from_ns) + left
         self._due = _view(np.append(due_ns[:last], NEVER))
@@ -239,7 +236,7 @@ class Runner:
         return True
 
     def _arrive(self, due_ns: int, what: int, now_ns: int) -> None:
-        """Send a request that is due, or let it wait for room."""
+        """Send a request that is due, or append it to the backlog."""
         self._counted += due_ns >= self._from_ns
         recorder = self._recorder
         recorder.late_due_ns.append(due_ns)
@@ -255,7 +252,7 @@ class Runner:
     # ---- closed loop
 
     def _call_up(self) -> None:
-        """Start callers until there are as many as there should be now."""
+        """Start callers until there are as many as the profile wants now."""
         assert self._plan.callers is not None
         wanted = self._plan.callers.at((self._now_ns() - self._start_ns) / 1e9)
         mine = len(range(self._plan.share, round(wanted), self._plan.shares))
@@ -264,14 +261,14 @@ class Runner:
             self._think()
 
     def _think(self) -> None:
-        """Let a caller pause for its think time, and then send."""
+        """Schedule a caller's next request after its think time."""
         if not self._plan.think:
             self._call()
         else:
             self._loop.call_later(self._rng.exponential(self._plan.think), self._call)
 
     def _call(self) -> None:
-        """Let a caller send, or end."""
+        """Send a caller's next request, or end the caller."""
         now_ns = self._now_ns()
         if now_ns >= self._end_ns or self._counted >= self._requests_max:
             self._outcome.exhausted = self._outcome.exhausted or self._sending
@@ -289,7 +286,7 @@ class Runner:
         self._send(now_ns, next(self._sent_of), now_ns)
 
     def _choices(self) -> Iterator[int]:
-        """Yield the samples that callers send, one after the other."""
+        """Yield random sample indices for the requests of a closed loop."""
         count = len(self._samples)
         while True:
             yield from _view(self._rng.choice(count, BLOCK, p=self._weights))
@@ -308,10 +305,10 @@ class Runner:
         future.add_done_callback(partial(self._answered, due_ns, now_ns, what))
 
     def _answered(self, due_ns: int, sent_ns: int, what: int, future: "asyncio.Future[Any]") -> None:
-        """Take an answer or an error."""
+        """Record an answer or an error."""
         now_ns = self._now_ns()
         if self._flying.pop(future, None) is None:
-            if not future.cancelled():  # It was given up, and counted, before.
+            if not future.cancelled():  # It was already given up and counted.
                 future.exception()
             return
         recorder = self._recorder
@@ -338,17 +335,17 @@ class Runner:
         self._go_on()
 
     def _go_on_after_error(self) -> None:
-        """Pause before a refused caller goes on, or it would be refused again and again without a break."""
+        """Go on after a pause, so that a refused caller of a closed loop does not retry without a break."""
         if self._plan.schedule is None:
             self._loop.call_later(PAUSE_S, self._go_on)
         else:
             self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Let the next request go, after another has ended."""
+        """Send the next request after another has ended."""
         if self._plan.schedule is None:
             assert self._plan.callers is not None
-            if len(self._plan.callers.levels) > 1:  # There may have to be fewer callers by now.
+            if len(self._plan.callers.levels) > 1:  # The profile may want fewer callers by now.
                 wanted = self._plan.callers.at((self._now_ns() - self._start_ns) / 1e9)
                 if self._callers > len(range(self._plan.share, round(wanted), self._plan.shares)):
                     self._callers -= 1
@@ -362,7 +359,7 @@ class Runner:
             self._end_if_idle()
 
     def _is_right(self, due_ns: int, what: int, answer: Any) -> bool:
-        """Return whether an answer is right. A wrong one is counted as an error."""
+        """Return whether an answer is right. Count a wrong answer as an error."""
         expected = self._samples[what].expected
         if expected is None:
             return True
@@ -375,7 +372,7 @@ class Runner:
         return wrong is None
 
     def _look(self) -> None:
-        """Give up late requests, pass the windows on, and end the run if it is over."""
+        """Give up timed-out requests, emit the windows, and end the run if it is over."""
         now_ns = self._now_ns()
         self._give_up_late(now_ns)
         if self._stopped_ns is not None and now_ns - self._stopped_ns > GRACE_NS:
@@ -400,7 +397,7 @@ class Runner:
             self._handle = self._loop.call_later(TICK_S, self._look)
 
     def _give_up_late(self, now_ns: int) -> None:
-        """Count requests that were not answered in time as errors, and those that waited as long for room."""
+        """Give up requests that timed out, in flight or in the backlog, and count them as errors."""
         limit_ns = now_ns - self._timeout_ns
         seconds = f"{self._timeout_ns / 1e9:g} s"
         for future in self._sent_before(limit_ns):
@@ -416,7 +413,7 @@ class Runner:
             )
 
     def _sent_before(self, limit_ns: int) -> list["asyncio.Future[Any]"]:
-        """Return requests sent at or before ``limit_ns``. The oldest come first, so the search ends soon."""
+        """Return requests sent at or before ``limit_ns``. They are in order, so the search ends early."""
         found = []
         for future, (sent_ns, _) in self._flying.items():
             if sent_ns > limit_ns:
@@ -425,7 +422,7 @@ class Runner:
         return found
 
     def _give_up_all(self) -> None:
-        """Give up what is in flight, which counts neither as answered nor as an error."""
+        """Give up all requests in flight. They count neither as answered nor as errors."""
         flying, self._flying = self._flying, {}
         for future in flying:
             future.cancel()
@@ -435,10 +432,10 @@ class Runner:
             self._ended.set_result(None)
 
     async def _count_batches(self, from_ns: int) -> None:
-        """Read the target's counters when the warm-up is over: when every request due in it has ended.
+        """Read the target's counters once every request due in the warm-up has ended.
 
-        Without a warm-up they are read at once. When one ends by the clock, some of its requests are still in
-        flight, or even still to be sent. They would be counted with those that are measured.
+        Without a warm-up, read them at once. When the warm-up time is over, some of its requests may still be
+        in flight or unsent; reading the counters then would count them as measured.
         """
         if self._plan.warmup_ns:
             await self._until(from_ns)
@@ -452,7 +449,7 @@ class Runner:
         self._before = await self._target.batches()
 
     def _owes_before(self, from_ns: int) -> bool:
-        """Return whether a request that was due before ``from_ns`` is in flight, or still to be sent."""
+        """Return whether a request that was due before ``from_ns`` is in flight or unsent."""
         if self._sending and self._due[self._next] < from_ns:
             return True
         if self._backlog and self._backlog[0][0] < from_ns:
@@ -460,17 +457,17 @@ class Runner:
         return any(due_ns < from_ns for _, due_ns in self._flying.values())
 
     async def _until(self, when_ns: int) -> None:
-        """Sleep until the clock has reached ``when_ns``. The loop's timers alone may come early."""
+        """Sleep until the clock reaches ``when_ns``. The event loop's timers alone may fire early."""
         while (delay_ns := when_ns - self._now_ns()) > 0:  # noqa: ASYNC110  (there is no event of a clock)
             await asyncio.sleep(delay_ns / 1e9)
 
     async def _take_batches(self, counting: "asyncio.Task[None]") -> None:
-        """Read the target's counters again, and keep the difference, and the batches that it traced."""
+        """Read the target's counters again, and keep the difference and the traced batches."""
         self._outcome.trace = tuple(self._target.trace())
         if not counting.done():
-            return  # Stopped before all of the warm-up's requests had ended: nothing to count from.
+            return  # Stopped before all requests of the warm-up had ended: there is no first reading.
         after = None
-        # A server that has died since no longer tells; what it answered before still counts.
+        # A server that has died has no counters any more, but its answers still count.
         with contextlib.suppress(Exception):
             counting.result()
             after = await self._target.batches()
@@ -480,7 +477,7 @@ class Runner:
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    """Return the kind of an error and its message, which may be any application's, and raise itself."""
+    """Return the kind and message of an error, even an application's error whose message raises."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in OWN_ERRNOS:
@@ -491,5 +488,5 @@ def _described(error: BaseException) -> tuple[str, str]:
 
 
 def _view(numbers: npt.NDArray[np.int64]) -> "memoryview[int]":
-    """Return a view from which numbers can be taken one by one as fast as from a list."""
+    """Return a view whose items can be read one by one as fast as those of a list."""
     return memoryview(numbers)  # type: ignore[arg-type]  # Before Python 3.12 NumPy's types do not declare the buffer protocol.

@@ -1,5 +1,4 @@
-"""Makes the requests that are sent, from random rows, files, or a folder through a reader, and checks
-answers."""
+"""Makes the requests to send, from random rows, files, or a folder and a reader; and checks answers."""
 
 import importlib
 import math
@@ -16,18 +15,18 @@ from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.tensors import Array, TensorSpec, convert
 
 NBYTES_MAX: Final = 1 << 30
-"""Limit on the bytes of all samples. Fewer samples are made for a model with large rows."""
+"""Limit on the bytes of all samples. A model with large rows gets fewer samples."""
 KINDS_MAX: Final = 4096
 """Limit on the kinds of requests in one test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Hold a request that can be sent.
+    """Hold the content of a request.
 
     :param weight: how often it is sent, relative to the others.
-    :param group: its shape, as named in messages.
-    :param expected: the right answer by name; ``None`` if answers are not checked.
+    :param group: its dimensions, rows and priority, for messages.
+    :param expected: the expected answer by name; ``None`` if answers are not checked.
     """
 
     inputs: Mapping[str, Array]
@@ -49,10 +48,10 @@ def make_samples(
 ) -> list[Sample]:
     """Make the samples of a test.
 
-    :param specs: the inputs of one row; empty if they are not known.
-    :param shapes: the dimensions, rows and priority of each kind of request in a trace; empty to take them
-        from the settings.
-    :raises OptionsError: for dimensions that the model lacks, or that are missing.
+    :param specs: the inputs of one row; empty if they are unknown.
+    :param shapes: the dimensions, rows and priority of each kind of request in a trace; empty to use the
+        settings.
+    :raises OptionsError: for unknown or missing dimensions, or unknown inputs.
     :raises UsageError: for files that cannot be read.
     """
     if settings.inputs is not None:
@@ -67,7 +66,9 @@ def make_samples(
 
 
 def read_dims(texts: Sequence[str]) -> list[tuple[dict[str, int], float]]:
-    """Parse ``length=128,heads=4@3``: sizes of dynamic dimensions, and a weight. Default: one without sizes.
+    """Parse texts such as ``length=128,heads=4@3``: sizes of dynamic dimensions, and a weight.
+
+    Without any texts, return one entry without sizes.
 
     :raises OptionsError: for anything else.
     """
@@ -94,7 +95,7 @@ def _random(
     specs: Sequence[TensorSpec],
     kinds: Sequence[tuple[dict[str, int], int, int, float]],
 ) -> list[Sample]:
-    """Make random samples, the same number of each kind."""
+    """Make the same number of random samples for each kind."""
     if len(kinds) > KINDS_MAX:
         raise OptionsError(
             f"there are {len(kinds)} kinds of requests, by shape and priority; at most {KINDS_MAX} are "
@@ -139,7 +140,7 @@ def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator
     path: Any = settings.inputs
     given: Any = path
     if not isinstance(path, Path):
-        path = Path("inputs")  # What messages call the arrays of an application.
+        path = Path("inputs")  # The name in messages for arrays without a file.
     elif settings.reader is not None:
         yield from _read_folder(path, find_reader(settings.reader), settings, specs)
         return
@@ -176,9 +177,9 @@ def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator
 
 
 def _load(path: Any) -> Any:
-    """Load an array, or arrays by name, or return those that were given instead of a path.
+    """Load an array or arrays by name from a path, or return the arrays given instead of one.
 
-    Objects are not loaded, because unpickling a file may run its code.
+    Do not load pickled objects, because unpickling may run code.
     """
     if not isinstance(path, Path):
         return path[""] if list(path) == [""] else dict(path)
@@ -187,7 +188,7 @@ def _load(path: Any) -> Any:
             content = np.load(file, allow_pickle=False)
             if isinstance(content, np.ndarray):
                 return content
-            # A member of an archive that is not an array comes as bytes.
+            # NumPy returns an archive member that is not an array as bytes.
             return {name: np.asarray(value) for name, value in content.items()}
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
@@ -198,7 +199,7 @@ def _load(path: Any) -> Any:
 def find_reader(where: str) -> Reader:
     """Import the function ``module:name``.
 
-    :raises UsageError: if it cannot be imported, or is not a function.
+    :raises UsageError: if it cannot be imported, or is not callable.
     """
     module_name, _, name = where.partition(":")
     try:
@@ -217,7 +218,7 @@ def find_reader(where: str) -> Reader:
 def _read_folder(
     folder: Path, reader: Reader, settings: LoadSettings, specs: Sequence[TensorSpec]
 ) -> Iterator[Sample]:
-    """Yield one sample for each file that the reader accepts; the files are drawn at random."""
+    """Yield one sample for each file that the reader accepts, in random order."""
     files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
     if not files:
         raise UsageError(f"there are no files in {str(folder)!r}")
@@ -250,7 +251,7 @@ def _read_folder(
 
 
 def _named(made: Any, specs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
-    """Return the arrays by the names of the inputs."""
+    """Return arrays by input name; a single array belongs to the only input."""
     if not isinstance(made, Mapping):
         if len(specs) != 1:
             names = [spec.name for spec in specs]
@@ -263,7 +264,7 @@ def _named(made: Any, specs: Sequence[TensorSpec], where: str) -> dict[str, Arra
 
 
 def _array(value: Any, spec: TensorSpec | None, where: str) -> Array:
-    """Return one input as an array. Lists are converted to what the model takes, if possible."""
+    """Return one input as an array. Convert numbers and lists to the input's type."""
     try:
         if spec is not None and spec.dtype.kind in "biufc" and isinstance(value, list | tuple | int | float):
             return convert(spec, value)
@@ -274,7 +275,7 @@ def _array(value: Any, spec: TensorSpec | None, where: str) -> Array:
 
 
 def _with_name(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return the array with its type's name: NumPy files keep the bytes of a bfloat16, but not its name."""
+    """Restore a type such as bfloat16, of which NumPy files keep the bytes but not the name."""
     is_same = array.dtype.kind == dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize
     return array.view(dtype) if is_same else array
 
@@ -288,7 +289,7 @@ def _group(dims: Shape, rows: int, priority: int) -> str:
 def differs(
     outputs: Mapping[str, Array], expected: Mapping[str, Array], rtol: float, atol: float
 ) -> str | None:
-    """Return how an answer differs from what is expected; ``None`` if it does not."""
+    """Return how an answer differs from the expected one; ``None`` if it does not."""
     for name, wanted in expected.items():
         if name not in outputs:
             return f"output {name!r} is missing"
@@ -318,7 +319,7 @@ def random_inputs(
     """Return random rows that fit the specs: floats from -1 to 1, integers 0 and 1, letters.
 
     :param dims: the sizes of dynamic dimensions.
-    :param rng: the source of the values; by default they are the same each time.
+    :param rng: the source of the values. By default, the same ``rows`` give the same values.
     """
     rng = rng or np.random.default_rng(rows)
     inputs: dict[str, Array] = {}

@@ -1,4 +1,4 @@
-"""What a load test from Python returns: a report that writes itself to files, and shows itself."""
+"""The result of a load test from Python: a report that can be saved to files and shown in a notebook."""
 
 import platform
 import shlex
@@ -18,12 +18,12 @@ from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.targets import without_password
 
 SECRET: Final = ("--token", "--header", "--headers")
-"""Flags whose values no report may hold."""
+"""Flags whose values must not appear in a report."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadReport(Report):
-    """Hold everything that one load test found, write it to files, and show it."""
+    """Hold all results of one load test; save and show them."""
 
     def __repr__(self) -> str:
         return f"<LoadReport {self.kind} of {self._name()}: {self._headline()}>"
@@ -47,10 +47,10 @@ class LoadReport(Report):
         return head + "".join(warnings) + f"<table>{''.join(rows)}</table>"
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write the report, as the name of the file says: ``.json``, or ``.html`` with charts.
+        """Write the report in the format of the file's suffix: ``.json``, or ``.html`` with charts.
 
         :returns: the files.
-        :raises UsageError: for another suffix, or if a file cannot be written; one that was there is then
+        :raises UsageError: for another suffix, or if the file cannot be written; an existing file is then
             unchanged.
         """
         path = Path(path)
@@ -80,7 +80,7 @@ class LoadReport(Report):
 
 
 def describe_machine() -> dict[str, Any]:
-    """Describe the machine and the versions on which figures were taken."""
+    """Describe this machine and the versions of the installed packages."""
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -94,7 +94,7 @@ def describe_machine() -> dict[str, Any]:
             continue
     loaded = sys.modules.get("onnxruntime")
     if loaded is not None:
-        # What runs is not always what that package says: onnxruntime-gpu installs the same module.
+        # The package version may not be the module's, because onnxruntime-gpu installs the same module.
         versions["onnxruntime"] = loaded.__version__
     return {
         "cpu": cpu,
@@ -105,7 +105,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_making() -> dict[str, str]:
-    """Return when, where and by which command a report is being made."""
+    """Return the time, the host and the command of a report."""
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -114,7 +114,7 @@ def describe_making() -> dict[str, str]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return a command's words, without the values of its flags for tokens and headers, and passwords."""
+    """Return a command's words without passwords and the values of flags for tokens and headers."""
     told = []
     hides = False
     for word in words:

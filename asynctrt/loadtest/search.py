@@ -1,5 +1,4 @@
-"""Finds the highest rate that holds an slo, by bisection. Pure: it says what to try, and is told the
-result."""
+"""Finds the highest rate that holds an slo, by bisection. Pure: the caller tries each rate."""
 
 from typing import Final
 
@@ -11,14 +10,14 @@ RATE_LEAST: Final = 1e-2
 
 
 class Search:
-    """Search over the rate.
+    """Search for the highest rate that holds.
 
     The rate is doubled or halved until one rate holds and one fails. Then the geometric mean of the two is
-    tried until they are closer than the precision. The rate that held is tried a last time, because it may
-    have held by chance.
+    tried until they differ by less than the precision. Finally the rate that held is tried again, because it
+    may have held by chance.
 
     :param start: the first rate to try, in requests/s.
-    :param precision: how far apart the two rates may be in the end, as a share.
+    :param precision: the largest final difference of the two rates, as a share.
     """
 
     def __init__(self, start: float, precision: float) -> None:
@@ -38,7 +37,7 @@ class Search:
         return self._next
 
     def tell(self, *, holds: bool, void: bool = False) -> None:
-        """Take the result of the rate that was tried; ``void`` if the generator could not keep it up."""
+        """Record the result of the rate that was tried; ``void`` if the generator could not keep it up."""
         assert self._next is not None
         rate, self._next = self._next, None
         self._tries += 1
@@ -57,12 +56,12 @@ class Search:
         self._choose()
 
     def end(self, why: str) -> None:
-        """End the search with this reason."""
+        """End the search for the reason ``why``."""
         self._next = None
         self._why = why
 
     def result(self, slo: tuple[str, ...]) -> SearchResult:
-        """Return what was found so far."""
+        """Return the result so far."""
         return SearchResult(slo, self.holds, self.fails, self._why)
 
     def _choose(self) -> None:
@@ -103,5 +102,5 @@ class Search:
 
 
 def _rounded(rate: float) -> float:
-    """Round a rate to five digits, which is finer than any precision."""
+    """Round a rate to five significant digits, which is finer than any precision."""
     return float(f"{rate:.5g}")

@@ -1,4 +1,4 @@
-"""Does runs one after the other: opens what each needs, watches it, and keeps its result."""
+"""Performs runs one after another: opens the target, monitors the run, and keeps its result."""
 
 import asyncio
 import dataclasses
@@ -37,7 +37,7 @@ RUN_ONLY: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LoadCase:
-    """Describe one run: its target, its settings, and the parameters in which it differs from other runs."""
+    """Describe one run: its target, its settings, and the parameters that differ from other runs."""
 
     target: Any
     settings: LoadSettings
@@ -45,9 +45,9 @@ class LoadCase:
     parameters: Mapping[str, Any]
 
     def with_values(self, values: Mapping[str, Any], label: str) -> "LoadCase":
-        """Return another case in which settings, an engine's options, or ``target`` have these values.
+        """Return a copy with these values of settings, an engine's options, or ``target``.
 
-        :raises OptionsError: for an unknown name, or an impossible value.
+        :raises OptionsError: for an unknown name or an invalid value.
         """
         check_names(values, [*SETTING_NAMES, *OPTION_NAMES, "target"], "setting of a load test or an engine")
         settings = {name: value for name, value in values.items() if name in SETTING_NAMES}
@@ -65,7 +65,7 @@ class LoadCase:
         return LoadCase(target, changed, label, {**self.parameters, **values})
 
     def _without_conflicts(self, settings: Mapping[str, Any]) -> LoadSettings:
-        """Return changed settings in which a rate replaces callers, and vice versa."""
+        """Apply settings; a rate replaces callers, and vice versa."""
         cleared: dict[str, Any] = {}
         if "rate" in settings:
             cleared["callers"] = None
@@ -76,15 +76,15 @@ class LoadCase:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a load test has come, for display. One object is updated throughout the test."""
+    """The progress of a load test, for display. One object is updated throughout the test."""
 
     number: int = 0
-    """Number of the run, from 1."""
+    """Number of the current run, from 1."""
     count: int | None = None
-    """Number of runs; ``None`` if it is not known yet."""
+    """Number of runs; ``None`` if it is unknown."""
     label: str = ""
     seconds: float | None = None
-    """Length of the run including its warm-up; ``None`` if it ends with the last answer."""
+    """Length of the current run including its warm-up; ``None`` if the run ends with the last answer."""
     started_ns: int = 0
     windows: Windows = dataclasses.field(default_factory=dict)
     window_s: float = 0.25
@@ -95,11 +95,10 @@ Watch = Callable[[Progress], None]
 
 
 class LoadSession:
-    """Do runs one after the other, and keep their results, so that they are there if the session is cut
-    short.
+    """Perform runs one after another, and keep their results, even if the session is cut short.
 
-    :param apart: send from child processes, even if it is only one.
-    :param watch: called during a run, about once a second.
+    :param apart: send from child processes, even if there is only one.
+    :param watch: called about once a second during a run.
     """
 
     def __init__(self, *, apart: bool, watch: Watch | None) -> None:
@@ -131,19 +130,19 @@ class LoadSession:
 
     @property
     def is_running(self) -> bool:
-        """Whether a run is in progress, which can be stopped and still be reported."""
+        """Whether a run is in progress, which can still be reported after :meth:`stop`."""
         return self._current is not None
 
     def stop(self) -> None:
-        """End the current run, and begin no other."""
+        """End the current run, and start no other."""
         self._is_stopped = True
         if self._current is not None:
             self._current.stop()
 
     async def run(self, case: LoadCase) -> Run | None:
-        """Do one run; return ``None`` if it was cut short before anything was measured.
+        """Perform one run; return ``None`` if it was cut short before anything was measured.
 
-        :raises AsynctrtError: if it could not begin.
+        :raises AsynctrtError: if it cannot start.
         """
         if self._is_stopped:
             return None
@@ -175,7 +174,7 @@ class LoadSession:
     async def _looked_at(
         self, sender: Local | Fleet, case: LoadCase, monitor: ResourceMonitor
     ) -> tuple[ProcessPlan, list[Outcome]]:
-        """Do the run itself, and look at its resources and intervals from time to time."""
+        """Perform the run itself, and poll its resources and confidence intervals."""
         progress, settings = self.progress, case.settings
         self._is_enough = False
 
@@ -207,13 +206,13 @@ class LoadSession:
                 await looking
 
     async def _sender(self, case: LoadCase) -> Local | Fleet:
-        """Return what sends for a case: the one in use, if the cases differ only in how much is sent."""
+        """Return the sender for a case: an open one if the cases differ only in ``RUN_ONLY`` settings."""
         same = tuple(getattr(case.settings, name) for name in SETTING_NAMES if name not in RUN_ONLY)
         key = (case.target, same)
         if key in self._opened:
             sender: Local | Fleet = self._opened[key][0]
             return sender
-        while len(self._opened) > 1:  # A comparison alternates between two; nothing needs more.
+        while len(self._opened) > 1:  # A comparison alternates between two senders; nothing needs more.
             _, stack = self._opened.pop(next(iter(self._opened)))
             await stack.aclose()
         stack = AsyncExitStack()

@@ -50,7 +50,7 @@ SYNONYMS: Final = {
     "workers": "processes",
     "batch_size": "rows",
 }
-"""What other load testers call the settings: k6, Locust, wrk, hey, ab, vegeta, perf_analyzer."""
+"""Names that other load testers (k6, Locust, wrk, hey, ab, vegeta, perf_analyzer) use for the settings."""
 
 CALLERS_DEFAULT: Final = 64
 CALLERS_MAX: Final = 100_000
@@ -58,9 +58,9 @@ PROCESSES_MAX: Final = 64
 
 
 class Arrays(dict[str, Array]):
-    """Arrays by name that an application gave instead of a file; one without a name is called "".
+    """Arrays by name that an application passed instead of a file; an unnamed array has the name "".
 
-    Settings are hashed and compared, and arrays cannot be: these are the same if they are the same object.
+    Compare and hash by identity, because settings need both and arrays support neither.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -81,7 +81,7 @@ def _path_or_arrays(value: Any) -> Any:
 
 
 PATH_OR_ARRAYS: Final = Check("a path, or arrays by name", _path_or_arrays)
-"""From Python arrays can be given; a flag is always a path."""
+"""From Python it may be arrays; a flag is always a path."""
 
 
 @documented
@@ -273,7 +273,7 @@ class LoadSettings:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are sent by the clock rather than when answers come."""
+        """Whether requests are sent on a schedule, independently of answers."""
         return self.rate is not None or self.trace is not None
 
     @property
@@ -282,9 +282,9 @@ class LoadSettings:
         return parse_slo(self.slo)
 
     def profile(self, seconds: float) -> LoadProfile:
-        """Return the rate, or the number of callers, over the time of a run.
+        """Return the rate or the number of callers over a run of ``seconds``.
 
-        :raises OptionsError: if it cannot be parsed, or there would be too many callers.
+        :raises OptionsError: if it cannot be parsed, or the number of callers is out of range.
         """
         if self.is_open:
             return LoadProfile.parse(_text(self.rate), seconds)
@@ -353,13 +353,13 @@ WITHOUT_SCENARIOS: Final = (
     "single-stream is --callers 1, multi-stream --callers 1 --rows 8, server --rate 500 --slo 'p99<15ms', "
     "offline --callers 256"
 )
-"""What to use instead of MLPerf's scenarios, which were removed."""
+"""Replacements for MLPerf's scenarios, which were removed."""
 
 
 def in_own_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by their own names.
+    """Return the settings with synonyms replaced by our names.
 
-    :raises OptionsError: for a setting that is given twice, under two names, and for one that was removed.
+    :raises OptionsError: for a setting that is given under two names, or was removed.
     """
     if "scenario" in given:
         raise OptionsError(f"scenario was removed: {WITHOUT_SCENARIOS}")

@@ -1,4 +1,4 @@
-"""Confidence intervals by Student's t, steady state by MSER."""
+"""Confidence intervals by Student's t; detection of the steady state by MSER."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -10,14 +10,14 @@ from asynctrt.loadtest.report import Interval
 
 CONFIDENCE: Final = 0.95
 PIECES: Final = 10
-"""Number of pieces into which a run's windows are combined for an interval. Neighbouring windows are
-correlated, so an interval over single windows would be too narrow."""
+"""A run's windows are combined into this many pieces for an interval. Neighbouring windows are correlated, so
+an interval over single windows would be too narrow."""
 STEADY_LEAST: Final = 20
-"""Smallest number of windows from which a steady state can be told."""
+"""Smallest number of windows in which a steady state can be detected."""
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean of independent values with its interval; ``None`` for fewer than two values."""
+    """Return the mean of independent values with its confidence interval; ``None`` for fewer than two."""
     if len(values) < 2:
         return None
     given = np.asarray(values, np.float64)
@@ -28,7 +28,7 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval | None:
-    """Return the geometric mean of ratios with its interval, so that 2 and 0.5 cancel out."""
+    """Return the geometric mean of ratios, in which 2 and 0.5 cancel out, with its confidence interval."""
     if any(ratio <= 0 for ratio in ratios):
         return None
     logs = interval([float(np.log(ratio)) for ratio in ratios])
@@ -39,8 +39,7 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
 
 
 def interval_within(values: Sequence[float], weights: Sequence[float]) -> Interval | None:
-    """Return the mean over a run's windows by the method of batch means; ``None`` if there are too few
-    windows.
+    """Return a run's mean and its confidence interval by batch means; ``None`` for too few windows.
 
     :param weights: the weight of each window: its requests, or its seconds.
     """
@@ -55,17 +54,17 @@ def interval_within(values: Sequence[float], weights: Sequence[float]) -> Interv
 
 
 def steady_from(values: Sequence[float]) -> int | None:
-    """Return the index of the first value in the steady state; ``None`` if there is none, or too few values.
+    """Return the index of the first steady value; ``None`` if there is none, or there are too few values.
 
-    The marginal standard error rule (MSER; White 1997): of all ways to leave the beginning out, take the one
-    after which the mean's standard error is the smallest. If that is more than half, it was never steady.
+    Apply the marginal standard error rule (MSER; White 1997): leave out the beginning for which the mean of
+    the rest has the smallest standard error. If that is half of the values, they were never steady.
     """
     if len(values) < STEADY_LEAST:
         return None
     given = np.asarray(values, np.float64)
-    # Relative to their median, because squares of large numbers would lose the differences in rounding.
+    # Subtract the median, because rounding the squares of large numbers would lose the differences.
     given = given - np.median(given)
-    # Sums and squares of each tail.
+    # The length, sum and sum of squares of each tail.
     counts = np.arange(len(given), 0, -1)
     sums = np.cumsum(given[::-1])[::-1]
     squares = np.cumsum((given**2)[::-1])[::-1]
@@ -76,9 +75,9 @@ def steady_from(values: Sequence[float]) -> int | None:
 
 
 def exceeds(count: int, requests: int, percent: float) -> bool:
-    """Return whether a percentile is beyond a limit with 95% confidence, as ``count`` of the requests are.
+    """Return whether a percentile exceeds a limit with 95% confidence, if ``count`` requests do.
 
-    Sums the binomial distribution. There may be at most :func:`requests_least` requests.
+    Sum the binomial distribution. ``requests`` must be at most :func:`requests_least`.
     """
     share = 1 - percent / 100
     chance, fewer = (1 - share) ** requests, 0.0
@@ -91,5 +90,5 @@ def exceeds(count: int, requests: int, percent: float) -> bool:
 
 
 def requests_least(percent: float) -> int:
-    """Return the least number of requests whose largest bounds a percentile with 95% confidence."""
+    """Return the smallest number of requests whose maximum bounds a percentile with 95% confidence."""
     return int(np.ceil(np.log(1 - CONFIDENCE) / np.log(percent / 100)))

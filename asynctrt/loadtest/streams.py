@@ -1,4 +1,4 @@
-"""Answers that come in pieces: what ends one, and the events of a ``text/event-stream``."""
+"""Answers that come in pieces: detecting the last message, and reading a ``text/event-stream``."""
 
 import json
 import re
@@ -10,29 +10,29 @@ from typing import Any, Final
 from asynctrt.errors import OptionsError
 
 DONE: Final = b"[DONE]"
-"""The event after which services such as OpenAI's send nothing more."""
+"""The last event of a stream from services such as OpenAI's."""
 LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 FIELD: Final = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
 IsLast = Callable[[int, str], bool]
-"""Returns whether a message is an answer's last, from its number in the answer, from 1, and its text."""
+"""Return whether a message is the last of an answer, given its number in it (from 1) and its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Hold an answer that came in pieces: the last of them, and when each came."""
+    """Hold an answer that came in pieces: the last piece, and when each came."""
 
     last: bytes
     came_ns: "array[int]"
 
 
 def ending(text: str) -> IsLast:
-    """Return what tells the last message of an answer.
+    """Return a function that recognises the last message of an answer.
 
-    :param text: how many messages an answer has, ``3``; a field of JSON with its value, ``done=true`` or
-        ``choices.0.finish_reason=stop``; a regular expression that is found in it, ``/end|stop/``; or else a
-        text that it contains, ``[END]``.
-    :raises OptionsError: for a text that no message can end with.
+    :param text: the number of messages in an answer, ``3``; a JSON field and its value, ``done=true`` or
+        ``choices.0.finish_reason=stop``; a regular expression to search for, ``/end|stop/``; or any other
+        text that the message contains, ``[END]``.
+    :raises OptionsError: if ``text`` is empty, zero, or an invalid regular expression.
     """
     if text.isdecimal() and int(text):
         count = int(text)
@@ -55,7 +55,7 @@ def ending(text: str) -> IsLast:
 
 
 def _texts_at(message: str, path: Sequence[str]) -> tuple[str, ...]:
-    """Return how the value of a field may be written; nothing if the message does not have it."""
+    """Return the ways to write the value of a field; empty if the message has no such field."""
     try:
         value: Any = json.loads(message)
         for name in path:
@@ -66,11 +66,11 @@ def _texts_at(message: str, path: Sequence[str]) -> tuple[str, ...]:
 
 
 class Events:
-    """Read the events of a ``text/event-stream`` from its bytes, as they come."""
+    """Parse the events of a ``text/event-stream`` incrementally."""
 
     def __init__(self) -> None:
         self._line: list[bytes] = []
-        """The parts of a line that has not ended."""
+        """The parts of an incomplete line."""
         self._has_cr = False
         self._kind = b""
         self._data: list[bytes] = []
@@ -78,7 +78,7 @@ class Events:
     def feed(self, came: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yield the kind, which may be empty, and the data of each event that ends in these bytes.
 
-        Comments, with which services keep a connection alive, are left out.
+        Skip comments, which services send to keep a connection alive.
         """
         if self._has_cr and came.startswith(b"\n"):
             came = came[1:]

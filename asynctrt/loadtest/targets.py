@@ -1,4 +1,4 @@
-"""The protocol of a load test's target, and how a target is named.
+"""The protocol of a load test's target, and the names of targets.
 
 ::
 
@@ -6,9 +6,9 @@
     ws://HOST:PORT/v2/models/NAME/ws        asynctrt's websocket
     http://HOST:PORT/v2/models/NAME         any KServe V2 server over HTTP
     grpc://HOST:PORT/NAME                   any KServe V2 server over gRPC
-    http://HOST:PORT/PATH                   anything over HTTP: a body, or none, and an answer
-    ws://HOST:PORT/PATH                     any websocket: a message, and one or several in answer
-    package.module:coroutine_function       whatever it does
+    http://HOST:PORT/PATH                   any HTTP server: an optional body, and an answer
+    ws://HOST:PORT/PATH                     any websocket: a message, and an answer of one or several
+    package.module:coroutine_function       any coroutine function
 """
 
 import asyncio
@@ -24,26 +24,25 @@ from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array, TensorSpec
 
 ANSWER_NBYTES_MAX: Final = 256 << 20
-"""Bytes of one answer: a server does not decide how much memory a load test takes."""
+"""Limit on the bytes of one answer, so that a server cannot exhaust the memory of a load test."""
 
 SCHEMES: Final = ("http", "https", "grpc", "grpcs", "ws", "wss")
 
 PASSWORD: Final = re.compile(r"(://)[^/?#@\s]*@")
-"""What stands before the host in an address: a user and a password."""
+"""Matches the user and the password before the host of an address."""
 
 Call = Callable[[Mapping[str, Array]], Awaitable[Mapping[str, Array]]]
-"""A function as a target: takes a request's arrays by name, and returns the answer's."""
+"""A function as a target: takes the request's arrays by name, and returns the answer's arrays."""
 
 
 def without_password(text: str) -> str:
-    """Return a text as it may be shown: without the users and passwords of the addresses in it."""
+    """Return a text with the users and passwords of its addresses hidden."""
     return PASSWORD.sub(r"\1…@", text)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchCounters:
-    """What a target has computed, in all or since an earlier reading. Times are in ns, summed over
-    requests."""
+    """Counters of a target, in total or since an earlier reading. Times are in ns, summed over requests."""
 
     requests: int
     rows: int
@@ -79,46 +78,46 @@ class Target(Protocol):
     kind: str
     """``engine``, ``function``, ``http``, ``grpc`` or ``websocket``."""
     inputs: tuple[TensorSpec, ...]
-    """The inputs of one row; empty if they are not known."""
+    """The inputs of one row; empty if they are unknown."""
 
     @property
     def in_flight_max(self) -> int | None:
-        """Return how many rows it takes at once, as an engine's queue does; ``None`` if it does not say."""
+        """Return the limit on rows in flight, such as an engine's queue length; ``None`` if it is unknown."""
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
-        """Encode a request as far as possible, because it will be sent many times."""
+        """Encode a request as far as possible, because it is sent many times."""
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
-        """Send a prepared request. Cancelling the future gives the request up."""
+        """Send a prepared request. Cancelling the future gives up the request."""
 
     def outputs(self, answer: Any) -> Mapping[str, Array]:
         """Return the arrays of an answer by name."""
 
     async def batches(self) -> BatchCounters | None:
-        """Return what the target has computed so far; ``None`` if it does not tell."""
+        """Return the target's counters so far; ``None`` if it has none."""
 
     def trace(self) -> list[BatchTrace]:
-        """Return the last batches, oldest first; none where they are not traced."""
+        """Return the last batches, oldest first; empty if batches are not traced."""
 
     async def aclose(self) -> None:
-        """Close what was opened for this target."""
+        """Close everything that was opened for this target."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """Name a target. Unlike the target itself, its spec can be sent to the processes that load it.
+    """Name a target. Unlike the target itself, its spec can be sent to other processes.
 
-    :param where: a path or an address, as in the module's description. A user and a password in it are in no
-        report.
+    :param where: a path or an address, as in the module's description. Reports omit a user and a password in
+        it.
     :param model: the server's model, if the address does not name it.
     :param token: the server's bearer token.
     :param device: the device of an engine.
     :param options: the options of an engine.
-    :param body: what is sent to a server that does not speak KServe; see
+    :param body: the body to send to a server that does not speak KServe; see
         :mod:`asynctrt.loadtest.templates`.
-    :param headers: of every request, each as ``Name: value``.
-    :param method: of HTTP. Default: POST with a body, GET without.
-    :param until_message: what tells the last message of a websocket's answer; see
+    :param headers: the headers of every request, each as ``Name: value``.
+    :param method: the HTTP method. Default: POST with a body, GET without.
+    :param until_message: how to recognise the last message of a websocket's answer; see
         :func:`asynctrt.loadtest.streams.ending`. Default: an answer is one message.
     """
 
@@ -154,7 +153,7 @@ class TargetSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is an address over HTTP, or a websocket, that is none of KServe's."""
+        """Whether the target is an HTTP address or a websocket that does not speak KServe."""
         if self.scheme not in ("http", "https", "ws", "wss"):
             return False
         try:
@@ -165,7 +164,7 @@ class TargetSpec:
         return not is_kserve or self.body is not None or self.method is not None
 
     def describe(self) -> dict[str, Any]:
-        """Return what a report says about the target: everything but the token, headers and passwords."""
+        """Describe the target for a report, without the token, headers and passwords."""
         options = {
             name: getattr(self.options, name)
             for name in Options.__dataclass_fields__
@@ -173,7 +172,7 @@ class TargetSpec:
         }
         where = without_password(self.where)
         described = {"where": where, "model": self.model, "device": self.device, "options": options}
-        if self.is_plain:  # Not the headers, which may be secret.
+        if self.is_plain:  # Leave out the headers, which may be secret.
             body = f"{len(self.body)} bytes" if isinstance(self.body, bytes) else self.body
             described |= {"body": body, "method": self.method, "until_message": self.until_message}
         return described

@@ -1,8 +1,8 @@
-"""What a load test sends to a server that does not speak KServe: a body as written, with places for arrays.
+"""Templates of the bodies sent to servers that do not speak KServe, with placeholders for arrays.
 
-In JSON, the string ``"${name}"`` stands for the array of that name as nested lists, ``"${name[0]}"`` for its
-first row. Within a longer string, or in what is not JSON, it is replaced by its text. Everything around the
-places stays as it was written.
+In JSON, the string ``"${name}"`` stands for the array of that name as nested lists, and ``"${name[0]}"`` for
+its first row. Within a longer string, or outside JSON, a placeholder is replaced by the text of its value.
+The rest of the body is unchanged.
 """
 
 import json
@@ -18,14 +18,14 @@ from asynctrt.tensors import Array
 
 PLACE: Final = re.compile(r"\$\{(\w+)(?:\[(\d+)\])?\}")
 PLACE_IN_JSON: Final = re.compile(rf'(?<!\\)"{PLACE.pattern}"|{PLACE.pattern}')
-"""A place that is all of a string, or one within a string."""
+"""Matches a placeholder that is a whole JSON string, or is within one."""
 
 
 class Template:
-    """A message with places for arrays.
+    """A message with placeholders for arrays.
 
-    :param text: JSON, any other text, or bytes; ``@FILE`` for the content of a file. Without places it may be
-        anything.
+    :param text: JSON, any other text, or bytes; ``@FILE`` for the content of a file. Only text can have
+        placeholders.
     :raises UsageError: if the file cannot be read.
     """
 
@@ -44,13 +44,13 @@ class Template:
         self.is_text = self._text is not None
         found = PLACE.findall(self._text) if self._text is not None else []
         self.names = tuple(dict.fromkeys(name for name, _ in found))
-        """The arrays that it needs."""
+        """The names of the arrays in the placeholders."""
         self.is_json = self._text is not None and _is_json(self._text.removeprefix("\ufeff"))
 
     def fill(self, inputs: Mapping[str, Array]) -> bytes:
         """Return the message for one request.
 
-        :raises OptionsError: if an array, or a row of it, is missing, or has values that JSON has not.
+        :raises OptionsError: if an array or a row is missing, or has values that JSON cannot represent.
         """
         if not self.names or self._text is None:
             return self._content

@@ -26,7 +26,7 @@ except ImportError as error:
 
 REFRESH_S: Final = 0.25
 NOW_WINDOWS: Final = 4
-"""Windows that make up the last second."""
+"""Number of windows in the last second."""
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 SPARKS_MAX: Final = 60
 RUNS_MAX: Final = 40
@@ -34,7 +34,7 @@ WIDE: Final = PERCENTILES
 NARROW: Final = ("p50", "p99", "p99.9")
 STREAM: Final = ("p50", "p99")
 WIDE_COLUMNS: Final = 110
-"""Width of a terminal from which all percentiles are shown."""
+"""Smallest width of a terminal for showing all percentiles."""
 LABEL_COLUMNS: Final = 8
 MISSING: Final = "-"
 
@@ -54,10 +54,10 @@ class LiveView:
         self._live.stop()
 
     def watch(self, progress: Progress) -> None:
-        """Show the progress, unless it was shown just before."""
+        """Show the progress, unless it was shown within ``REFRESH_S``."""
         now_ns = clock.now_ns()
         if now_ns - self._shown_ns >= REFRESH_S * 1e9:
-            # Not before: until the model is open, the terminal is for what opening it shows.
+            # Start only now, because opening the model may use the terminal.
             self._live.start()
             self._shown_ns = now_ns
             self._live.update(progress_view(self._title, progress, now_ns), refresh=True)
@@ -82,7 +82,7 @@ def progress_view(title: str, progress: Progress, now_ns: int) -> RenderableType
     numbers = sorted(number for number in progress.windows if number >= 0)
     if not numbers:
         return Group(*parts, Text("warming up"))
-    # The last window is still filling, so use the ones before it.
+    # Leave out the last window, which is still filling.
     recent = [progress.windows[number] for number in numbers[-NOW_WINDOWS - 1 : -1]]
     table = Table("", "requests/s", "p50 ms", "p99 ms", "errors", "late p99 ms", box=None)
     for name, windows in (("now", recent), ("so far", [progress.windows[number] for number in numbers[:-1]])):
@@ -178,7 +178,7 @@ def _runs_table(runs: Sequence[Run], *, uncorrected: bool, width: int) -> Table:
         max(len(column), *(Text.from_markup(cells[number]).cell_len for _, cells, _ in lines))
         for number, column in enumerate(columns)
     ]
-    # A figure is never cut off; a label may be.
+    # Never cut off figures, only labels.
     table.add_column(
         "", no_wrap=True, max_width=max(LABEL_COLUMNS, width - sum(widths) - 3 * len(widths) - 4)
     )
@@ -202,7 +202,7 @@ def _verdict(run: Run) -> str:
 
 
 def _show_streams(console: Console, runs: Sequence[Run]) -> None:
-    """Show how answers came in pieces, if they did."""
+    """Show the figures of answers in pieces, if there are any."""
     if not any(run.stream is not None for run in runs):
         return
     table = Table("", title="Answers in pieces, in ms", box=box.SIMPLE_HEAD)
@@ -271,7 +271,7 @@ def _show_verdict(console: Console, report: Report) -> None:
 
 
 def _clean(text: str) -> str:
-    """Return foreign text without markup or control characters."""
+    """Escape markup in foreign text, and replace control characters."""
     return escape(printable(text))
 
 

@@ -1,4 +1,4 @@
-"""Selects and groups what the page and its charts show of a report, and formats numbers. Pure."""
+"""Selects and groups a report's runs for the page and its charts, and formats numbers. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ from typing import Final
 from asynctrt.loadtest.report import ErrorKind, Report, Run
 
 GROUPS_MAX: Final = 10
-"""Limit on the groups side by side in one chart: more cannot be told apart."""
+"""Limit on the groups in one chart; more would be indistinguishable."""
 CURVE_POINTS: Final = 400
 MARKS: Final = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
-"""Percentiles that are named on the axis of the percentile curve."""
+"""Percentiles labelled on the axis of the percentile curve."""
 
 TITLES: Final = MappingProxyType(
     {
@@ -39,7 +39,7 @@ CAPTIONS: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Group runs that are shown alike: repetitions of the same case, or a single run."""
+    """Group runs that are shown together: repetitions of the same case, or a single run."""
 
     name: str
     key: str
@@ -48,7 +48,7 @@ class Group:
 
 
 def number(value: float) -> str:
-    """Format a number with three significant digits, or all digits before the point."""
+    """Format a number with three significant digits, but with all digits of its integer part."""
     if not math.isfinite(value):
         return "∞" if value > 0 else "?"
     if value == int(value):
@@ -60,10 +60,10 @@ def number(value: float) -> str:
 
 
 def rate_of(run: Run) -> float:
-    """Return the rate by which a run is ordered among others."""
+    """Return the rate of a run, for sorting."""
     try:
         return float(run.parameters["rate"])
-    except (KeyError, TypeError, ValueError):  # The run has no rate of its own, or a ramp.
+    except (KeyError, TypeError, ValueError):  # The run has no rate as a parameter, or a ramp.
         return run.throughput if run.offered is None else run.offered
 
 
@@ -77,7 +77,7 @@ def by_label(report: Report) -> dict[str, tuple[Run, ...]]:
 
 
 def main_run(report: Report) -> Run | None:
-    """Return the representative run: for a search at the rate that was found, for a sweep the best run."""
+    """Return the representative run: for a search, at the rate found; for a sweep, the best run."""
     if not report.runs:
         return None
     if report.kind not in ("sweep", "search"):
@@ -85,17 +85,17 @@ def main_run(report: Report) -> Run | None:
     good = [run for run in report.runs if run.holds]
     if report.search is not None:
         good = [run for run in good if rate_of(run) <= (report.search.holds or 0.0)]
-        # A confirmed rate was run twice, and the last run counts.
+        # A confirmed rate was run more than once; the last run counts.
         return max(reversed(good), key=rate_of, default=report.runs[-1])
     best = good or [run for run in report.runs if not run.void] or report.runs
     if len({run.offered for run in best}) == 1 and best[0].offered is not None:
-        # At the same rate the throughputs differ only by chance, and the quickest run is the best.
+        # At the same rate, throughputs differ only by chance, so choose the run with the lowest latency.
         return min(best, key=lambda run: run.latency.get("p99", math.inf))
     return max(best, key=lambda run: run.throughput)
 
 
 def groups(report: Report) -> list[Group]:
-    """Return the runs as they are compared; of very many, evenly chosen ones with the first and the last."""
+    """Group runs for comparison. If there are too many groups, choose evenly from the first to the last."""
     if report.comparison is not None:
         labels = report.comparison.a, report.comparison.b
         parts = [by_label(report).get(label, ()) for label in labels]
@@ -116,7 +116,7 @@ def groups(report: Report) -> list[Group]:
 
 
 def main_groups(report: Report, *kinds: str) -> list[Group]:
-    """Return only the representative run for these kinds of reports, and all groups for others."""
+    """Return only the representative run for these kinds of reports, and all groups for other kinds."""
     main = main_run(report)
     return [Group("", "", (main,))] if report.kind in kinds and main is not None else groups(report)
 
@@ -127,7 +127,7 @@ def plain_label(label: str) -> str:
 
 
 def words(report: Report, chart: str) -> tuple[str, str]:
-    """Return a chart's title and caption, which says which runs it shows if it does not show all."""
+    """Return a chart's title and caption. If it does not show all runs, the caption names those it shows."""
     main = main_run(report)
     drawn = sum(len(group.runs) for group in groups(report))
     is_of_one = report.kind == "search" and chart in ("latency", "throughput")
@@ -146,14 +146,14 @@ def words(report: Report, chart: str) -> tuple[str, str]:
 
 
 def judged(figure: str, low: float, high: float) -> str:
-    """Return whether B's figure is ``better`` or ``worse``, by the interval of the ratio; empty if unsure."""
+    """Judge B's figure from the interval of its ratio: ``better``, ``worse``, or empty if uncertain."""
     if low <= 1 <= high:
         return ""
     return "better" if (low > 1) == (figure in ("throughput", "goodput")) else "worse"
 
 
 def sizes(runs: Iterable[Run]) -> dict[int, int]:
-    """Return the number of batches by their rows, over all these runs."""
+    """Return the number of batches by their rows, over all runs."""
     found: dict[int, int] = {}
     for run in runs:
         for rows, count in run.batches.by_rows.items() if run.batches is not None else ():
@@ -162,14 +162,14 @@ def sizes(runs: Iterable[Run]) -> dict[int, int]:
 
 
 def kept_text(run: Run) -> str:
-    """Say what was asked of a target that did not keep up, and what it answered."""
+    """Describe a target that did not keep up: the rate that was due, and the rate that it answered."""
     return (
         f"of {run.offered or 0:,.0f} requests/s that were due in {run.label} it answered {run.kept or 0:,.0f}"
     )
 
 
 def all_errors(runs: Iterable[Run]) -> dict[str, ErrorKind]:
-    """Return the errors by kind over all these runs, with the message of the first of each."""
+    """Return the errors of all runs by kind, with the first message of each kind."""
     found: dict[str, ErrorKind] = {}
     for run in runs:
         for kind, what in run.errors.items():
@@ -179,12 +179,12 @@ def all_errors(runs: Iterable[Run]) -> dict[str, ErrorKind]:
 
 
 def odds(percent: float) -> float:
-    """Return n if one value of n is above the percentile."""
+    """Return n for the percentile that one in n values exceeds."""
     return 100 / (100 - percent)
 
 
 def marks_for(count: int) -> list[float]:
-    """Return percentiles from 0 to the largest of ``count`` values, evenly by odds, and the named ones."""
+    """Return percentiles for ``count`` values, evenly spaced by the logarithm of the odds, and ``MARKS``."""
     largest = 2 * count
     steps = [largest ** (step / CURVE_POINTS) for step in range(CURVE_POINTS + 1)]
     exact = [mark for mark in MARKS if odds(mark) <= largest]

@@ -19,11 +19,12 @@ from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
 CONNECTIONS: Final = 4
-"""Number of websockets to begin with."""
+"""Initial number of websockets."""
 REQUESTS_MAX: Final = 200
-"""Requests in flight on each, beyond which another is opened: a server reads at most 256 at once from one."""
+"""Limit on the requests in flight per websocket; beyond it another is opened. A server reads at most 256 at
+once from one."""
 IN_FLIGHT_MAX: Final = 1 << 20
-"""Limit of each client, so high that only the load test limits the requests in flight."""
+"""Limit of each client. It is high enough for only the load test to limit the requests in flight."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -31,7 +32,7 @@ logger = logging.getLogger("asynctrt")
 async def open_websocket_target(spec: TargetSpec) -> Target:
     """Open the model at ``ws://HOST:PORT/v2/models/NAME/ws``, or ``wss://`` with TLS.
 
-    With ``/v2/ws``, ``spec`` names the model.
+    With the path ``/v2/ws``, ``spec`` names the model.
 
     :raises TargetError: if the server cannot be reached, or does not speak the protocol.
     :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
@@ -65,7 +66,7 @@ async def open_websocket_target(spec: TargetSpec) -> Target:
 
 
 class WebsocketTarget:
-    """Send to one model over a few websockets in turn, and over more as more requests are in flight."""
+    """Send to one model over several websockets in turn; open more as the requests in flight increase."""
 
     kind = "websocket"
     in_flight_max = None
@@ -101,7 +102,7 @@ class WebsocketTarget:
         self._in_flight -= 1
 
     async def _grow(self) -> None:
-        """Open one more websocket beside the requests. If that fails they go on over those that there are."""
+        """Open one more websocket in the background. If that fails, keep using the existing ones."""
         try:
             self._clients.append(await self._stack.enter_async_context(self._open_one()))
             self._turns = cycle([client.infer for client in self._clients])
