@@ -31,7 +31,7 @@ class PaddedSource(RowSource):
         self.is_cut = any(fit is None or fit.dims != dims for fit in self.fits)
 
     def stage(self) -> None:
-        """Copy the rows side by side into the slab, and pad each of them. Runs in any thread.
+        """Copy the rows contiguously into the slab, and pad each row. Runs in any thread.
 
         :raises InputError: if no request's rows can be staged.
         """
