@@ -131,7 +131,7 @@ class Capacity:
             return (rows_max,)
         least = model.rows_min
         if options.graphs == "auto" and isinstance(model, PreparedModel):
-            # Empty batch sizes ask for one session for all sizes, so no size gets a session of its own.
+            # Empty batch sizes ask for one session that runs all sizes, so capture no size.
             return () if model.batch_sizes == () else sizes_to_prepare(model.batch_sizes, rows_max)
         if options.graphs == "auto":
             # Each size takes another context in every bay, so use few sizes: powers of four.
@@ -163,7 +163,7 @@ class EngineParts:
     shapes: Shapes
     capacity: Capacity
     owned: tuple[Closable, ...] = ()
-    """What closes with the engine: arenas it does not share, then a model and a device made for it."""
+    """The parts to close with the engine: unshared arenas, then a model and a device made for it."""
     padding: Padding | None = None
     """The dimensions and inputs to pad."""
     batching: Batching = TRUSTED

@@ -174,7 +174,7 @@ def _confirmed(parts: Parts, options: Options, batching: Batching, ran: "Ran") -
 
 
 def _judged(probe: "Probe", model: Model, options: Options, make: Callable[[Model], Parts]) -> Batching:
-    """Return the decision from the probe, or from what is known of the model if the probe is inconclusive."""
+    """Return the decision from the probe, or from doubts about the model if the probe is inconclusive."""
     verdict = _settled(probe.compare(), model)
     if options.batching != "on" and (error := _fails_as_row(model, make, probe.failed)) is not None:
         what = f"a row fails in a batch that does not fail alone: {said_of(error)}"
@@ -183,7 +183,7 @@ def _judged(probe: "Probe", model: Model, options: Options, make: Callable[[Mode
 
 
 def _settled(verdict: Verdict, model: Model) -> Verdict:
-    """Return a verdict, or one from what is known of the model if made-up rows were inconclusive."""
+    """Return a verdict, or a negative one if it is inconclusive and there are doubts about the model."""
     if verdict.is_independent is not None or not _doubt_of(model):
         return verdict
     return Verdict(is_independent=False, what=f"{_doubt_of(model)}, and {verdict.what}")

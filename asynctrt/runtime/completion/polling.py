@@ -59,7 +59,7 @@ class Poller:
                 watch.look_ns = now_ns + min(max(pause_ns, LATE_PAUSE_NS_MIN), LATE_PAUSE_NS_MAX)
 
     def is_due(self, watches: Sequence[Watch], now_ns: int) -> bool:
-        """Return whether to look at the next tick: an event may be done, or other work keeps the loop busy."""
+        """Return whether to look at the next tick: an event may be done, or other work occupies the loop."""
         for watch in watches:
             if not watch.calls and (
                 watch.look_ns <= now_ns or (self._quiet_ticks < QUIET_TICKS and now_ns < watch.late_ns)

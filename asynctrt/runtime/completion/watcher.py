@@ -153,7 +153,7 @@ class Watcher:
         """Return the latest time for the next look, regardless of expected ends."""
         next_ns = self._given_up_ns
         for watch in self.watches:
-            if watch.check_ns < next_ns:  # In a third of the time of min().
+            if watch.check_ns < next_ns:  # Takes a third of the time of min().
                 next_ns = watch.check_ns
         return next_ns
 
