@@ -62,7 +62,9 @@ class Capturing(Generic[C]):
         self._cancellation = current()
 
     def run(self, sizes: Sequence[int]) -> tuple[Sequence[int], list[CaptureCosts]]:
-        """Capture the sizes. If they do not fit, try every second one, if batches are padded to them. Blocks.
+        """Capture the sizes. Blocks.
+
+        If the model pads all batches to them, drop every second size as long as they do not fit.
 
         :returns: the captured sizes, and the CPU time to launch each.
         :raises DeviceMemoryError: if they do not fit; some may be captured then.

@@ -454,7 +454,7 @@ class ContextPool:
         return self.contexts[batch.context].missing_nbytes(self.layout(batch.key.shape))
 
     def growth(self, batch: Batch) -> Callable[[], object]:
-        """Return a function that allocates that memory, in any thread."""
+        """Return a function that allocates the missing memory of a batch's slab, in any thread."""
         return partial(self.contexts[batch.context].grow, self.layout(batch.key.shape))
 
     def source(self, batch: Batch, ahead: AheadRows | None = None) -> RowSource:

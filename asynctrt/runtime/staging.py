@@ -198,7 +198,7 @@ class Slab:
         return self.inputs if self.layout.has_rows_first else self._views_of(rows)[0]
 
     def output_views(self, rows: int) -> dict[str, Array]:
-        """Return the outputs in the same way."""
+        """Return the outputs of such a batch in the same way."""
         return self.outputs if self.layout.has_rows_first else self._views_of(rows)[1]
 
     def _views_of(self, rows: int) -> tuple[tuple[Array, ...], dict[str, Array]]:
