@@ -1,1 +1,1 @@
-"""What an engine is put together from: inputs that are checked, padding, the assembly of its parts."""
+"""The building blocks of an engine: the check of inputs, padding, the assembly of its parts."""

@@ -1,4 +1,4 @@
-"""What an engine stands on: the numbers it is built by, and its parts, made together and closed together."""
+"""The parts of an engine and their sizes: built together and closed together."""
 
 import asyncio
 import dataclasses
@@ -37,14 +37,14 @@ from asynctrt.statistics import TRUSTED, Batching
 from asynctrt.tensors import Dims, split_shared
 
 SHAPES_MAX: Final = 8
-"""Shapes of which graphs are captured: each takes as much memory as all those of another."""
+"""The most shapes to capture graphs for: the graphs of each shape take the same memory again."""
 
 logger = logging.getLogger("asynctrt")
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the options come to for this model on this device."""
+    """The sizes that the options yield for a model on a device."""
 
     rows_max: int
     contexts: int
@@ -55,7 +55,10 @@ class Capacity:
 
     @classmethod
     def of(cls, model: Model, device: Device, options: Options, shared: Arenas | None = None) -> "Capacity":
-        """The numbers, or an error that says which option the model cannot be opened with."""
+        """Return the sizes.
+
+        :raises AsynctrtError: naming the option that the model cannot be opened with.
+        """
         contexts = options.contexts or max(
             device.contexts_default, options.max_in_flight or 0, options.arenas or 0
         )
@@ -119,7 +122,7 @@ class Capacity:
 
     @staticmethod
     def _graphs(model: Model, device: Device, options: Options, rows_max: int) -> tuple[int, ...]:
-        """The batch sizes to capture, if the model can be."""
+        """Return the batch sizes to capture, assuming that the model can be captured."""
         if options.graphs == "off" or (options.graphs == "auto" and not device.prefers_graphs):
             return ()
         if model.rows_fixed is not None:
@@ -128,10 +131,10 @@ class Capacity:
             return (rows_max,)
         least = model.rows_min
         if options.graphs == "auto" and isinstance(model, PreparedModel):
-            # Who wants all sizes in one session wants none in others.
+            # Empty batch sizes ask for one session that runs all sizes, so capture no size.
             return () if model.batch_sizes == () else sizes_to_prepare(model.batch_sizes, rows_max)
         if options.graphs == "auto":
-            # Each size takes a context of its own in every bay, so there are few: powers of four.
+            # Each size takes another context in every bay, so use few sizes: powers of four.
             powers = (4**power for power in range(rows_max.bit_length()))
             return tuple(sorted({least, rows_max, *(rows for rows in powers if least < rows < rows_max)}))
         sizes = tuple(int(rows) for rows in options.graphs)
@@ -143,15 +146,15 @@ class Capacity:
 
 
 class Closable(Protocol):
-    """What is given back by closing it."""
+    """A resource that ``close`` releases."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the resource."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """All that an engine stands on. Whoever made a part closes it."""
+    """The parts of an engine. Each part is closed by its creator."""
 
     device: Device
     model: Model
@@ -160,27 +163,27 @@ class EngineParts:
     shapes: Shapes
     capacity: Capacity
     owned: tuple[Closable, ...] = ()
-    """What is closed with it: its own arenas, then the model and the device if they were made for it."""
+    """The parts to close with the engine: unshared arenas, then a model and a device made for it."""
     padding: Padding | None = None
-    """What is padded."""
+    """The dimensions and inputs to pad."""
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
 
     def create_scheduler(self, options: Options) -> Scheduler:
-        """Make the scheduler of an engine that stands on them."""
+        """Create the scheduler of an engine with these parts."""
         device, model, capacity = self.device, self.model, self.capacity
         concurrency = device.concurrency if model.occupies_device else capacity.in_flight_max
         is_pipelined = device.is_pipelined and model.occupies_device
         lanes_max = 1
         if is_pipelined:
-            # Each context works in an arena of its own, or waits for others there.
+            # A context has an arena to itself, or waits for the others that use it.
             lanes_max = min(capacity.arenas or capacity.contexts, capacity.in_flight_max)
             concurrency += lanes_max - 1
         return Scheduler(
             policy=Policy(
                 rows_max=capacity.rows_max,
                 delay_ns_max=int(options.max_delay * 1e9),
-                # What has no context to run on keeps no device busy.
+                # Without a context a batch cannot run, so more concurrency would not keep the device busier.
                 concurrency=min(concurrency, capacity.in_flight_max),
                 is_parallel=device.is_parallel and model.occupies_device and model.rows_fixed is None,
                 captured=self.pool.captured,
@@ -207,13 +210,13 @@ class EngineParts:
         loop: asyncio.AbstractEventLoop,
         wake: Callable[[], object],
     ) -> None:
-        """Have a scheduler launch no more than its part of the device, if the engine has a weight.
+        """Limit a scheduler to its share of the device, if the engine has a weight.
 
-        :param wake: asks the scheduler again, soon.
+        :param wake: makes the driver ask the scheduler again soon.
         """
         if options.weight is None:
             return
-        # In a shared arena a batch does not begin while others compute; some streams do not count waiting.
+        # Batches in a shared arena never overlap, and some streams do not count the time a batch waits.
         is_exact = self.pool.contexts[0].stream.ran_ns is not None
         overlaps = not is_exact and (self.arenas is None or self.arenas in self.owned)
         share = join_device(loop, self.device, options.weight, overlaps=overlaps, wake=wake)
@@ -222,10 +225,10 @@ class EngineParts:
     def create_check(
         self, options: Options, check_key: Callable[[BatchKey], object], *, rows_first: bool = False
     ) -> InputCheck:
-        """Make the check of an engine's inputs.
+        """Create the check of an engine's inputs.
 
-        :param check_key: what else to ask about a shape, if the model refuses some.
-        :param rows_first: whether arrays come with rows first, whatever axis of an input counts rows.
+        :param check_key: an additional check of a shape, used if the model refuses some shapes.
+        :param rows_first: whether arrays arrive with rows first, whatever axis of an input counts rows.
         """
         create = InputCheck if self.padding is None else partial(PaddedInputCheck, padding=self.padding)
         return create(
@@ -239,19 +242,19 @@ class EngineParts:
         )
 
     def create_size_chooser(self, call_soon: Callable[..., object]) -> SizeChooser | None:
-        """Make what chooses the sizes that rows are padded to, on a loop; ``None`` if all are given."""
+        """Create the chooser of the sizes to pad rows to; ``None`` if the options give all sizes."""
         if self.padding is None or not self.padding.chosen:
             return None
         return SizeChooser(self.model.name, self.padding, self.capacity.contexts, call_soon)
 
     def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
-        """Give back what is ours; returns how many contexts had to be abandoned. Blocks.
+        """Release what the engine owns; return how many contexts had to be abandoned. Blocks.
 
-        May be called again: what was abandoned is given back once it has ended.
+        Call it again to release abandoned contexts once they have ended.
         """
         abandoned = self.pool.close(timeout_s)
         if abandoned:
-            # What runs still uses the weights and the memory, so they stay too.
+            # A running batch still uses the weights and the memory, so keep them too.
             return abandoned
         if slots is not None:
             slots()
@@ -261,7 +264,7 @@ class EngineParts:
 
 
 class ModelProfiles:
-    """The profiles of a model, asked by the shape of a batch's key."""
+    """The profiles of a model, looked up by the shape of a batch's key."""
 
     def __init__(self, model: ProfiledModel) -> None:
         self._model = model
@@ -282,10 +285,10 @@ class ModelProfiles:
 
 
 def row_nbytes_of(model: Model) -> Callable[[Hashable], int] | None:
-    """Return what tells the bytes of one row of a shape, inputs and outputs, from its dynamic dimensions.
+    """Return a function from the dynamic dimensions of a row to its bytes, inputs and outputs together.
 
-    ``None`` for a model whose rows all have one shape: what a batch of it needs is known, and is taken or
-    refused when it is opened. Outputs whose shape depends on the data count for nothing.
+    Return ``None`` for a model whose rows all have one shape: the memory of a batch is then known, and
+    allocated or refused when the model is opened. Outputs whose shape depends on the data count as 0 bytes.
     """
     if all(spec.is_fixed for spec in model.inputs):
         return None
@@ -293,7 +296,7 @@ def row_nbytes_of(model: Model) -> Callable[[Hashable], int] | None:
     def row_nbytes(shape: Hashable) -> int:
         assert isinstance(shape, tuple)
         layout = lay_out(model.inputs, model.outputs, dict(shape), rows_max=1)
-        # Memory for outputs that the model brings is not asked for, but taken all the same.
+        # Also count outputs that the model allocates itself: they take memory too.
         return layout.input_row_nbytes + layout.output_row_nbytes
 
     return row_nbytes
@@ -305,9 +308,9 @@ def build_on(
     options: Options,
     shared: Arenas | None,
 ) -> EngineParts:
-    """Load a model and make what its batches need. Blocks; what fails leaves nothing behind.
+    """Load a model and create the parts of its engine. Blocks; a failure releases everything.
 
-    :raises AsynctrtError: whatever a model or a device refuses.
+    :raises AsynctrtError: if the model or the device refuses.
     """
     found = find_device(device)
     loaded: Model | None = None
@@ -339,14 +342,14 @@ def _load(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, op
         shared = frozenset(options.shared or ())
         rows = RowSettings(options.batching == "on", options.batch_axis or {}, shared)
         return load_model(model, device, options.flavour, tensorrt, options.runtime, rows, onnx)
-    # Not before it is needed: few engines have their plans built.
+    # Imported only when needed: few engines build their plans.
     from asynctrt.plans.cached import load_for  # noqa: PLC0415
 
     return load_for(model, device, options)
 
 
 def _made_as_proven(given: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
-    """Make what batches need, with rows of several requests in them unless that is no good."""
+    """Create the parts of an engine, with batches of several requests unless rows are not independent."""
 
     def make(model: Model) -> EngineParts:
         made = _make(model, device, options, shared)
@@ -372,7 +375,7 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
 
 
 def _make_on_host(options: Options, model: Model) -> EngineParts:
-    """Make what batches of a model need to be tried on the host, with the model to be closed with it."""
+    """Create the parts for trying a model on the host. Closing them closes the model as well."""
     device = HostDevice()
     plain = Options(
         max_rows=options.max_rows, pad=options.pad, pad_with=options.pad_with, contexts=1, graphs="off"
@@ -389,9 +392,9 @@ def _make_on_host(options: Options, model: Model) -> EngineParts:
 def _shapes_to_capture(
     model: Model, padding: Padding | None, capacity: Capacity, shapes: Shapes
 ) -> tuple[Hashable, ...]:
-    """Return the shapes that all batches have, if they are few, and each batch holds as many rows.
+    """Return all shapes of batches, if they are few and a batch of each holds ``rows_max`` rows.
 
-    There are none for plans, whose profiles and arenas graphs of several shapes do not know.
+    Return no shapes for plans: graphs of several shapes do not support profiles and arenas.
     """
     if padding is None or not capacity.graphs or model.enqueue_nbytes or isinstance(model, ProfiledModel):
         return ()
@@ -403,7 +406,7 @@ def _shapes_to_capture(
 
 
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
-    """Make what batches of a model need on a device."""
+    """Create the parts of a model's engine on a device."""
     capacity = Capacity.of(model, device, options, shared)
     if options.weight is not None and not model.occupies_device:
         raise OptionsError(
@@ -450,7 +453,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             graphs=capacity.graphs,
             profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
             rows_held=shapes.rows_held,
-            prepares=not options.deterministic,  # Else batches are all of one size.
+            prepares=not options.deterministic,  # With deterministic, all batches have one size.
             padding=padding,
             shapes=_shapes_to_capture(model, padding, capacity, shapes),
         )

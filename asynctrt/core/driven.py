@@ -1,7 +1,7 @@
-"""An engine whose requests a driver carries out: where a request's way begins.
+"""An engine whose requests a driver carries out: the entry point of a request.
 
-Top to bottom: :meth:`DrivenEngine.infer` checks the inputs against the model's specs, queues them with the
-driver, and awaits. In this process that is the one of ``runtime``: it carries out what the scheduler decides
+:meth:`DrivenEngine.infer` checks the inputs against the model's specs, queues them with the driver, and
+awaits the answer. In this process the driver is that of ``runtime``: it carries out the scheduler's decisions
 (``scheduling``), puts batches on pooled contexts (``backends``) of a device (``devices``), and answers the
 callers when the reaper has seen a batch's event. With worker processes it is their front (``workers``).
 """
@@ -26,7 +26,7 @@ from asynctrt.tensors import InferResult
 
 
 class RequestDriver(Protocol):
-    """What takes requests and answers them."""
+    """A driver: takes requests and answers them."""
 
     def submit(
         self,
@@ -38,29 +38,29 @@ class RequestDriver(Protocol):
         future: "asyncio.Future[InferResult] | None" = None,
         outputs: frozenset[str] | None = None,
     ) -> Request:
-        """Queue rows, or raise with nothing changed.
+        """Queue rows, or raise and change nothing.
 
         :param outputs: the names of the outputs that the caller wants; ``None`` for all.
         """
 
     def cancel(self, request: Request) -> None:
-        """Drop the request of a caller who has gone away."""
+        """Drop the request of a caller that was cancelled."""
 
     def refuse(self, why: AsynctrtError) -> None:
-        """Take no new request; answer those that were taken."""
+        """Refuse new requests; still answer the accepted ones."""
 
     async def wait_idle(self) -> None:
-        """Return when every request was answered."""
+        """Wait until every request is answered."""
 
 
 class DrivenEngine(Engine):
-    """An engine that checks requests and has a driver carry them out.
+    """An engine that checks requests and passes them to a driver.
 
-    :param driver: takes what was checked.
-    :param check: of the inputs of a call.
+    :param driver: takes the checked requests.
+    :param check: checks the inputs of a call.
     :param limit: returns the rows that one batch of a key holds.
     :param rows_unsplit: up to this many rows are never split, whatever their key.
-    :param runs: the runs of the model's function, if it is one.
+    :param runs: the runs of the model's function, if the model is a function.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class DrivenEngine(Engine):
         priority: int = 0,
         outputs: Outputs = HOST,
     ) -> "asyncio.Future[InferResult]":
-        # The first lines of `infer`, once more: they are too hot for a method that serves both.
+        # Repeats the first lines of `infer`: this path is too hot for a call to a common method.
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
@@ -135,7 +135,7 @@ class DrivenEngine(Engine):
         else:
             timeout_ns, priority, run = self._checked(timeout, priority)
         if rows > self._rows_unsplit and rows > self._limit(key):
-            # Queued here, not by the task: what was accepted is answered though the engine drains at once.
+            # Queue here, not in the task: an accepted call is answered even if the engine drains right away.
             split = self._split(arrays, rows, key, priority, timeout_ns, names)
             if run is not None:
                 self._wait_in(run, split.requests)
@@ -177,13 +177,13 @@ class DrivenEngine(Engine):
         """
 
     def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int, Run | None]:
-        """Return the timeout in ns, and the priority: a call's own, within those of :func:`asynctrt.within`.
+        """Return a call's timeout in ns and its priority, limited by :func:`asynctrt.within`.
 
-        And the run of a function that the call is made in, if there is one.
+        Also return the function's run that makes the call, if there is one.
 
-        :raises InputError: for a value that is neither.
-        :raises DeadlineError: if that work has no time left.
-        :raises UsageError: if that run would wait for itself.
+        :raises InputError: for an invalid timeout or priority.
+        :raises DeadlineError: if no time is left within :func:`asynctrt.within`.
+        :raises UsageError: if the run would wait for itself.
         """
         level = priority_of(priority, self._options.priorities)
         timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
@@ -197,7 +197,7 @@ class DrivenEngine(Engine):
         return timeout_ns, level, run
 
     def _wait_in(self, run: Run, requests: Sequence[Request]) -> None:
-        """Note that a run of a function waits for requests of this engine."""
+        """Record that a run of a function waits for requests of this engine."""
         for request in requests:
             run.wait_for(self._runs, request.future)
 
@@ -209,7 +209,7 @@ class DrivenEngine(Engine):
 
 
 class _Answer(asyncio.Future[InferResult]):
-    """The future of :meth:`DrivenEngine.submit`: to cancel it takes its request out of the queue at once."""
+    """The future of :meth:`DrivenEngine.submit`: cancelling it removes its request from the queue at once."""
 
     __slots__ = ("driver", "request")
 

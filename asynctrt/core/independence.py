@@ -1,8 +1,8 @@
-"""Whether rows of different requests may share a batch: found out by trying, when an engine is opened.
+"""The test, run when an engine is opened, of whether rows of different requests may share a batch.
 
-A few made-up rows run on the engine's own context, alone and in a batch with others, one of which is extreme.
-If a row's answer depends on its company (a recurrent network whose first axis is time, scales taken over a
-whole batch), requests are kept apart. Padding is tried in the same way.
+A few made-up rows run on the engine's context, alone and in a batch with others; one of these is extreme.
+If a row's answer depends on the other rows (a recurrent network whose first axis is time, scales computed
+over a whole batch), each request runs alone. Padding is tested in the same way.
 """
 
 import logging
@@ -33,18 +33,18 @@ from asynctrt.statistics import TRUSTED, Batching
 from asynctrt.tensors import Array
 
 CLOSE_S: Final = 0.1
-"""How long streams of what was tried may take to come to rest."""
+"""How long to wait for the streams of a trial to become idle, in seconds."""
 
 P = TypeVar("P", bound="Parts")
 
 Shape = tuple[tuple[str, int], ...]
-"""The sizes of dimensions that vary, as keys say them."""
+"""The sizes of dynamic dimensions, as in the shape of a key."""
 
 logger = logging.getLogger("asynctrt")
 
 
 class Parts(Stage, Protocol):
-    """What an engine stands on, as far as it is needed here."""
+    """The parts of an engine that a trial needs."""
 
     def create_check(
         self, options: Options, check_key: Callable[[BatchKey], object], *, rows_first: bool = False
@@ -53,9 +53,9 @@ class Parts(Stage, Protocol):
 
 
 def structural(model: Model, options: Options) -> Batching:
-    """Return whether requests can share batches as far as shapes and options say.
+    """Return whether shapes and options allow requests to share batches.
 
-    :raises ModelError: if the options demand that they do, and they cannot.
+    :raises ModelError: if the options demand shared batches that the model does not allow.
     """
     alone = getattr(model, "alone", "")
     fixed = model.rows_fixed
@@ -81,7 +81,7 @@ def is_alone(model: Model) -> bool:
 
 
 def alone_of(model: Model, reason: str) -> Model:
-    """Return a model with each request run alone: itself if it is one."""
+    """Return a model that runs each request alone: ``model`` itself if it already does."""
     return model if is_alone(model) else run_alone(model, reason)
 
 
@@ -92,14 +92,14 @@ def prove(
     make: Callable[[Model], Parts],
     make_on_host: Callable[[Model], Parts],
 ) -> Batching:
-    """Find out whether rows are independent, and whether padding changes answers. Blocks.
+    """Test whether rows are independent, and whether padding changes answers. Blocks.
 
-    A model that has a twin on the host is tried there first: made-up rows may make it fail, and libraries for
-    GPUs do not always survive that. What ran there is then compared on the device.
+    A model with a twin on the host is tried there first: made-up rows may make it fail, and libraries for
+    GPUs do not always survive that. Rows that ran on the host are then compared on the device.
 
-    :param batching: what shapes and options say.
-    :param make: makes what batches of another model need on the same device.
-    :param make_on_host: the same on the host.
+    :param batching: the decision from shapes and options.
+    :param make: creates the parts for another model on the same device.
+    :param make_on_host: creates the parts for another model on the host.
     :raises OptionsError: if padding changes answers.
     :raises DeviceLostError: if the device is lost.
     """
@@ -124,7 +124,7 @@ def _tried_on_host(
     twin_of: Callable[[], Model],
     make_on_host: Callable[[Model], Parts],
 ) -> Batching:
-    """Return what made-up rows show on the host and, if they ran there, on the device."""
+    """Return the decision from made-up rows on the host and, if they ran there, on the device."""
     try:
         twin = make_on_host(twin_of())
     except AsynctrtError as error:
@@ -140,7 +140,7 @@ def _tried_on_host(
 
 @contextmanager
 def closing_parts(parts: P) -> Iterator[P]:
-    """Close what batches needed, in the end."""
+    """Close ``parts`` on exit."""
     try:
         yield parts
     finally:
@@ -150,12 +150,12 @@ def closing_parts(parts: P) -> Iterator[P]:
 def _tried(
     parts: Parts, options: Options, batching: Batching, make: Callable[[Model], Parts]
 ) -> "tuple[Batching, Ran | None]":
-    """Return what made-up rows show, and those that ran together."""
+    """Return the decision from made-up rows, and the rows that ran in one batch."""
     probe, model = Probe(parts), parts.model
     try:
         if batching.is_on:
             batching = _judged(probe, model, options, make)
-        is_as_decided = batching.is_on is not is_alone(model)  # Else what batches need is made anew.
+        is_as_decided = batching.is_on is not is_alone(model)  # If not, the parts are created again.
         if parts.padding is not None and is_as_decided:
             _prove_padding(probe, parts, options)
     finally:
@@ -164,7 +164,7 @@ def _tried(
 
 
 def _confirmed(parts: Parts, options: Options, batching: Batching, ran: "Ran") -> Batching:
-    """Return what rows show on the device that ran well on the host."""
+    """Return the decision after running on the device the rows that ran on the host."""
     probe = Probe(parts)
     try:
         verdict = probe.compare_again(ran)
@@ -174,7 +174,7 @@ def _confirmed(parts: Parts, options: Options, batching: Batching, ran: "Ran") -
 
 
 def _judged(probe: "Probe", model: Model, options: Options, make: Callable[[Model], Parts]) -> Batching:
-    """Return what the probe and, where it cannot tell, what is known of the model says."""
+    """Return the decision from the probe, or from doubts about the model if the probe is inconclusive."""
     verdict = _settled(probe.compare(), model)
     if options.batching != "on" and (error := _fails_as_row(model, make, probe.failed)) is not None:
         what = f"a row fails in a batch that does not fail alone: {said_of(error)}"
@@ -183,7 +183,7 @@ def _judged(probe: "Probe", model: Model, options: Options, make: Callable[[Mode
 
 
 def _settled(verdict: Verdict, model: Model) -> Verdict:
-    """Return a verdict, or what is known of the model where made-up rows could not tell."""
+    """Return a verdict, or a negative one if it is inconclusive and there are doubts about the model."""
     if verdict.is_independent is not None or not _doubt_of(model):
         return verdict
     return Verdict(is_independent=False, what=f"{_doubt_of(model)}, and {verdict.what}")
@@ -194,9 +194,9 @@ def _doubt_of(model: Model) -> str:
 
 
 def _decided(verdict: "Verdict", model: Model, options: Options) -> Batching:
-    """Return what is done about a verdict.
+    """Return the decision that follows from a verdict.
 
-    :raises ModelError: if rows are to share batches, and it is not known which these are.
+    :raises ModelError: if ``batching="on"``, but outputs may not have one row per row of the inputs.
     """
     if verdict.is_independent is not False:
         return Batching(reason=verdict.what)
@@ -215,7 +215,7 @@ def _decided(verdict: "Verdict", model: Model, options: Options) -> Batching:
 def _fails_as_row(
     model: Model, make: Callable[[Model], Parts], failed: "Sequence[tuple[Sample, Exception]]"
 ) -> Exception | None:
-    """Return why a made-up row failed that runs alone; ``None`` if there is none."""
+    """Return the error of a row that failed in the probe but runs alone; ``None`` if there is no such row."""
     if not failed:
         return None
     try:
@@ -231,9 +231,9 @@ def _fails_as_row(
 
 
 def _prove_padding(probe: Probe, parts: Parts, options: Options) -> None:
-    """Check that rows have the same answers as they are and padded.
+    """Check that padding does not change the answers of rows.
 
-    :raises OptionsError: if not.
+    :raises OptionsError: if it does.
     """
     for arrays, given, padded in _padded_samples(probe, parts, options):
         try:
@@ -261,7 +261,7 @@ def _prove_padding(probe: Probe, parts: Parts, options: Options) -> None:
 def _padded_samples(
     probe: Probe, parts: Parts, options: Options
 ) -> Iterator[tuple[tuple[Array, ...], BatchKey, BatchKey]]:
-    """Return made-up rows that padding makes larger, with the keys of batches without it and with it."""
+    """Return made-up rows that padding enlarges, with the keys of their batches without and with padding."""
     padding = parts.padding
     assert padding is not None
     check = parts.create_check(options, lambda _: None, rows_first=True)
@@ -287,7 +287,7 @@ def _padded_samples(
 
 
 def _way_out(parts: Parts, options: Options) -> str:
-    """Return what would make padding harmless: an input that says what is padding."""
+    """Return advice on making padding harmless: let the engine fill an input that marks the padding."""
     padding = parts.padding
     assert padding is not None
     said = options.pad_with or {}

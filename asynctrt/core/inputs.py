@@ -1,7 +1,7 @@
-"""The check of a call's inputs: arrays by name in, checked arrays in the model's order out.
+"""The check of a call's inputs: takes arrays by name and returns checked arrays in the model's order.
 
-What passes is safe for the callers it shares a batch with: plain ``numpy.ndarray`` objects (subclasses may
-redefine what copying means) of the right dtype, rows and shape.
+Inputs that pass cannot harm other requests of their batch: they are plain ``numpy.ndarray`` objects
+(subclasses may redefine what copying means) of the right dtype, rows and shape.
 """
 
 import dataclasses
@@ -33,27 +33,26 @@ from asynctrt.tensors import (
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
 
 Outputs = Literal["host", "device"] | Sequence[str]
-"""What a call's ``outputs`` may be: where it wants all of them, or the names of those that it wants."""
+"""The type of a call's ``outputs``: where to leave all outputs, or the names of the wanted ones."""
 
 Checked = tuple[tuple[Array, ...], int, BatchKey]
 """Arrays with rows first, in the model's order, their number of rows, and the key of their batches."""
 
 SHAPES_MAX: Final = 4096
-"""How many shapes of inputs are remembered as valid."""
+"""The most shapes of inputs to remember as valid."""
 
 
 class InputCheck:
-    """Checks the inputs of a call against the specs, and gives the key of the batches that they may join.
+    """Checks the inputs of a call against the specs, and finds the key of the batches that they may join.
 
     :param specs: the model's inputs, in the order in which arrays are returned.
     :param check_finite: refuse NaN and infinities in floating-point inputs.
-    :param check_key: what else to ask about the shape of the rows; raises ``InputError`` to refuse it.
+    :param check_key: an additional check of the rows' shape; raises ``InputError`` to refuse it.
     :param import_array: returns an array on the engine's device, or ``None`` for any other object.
     :param ignores_extra: drop inputs that the model does not have instead of refusing them.
     :param rows_first: take all arrays with rows first, whatever axis counts rows, and inputs without rows
-        once for each row: how a worker gets them from its front.
-    :param repeats_shared: return inputs that all rows have in common once for each row: how a front writes
-        them.
+        repeated for each row, as a worker gets them from its front.
+    :param repeats_shared: repeat inputs that all rows share for each row, as a front writes them.
     :param dims_are_hints: whether two inputs may disagree on the size of a dimension that they both name.
     """
 
@@ -73,12 +72,12 @@ class InputCheck:
         self._with_rows, self._shared = split_shared(self.specs)
         self._shared_names = frozenset(spec.name for spec in self._shared)
         self._repeats_shared = repeats_shared
-        # As callers give them.
+        # The specs of the arrays as callers give them.
         self._given = (
             tuple(dataclasses.replace(spec, axis=0) for spec in self.specs) if rows_first else self.specs
         )
         self._is_plain = not self._shared and all(spec.axis == 0 for spec in self._given)
-        # Whether shapes and dtypes are all that has to be looked at.
+        # Whether checking shapes and dtypes is enough.
         self._remembers = not check_finite and not any(spec.dtype.hasobject for spec in self.specs)
         self._remembers &= self._is_plain or not (rows_first or repeats_shared)
         self._ignores_extra = ignores_extra
@@ -88,18 +87,18 @@ class InputCheck:
         self._import_array = import_array
         self._names = tuple(spec.name for spec in self.specs)
         self._dtypes = tuple(spec.dtype for spec in self.specs)
-        # Shapes that were checked before, and what came of it: most calls bring no new one.
+        # The rows and key of shapes that passed before: most calls have a known shape.
         self._known: dict[tuple[Any, ...], tuple[int, BatchKey]] = {}
 
     @property
     def looks_at_shapes_alone(self) -> bool:
-        """Whether arrays that passed once pass again, as they are, whatever is written to them."""
+        """Whether arrays that passed once pass again unchanged, whatever values are written to them."""
         return type(self) is InputCheck and self._remembers and not self._shared
 
     def validate(self, inputs: Inputs) -> Checked:
-        """Return the arrays of a call, checked.
+        """Return the checked arrays of a call.
 
-        :raises InputError: naming tensor, expected and given.
+        :raises InputError: naming the tensor, what is expected and what was given.
         """
         if len(self._names) == 1:
             named = type(inputs) is dict and len(inputs) == 1
@@ -124,8 +123,7 @@ class InputCheck:
         return self._check(inputs)
 
     def _as_rows(self, arrays: tuple[Array, ...], rows: int, key: BatchKey) -> Checked:
-        """Return arrays whose shapes are known to be right with rows first, and what rows have in common in
-        the key."""
+        """Return arrays of known shapes with rows first, and move inputs that rows share to the key."""
         placed, shared = [], []
         for spec, array in zip(self.specs, arrays, strict=True):
             if spec.axis is None and self._shared:
@@ -166,7 +164,7 @@ class InputCheck:
     def _with_shared(
         self, arrays: tuple[Any, ...], key: BatchKey, placed: Mapping[str, Any], rows: int
     ) -> tuple[tuple[Any, ...], BatchKey]:
-        """Return arrays and key with what all rows have in common."""
+        """Return arrays and key with the inputs that all rows share."""
         shared = {spec.name: placed[spec.name][0, ...] for spec in self._shared}
         key = key._replace(shared=tuple(map(content_of, shared.values())))
         if not self._repeats_shared:
@@ -175,10 +173,9 @@ class InputCheck:
         return Views({**placed, **repeated}[spec.name] for spec in self.specs), key
 
     def _placed(self, spec: TensorSpec, value: Any) -> Any:
-        """Return a checked value with rows first; one that all rows have in common, or a Python value, as one
-        row.
+        """Return a checked value with rows first; one row for a Python value, or one that all rows share.
 
-        :raises InputError: for an array on the device that would have to be laid out anew there.
+        :raises InputError: for an array on the device whose layout would have to change there.
         """
         if spec.kind != "tensor":
             return spec.rows_of(value, 1)
@@ -194,19 +191,19 @@ class InputCheck:
         )
 
     def key_of(self, shapes: Sequence[Dims]) -> BatchKey:
-        """Return the key of a batch of such rows, from the shape of one row of each input.
+        """Return the key of a batch, given the shape of one row of each input.
 
-        :raises InputError: when two inputs do not agree on a dynamic dimension.
+        :raises InputError: if two inputs disagree on a dynamic dimension.
         """
         symbols = self.symbols(shapes)
         return BatchKey(tuple(symbols.items())) if symbols else FIXED_SHAPE
 
     def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
-        """Return the key of a batch of rows whose dimensions are given by the names of the inputs.
+        """Return the key of a batch, given the dimensions of one row by the names of the inputs.
 
-        Those that the model fixes may be left out.
+        Inputs whose dimensions the model fixes may be left out.
 
-        :raises InputError: for unknown names, and dimensions that are not the model's.
+        :raises InputError: for unknown names, and dimensions that do not fit the model's.
         """
         if not isinstance(dims, Mapping) or not set(dims) <= set(self._names):
             raise InputError(
@@ -230,10 +227,10 @@ class InputCheck:
         return self.key_of(shapes)
 
     def symbols(self, shapes: Sequence[Dims]) -> dict[str, int]:
-        """Return the size of each named dimension, from the shapes of one row of each input.
+        """Return the size of each named dimension, given the shape of one row of each input.
 
-        :raises InputError: when two inputs disagree on one, unless names of dimensions are hints: each input
-            then has a size of its own (:attr:`TensorSpec.own_dims`).
+        :raises InputError: if two inputs disagree on a dimension. If names of dimensions are hints, each
+            input then has its own size instead (:attr:`TensorSpec.own_dims`).
         """
         symbols: dict[str, int] = {}
         apart: set[str] = set()
@@ -308,8 +305,8 @@ class InputCheck:
                     f"input {spec.name!r} has masked values, which a model cannot leave out. Replace them: "
                     "array.filled(value)"
                 )
-            # A view as the base class. A subclass may refuse to be put beside plain arrays, or change what
-            # that means, and the other requests of the batch would fail with it.
+            # A view as the base class. A subclass may refuse to be joined with plain arrays, or redefine
+            # joining, and the other requests of the batch would fail too.
             return np.asarray(value)
         if self._import_array is not None and (placed := self._import_array(value)) is not None:
             return placed
@@ -319,7 +316,7 @@ class InputCheck:
 
     @staticmethod
     def _foreign(spec: TensorSpec, value: Any) -> Array:
-        """Return another library's array as NumPy's, without a copy where it allows that."""
+        """Return another library's array as a NumPy array, without a copy if the library allows that."""
         if not is_array(value):
             try:
                 memoryview(value)
@@ -359,10 +356,10 @@ def as_text(spec: TensorSpec, value: Any) -> Array:
 
 
 def _converts(array: Any, spec: TensorSpec) -> bool:
-    """Return whether an array becomes one of the tensor's dtype without a change of any value.
+    """Return whether an array can be converted to the tensor's dtype without changing any value.
 
-    Whole numbers may become wider ones, and bytes may be in another order. A float is never made wider: who
-    gives float32 where float64 is expected may have lost precision before.
+    Integers may be widened, and the byte order may differ. A float is never widened: a caller that gives
+    float32 for an expected float64 may have lost precision before.
     """
     if isinstance(array, DeviceArray) or array.dtype.hasobject:
         return False
@@ -378,8 +375,8 @@ def _converts(array: Any, spec: TensorSpec) -> bool:
 def first_row_not_finite(array: Array) -> int | None:
     """Return the first row with a NaN or an infinity; ``None`` if every value is finite.
 
-    This includes complex numbers, the fields of structured dtypes and the floats of ``ml_dtypes``
-    (``bfloat16``, ``float8_e4m3fn``).
+    Complex numbers, the fields of structured dtypes and the floats of ``ml_dtypes`` (``bfloat16``,
+    ``float8_e4m3fn``) are checked too.
     """
     if array.dtype.names:
         rows = [first_row_not_finite(array[name]) for name in array.dtype.names]
@@ -394,7 +391,7 @@ def _may_be_not_finite(dtype: np.dtype[Any]) -> bool:
     if dtype.kind != "V":
         return dtype.kind in "fc"
     try:
-        np.isfinite(np.zeros(1, dtype))  # A dtype of another library: NumPy knows its floats by their loops.
+        np.isfinite(np.zeros(1, dtype))  # NumPy has this loop only for floats of another library.
     except TypeError:
         return False
     return True

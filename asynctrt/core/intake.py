@@ -1,4 +1,4 @@
-"""A local engine's way in for rows that lie in shared memory: what a worker needs of its engine."""
+"""A local engine's entry point for rows in shared memory, used by a worker."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,10 @@ from asynctrt.scheduling.request import Request
 
 
 class Intake:
-    """Takes rows that are checked apart, and has batches use them where they lie.
+    """Takes rows that were checked separately, and lets batches use them in place.
 
-    :param check: of the inputs, of which ``validate`` gives what :meth:`submit` takes.
-    :param device: what the batches run on.
+    :param check: the check of inputs, whose ``validate`` returns the argument of :meth:`submit`.
+    :param device: the device that the batches run on.
     :param rows_unsplit: up to this many rows are never split, whatever their key.
     :param limit: returns the rows that one batch of a key holds.
     """
@@ -49,7 +49,7 @@ class Intake:
         """Queue checked rows.
 
         :param future: any object with a future's methods; it is resolved the same way.
-        :returns: their request; ``None``, and nothing is queued, if they are more than a batch holds.
+        :returns: their request; ``None``, with nothing queued, if there are more rows than a batch holds.
         """
         arrays, rows, key = checked
         if rows > self._rows_unsplit and rows > self._limit(key):
@@ -65,13 +65,13 @@ class Intake:
         return self._splitter.submit(arrays, rows, key, priority, timeout_ns)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request whose caller has gone."""
+        """Drop a request whose caller was cancelled."""
         self._driver.cancel(request)
 
     def on_launch(self, note: Callable[[Batch], None]) -> None:
-        """Have ``note`` called with each batch before anything is done with its rows. It must not raise."""
+        """Call ``note`` with each batch before its rows are used. ``note`` must not raise."""
         self._driver.on_launch = note
 
     def forget_inputs(self, slab: Slab) -> None:
-        """Forget rows that no batch uses any more and that are about to be freed."""
+        """Forget a slab that is about to be freed. No batch may still use it."""
         self._pool.forget_inputs(slab)

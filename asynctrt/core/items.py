@@ -1,4 +1,4 @@
-"""The items of ``@asynctrt.batch``: which calls share a batch, how items are stacked, whose a result is."""
+"""The items of ``@asynctrt.batch``: which calls share a batch, stacking items, distributing results."""
 
 import asyncio
 import inspect
@@ -15,23 +15,23 @@ from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsEr
 from asynctrt.tensors import SHARED_NBYTES_MAX, Array, TensorSpec, as_numpy, has_masked, is_array
 
 PLAIN_KINDS: Final = "biufcUS"
-"""NumPy's kinds of what Python has a type of its own for: truth values, numbers and texts."""
+"""NumPy's kinds that have a Python type: booleans, numbers and strings."""
 
 GROUPS_MAX: Final = 64
-"""Groups of calls that have a queue each; further ones share a queue, but are computed apart all the same."""
+"""The number of queues for groups of calls. Further groups share queues, but are still computed apart."""
 
 INT64: Final = np.iinfo(np.int64)
 NUMBERS: Final[dict[type, type]] = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 
 
 class Key:
-    """What calls must have in common to share a batch, besides shapes: here nothing."""
+    """The key of calls that may share a batch if their shapes agree. The base class has one key for all."""
 
     once: frozenset[int | str] = frozenset()
-    """The places and names of the arguments that the function gets once and not for each item."""
+    """The places and names of the arguments that the function gets once, not once for each item."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """Return the key of a call: calls with equal ones share a batch."""
+        """Return the key of a call: only calls with equal keys share a batch."""
         return None
 
     def bound(self) -> "Key":
@@ -40,10 +40,10 @@ class Key:
 
 
 class FunctionKey(Key):
-    """The result of a function of the call's arguments.
+    """A key computed by a function of the call's arguments.
 
-    :param function: the function that makes keys.
-    :param name: the function that is called in batches, for messages.
+    :param function: computes the key.
+    :param name: the name of the batched function, for messages.
     """
 
     def __init__(self, function: Callable[..., Hashable], name: str) -> None:
@@ -53,7 +53,7 @@ class FunctionKey(Key):
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """Return the key of a call.
 
-        :raises ExecutionError: when the function raised; an error of asynctrt's is raised as it is.
+        :raises ExecutionError: if the function raises; an ``AsynctrtError`` propagates unchanged.
         """
         try:
             return self._function(*args, **kwargs)
@@ -70,15 +70,15 @@ class Parameter(NamedTuple):
 
     name: str
     place: int | None
-    """``None`` if it is given by its name alone."""
+    """Its position; ``None`` if it is keyword-only."""
     default: Any
-    """``inspect.Parameter.empty`` if it has none."""
+    """``inspect.Parameter.empty`` if it has no default."""
 
 
 class NamedKey(Key):
-    """The values of some parameters, and their types, since 1, 1.0 and True are equal.
+    """A key of the values of some parameters, and their types, since 1, 1.0 and True are equal.
 
-    :param name: the function that is called in batches, for messages.
+    :param name: the name of the batched function, for messages.
     """
 
     def __init__(self, parameters: Iterable[Parameter], name: str) -> None:
@@ -106,7 +106,7 @@ class NamedKey(Key):
         return tuple(key)
 
     def bound(self) -> Key:
-        """Return the key of calls without ``self``, which is the same for all calls to an instance."""
+        """Return the key of calls without ``self``, which all calls to an instance share."""
         shifted = [
             parameter if parameter.place is None else parameter._replace(place=parameter.place - 1)
             for parameter in self._parameters
@@ -115,9 +115,9 @@ class NamedKey(Key):
 
 
 def key_of(key: object, function: Callable[..., Any], name: str) -> Key:
-    """Return what ``key=`` says of a function.
+    """Return the key that the option ``key=`` of a function asks for.
 
-    :raises OptionsError: if it is neither a function nor names of parameters that the function has.
+    :raises OptionsError: if ``key`` is neither a function nor names of the function's parameters.
     """
     if key is None:
         return Key()
@@ -153,8 +153,8 @@ def _parameters_of(function: Callable[..., Any], name: str, names: Sequence[str]
 class Group:
     """Calls that may share a batch.
 
-    :param kind: what they have in common.
-    :param queue: the number of the queue that they wait in.
+    :param kind: the shapes and key that the calls share.
+    :param queue: the number of the queue that the calls wait in.
     """
 
     __slots__ = ("kind", "queue", "waiting")
@@ -166,17 +166,17 @@ class Group:
 
 
 class Groups:
-    """The groups of the calls that wait.
+    """The groups of the waiting calls.
 
-    :param key: what calls of one group have in common, besides shapes.
+    :param key: the key that calls of one group share, besides shapes.
     :param items: whether the function takes lists, so that shapes do not matter.
     """
 
     def __init__(self, key: Key, *, items: bool) -> None:
         self._key = key
         self._items = items
-        # Shapes are few, and what a queue has learned of their batches helps the next call. Keys may be large
-        # and never come again.
+        # There are few shapes, so keep their groups: what a queue has learned of their batches helps the next
+        # call. Keys may be large and never recur.
         self._keeps = type(key) is Key
         self._found: dict[Hashable, Group] = {}
         # How many groups have calls waiting in each queue.
@@ -188,7 +188,7 @@ class Groups:
     def enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Group]:
-        """Return the arguments of a call, arrays as NumPy's, and its group, which it then waits in.
+        """Return the arguments of a call, with arrays as NumPy arrays, and the group that it now waits in.
 
         :raises InputError: if the key cannot be hashed.
         """
@@ -216,7 +216,7 @@ class Groups:
         return args, kwargs, group
 
     def leave(self, group: Group) -> None:
-        """Let go of a call that no longer waits."""
+        """Remove a call that no longer waits."""
         group.waiting -= 1
         if not group.waiting:
             self._queued[group.queue] -= 1
@@ -224,7 +224,7 @@ class Groups:
                 return
             if self._found.get(group.kind) is group:
                 del self._found[group.kind]
-            else:  # The key was changed meanwhile, so that it is not found where it was put.
+            else:  # The key was mutated meanwhile, so its hash no longer finds it.
                 self._found = {kind: found for kind, found in self._found.items() if found is not group}
 
     def _add(self, kind: Hashable) -> Group:
@@ -235,7 +235,7 @@ class Groups:
 
 
 class Item:
-    """The arguments of one call, and then its result.
+    """The arguments of one call, and later its result.
 
     :param group: the calls that it can be stacked with.
     """
@@ -252,17 +252,17 @@ class Item:
         self.wait: Wait | None = None
 
     def leave(self) -> None:
-        """Note that its caller was cancelled."""
+        """Record that its caller was cancelled."""
         self.has_left = True
         if self.wait is not None:
             self.wait.leave()
 
 
 class Wait:
-    """The wait for what a function returned for the items of one group.
+    """The wait for the awaitable that a function returned for the items of one group.
 
-    :param task: what waits.
-    :param callers: for how many callers.
+    :param task: the task that waits.
+    :param callers: the number of callers that it waits for.
     """
 
     __slots__ = ("_callers", "_task", "is_vain")
@@ -271,35 +271,35 @@ class Wait:
         self._task = task
         self._callers = callers
         self.is_vain = False
-        """Whether it was cancelled, because all callers have left."""
+        """Whether it was cancelled because all callers have left."""
 
     def leave(self) -> None:
-        """Note that a caller has left. When all have, the function is cancelled: others wait behind it."""
+        """Record that a caller has left. When all have, cancel the function: other calls wait behind it."""
         self._callers -= 1
         if not self._callers and self._task is not None:
             self.is_vain = True
             self._task.cancel()
 
     def end(self) -> None:
-        """Note that it is over."""
+        """Record that the wait is over."""
         if self.is_vain and self._task is not None:
             self._task.uncancel()
         self._task = None
 
 
 TICKET: Final = TensorSpec("ticket", np.dtype(np.int64), ("group",))
-"""A row is the ticket of an item, repeated, as often as the number of its queue says: each has a bucket."""
+"""A row repeats an item's ticket. The queue sets the number of repeats, so each queue has its own bucket."""
 
 DONE: Final = TensorSpec("done", np.dtype(np.uint8))
 
 
 class Tickets:
-    """The items that wait for a function, and the function as the engine calls it.
+    """The waiting items of a function, and the function as the engine calls it.
 
     :param function: called with the items of one group.
-    :param key: which of the arguments it gets once.
-    :param items: whether it takes lists, whatever the items are.
-    :param isolates: whether a batch that fails comes again in halves.
+    :param key: names the arguments that the function gets once.
+    :param items: whether the function takes lists, whatever the items are.
+    :param isolates: whether a failed batch is retried in halves.
     """
 
     def __init__(self, function: Callable[..., Any], key: Key, *, items: bool, isolates: bool) -> None:
@@ -342,7 +342,7 @@ class Tickets:
             except BaseException as error:
                 has_left = all_left(group)
                 if has_left and not all(map(all_left, groups)):
-                    continue  # Those of other groups wait.
+                    continue  # The callers of other groups still wait.
                 is_ended = isinstance(error, asyncio.CancelledError) and is_cancelled()
                 if has_left or is_ended or self._fails_all(groups):
                     raise
@@ -350,7 +350,7 @@ class Tickets:
         return done
 
     async def _waited(self, given: Awaitable[Any], group: list[Item]) -> Any:
-        """Await what the function returned, until no caller of the group is left."""
+        """Await what the function returned; stop when all callers of the group have left."""
         staying = [item for item in group if not item.has_left]
         if not staying:
             if inspect.iscoroutine(given):
@@ -365,13 +365,13 @@ class Tickets:
             wait.end()
 
     def _fails_all(self, groups: list[list[Item]]) -> bool:
-        """Return whether what a group raises fails its batch: if it is alone, or will be in a half of it."""
+        """Return whether a group's error fails its batch: it is the only group, or halves are retried."""
         return self._isolates or len(groups) == 1
 
     def _groups(self, tickets: list[int]) -> list[list[Item]]:
-        """Return the items of a batch, less those whose callers went away. Nearly always there is one group.
+        """Return the items of a batch by group, without those of cancelled callers. Usually one group.
 
-        Their callers let go of them: a batch that fails may come again in halves.
+        Items stay in ``waiting`` until their callers remove them: a failed batch may be retried in halves.
         """
         get = self.waiting.get
         items = [item for ticket in tickets if (item := get(ticket)) is not None]
@@ -402,7 +402,7 @@ def all_left(group: list[Item]) -> bool:
 def grouped(
     args: tuple[Any, ...], kwargs: dict[str, Any], once: frozenset[int | str]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Hashable]:
-    """Return the arguments of a call, arrays as NumPy's, and the kinds of all but those in ``once``."""
+    """Return the arguments of a call, with arrays as NumPy arrays, and the kinds of all not in ``once``."""
     group: list[Hashable] = []
     taken = []
     for place, value in enumerate(args):
@@ -416,7 +416,7 @@ def grouped(
 
 
 def kind_of(value: Any) -> tuple[Any, Any]:
-    """Return a value, as an array if it is one of any library, and what it can be stacked with."""
+    """Return a value, with any library's array as a NumPy array, and its kind: equal kinds can be stacked."""
     kind = type(value)
     if kind is np.ndarray:
         return value, (value.shape, value.dtype)
@@ -452,7 +452,7 @@ def stacked(values: list[Any]) -> Any:
 
 
 def fail(group: list[Item], error: BaseException) -> None:
-    """Fail one of several groups that share a batch, and no other."""
+    """Fail one of the groups that share a batch, and no other."""
     for item in group:
         item.result = copy_for(own_error(error))
 
@@ -460,19 +460,19 @@ def fail(group: list[Item], error: BaseException) -> None:
 def distribute(given: object, group: list[Item], *, keeps: bool) -> None:
     """Give each item of a batch its result.
 
-    :param keeps: whether arrays of other libraries stay what they are.
-    :raises ExecutionError: when there is not one result per item.
+    :param keeps: whether to keep arrays of other libraries as they are.
+    :raises ExecutionError: if there is not one result per item.
     """
     for item, result in zip(group, results_of(given, len(group), keeps=keeps), strict=True):
         item.result = result
 
 
 def results_of(given: object, count: int, *, keeps: bool = False) -> list[Any]:
-    """Return what a function returned as one result per item. Arrays are copied: they may be used again.
+    """Split a function's return value into one result per item. Arrays are copied: they may be reused.
 
-    :param keeps: whether arrays of other libraries stay what they are; else they become NumPy's where NumPy
-        can hold them.
-    :raises ExecutionError: when it is made up of anything but arrays and lists with one result per item.
+    :param keeps: whether to keep arrays of other libraries as they are. If not, they become NumPy arrays
+        where NumPy supports them.
+    :raises ExecutionError: if it contains anything but arrays and lists with one result per item.
     """
     if isinstance(given, list):
         check_count(given, count)
@@ -498,15 +498,15 @@ def results_of(given: object, count: int, *, keeps: bool = False) -> list[Any]:
 
 
 def rows_of(given: Any, count: int, *, keeps: bool) -> list[Any]:
-    """Return copies of the rows of an array. Those of PyTorch lose their gradients.
+    """Return copies of the rows of an array. PyTorch tensors are detached from their gradients.
 
-    Rows that are single numbers or texts become Python's own, which JSON takes, too.
+    Rows that are single numbers or strings become Python objects, which JSON supports too.
     """
     if hasattr(given, "detach"):
         given = given.detach()
     array = None
     if isinstance(given, np.ndarray) or not keeps:
-        with suppress(Exception):  # It lies on a GPU, or NumPy has no such dtype.
+        with suppress(Exception):  # It is on a GPU, or NumPy has no such dtype.
             array = as_numpy(given)
     if array is None:
         check_count(given, count)

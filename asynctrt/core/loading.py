@@ -1,4 +1,4 @@
-"""From names and paths to a device and a model."""
+"""Finding a device by name, and loading a model by path or name."""
 
 import logging
 import os
@@ -32,14 +32,14 @@ from asynctrt.errors import (
 )
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-"""How a model in a Python module is written: ``package.module:attribute``."""
+"""The name of a model in a Python module: ``package.module:attribute``."""
 logger = logging.getLogger("asynctrt")
 
 PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
 
 ENGINE_NAME: ContextVar[str] = ContextVar("ENGINE_NAME", default="")
-"""What an engine that is opened in this context is called in every front of a server. Those that are called
-the same share their workers, and no others do."""
+"""The name of an engine opened in this context, in every front of a server. Engines share workers only if
+they have the same name."""
 
 GPU_NBYTES: Final = number(1, 2**62, unit="bytes")
 
@@ -48,7 +48,7 @@ _gpu_memory_nbytes: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A model that was made for one engine, which closes it as one that it has loaded itself."""
+    """A model that was made for one engine. The engine closes it, as it does a model that it loaded."""
 
     model: Model
     where: str
@@ -58,7 +58,7 @@ class Made:
 
 
 def find_device(device: str | Device) -> Device:
-    """The device of that name, or the object that was given."""
+    """Return the device of that name, or the given device object."""
     if isinstance(device, Device):
         return device
     if not isinstance(device, str):
@@ -68,7 +68,7 @@ def find_device(device: str | Device) -> Device:
     if device == "host":
         return HostDevice()
     if device.startswith("cuda"):
-        # Not before it is needed: it loads CUDA's bindings.
+        # Imported only when needed: it loads CUDA's bindings.
         from asynctrt.devices.cuda import find_cuda_device  # noqa: PLC0415
 
         return find_cuda_device(device)
@@ -78,16 +78,16 @@ def find_device(device: str | Device) -> Device:
 
 
 def limit_gpu_memory(nbytes: int | None) -> None:
-    """Let this process hold at most ``nbytes`` on each GPU, over all its engines; ``None``: no limit.
+    """Limit the memory on each GPU to ``nbytes`` for all engines of this process; ``None``: no limit.
 
-    What counts is all that engines allocate there: weights and what contexts keep, arenas, the buffers of
-    slabs, and outputs that stay on the GPU. An engine that would exceed it is not opened, with the
-    arithmetic; it goes without graphs first. With ``isolation="process"`` it is the limit of each worker that
-    is started from then on.
+    Everything that engines allocate there counts: weights and what contexts keep, arenas, the buffers of
+    slabs, and outputs that stay on the GPU. An engine that would exceed the limit first goes without graphs;
+    if that is not enough, opening it fails and the error shows the arithmetic. With ``isolation="process"``
+    the limit applies to each worker that is started from then on.
 
     :raises OptionsError: for anything but a positive number.
     """
-    # Not before it is needed: it loads CUDA's bindings.
+    # Imported only when needed: it loads CUDA's bindings.
     from asynctrt.devices.cuda import limit_memory  # noqa: PLC0415
 
     if nbytes is not None:
@@ -98,7 +98,7 @@ def limit_gpu_memory(nbytes: int | None) -> None:
 
 
 def gpu_memory_limit() -> int | None:
-    """Return what :func:`limit_gpu_memory` was given last."""
+    """Return the latest limit set by :func:`limit_gpu_memory`."""
     return _gpu_memory_nbytes
 
 
@@ -111,7 +111,7 @@ def load_model(
     rows: RowSettings = FIRST_AXIS,
     onnx: OnnxOptions | None = None,
 ) -> Model:
-    """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
+    """Load the model at a path according to the kind of file, or return the given object. Blocks."""
     if is_attribute(model):
         model = _made(str(model))
     _check_options(model, tensorrt, onnx, rows)
@@ -146,7 +146,7 @@ def load_model(
 
 
 def _given(model: object) -> Model:
-    """The model that was given as an object."""
+    """Check and return a model that was given as an object."""
     if isinstance(model, Made):
         return _checked(model.model)
     if not isinstance(model, Model):
@@ -161,7 +161,7 @@ def _given(model: object) -> Model:
 def _check_options(
     model: object, tensorrt: TensorRTOptions | None, onnx: OnnxOptions | None, rows: RowSettings
 ) -> None:
-    """Check that the model is of the kind that options of a runtime are for."""
+    """Check that options of a runtime are given only for models that it runs."""
     if tensorrt is not None and not (
         isinstance(model, str | os.PathLike) and Path(model).suffix in PLAN_SUFFIXES
     ):
@@ -182,7 +182,7 @@ def _check_options(
 
 
 def _is_onnx(model: object) -> bool:
-    """Whether ONNX Runtime runs the model."""
+    """Return whether ONNX Runtime runs the model."""
     if not isinstance(model, str | os.PathLike):
         return is_onnx_object(model)
     return not is_attribute(model) and Path(model).suffix not in PLAN_SUFFIXES
@@ -195,13 +195,13 @@ def _onnx_model(
     onnx: OnnxOptions | None,
     rows: RowSettings,
 ) -> Model:
-    """The model in an ONNX file or object, on a runtime that the device has."""
+    """Load the model in an ONNX file or object for the runtime of the device."""
     if runtime == "tensorrt":
         raise OptionsError(
             f"{shown(path)} is an ONNX model, and TensorRT runs plans. Build one from it: asynctrt "
             "build MODEL.onnx; or leave runtime out"
         )
-    # Not before it is needed: it loads ONNX Runtime.
+    # Imported only when needed: it loads ONNX Runtime.
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
     if device.name == "host":
@@ -214,19 +214,19 @@ def _onnx_model(
 
 
 def is_attribute(model: object) -> bool:
-    """Whether a model is given as ``module:attribute``, rather than as a file of that name."""
+    """Return whether a model is given as ``module:attribute``, rather than as a file of that name."""
     return isinstance(model, str) and bool(ATTRIBUTE.fullmatch(model)) and not is_there(model)
 
 
 def name_of(model: str) -> str:
-    """What a model that is given as a path, or as ``module:attribute``, is called."""
+    """Return the name of a model that is given as a path or as ``module:attribute``."""
     return model.partition(":")[2] if ATTRIBUTE.fullmatch(model) else Path(model).stem
 
 
 def make(where: str) -> Any:
-    """Return what ``module:attribute`` is or, if it is a function and no coroutine function, what it returns.
+    """Import ``module:attribute``; if it is a function, but not a coroutine function, call it.
 
-    A model that a module has, or that a function in it makes, is returned as :class:`Made`.
+    A model, whether it is the attribute or the function's result, is returned as :class:`Made`.
 
     :raises ModelNotFoundError, ModelError: if it cannot be imported, or the function raises.
     """
@@ -259,12 +259,12 @@ def make(where: str) -> Any:
 
 
 def owned(thing: Any, where: str) -> Any:
-    """Return a model that ``where`` has or makes as :class:`Made`, and anything else as it is."""
+    """Return a model as :class:`Made`, and anything else unchanged."""
     return Made(thing, where) if isinstance(thing, Model) else thing
 
 
 def _made(where: str) -> "Made | str | os.PathLike[str]":
-    """Return the model, or the path, that a module has, or that a function in it makes."""
+    """Return the model or path at ``module:attribute``, or the one that the function there returns."""
     made = make(where)
     if not isinstance(made, Made | str | os.PathLike):
         raise ModelError(
@@ -275,7 +275,7 @@ def _made(where: str) -> "Made | str | os.PathLike[str]":
 
 
 def _checked(model: Model) -> Model:
-    """A model of the caller's own, if its tensors can be told apart."""
+    """Return a caller's model if the names of its tensors are unique."""
     for side, specs in (("inputs", model.inputs), ("outputs", model.outputs)):
         names = Counter(spec.name for spec in specs)
         twice = [name for name, count in names.items() if count > 1]

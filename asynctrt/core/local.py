@@ -34,7 +34,7 @@ from asynctrt.statistics import (
 from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec
 
 ABANDONED_S: Final = 3600.0
-"""How long is waited at a time for batches that were given up."""
+"""How long each wait for abandoned batches lasts, in seconds."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -42,9 +42,9 @@ logger = logging.getLogger("asynctrt")
 class LocalEngine(DrivenEngine):
     """A model on one device in this process.
 
-    :param parts: what it stands on, which it closes.
-    :param rows_first: take and answer arrays with rows first, whatever axis the model has them on: in a
-        worker.
+    :param parts: the parts of the engine, which it closes.
+    :param rows_first: take and return arrays with rows first, whatever axis the model has them on. For
+        workers.
     """
 
     _driver: Driver
@@ -87,7 +87,7 @@ class LocalEngine(DrivenEngine):
         self._capacity = capacity
         self._scheduler = scheduler
         self._check = check
-        # Where rows of outputs are joined, if a request had to be split.
+        # The axis on which to join rows of an output, if a call was split.
         self._axes = {} if rows_first else {spec.name: spec.axis for spec in model.outputs if spec.axis}
         self._splitter = Splitter(driver, scheduler.limit, options.max_queue_rows, self._axes)
         self._is_plain = self.has_plain_rows
@@ -149,7 +149,7 @@ class LocalEngine(DrivenEngine):
 
     @property
     def intake(self) -> Intake:
-        """The way in for a worker's rows, which lie in memory that it shares with its front."""
+        """The entry point for a worker's rows, which are in memory that it shares with its front."""
         return Intake(
             driver=self._driver,
             splitter=self._splitter,
@@ -274,12 +274,12 @@ class LocalEngine(DrivenEngine):
         given_back.result()
 
     def _give_back(self) -> None:
-        """Blocks: joins threads, frees memory, unloads the model."""
+        """Join threads, free memory and unload the model. Blocks."""
         self._driver.end_threads(STREAM_END_S)
         abandoned = self._parts.close(STREAM_END_S, self._slots.close)
         if abandoned:
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
-            # A daemon: what never ends must not keep the interpreter from exiting.
+            # A daemon: a batch that never ends must not keep the interpreter from exiting.
             later = partial(_give_back_later, self._parts, self._slots)
             threading.Thread(target=later, name="asynctrt-abandoned", daemon=True).start()
 
@@ -297,9 +297,9 @@ class LocalEngine(DrivenEngine):
     def _submit_slot(
         self, payload: Any, rows: int, key: BatchKey, timeout: float | None, priority: int
     ) -> Coroutine[Any, Any, InferResult]:
-        """Queue rows that lie in a slab already, so that there is nothing to check or to split.
+        """Queue rows that are in a slab already and need no check and no split.
 
-        :returns: what waits for the answer.
+        :returns: a coroutine that waits for the answer.
         """
         self._check_loop()
         timeout_ns, priority, run = self._checked(timeout, priority)
@@ -317,7 +317,7 @@ class LocalEngine(DrivenEngine):
         return result
 
     def _busy_share(self, busy_ns: int) -> float:
-        """Return the share of the time since it was opened in which its arenas computed for it."""
+        """Return the share of the time since the engine was opened that its arenas computed for it."""
         passed_ns = max(clock.now_ns() - self._opened_ns, 1) * self._capacity.arenas
         return busy_ns / passed_ns if passed_ns else 0.0
 
@@ -339,6 +339,6 @@ class LocalEngine(DrivenEngine):
 
 
 def _give_back_later(parts: EngineParts, slots: SlotBoard) -> None:
-    """Give back what was abandoned once it has ended after all."""
+    """Release abandoned parts once their batches have ended."""
     while parts.close(ABANDONED_S, slots.close):
         pass

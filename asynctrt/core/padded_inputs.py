@@ -1,4 +1,4 @@
-"""The check of inputs that will be padded to common sizes, and of those that callers may leave out."""
+"""The check of inputs that will be padded to common sizes, or that callers may leave out."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,14 +12,14 @@ from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.tensors import Array, Dims, TensorSpec, check_shape, split_shared
 
 FILLED_MAX: Final = 1024
-"""Masks and lengths that are kept for the next request of the same shape."""
+"""The most sets of masks and lengths to keep for later requests of the same shape."""
 
 
 class PaddedInputCheck(InputCheck):
-    """Checks inputs that will be padded, and fills those that callers may leave out.
+    """Checks inputs that will be padded, and fills inputs that callers leave out.
 
-    :param padding: what is padded.
-    :param keeps_shapes: whether keys say the shapes as they are given, because others will pad.
+    :param padding: the dimensions and inputs to pad.
+    :param keeps_shapes: whether keys have the shapes as given, because the workers will pad.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class PaddedInputCheck(InputCheck):
         self._changes = padding.changes
 
     def validate(self, inputs: Inputs) -> Checked:
-        """Return what :meth:`InputCheck.validate` does, with the inputs that were left out.
+        """Add the inputs that were left out, then do as :meth:`InputCheck.validate`.
 
-        :raises InputError: as there, and for what is longer than the largest size.
+        :raises InputError: as there, and for a dimension longer than the largest size.
         """
         if self._padding.changes != self._changes:
             self._changes = self._padding.changes
@@ -49,9 +49,9 @@ class PaddedInputCheck(InputCheck):
         return super().validate(inputs)
 
     def key_of(self, shapes: Sequence[Dims]) -> BatchKey:
-        """Return the key of a batch of such rows, padded.
+        """Return the key of a batch of padded rows, given the shape of one row of each input.
 
-        :raises InputError: when two inputs do not agree on a dimension, or one is too long.
+        :raises InputError: if two inputs disagree on a dimension, or a dimension is too long.
         """
         symbols = self.symbols(shapes)
         key = self._padding.key_of(symbols) if symbols else FIXED_SHAPE
@@ -61,14 +61,14 @@ class PaddedInputCheck(InputCheck):
             try:
                 self._check_key(key)
             except InputError:
-                # Each size is within a profile, but not all of them in the same. As they are they may be.
+                # Each padded size fits a profile, but no profile fits them all. The given sizes may fit one.
                 return self._padding.key_of(symbols, as_given=True)
         return key
 
     def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
-        """Return the key of the slots of such rows, which are not padded.
+        """Return the key of slots for rows of these dimensions. Slots are not padded.
 
-        :raises InputError: as the method of :class:`InputCheck`, and for dimensions that would be padded.
+        :raises InputError: as in :class:`InputCheck`, and for dimensions that would be padded.
         """
         key = super().key_of_dims(dims)
         if self._padding.chosen:
@@ -101,7 +101,7 @@ class PaddedInputCheck(InputCheck):
         return arrays, rows, key
 
     def _fill(self, inputs: Inputs) -> Inputs:
-        """Return the inputs with those that were left out. What is wrong with the others is said later."""
+        """Return the inputs with the left-out ones filled. Errors in the others are reported later."""
         if isinstance(inputs, Mapping):
             missing = [filled for filled in self._padding.filled if filled.spec.name not in inputs]
             if not missing:
@@ -126,7 +126,7 @@ class PaddedInputCheck(InputCheck):
         if kept is None:
             if len(self._kept) >= FILLED_MAX:
                 self._kept.clear()
-            self._padding.key_of(symbols)  # What is too long is refused before anything is made for it.
+            self._padding.key_of(symbols)  # Refuse a dimension that is too long before allocating for it.
             kept = self._kept[rows, tuple(symbols.values())] = {
                 filled.spec.name: given.as_given(filled.array(rows, symbols))
                 for filled in self._padding.filled
@@ -139,7 +139,7 @@ class PaddedInputCheck(InputCheck):
 def front_check(
     name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], options: Options
 ) -> InputCheck:
-    """Return the check for an engine whose rows others pad, as they are told by its options."""
+    """Return the check for an engine whose workers pad rows according to its options."""
     padding = Padding.of(name, split_shared(inputs)[0], outputs, options)
     create = InputCheck if padding is None else partial(PaddedInputCheck, padding=padding, keeps_shapes=True)
     return create(

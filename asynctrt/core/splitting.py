@@ -1,4 +1,4 @@
-"""Calls with more rows than a batch holds: split into requests that each fit one, and rejoined."""
+"""Calls with more rows than a batch holds: split into requests that each fit a batch, and rejoined."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from asynctrt.tensors import InferResult, Views, too_many_rows
 
 
 class PartsDriver(Protocol):
-    """What takes the parts of a call and answers them."""
+    """A driver: takes the parts of a call and answers them."""
 
     def submit_parts(
         self,
@@ -22,13 +22,13 @@ class PartsDriver(Protocol):
         timeout_ns: int | None,
         outputs: frozenset[str] | None = None,
     ) -> list[Request]:
-        """Queue all parts, each a payload and its rows, or none."""
+        """Queue all parts or none. A part is a payload and its number of rows."""
 
     def cancel(self, request: Request) -> None:
-        """Drop the request of a caller who has gone away."""
+        """Drop the request of a caller that was cancelled."""
 
     def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> "asyncio.Future[None]":
-        """Run ``copy`` in another thread; the future is done when it is, or raises what it raised."""
+        """Run ``copy`` in another thread; the future completes when it does, or raises its exception."""
 
 
 class Splitter:
@@ -36,7 +36,7 @@ class Splitter:
 
     :param limit: returns the rows that one batch of a key holds.
     :param rows_max: the rows that the engine's queue can hold.
-    :param axes: where rows of outputs are joined, by name; they are on the first axis of others.
+    :param axes: the axis on which to join rows of an output, by name; the first axis for other outputs.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Splitter:
         timeout_ns: int | None,
         outputs: frozenset[str] | None = None,
     ) -> "SplitCall":
-        """Queue the parts of a call, all of them or none.
+        """Queue all parts of a call or none.
 
         :raises InputError: for more rows than the queue can ever hold.
         """
@@ -76,7 +76,7 @@ class Splitter:
 
 
 class SplitAnswer(asyncio.Task[InferResult]):
-    """The answer to a call that was split. The engine counts each of its parts as a request."""
+    """The answer to a call that was split. The engine counts each part as a request."""
 
     parts: "list[asyncio.Future[InferResult]]"
 
@@ -84,7 +84,7 @@ class SplitAnswer(asyncio.Task[InferResult]):
 class SplitCall:
     """A call whose parts were all queued.
 
-    :param requests: those of the parts, in order.
+    :param requests: the requests of the parts, in order.
     :param axes: as for :class:`Splitter`.
     """
 
@@ -93,22 +93,22 @@ class SplitCall:
     def __init__(self, driver: PartsDriver, requests: Sequence[Request], axes: Mapping[str, int]) -> None:
         self._driver = driver
         self.requests = requests
-        # A request lets go of its future when it is answered.
+        # A request drops its future when it is answered.
         self._futures: list[asyncio.Future[InferResult]] = [request.future for request in requests]
         self._axes = axes
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> "SplitAnswer":
-        """Return a task that gives the answer. To cancel it gives up all parts."""
+        """Return a task that returns the answer. Cancelling it cancels all parts."""
         task = SplitAnswer(self.joined(), loop=loop)
         task.parts = self._futures
-        # A task that is cancelled before it has begun runs no line of its own.
+        # A task that is cancelled before it starts runs none of its code, so `joined` would not give up.
         task.add_done_callback(self._give_up)
         return task
 
     async def joined(self) -> InferResult:
-        """Wait for the parts, and return their answer as that of one request. To be called once.
+        """Wait for the parts, and join their answers into one. Call it only once.
 
-        :raises AsynctrtError: what the first part that fails raises.
+        :raises AsynctrtError: the error of the first part that fails.
         """
         try:
             results = await asyncio.gather(*self._futures)
@@ -117,7 +117,7 @@ class SplitCall:
                 future.done() and not future.cancelled() and future.exception() is None
                 for future in self._futures
             )
-            # One part failed or the caller went away, so the others are of no use any more.
+            # A part failed or the caller was cancelled, so the other parts are useless now.
             self._give_up()
             if isinstance(error, OverloadError) and not isinstance(error, DeadlineError):
                 raise once_begun(error) from error
@@ -128,7 +128,7 @@ class SplitCall:
                 "been computed"
             ) from None
         finally:
-            self._futures = []  # They have the error, and its traceback has this frame.
+            self._futures = []  # Breaks a cycle: they hold the error, whose traceback holds this frame.
         nbytes = sum(array.nbytes for result in results for array in result.values())
         if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
             return InferResult.join(results, self._axes)
@@ -142,4 +142,4 @@ class SplitCall:
             future.cancel()
             self._driver.cancel(request)
             if not future.cancelled():
-                future.exception()  # Looked at here, so that asyncio does not miss a reader.
+                future.exception()  # Retrieved, so that asyncio does not log it as never retrieved.

@@ -1,4 +1,4 @@
-"""What a pipeline asks of its stages: what they take, what they raise, what the last one gives."""
+"""Helpers for the stages of a pipeline: their arguments, their errors, the outputs of the last stage."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def specs_of(what: str, given: TensorSpec | Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return what a pipeline takes or gives.
+    """Return the specs of a pipeline's inputs or outputs.
 
-    :raises UsageError: for nothing, for anything but specs, and for a name that occurs twice.
+    :raises UsageError: if there are no specs, for anything but specs, and for a name that occurs twice.
     """
     specs = (given,) if isinstance(given, TensorSpec) else tuple(given)
     names = {spec.name for spec in specs if isinstance(spec, TensorSpec)}
@@ -33,7 +33,7 @@ def takes_call(stage: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(stage).parameters.values()
     except (TypeError, ValueError):
-        return False  # It is built in and does not say.
+        return False  # A built-in without a signature.
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = sum(one.default is one.empty for one in positional)
     is_open = any(one.kind is one.VAR_POSITIONAL for one in parameters)
@@ -43,12 +43,15 @@ def takes_call(stage: Callable[..., Any]) -> bool:
             f"a stage is called as stage(inputs) or stage(inputs, call), and {show(stage)} has the "
             f"parameters {inspect.signature(stage)}"
         )
-    # An optional second parameter is the function's own, unless its name says otherwise.
+    # An optional second parameter is not for the call, unless its name is "call".
     return needed == 2 or (len(positional) > 1 and positional[1].name == "call")
 
 
 def outcome_of(function: Callable[[], T]) -> Callable[[], T]:
-    """Call a function; return what gives its result or raises its error: a future takes not every error."""
+    """Call a function; return a function that returns its result or raises its error.
+
+    Futures do not accept every error.
+    """
     try:
         result = function()
     except BaseException as error:
@@ -60,27 +63,27 @@ def _raise(error: BaseException) -> NoReturn:
     try:
         raise error
     finally:
-        del error  # Its traceback has this frame.
+        del error  # Breaks a cycle: its traceback holds this frame.
 
 
 def first_of(error: BaseException) -> BaseException:
-    """Return the first error of a task group's; any other as it is."""
+    """Return the first error of a task group's error; any other error unchanged."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def read_only(array: Array) -> Array:
-    """Return a view that cannot be written to."""
+    """Return a read-only view."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def as_dtype(spec: TensorSpec, array: Array) -> Array:
-    """Return an output in the dtype that it should have, if that changes no value but of a float's precision.
+    """Convert an output to its spec's dtype, if no value changes except in a float's precision.
 
-    :raises ExecutionError: if it would.
+    :raises ExecutionError: if a value would change.
     """
     if spec.dtype.kind == "S" and array.dtype.kind == "U":
         array = np.char.encode(array, "utf-8")

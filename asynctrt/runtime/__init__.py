@@ -1,1 +1,1 @@
-"""The asyncio half: it carries out what the scheduler decides, on one event loop."""
+"""The asyncio half, which carries out the scheduler's decisions on one event loop."""

@@ -1,4 +1,4 @@
-"""What a caller is told when a request fails: an error of its own, in words for that one."""
+"""The errors that callers get when requests fail: each caller gets its own exception and message."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 
 
 def answer_error(request: Request, error: AsynctrtError) -> None:
-    """Give a request its error, if its caller still waits."""
+    """Fail a request with an error, if its caller still waits."""
     future = request.future
     if future is not None and not future.done():
         future.set_exception(error)
@@ -26,10 +26,9 @@ def answer_error(request: Request, error: AsynctrtError) -> None:
 def typed_errors(
     model: str, requests: Sequence[Request], error: BaseException
 ) -> Callable[[], AsynctrtError]:
-    """Return what makes an error for one caller, its own: one that many raise would collect all their
-    tracebacks.
+    """Return a function that makes an error for one caller. A shared one would collect all tracebacks.
 
-    :param requests: those of the batch that failed with ``error``.
+    :param requests: the requests of the batch that failed with ``error``.
     """
     if isinstance(error, AsynctrtError):
         return partial(copy_for, error)
@@ -55,7 +54,7 @@ def _caused(said: str, cause: BaseException) -> ExecutionError:
 
 
 def displaced_error(request: Request) -> QueueFullError:
-    """Return the error for a request that had to leave a full queue."""
+    """Return the error for a request that was evicted from a full queue."""
     return QueueFullError(
         f"the request, of priority {request.priority}, was taken out of a full queue to make room for a more "
         "urgent one. Retry later, give it a higher priority, or open the engine with a larger max_queue_rows"
@@ -85,7 +84,7 @@ def changed_error(error: Exception) -> InputError:
         "the inputs changed between the call and their batch: "
         f"{type(error).__name__}. Leave arrays alone until infer has returned"
     )
-    # Frames of ours that copied arrays explain nothing to a caller, and would keep them.
+    # Our frames that copied arrays explain nothing to a caller, and would keep the arrays alive.
     error.__context__ = None
     refused.__cause__ = error.with_traceback(None)
     return refused

@@ -1,4 +1,4 @@
-"""Which batch sizes are captured on the contexts of an engine: as many as there is room for."""
+"""The capture of batch sizes on the contexts of an engine, for as many sizes as fit into memory."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -21,7 +21,7 @@ class CapturingContext(Protocol):
     """A context of the pool."""
 
     def keep_captured(self, shape: Hashable, rows: int, capture: Capture) -> CaptureCosts:
-        """Finish what was warmed up, and launch its graph for such batches from now on."""
+        """Finish a warmed-up capture, and launch its graph for such batches from now on."""
 
     def forget_captured(self) -> None:
         """Forget every graph."""
@@ -42,8 +42,8 @@ def are_dense(sizes: Sequence[int], rows_max: int) -> bool:
 class Capturing(Generic[C]):
     """The capturing of batch sizes on every context of an engine.
 
-    :param shapes: those that batches have, rising: each size is captured of each.
-    :param begin: begins to capture a size of a shape on a context.
+    :param shapes: the shapes of batches, rising; each size is captured for each shape.
+    :param begin: begins the capture of a size of a shape on a context.
     """
 
     def __init__(
@@ -62,9 +62,11 @@ class Capturing(Generic[C]):
         self._cancellation = current()
 
     def run(self, sizes: Sequence[int]) -> tuple[Sequence[int], list[CaptureCosts]]:
-        """Capture the sizes or, of a model that pads all batches to them, every second one and so on. Blocks.
+        """Capture the sizes. Blocks.
 
-        :returns: the sizes that were captured, and what launching each cost.
+        If the model pads all batches to them, drop every second size as long as they do not fit.
+
+        :returns: the captured sizes, and the CPU time to launch each.
         :raises DeviceMemoryError: if they do not fit; some may be captured then.
         :raises UsageError: if the opening of the engine was cancelled.
         """
@@ -84,7 +86,7 @@ class Capturing(Generic[C]):
         return captured, costs
 
     def _like_the_first(self, sizes: Sequence[int]) -> list[CaptureCosts]:
-        """Capture one batch to see what that takes, and the others only if there is as much left for each."""
+        """Capture one batch to measure its memory, and the others only if enough is left for each."""
         batches = [(context, *batch) for context in self._contexts for batch in self._batches(sizes)]
         costs = []
         for index, (context, shape, rows) in enumerate(batches):
@@ -102,15 +104,15 @@ class Capturing(Generic[C]):
         return costs
 
     def _side_by_side(self, sizes: Sequence[int]) -> list[CaptureCosts]:
-        """Capture sizes that take different memory, warmed up on one context, then on the others at once.
+        """Capture sizes that take different memory: warm up on one context, then on the others in parallel.
 
-        The largest is captured first: a model that cannot be captured is found so before all is warmed up.
+        Capture the largest first, to detect a model that cannot be captured before warming up all sizes.
 
-        :raises DeviceMemoryError: also if all together would take more than their share of what is free.
+        :raises DeviceMemoryError: also if all contexts would take more than their share of the free memory.
         """
         first, *others = self._contexts
         for context in self._contexts:
-            context.forget_captured()  # Of an attempt with more of them.
+            context.forget_captured()  # From an attempt with more sizes.
         largest, *smaller = batches = self._batches(sizes)
         begun: list[tuple[C, Hashable, int, Capture]] = []
         try:
@@ -137,7 +139,7 @@ class Capturing(Generic[C]):
                 capture.close()
 
     def _batches(self, sizes: Sequence[int]) -> list[tuple[Hashable, int]]:
-        """Return what is captured on each context, the largest first."""
+        """Return the shapes and rows to capture on each context, the largest first."""
         return [(shape, rows) for rows in reversed(sizes) for shape in reversed(self._shapes)]
 
     def _warm_up(

@@ -1,6 +1,6 @@
-"""The contexts of an engine, each with all that a batch needs to run on it.
+"""The contexts of an engine, each with everything that a batch needs to run on it.
 
-It is here that a batch is put on a stream, and in what order: copy in, wait for the arena, compute, copy out.
+This module puts a batch on a stream, in this order: copy in, wait for the arena, compute, copy out.
 """
 
 import logging
@@ -47,22 +47,22 @@ from asynctrt.scheduling.policy import Captured
 from asynctrt.scheduling.request import Request
 
 SLABS_MAX: Final = 64
-"""Slabs, and so bindings, that a context remembers: one for each shape, and one for each slab of slots."""
+"""The most slabs, and bindings, that a context keeps: one for each shape, and one for each slab of slots."""
 
 LAUNCH_NS_MAX: Final = 500_000
-"""A graph whose launch takes longer is launched by a thread, if the model has threads for that."""
+"""A graph whose launch takes longer is launched by a thread, if the model allows it."""
 
 UNDO_S: Final = 0.1
-"""How long a stream may take to come to rest when a pool that was begun is taken back. With no time at all it
-would count as hung, as its last event is not done at once, and a device keeps the memory of what is hung."""
+"""How long to wait for a stream to become idle when undoing a pool, in seconds. Without a wait it would count
+as hung, as its last event is not done at once, and a device keeps a hung stream's memory."""
 
 logger = logging.getLogger("asynctrt")
 
 
 class BatchEvents:
-    """The events of a batch on its way. Those that take times cost the CPU more, and the GPU some.
+    """The events of a batch in flight. Timed events cost more CPU time, and some GPU time.
 
-    Without times there are ``computed``, which the next batch in the arena and in the lane waits for, and
+    Untimed batches have only ``computed``, which the next batch in the arena and in the lane waits for, and
     ``copied_out``.
     """
 
@@ -77,23 +77,24 @@ class BatchEvents:
 
 
 class Lane:
-    """Batches that compute one after the other, on whichever streams, as side by side they would be slower.
+    """Batches that compute one after the other, on any streams, because in parallel they would be slower.
 
-    Unlike the order in an arena, nothing but speed depends on theirs.
+    Unlike the order in an arena, this order affects only speed.
     """
 
     __slots__ = ("last",)
 
     def __init__(self) -> None:
         self.last: Event | None = None
-        """Done when the latest batch in it has computed; ``None`` once that is so, or was given up."""
+        """Done when the latest batch in the lane has computed; ``None`` once it has, or was abandoned."""
 
 
 class PooledContext:
-    """An execution context and all that it needs to run one batch at a time.
+    """An execution context and everything it needs to run one batch at a time.
 
-    :param runs: those of the engine. On the host device all that runs on its stream is among them.
-    :param is_only: whether the engine has no other. On the host device its work keeps to one thread.
+    :param runs: the engine's runs. On the host device they include all work on the stream.
+    :param is_only: whether it is the engine's only context. Its work then keeps to one thread on the host
+        device.
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class PooledContext:
         self.output_specs = {spec.name: spec for spec in model.outputs}
         self.arena = arena
         self.is_direct = arena is None and not model.enqueue_may_block
-        """Whether a batch can always be enqueued at once, by the event loop."""
+        """Whether the event loop can always enqueue a batch without blocking."""
         self.is_enqueueing = False
         """Whether a thread is putting a batch on the stream."""
         self.job: Job | None = None
-        """What a thread did last that reads or writes its slabs, or is doing."""
+        """The latest job, running or done, of a thread that reads or writes its slabs."""
         self.stream = device.create_stream()
         if isinstance(self.stream, HostStream):
             self.stream.belong_to(model.name, runs or Runs(model.name), keeps_thread=is_only)
@@ -129,27 +130,27 @@ class PooledContext:
         self._grown: StagingBuffers | None = None
         self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
         self._slot_bindings: OrderedDict[Slab, Binding] = OrderedDict()
-        # Captured are all shapes that batches have: few slabs, which are never evicted, and do not grow.
+        # If any shape is captured, all are, so their few slabs are never evicted and do not grow.
         self._captured: dict[tuple[Hashable, int], CapturedBatch] = {}
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of staging memory and its counterpart on the device."""
+        """The bytes of staging memory and its counterpart on the device."""
         return self._buffers.nbytes if self._buffers else 0
 
     def comes_to_rest(self, timeout_s: float) -> bool:
-        """Wait until no thread works on its slabs and nothing runs on its stream; say whether that is so."""
-        # The thread first: it may put something on the stream.
+        """Wait until no thread uses its slabs and its stream is idle; return False after the timeout."""
+        # The thread first: it may put work on the stream.
         return (self.job is None or self.job.synchronize(timeout_s)) and self.stream.drain(timeout_s)
 
     @property
     def was_last_in_arena(self) -> bool:
-        """Return whether the arena's last use was by this context."""
+        """Whether the arena was last used by this context."""
         last = None if self.arena is None else self.arena.last_use
         return last is not None and (last is self.timed.computed or last is self.untimed.computed)
 
     def slab(self, shape: Hashable, layout_of: Callable[[Hashable], Layout]) -> Slab:
-        """Return this context's own slab for a shape. All its slabs share one memory, which grows."""
+        """Return this context's slab for a shape. All its slabs share one memory, which grows."""
         slab = self._slabs.get(shape)
         if slab is None:
             layout = layout_of(shape)
@@ -166,28 +167,28 @@ class PooledContext:
         return slab
 
     def missing_nbytes(self, layout: Layout) -> int:
-        """Return the size of the memory to allocate for a layout; 0 if there is enough."""
+        """Return the bytes to allocate for a layout; 0 if there is enough memory."""
         held = 0 if self._buffers is None else self._buffers.staging.nbytes
         return layout.nbytes if held < layout.nbytes else 0
 
     def grow(self, layout: Layout) -> None:
-        """Allocate memory for a slab of this layout, in any thread; :meth:`slab` then frees what it replaces.
+        """Allocate memory for a slab of this layout, in any thread; :meth:`slab` then frees the old memory.
 
-        To free it here would be to wait for all work on the device, if this thread runs no event loop.
+        Freeing it here would wait for all work on the device, unless this thread runs the event loop.
         """
         self._grown = StagingBuffers(self._device, layout.nbytes)
 
     def is_captured(self, shape: Hashable, rows: int) -> bool:
-        """Return whether batches of ``rows`` of this shape were captured."""
+        """Return whether batches of ``rows`` rows of this shape were captured."""
         return (shape, rows) in self._captured
 
     @property
     def launches_slowly(self) -> bool:
-        """Whether a thread has to launch one of its graphs."""
+        """Whether any of its graphs must be launched by a thread."""
         return any(captured.launch_ns > LAUNCH_NS_MAX for captured in self._captured.values())
 
     def binding(self, source: RowSource) -> Binding:
-        """Return the context tied to the memory that a batch is read from and written to."""
+        """Return the context bound to the memory that a batch is read from and written to."""
         slab = source.slab
         if source.inputs is slab:
             if slab.binding is None:
@@ -203,14 +204,14 @@ class PooledContext:
         return binding
 
     def may_block(self, source: RowSource) -> bool:
-        """Return whether :meth:`enqueue` may take so long that a thread has to do it."""
+        """Return whether :meth:`enqueue` may take so long that a thread must call it."""
         if not self._model.enqueue_may_block:
             return False
         captured = self._captured_of(source)
         if captured is not None:
             return captured.launch_ns > LAUNCH_NS_MAX
         binding = self.binding(source)
-        # A SlowBinding, but to ask isinstance() for a protocol takes as long as all else up to the launch.
+        # A SlowBinding, but isinstance() of a protocol takes as long as everything else up to the launch.
         may_block = getattr(binding, "may_block", None)
         return may_block is None or bool(may_block(source.batch.rows_run, profile=source.batch.profile))
 
@@ -222,10 +223,10 @@ class PooledContext:
         *,
         scratch: Buffer | None = None,
     ) -> None:
-        """Put a whole batch on the stream and return at once. This is the one order of things.
+        """Put a whole batch on the stream and return at once. Only this method defines the order of steps.
 
-        :param lane: what it computes in, after the batches that are there.
-        :param scratch: enqueue memory to work in, call by call, instead of the arena that others may use.
+        :param lane: the lane to compute in, after the batches already there.
+        :param scratch: enqueue memory to use, call by call, instead of the arena that others may use.
         """
         stream, batch = self.stream, source.batch
         arena = self.arena if scratch is None else None
@@ -256,24 +257,24 @@ class PooledContext:
             lane.last = events.computed
 
     def _captured_of(self, source: RowSource) -> CapturedBatch | None:
-        """Return what was captured of such a batch, if it lies where graphs read."""
+        """Return the capture of such a batch, if its rows are where graphs read them."""
         if not self._captured or source.inputs is not source.slab:
             return None
         return self._captured.get((source.batch.key.shape, source.batch.rows_run))
 
     def _wait_for_turn(self, lane: Lane | None) -> None:
-        """Let the stream wait for the batches before, in the arena and in the lane."""
+        """Make the stream wait for the previous batches in the arena and in the lane."""
         last_use = None if self.arena is None else self.arena.last_use
-        # What this very stream did before is over before anyway.
+        # Work of this stream is in order anyway.
         if last_use is not None and not self.was_last_in_arena:
             self.stream.wait(last_use)
         if lane is not None and lane.last is not None and lane.last is not last_use:
             self.stream.wait(lane.last)
 
     def enqueue_end(self, source: RowSource, events: BatchEvents) -> None:
-        """After :meth:`enqueue` raised: mark the end of what it had put on the stream by then."""
+        """After :meth:`enqueue` raised, mark the end of the work that it had put on the stream."""
         arena = self.arena
-        # It may have raised before it waited. Whoever waits for this batch waits for those before it, too.
+        # It may have raised before it waited. Waiting for this batch must include the batches before it.
         if arena is not None and arena.last_use is not None and not self.was_last_in_arena:
             self.stream.wait(arena.last_use)
         self.stream.record(events.computed)
@@ -285,7 +286,7 @@ class PooledContext:
     def begin_capture(
         self, slab: Slab, shape: Hashable, rows: int, *, profile: int | None, scratch: Buffer | None
     ) -> Capture:
-        """Begin to capture batches of ``rows`` of this shape in this context's own slab."""
+        """Begin to capture batches of ``rows`` rows of this shape in this context's slab."""
         return Capture(
             self._device,
             self._model,
@@ -300,7 +301,7 @@ class PooledContext:
         )
 
     def keep_captured(self, shape: Hashable, rows: int, capture: Capture) -> CaptureCosts:
-        """Finish what was warmed up, and launch its graph for such batches from now on."""
+        """Finish a warmed-up capture, and launch its graph for such batches from now on."""
         self._captured[shape, rows], costs = capture.finish()
         return costs
 
@@ -315,14 +316,14 @@ class PooledContext:
         self._slot_bindings.pop(slab, None)
 
     def close(self, timeout_s: float) -> bool:
-        """Give everything back; False, and keep it, if the stream's work does not end in time."""
+        """Release everything; if the stream's work does not end in time, keep it and return False."""
         if not self.stream.drain(timeout_s):
             return False
         if self.arena is not None and self.was_last_in_arena:
             self.arena.last_use = None
         self._forget()
         self.context.close()
-        # After what may refer to it: graphs, and the library's own context.
+        # Close the stream after graphs and the library's context, which may refer to it.
         return self.stream.close(timeout_s)
 
     def _forget(self) -> None:
@@ -336,16 +337,16 @@ class PooledContext:
 
 
 class ContextPool:
-    """All contexts and arenas of an engine. The scheduler says which is free; this has the objects.
+    """All contexts and arenas of an engine. The scheduler knows which are free; the pool owns the objects.
 
-    :param arenas: the arenas that its contexts work in; ``None`` for a model that needs none.
+    :param arenas: the arenas that its contexts work in; ``None`` for a model that needs no arenas.
     :param graphs: batch sizes to capture, rising; the model says whether it can be captured at all.
     :param profile_of: the profile for a captured batch of a size; ``None`` for a model without profiles.
-    :param rows_held: the rows that a slab of a shape holds, where that is not ``rows_max``.
-    :param prepares: whether batches of some sizes are run beforehand, for a model that asks for it.
-    :param padding: what is padded to common sizes.
-    :param shapes: those that all batches have, of as many rows each, if graphs of them are to be captured.
-    :raises DeviceMemoryError: when they do not fit; what was made until then is given back.
+    :param rows_held: the rows that a slab of a shape holds. Default: ``rows_max``.
+    :param prepares: whether to run batches of some sizes beforehand, for a model that asks for it.
+    :param padding: the dimensions and inputs to pad.
+    :param shapes: all shapes of batches, each with ``rows_max`` rows, if graphs of them are to be captured.
+    :raises DeviceMemoryError: if they do not fit; everything created until then is released.
     """
 
     def __init__(
@@ -367,28 +368,28 @@ class ContextPool:
         self._padding = padding
         self._model = model
         self.runs = Runs(model.name)
-        """What runs on its contexts, on the host device."""
+        """The runs on its contexts, on the host device."""
         self._rows_held = rows_held or (lambda _: rows_max)
         self._profile_of = profile_of
         self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
         self._arenas = arenas
         self.contexts: list[PooledContext] = []
-        """By their numbers, until it is closed."""
+        """The contexts by number, until the pool is closed."""
         self._closed = False
         is_fixed = all(spec.is_fixed for spec in model.inputs)
         self._shapes = (FIXED_SHAPE.shape,) if is_fixed else tuple(sorted(shapes, key=self._nbytes_of))
         self.may_grow = not self._shapes
-        """Whether slabs are made, and grow, while batches run."""
+        """Whether slabs are created and grow while batches run."""
         self.captured = Captured()
-        """The batch sizes that were captured, and what launching one costs."""
+        """The captured batch sizes, and the CPU time to launch one."""
         self.prepared: tuple[int, ...] = ()
-        """The only batch sizes that are run, if a change of the size takes long."""
+        """The only batch sizes that are run, if changing the size takes long; empty if any size is run."""
         if arenas is not None:
             arenas.join(model.enqueue_nbytes)
         try:
             self._make_contexts(contexts)
             if not self.may_grow:
-                # The shapes are known, so what a batch needs is, too, and is refused here if at all.
+                # The shapes are known, and so is the memory of a batch: allocate it or fail now.
                 self._make_slabs()
                 if graphs and model.is_capturable and self._may_capture:
                     self._capture(graphs)
@@ -407,23 +408,23 @@ class ContextPool:
 
     @property
     def arenas(self) -> Sequence[Arena]:
-        """Return the arenas by their numbers."""
+        """The arenas by number."""
         return () if self._arenas is None else self._arenas.arenas
 
     @property
     def arenas_nbytes(self) -> int:
-        """Return the bytes of the arenas."""
+        """The bytes of the arenas."""
         return 0 if self._arenas is None else self._arenas.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of staging memory, of its counterpart on the device, and of arenas."""
+        """The bytes of staging memory, of its counterpart on the device, and of arenas."""
         held = sum(context.nbytes for context in self.contexts)
         return held if self._closed else held + self.arenas_nbytes
 
     @property
     def always_replays(self) -> bool:
-        """Whether every batch is padded to a size that was captured, and none takes long to launch."""
+        """Whether every batch is padded to a captured size, and no graph takes long to launch."""
         sizes = self.captured.sizes
         return (
             bool(sizes)
@@ -432,7 +433,7 @@ class ContextPool:
         )
 
     def layout(self, shape: Hashable) -> Layout:
-        """Return how a slab holds the batches of a shape."""
+        """Return the layout of a slab for batches of a shape."""
         layout = self._layouts.get(shape)
         if layout is None:
             assert isinstance(shape, tuple)
@@ -449,24 +450,24 @@ class ContextPool:
         return self.layout(shape).nbytes
 
     def missing_nbytes(self, batch: Batch) -> int:
-        """Return the size of the memory to allocate for the slab of a batch; 0 if there is enough."""
+        """Return the bytes to allocate for the slab of a batch; 0 if there is enough memory."""
         return self.contexts[batch.context].missing_nbytes(self.layout(batch.key.shape))
 
     def growth(self, batch: Batch) -> Callable[[], object]:
-        """Return what allocates it, in any thread."""
+        """Return a function that allocates the missing memory of a batch's slab, in any thread."""
         return partial(self.contexts[batch.context].grow, self.layout(batch.key.shape))
 
     def source(self, batch: Batch, ahead: AheadRows | None = None) -> RowSource:
-        """Return where the rows of a batch come from, in the slab of its context.
+        """Return the source of a batch's rows, with the slab of its context.
 
-        :param ahead: rows that were copied into a slab before, if any were.
-        :raises DeviceMemoryError: when rows of this shape need more memory than there is.
-        :raises ExecutionError: when the model now asks for more rows than it did at first.
+        :param ahead: rows that were already copied into a slab, if any.
+        :raises DeviceMemoryError: if rows of this shape need more memory than there is.
+        :raises ExecutionError: if the model now asks for more rows than at first.
         """
         key, context = batch.key, self.contexts[batch.context]
         slab = context.slab(key.shape, self.layout)
         if batch.rows_run > slab.layout.rows_max:
-            # Else the device would read and write beyond its memory.
+            # The device would read and write out of bounds.
             raise ExecutionError(
                 f"{self._model.name!r} is to run {batch.rows_run} rows, and said before that batches of this "
                 f"shape have at most {slab.layout.rows_max}. Mend its rows_of: it must not change its answers"
@@ -487,7 +488,7 @@ class ContextPool:
         return source
 
     def copies_ahead(self, key: BatchKey) -> bool:
-        """Return whether it is worth it to copy such rows before their batch is launched."""
+        """Return whether copying such rows before their batch is launched pays off."""
         if key.slab is not None or key.on_device or key.outputs_on_device or self._padding is not None:
             return False
         if not self.layout(key.shape).has_rows_first:
@@ -495,11 +496,12 @@ class ContextPool:
         return AHEAD_ROW_NBYTES_MIN <= self.layout(key.shape).input_row_nbytes <= AHEAD_ROW_NBYTES_MAX
 
     def ahead_slab(self, key: BatchKey, request: Request, context: int) -> Slab | None:
-        """Return where such rows can be copied to before they are launched on a context that is free.
+        """Return the slab to copy such rows to before they are launched on a free context.
 
-        ``None`` if there is no memory for them yet, or if they lie in memory that batches are copied from.
+        Return ``None`` if there is no memory for them yet, or if they are in memory shared with a worker's
+        front.
 
-        :param request: the first of them.
+        :param request: the first request of the rows.
         """
         pooled = self.contexts[context]
         if type(request.payload) is SharedRows or pooled.missing_nbytes(self.layout(key.shape)):
@@ -509,30 +511,30 @@ class ContextPool:
     def create_slot_slab(self, shape: Hashable) -> Slab:
         """Return a slab for callers to fill: inputs only, in staging memory.
 
-        :raises DeviceMemoryError: when there is no room for it.
+        :raises DeviceMemoryError: if there is no room for it.
         """
         layout = self.layout(shape)
         buffers = StagingBuffers(self._device, layout.inputs_nbytes, has_device_buffer=False)
         return Slab(layout, buffers, has_outputs=False)
 
     def close_slot_slab(self, slab: Slab) -> None:
-        """Give back a slab that callers filled, which no batch uses any more."""
+        """Free a slab that callers filled. No batch may still use it."""
         self.forget_inputs(slab)
         slab.buffers.close()
 
     def forget_inputs(self, slab: Slab) -> None:
-        """Forget a slab of inputs that is not a context's own, and that no batch uses any more."""
+        """Forget a slab of inputs that belongs to no context. No batch may still use it."""
         for context in self.contexts:
             context.forget_inputs(slab)
 
     def close(self, timeout_s: float) -> int:
-        """Give everything back; returns how many contexts had to be abandoned, their work still running.
+        """Release everything; return how many contexts had to be abandoned, with work still running.
 
-        May be called again later, for those that were.
+        Call it again later to release the abandoned contexts.
         """
         still_running = [context for context in self.contexts if not context.comes_to_rest(timeout_s)]
         for context in still_running:
-            # Before anything is freed, as that would wait for them.
+            # Before freeing anything, as that would wait for them.
             self._device.abandon(context.stream)
         for context in self.contexts:
             if context not in still_running:
@@ -545,7 +547,7 @@ class ContextPool:
         return len(still_running)
 
     def _make_contexts(self, contexts: int) -> None:
-        """Make one to see what it takes, and the others only if there is as much left for each."""
+        """Create one to measure its memory, and the others only if enough is left for each."""
         for index in range(contexts):
             arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
@@ -565,7 +567,7 @@ class ContextPool:
     def _make_slabs(self) -> None:
         layout = self.layout(self._shapes[-1])
         if not self._device.unified:
-            # Staging memory takes of the same memory if there is only one.
+            # An integrated device has one memory, which staging memory shares.
             copies = 2 if self._device.is_integrated else 1
             check_room(
                 self._device,
@@ -580,7 +582,7 @@ class ContextPool:
                 slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
 
     def _prepare(self, model: PreparedModel, rows_max: int) -> None:
-        """Prepare for some batch sizes, if a change of the size takes long."""
+        """Prepare some batch sizes, if changing the size takes long."""
         places = []
         for context in self.contexts:
             binding = context.slab(FIXED_SHAPE.shape, self.layout).binding
@@ -590,16 +592,16 @@ class ContextPool:
         self.prepared = prepare(self._device, model, places, rows_max)
 
     def _capture(self, sizes: Sequence[int]) -> None:
-        """Capture the sizes on every context, or none: what cannot be captured runs call by call.
+        """Capture the sizes on every context, or no size: without graphs, batches run call by call.
 
-        A captured size takes an execution context of its own on each context. If there is no room for them,
-        the engine runs without graphs.
+        Each captured size takes a dedicated execution context on each context. If they do not fit, the engine
+        runs without graphs.
         """
         arenas = self._arenas
         own: Buffer | None = None
         try:
             if arenas is not None and arenas.is_shared:
-                # Other engines may run in these arenas at any time, and nothing here is in order with them.
+                # Other engines may use these arenas at any time, and captures are not ordered with them.
                 own = self._device.allocate(arenas.arenas[0].memory.nbytes)
             begin = partial(self._begin_capture, own)
             capturing = Capturing(self._device, self._model, self.contexts, self._shapes, begin)
@@ -632,7 +634,7 @@ class ContextPool:
 
     @property
     def _may_capture(self) -> bool:
-        """Whether the arenas stay where they are, as graphs need it."""
+        """Whether the arenas keep their addresses, as graphs require."""
         arenas = self._arenas
         if arenas is None or not (arenas.by_shapes and arenas.is_shared):
             return True
@@ -643,7 +645,7 @@ class ContextPool:
         return False
 
     def _sizes_taken(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes that some profile takes: there may be gaps between profiles."""
+        """Return the sizes that a profile supports: there may be gaps between profiles."""
         taken = []
         for rows in sizes:
             try:

@@ -1,12 +1,12 @@
-"""Batches captured as CUDA graphs: each from a context of its own, replayed on the stream of another.
+"""Batches captured as CUDA graphs: each from a dedicated context, replayed on the stream of another.
 
-Only the computing is captured. Copies and events beside a graph cost the GPU less than the same in it
-(``tests/benchmarks/gpu/saturation.py``); and so one graph does for batches with times and without, for rows
-that lie on the device already, and for rows that callers wrote into slots.
+Only the computing is captured. Copies and events outside a graph cost the GPU less than inside it
+(``tests/benchmarks/gpu/saturation.py``), and one graph then serves batches with and without times, rows
+that are on the device already, and rows that callers wrote into slots.
 
-A context of its own is captured because TensorRT leaves undefined what a graph does once the context that it
-was captured from has been given other shapes or memory ("How TensorRT works", CUDA graphs). ONNX Runtime
-gives memory that a graph refers to, and kernels that cuDNN made for it, to the next run of a session.
+A dedicated context is needed because a TensorRT graph has undefined behaviour once the context that it was
+captured from is given other shapes or memory ("How TensorRT works", CUDA graphs). ONNX Runtime reuses memory
+that a graph refers to, and kernels that cuDNN made for it, in the next run of a session.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from asynctrt.runtime.staging import Slab
 from asynctrt.runtime.trial import SAMPLES, NoTrial, Trial
 
 CAPTURE_S: Final = 60.0
-"""How long a batch may take while it is being captured."""
+"""The timeout of a batch during capture, in seconds."""
 
 
 class CapturedBatch(NamedTuple):
@@ -38,30 +38,30 @@ class CapturedBatch(NamedTuple):
     context: ExecutionContext
     graph: Graph
     launch_ns: int
-    """What launching it costs the CPU; 0 if that was not measured."""
+    """The CPU time to launch it; 0 if not measured."""
 
     def close(self) -> None:
-        """Give both back, once no launch is under way."""
+        """Release both. No launch may be in progress."""
         self.graph.close()
         self.context.close()
 
 
 class CaptureCosts(NamedTuple):
-    """What the CPU needed to put a batch on the stream, in ns."""
+    """The CPU time to put a batch on the stream, in ns."""
 
     direct_ns: int
     """Call by call."""
     graph_ns: int
-    """As a graph; 0 if it was not launched, in an arena that others use."""
+    """As a graph; 0 if it was not launched because other engines use its arena."""
 
 
 class Capture:
-    """A batch size on its way to a graph: :meth:`warm_up`, then :meth:`finish` or :meth:`close`.
+    """The capture of one batch size: call :meth:`warm_up`, then :meth:`finish` or :meth:`close`.
 
-    Several may be warmed up at the same time on different streams; they are finished one after the other, as
-    CUDA refuses some calls while any stream captures. Both block, and the stream must be idle.
+    Several captures may warm up at the same time on different streams, but must finish one after the other,
+    as CUDA refuses some calls while any stream captures. Both steps block and need an idle stream.
 
-    :param slab: what batches lie in, and ``shape`` the sizes of dimensions that vary, as it is laid out.
+    :param slab: the slab of the batches, laid out for ``shape``, the sizes of dynamic dimensions.
     :param end: an event of the stream to wait with.
     :param scratch: enqueue memory that nothing else uses meanwhile.
     """
@@ -97,13 +97,13 @@ class Capture:
             raise
 
     def close(self) -> None:
-        """Give up what was begun."""
+        """Abandon the capture."""
         self._context.close()
 
     def warm_up(self) -> None:
-        """Run batches call by call: what a model does at its first (plan, allocate) is no part of a graph.
+        """Run batches call by call: a model's first runs plan and allocate, which a graph must not contain.
 
-        :raises AsynctrtError: when the model or the device refuses; it is closed then.
+        :raises AsynctrtError: if the model or the device refuses; the capture is closed then.
         """
         try:
             for number in range(SAMPLES):
@@ -117,8 +117,8 @@ class Capture:
     def finish(self) -> tuple[CapturedBatch, CaptureCosts]:
         """Capture the computing of a batch.
 
-        :raises ExecutionError: if a graph of a :class:`TracedModel` computes something else than it does.
-        :raises AsynctrtError: when the model or the device refuses; it is closed then.
+        :raises ExecutionError: if a graph of a :class:`TracedModel` and the model compute different outputs.
+        :raises AsynctrtError: if the model or the device refuses; the capture is closed then.
         """
         graph: Graph | None = None
         try:
@@ -163,9 +163,9 @@ def _captured(
 
 
 def _tried(graph: Graph, trial: NoTrial, rows: int, stream: Stream, end: Event) -> int:
-    """Launch a graph, and check what it computes if there is something to compare it with.
+    """Launch a graph, and check its outputs if there are outputs to compare with.
 
-    :returns: what a launch costs the CPU, in ns.
+    :returns: the CPU time of a launch, in ns.
     """
     costs_ns = []
     for number in range(trial.launches):
@@ -181,7 +181,7 @@ def _tried(graph: Graph, trial: NoTrial, rows: int, stream: Stream, end: Event) 
 
 
 def _wait(stream: Stream, end: Event, what: str) -> None:
-    """Block until the stream has come this far, and raise what went wrong on the way."""
+    """Block until the stream's work so far is done, and raise its error if it failed."""
     stream.record(end)
     if not end.synchronize(CAPTURE_S):
         raise DeviceLostError(f"{what} did not end within {CAPTURE_S} s")

@@ -1,13 +1,13 @@
-"""Threads for what would hold up the loop: copies of large batches, and enqueues that wait for the device.
+"""Threads for work that would block the loop: copies of large batches, and enqueues that wait for the device.
 
 ::
 
     jobs = Jobs("asynctrt-copy", 4, reaper, now_ns)
-    jobs.submit(work, then)  # work() in a thread, then(error) on the loop: None, or what it raised
-    jobs.close(timeout_s)  # after the reaper; blocks until the threads have ended, False if one has not
+    jobs.submit(work, then)  # work() in a thread, then(error) on the loop: its exception or None
+    jobs.close(timeout_s)  # after the reaper; blocks until the threads have ended, False on a timeout
 
-A thread starts when a job finds the others busy. The reaper finds the end of a job as it finds the end of a
-batch, so ``then`` is prompt on a loop that is never idle as well, and what hangs is given up.
+A thread starts when all others are busy with jobs. The reaper detects the end of a job like the end of a
+batch, so ``then`` is prompt even on a loop that is never idle, and a hung job is abandoned.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.runtime.completion import Reaper
 
 COPIERS_MAX: Final = 4
-"""Threads for copying; more do not copy faster (tests/benchmarks/copies.py)."""
+"""The most threads for copying; more do not copy faster (tests/benchmarks/copies.py)."""
 
 COPIED_NBYTES_PER_NS: Final = 6
-"""About what one thread copies (tests/benchmarks/copies.py); it tells when the end of a copy may be near."""
+"""The rough speed of one copying thread (tests/benchmarks/copies.py); used to estimate the end of a copy."""
 
 
 class Jobs:
     """A few threads for one event loop.
 
-    :param name: what the threads are called.
-    :param threads_max: how many there are at most.
-    :param reaper: finds the ends of jobs.
+    :param name: the name of the threads.
+    :param threads_max: the most threads to run.
+    :param reaper: detects the ends of jobs.
     """
 
     def __init__(self, name: str, threads_max: int, reaper: Reaper, now_ns: Callable[[], int]) -> None:
@@ -56,20 +56,20 @@ class Jobs:
         on_hung: Callable[[], object] | None = None,
         hold: Callable[["Job"], object] | None = None,
     ) -> None:
-        """Run ``work`` in a thread, and ``then`` on the loop with what it raised, or with ``None``.
+        """Run ``work`` in a thread, then call ``then`` on the loop with its exception or ``None``.
 
-        Whatever this raises, Ctrl-C included, no thread does the work then, nor will: what is to be worked on
-        can be given to others. An interrupt that comes after a thread has begun is raised by the loop later.
+        If this method raises, Ctrl-C included, no thread runs ``work``, now or later, so its data may be used
+        elsewhere. If an interrupt arrives after a thread has begun, the loop raises it later.
 
-        :param expected_ns: how long it takes, if known.
-        :param hung_after_ns: call ``on_hung`` on the loop when it has run for so long. Another thread then
-            takes the place of its own. If it ends after all, ``then`` is called all the same.
+        :param expected_ns: the expected duration, if known.
+        :param hung_after_ns: call ``on_hung`` on the loop when the job has run for this long. Another thread
+            then replaces the job's. If the job ends later, ``then`` is still called.
         :param hold: called with the job before a thread may begin.
         """
         assert not self._closed, "nothing is done after the end"
         job = Job(work, self._threads)
         try:
-            # Watched before it can begin: whatever goes wrong in between, nothing runs unnoticed.
+            # Watched before it can begin, so that it cannot run unnoticed if an error occurs in between.
             self._reaper.watch(
                 job,
                 partial(job.tell, then),
@@ -86,14 +86,12 @@ class Jobs:
             raise_on_loop(error)
 
     def assist(self, work: Callable[[], object]) -> None:
-        """Run ``work`` in a thread if one is free soon; nobody is told."""
-        with suppress(
-            RuntimeError
-        ):  # Who does without help would take it for a failure of what is under way.
+        """Run ``work`` in a thread, without reporting its end. A no-op if the system refuses a thread."""
+        with suppress(RuntimeError):  # Help is optional: the caller's own work in progress must not fail.
             self._threads.schedule(Job(work, self._threads))
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads, each after its job; return False if one does not end in time. Idempotent."""
+        """End each thread after its job; return False if a thread does not end in time. Idempotent."""
         if self._closed:
             return True
         self._closed = True
@@ -107,7 +105,7 @@ class Jobs:
 class Copiers(Jobs):
     """The threads that copy.
 
-    :param threads_max: default: the cores that the process may use, up to :data:`COPIERS_MAX`.
+    :param threads_max: the most threads. Default: the process's cores, up to :data:`COPIERS_MAX`.
     """
 
     def __init__(self, reaper: Reaper, now_ns: Callable[[], int], *, threads_max: int | None = None) -> None:
@@ -123,7 +121,7 @@ class Copiers(Jobs):
         then: Callable[[BaseException | None], object],
         hold: Callable[["Job"], object] | None = None,
     ) -> None:
-        """Run ``copy``, which copies ``nbytes``, in a thread. The rest is as in :meth:`submit`."""
+        """Run ``copy``, which copies ``nbytes`` bytes, in a thread, as :meth:`submit` does."""
         self.submit(copy, then, expected_ns=nbytes // COPIED_NBYTES_PER_NS, hold=hold)
 
     @property
@@ -132,9 +130,9 @@ class Copiers(Jobs):
         return bool(self._awaited)
 
     def copy_soon(self, copy: Callable[[], object], nbytes: int) -> asyncio.Future[None]:
-        """Run ``copy``, which copies ``nbytes``, in a thread, or here if there is none or will be none.
+        """Run ``copy``, which copies ``nbytes`` bytes, in a thread, or here if no thread is available.
 
-        :returns: a future that is done when it is, or raises what it raised.
+        :returns: a future that completes when ``copy`` does, or raises its exception.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -159,7 +157,7 @@ class Copiers(Jobs):
         return future
 
     def end_waits(self, why: Callable[[], Exception]) -> None:
-        """After the reaper is closed: fail the futures of :meth:`copy_soon` that are not done."""
+        """Fail the pending futures of :meth:`copy_soon`. Call it after the reaper is closed."""
         self._has_ended = True
         for future in tuple(self._awaited):
             if not future.done():
@@ -172,10 +170,10 @@ class Copiers(Jobs):
         then: Callable[[BaseException | None], object],
         hold: Callable[["Job"], object] | None = None,
     ) -> None:
-        """Run all ``parts``, which copy ``nbytes`` together, in as many threads; then ``then``, once.
+        """Run all ``parts``, which copy ``nbytes`` bytes together, in up to one thread each.
 
-        It is called with what the first of them raised that did, when the last has ended. The job is that of
-        all parts.
+        When the last part has ended, ``then`` is called once, with the first error or ``None``. One job
+        stands for all parts.
         """
         work = SharedWork(parts)
         self.copy(work.do, nbytes // len(parts), then, hold)
@@ -184,7 +182,7 @@ class Copiers(Jobs):
 
 
 class SharedWork:
-    """Work in parts that one thread has to see done, and others may help with."""
+    """Work in parts that one thread must complete, and others may help with."""
 
     def __init__(self, parts: Sequence[Callable[[], object]]) -> None:
         self._left = deque(parts)
@@ -198,7 +196,7 @@ class SharedWork:
         return self._count
 
     def help(self) -> None:
-        """Do parts until none is left. What one raises is told by :meth:`do`."""
+        """Run parts until none is left. :meth:`do` raises their first error."""
         while True:
             try:
                 part = self._left.popleft()
@@ -216,9 +214,9 @@ class SharedWork:
                     self._is_done.set()
 
     def do(self) -> None:
-        """Do parts until none is left, and wait for those that others do; raise what the first of all raised.
+        """Run parts until none is left, wait for the parts of helpers, and raise the first error of all.
 
-        Whether anybody helps makes no difference but to how long it takes.
+        Helpers affect only how long it takes.
         """
         self.help()
         self._is_done.wait()
@@ -227,29 +225,29 @@ class SharedWork:
             try:
                 raise error
             finally:
-                del error  # Its traceback has this frame.
+                del error  # Breaks a cycle: its traceback holds this frame.
 
 
 class Job:
-    """One job: what a thread serves, and what the reaper watches."""
+    """One job, served by a thread and watched by the reaper."""
 
     __slots__ = ("_begun", "_callback", "_is_done", "_is_revoked", "_running", "_threads", "_work", "error")
 
     def __init__(self, work: Callable[[], object], threads: StreamThreads) -> None:
-        # Whoever takes it out, a thread or who revokes it, is the only one.
+        # Popped once, either by a thread or by `revoke`.
         self._work = [work]
         self._is_revoked = False
         self._threads = threads
         self._begun = False
         self._is_done = False
-        # Held until then, for who waits. An event would do the same, and take ten times as long.
+        # Held until the job is done, for `synchronize`. An event would do the same in ten times as long.
         self._running = threading.Lock()
         self._running.acquire()
         self._callback: Callable[[], None] | None = None
         self.error: BaseException | None = None
 
     def serve(self) -> None:
-        """From a thread: do it, and call back."""
+        """Run the job and call back. Called by a thread."""
         self._begun = True
         self._threads.hand_back()
         try:
@@ -269,8 +267,7 @@ class Job:
         self._threads.hand_back()
 
     def revoke(self) -> bool:
-        """Take it back: no thread does it, and no one is told of it. False, with nothing changed, if one has
-        begun."""
+        """Withdraw the job without running or reporting it; a no-op that returns False if it has begun."""
         try:
             self._work.pop()
         except IndexError:
@@ -280,7 +277,7 @@ class Job:
         return True
 
     def tell(self, then: Callable[[BaseException | None], object]) -> None:
-        """On the loop: report the end."""
+        """Report the end. Called on the loop."""
         if not self._is_revoked:
             error, self.error = self.error, None
             then(error)
@@ -295,7 +292,7 @@ class Job:
         return not self._is_done and self._threads.lend_gil()
 
     def on_done(self, callback: Callable[[], None]) -> bool:
-        # Ask first, look second, and the thread the other way round: one of the two sees the other.
+        # Store the callback, then read the flag; the thread does the reverse. So at least one sees the other.
         self._callback = callback
         return not self._is_done
 

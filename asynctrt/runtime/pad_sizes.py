@@ -1,7 +1,7 @@
-"""Padding: rows whose lengths differ are brought to a few common sizes, so that they share batches.
+"""Padding: rows of different lengths are padded to a few common sizes, so that they share batches.
 
-Arrays stay as their callers gave them until they are written into a slab. Only the key of their batch says to
-which sizes they will be padded there; outputs are cut back to what each request had.
+Arrays stay as their callers gave them until they are written into a slab. Until then only the key of their
+batch has the sizes to pad to. Outputs are cut back to the sizes of each request.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,24 +20,23 @@ from asynctrt.scheduling.sizes import Sizes, merged
 from asynctrt.tensors import Array, Dims, TensorSpec
 
 FITS_MAX: Final = 4096
-"""Shapes of requests that are remembered."""
+"""The most shapes of requests to remember."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """An input that the engine fills where a caller leaves it out.
+    """An input that the engine fills if a caller leaves it out.
 
-    :param dims: the names or sizes of its dimensions.
-    :param length_of: the dimension whose size it says; ``None`` for a mask.
+    :param length_of: the dimension whose size it has as its value; ``None`` for a mask.
     """
 
     spec: TensorSpec
     length_of: str | None
 
     def array(self, rows: int, symbols: Mapping[str, int]) -> Array:
-        """Return the rows for a request, before they are padded: ones, or the length. Nobody writes to it.
+        """Return the read-only rows for a request, before padding: ones, or the length.
 
-        All its elements are one in memory, so that what callers ask for takes none.
+        All elements share one place in memory, so large requests take no memory here.
         """
         dims = self.spec.resolve(symbols)
         assert dims is not None, "the sizes of its dimensions come from other inputs"
@@ -46,35 +45,35 @@ class Filled:
 
 
 class Fit(NamedTuple):
-    """How the rows of one request lie within those of a batch."""
+    """How the rows of one request fit into those of a batch."""
 
     dims: tuple[Dims, ...]
     """The dimensions of one row of each input."""
     corners: tuple[tuple[slice, ...], ...]
-    """The part of its rows that each input takes; the rest is padding."""
+    """For each input, the part of the batch's rows that the request fills; the rest is padding."""
     cuts: dict[str, tuple[slice, ...]]
-    """The part of its rows that is its own, for each output that is cut back."""
+    """For each output to cut back, the part of the batch's rows without padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds the sizes that the engine chooses, besides the options."""
+    """The limits of the sizes that the engine chooses, besides the options."""
 
     ranges_of: Callable[[str], Sequence[tuple[int, int]]] | None = None
-    """Returns the sizes that a dimension may have, in each profile of the model."""
+    """Returns the range of sizes of a dimension in each profile of the model."""
     rows_max: int = 64
-    """Rows that a batch holds."""
+    """The most rows of a batch."""
     rows_fixed: bool = False
-    """Whether it always has as many."""
+    """Whether every batch has exactly ``rows_max`` rows."""
 
 
 class Padding:
-    """What is padded of one model, and with what.
+    """The dimensions and inputs to pad for one model, and the values to pad with.
 
-    :param pad: the sizes of each dimension that is padded, rising; ``auto`` if they are to be chosen, instead
-        of the mapping for all dimensions that vary.
-    :param pad_with: what inputs are padded with, where that is not 0: a number; ``mask`` and ``length`` are
-        filled by the engine.
+    :param pad: the sizes of each dimension to pad, rising; ``auto`` if the engine chooses them. ``auto``
+        instead of the mapping is for all dynamic dimensions.
+    :param pad_with: the number to pad an input with. Default: 0. The engine fills an input with ``mask`` or
+        ``length``.
     :raises OptionsError: for names that the model does not have, and values that do not fit.
     """
 
@@ -96,7 +95,7 @@ class Padding:
         groups = {names: tuple(name.strip() for name in names.split("=")) for names in pad}
         self._same = list(groups.values())
         self._dims: dict[str, Any] = {dim: pad[names] for names, dims in groups.items() for dim in dims}
-        """What was given for each dimension that is padded."""
+        """The option's value for each dimension to pad."""
         named = [name for names in self._same for name in names]
         if len(self._dims) != len(named):
             twice = next(name for name in named if named.count(name) > 1)
@@ -119,20 +118,20 @@ class Padding:
             for names, dims in groups.items()
             if isinstance(pad[names], str)
         }
-        """What chooses the sizes of dimensions, by their names: all that are the same."""
+        """The choosers of sizes. A key has the names of all dimensions that share the sizes."""
         self._chosen_of = {dim: sizes for dims, sizes in self.chosen.items() for dim in dims}
         self.changes = 0
-        """How often they were chosen anew."""
+        """How often sizes have been chosen again."""
         self.filled = tuple(
             self._filled(by_name[input_], value)
             for input_, value in pad_with.items()
             if isinstance(value, str)
         )
         self.values: tuple[Any, ...] = tuple(self._value(spec, pad_with.get(spec.name, 0)) for spec in inputs)
-        """What each input is padded with."""
+        """The value to pad each input with."""
         given = {filled.spec.name for filled in self.filled}
         self.sources: dict[str, tuple[int, int]] = {}
-        """Where the size of a dimension is read: the number of an input that callers give, and its axis."""
+        """Where to read the size of a dimension: the number of an input that callers give, and its axis."""
         for number, spec in enumerate(inputs):
             for axis, dim in enumerate(spec.dims, start=1):
                 if isinstance(dim, str) and spec.name not in given:
@@ -155,7 +154,7 @@ class Padding:
         options: Options,
         limits: Limits = Limits(),
     ) -> "Padding | None":
-        """Return what the options pad of a model; ``None`` for nothing."""
+        """Return the padding that the options ask for; ``None`` if they ask for no padding."""
         if not options.pad:
             return None
         return cls(name, inputs, outputs, options.pad, options.pad_with or {}, limits)
@@ -165,7 +164,7 @@ class Padding:
 
     @property
     def shapes(self) -> tuple[Hashable, ...]:
-        """The shapes of all batches, as keys say them, if all sizes of each varying dimension were given."""
+        """All shapes of batches, as in their keys; empty unless the options give all dimensions' sizes."""
         if self.chosen or not self._dims.keys() >= set(self._varying):
             return ()
         shapes = []
@@ -175,10 +174,10 @@ class Padding:
         return tuple(shapes)
 
     def key_of(self, symbols: Mapping[str, int], *, as_given: bool = False) -> BatchKey:
-        """Return the key of the batches for rows of these sizes: each is rounded up to the next.
+        """Return the key of batches for rows of these sizes, each rounded up to the next size to pad to.
 
-        :param as_given: leave those as they are that are padded to sizes of the engine's choice.
-        :raises InputError: for a size above the largest, and where two that are to be the same are not.
+        :param as_given: do not round dimensions whose sizes the engine chooses.
+        :raises InputError: for a size above the largest, and if dimensions that must be equal differ.
         """
         for names in self._same:
             if len({symbols[dim] for dim in names if dim in symbols}) > 1:
@@ -201,19 +200,19 @@ class Padding:
         return dim in self._dims
 
     def sizes_given(self, dim: str) -> tuple[int, ...]:
-        """Return the sizes that the options pad a dimension to, rising; none if it is not padded to such."""
+        """Return the sizes that the options give for a dimension, rising; empty if they give none."""
         given = () if dim in self._chosen_of else self._dims.get(dim, ())
         return tuple(map(int, given))
 
     def units_of(self, shape: Hashable) -> int:
-        """Return how much there is to compute of a row of this shape: the product of its varying sizes."""
+        """Return the cost of a row of this shape in units: the product of its dynamic sizes."""
         assert isinstance(shape, tuple)
         return prod([size for dim, size in shape if dim not in self._repeated])
 
     def fit(self, dims: tuple[Dims, ...]) -> Fit | None:
-        """Return how rows lie within those of a batch, from the dimensions of one row of each input.
+        """Return how rows fit into those of a batch, given the dimensions of one row of each input.
 
-        :returns: ``None`` if they contradict each other.
+        :returns: ``None`` if the inputs contradict each other.
         """
         try:
             return self._fits[dims]
@@ -260,13 +259,13 @@ class Padding:
         )
 
     def _for_all(self, pad: str, varying: Sequence[str]) -> dict[str, str]:
-        """Return that the sizes of all dimensions are to be chosen."""
+        """Return the mapping ``pad`` with the same value for all dynamic dimensions."""
         if not varying:
             raise OptionsError(
                 f"pad={pad!r} is for dimensions that vary, and {self._name!r} has none besides its rows. "
                 "Leave it out"
             )
-        # What has no name of its own may have to be as large as another: a mask is as long as its text.
+        # Dimensions without names may have to be equal: a mask is as long as its text.
         nameless = [
             dim
             for spec in self._inputs
@@ -289,10 +288,10 @@ class Padding:
         by_name: Mapping[str, TensorSpec],
         limits: Limits,
     ) -> Sizes:
-        """Return what chooses the sizes of dimensions that are the same, within what the model takes."""
+        """Return the chooser of sizes for dimensions that share them, within the limits of the model."""
         most = auto_limit(given)
         if most is None:
-            # What the engine tells a model has to fit into what the model has for it.
+            # The lengths that the engine fills must fit the dtype of their input.
             holding = [
                 _counts_to(by_name[input_].dtype)
                 for input_, value in pad_with.items()
@@ -317,7 +316,7 @@ class Padding:
         return Sizes(ranges, rows_max=limits.rows_max, rows_fixed=limits.rows_fixed)
 
     def _dim_of_length(self, value: str) -> str:
-        """Return the dimension whose size ``length`` says; an empty one if it is not clear."""
+        """Return the dimension that ``length`` refers to; an empty string if that is ambiguous."""
         return value.partition(":")[2] or (self._same[0][0] if len(self._same) == 1 else "")
 
     def _largest(self, dim: str) -> int | None:
@@ -374,7 +373,7 @@ class Padding:
         return converted[()]
 
     def _check_sources(self) -> None:
-        """Check that each size is told by an input that callers give."""
+        """Check that each size can be read from an input that callers give."""
         needed = [*self._dims, *(dim for one in self.filled for dim in one.spec.dims if isinstance(dim, str))]
         for dim in needed:
             if dim not in self.sources:
@@ -385,7 +384,7 @@ class Padding:
 
 
 def _counts_to(dtype: np.dtype[Any]) -> int:
-    """Return the number up to which a dtype of numbers holds every whole one."""
+    """Return the largest N such that a numeric dtype represents every integer from 0 to N."""
     if dtype.kind == "f":
         return 1 << int(np.finfo(dtype).nmant) + 1
     return 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)

@@ -1,4 +1,4 @@
-"""Rows whose lengths differ: padded as they are written into a slab, and their outputs cut back."""
+"""Rows of different lengths: padded when written into a slab, with their outputs cut back."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,9 +12,9 @@ from asynctrt.tensors import Array, copy_rows
 
 
 class PaddedSource(RowSource):
-    """Rows gathered from arrays of which some are smaller than the rows of the batch.
+    """Rows gathered from arrays, some of them smaller than the rows of the batch.
 
-    :param padding: what they are padded with.
+    :param padding: the values to pad them with.
     """
 
     __slots__ = ("_padding", "fits")
@@ -22,18 +22,18 @@ class PaddedSource(RowSource):
     def __init__(self, batch: Batch, slab: Slab, padding: Padding) -> None:
         super().__init__(batch, slab)
         self._padding = padding
-        # As they are now: what a caller does to an array later is noticed when it is copied.
+        # Computed from the arrays now: if a caller changes an array later, copying it detects that.
         self.fits = [
             padding.fit(tuple([array.shape[1:] for array in request.payload])) for request in batch.requests
         ]
-        """How the rows of each request lie in those of the batch; ``None`` where they cannot."""
+        """How the rows of each request fit into those of the batch; ``None`` if they do not."""
         dims = tuple([span.dims for span in slab.layout.inputs])
         self.is_cut = any(fit is None or fit.dims != dims for fit in self.fits)
 
     def stage(self) -> None:
-        """Copy the rows side by side into the slab, and pad each of them. Runs in any thread.
+        """Copy the rows contiguously into the slab, and pad each row. Runs in any thread.
 
-        :raises InputError: when the rows of no request can be staged.
+        :raises InputError: if no request's rows can be staged.
         """
         if not self.is_cut:
             super().stage()
@@ -42,7 +42,7 @@ class PaddedSource(RowSource):
         spans = self.spans or spans_of(batch.requests)
         try:
             for index, view in enumerate(self.views):
-                # All of it at once: to fill what is left of each request takes a call for each.
+                # Fill the whole view at once: filling the rest of each request takes a call for each.
                 view[: batch.rows] = self._padding.values[index]
                 for array, span, fit in zip(self.arrays_of(index), spans, self.fits, strict=True):
                     _copy_into(view[span], index, array, fit)
@@ -53,20 +53,20 @@ class PaddedSource(RowSource):
                 view[batch.rows : batch.rows_run] = view[0]
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
-        """Return what does the same as :meth:`stage`, in one part if anything is padded."""
+        """Return functions that together do the same as :meth:`stage`: only one if anything is padded."""
         parts = super().parts(parts_max)
         return [self.stage] if self.is_cut else parts
 
     def put(self, number: int, index: int, view: Array) -> None:
-        """Write the rows of one request for one input, and what pads them."""
+        """Write the padded rows of one request for one input."""
         view[...] = self._padding.values[index]
         _copy_into(view, index, self.batch.requests[number].payload[index], self.fits[number])
 
     def cut(self, outputs: Mapping[str, Array]) -> list[dict[str, Array]]:
-        """Return views of the outputs of each request, without what follows from padding."""
+        """Return views of the outputs of each request, with the padding cut off."""
         views = super().cut(outputs)
         for fit, own in zip(self.fits, views, strict=True):
-            if fit is not None:  # Else it was refused, and gets no answer.
+            if fit is not None:  # If None, it was refused and gets no answer.
                 own.update({name: own[name][cut] for name, cut in fit.cuts.items() if name in own})
         return views
 
@@ -77,12 +77,12 @@ def copied(views: Sequence[dict[str, Array]]) -> list[dict[str, Array]]:
 
 
 def reserved(views: Sequence[dict[str, Array]]) -> list[dict[str, Array]]:
-    """Return arrays for the outputs of each request, made in the loop's thread, to be filled by another."""
+    """Return arrays for the outputs of each request. The loop's thread makes them, another fills them."""
     return [{name: np.empty(view.shape, view.dtype) for name, view in own.items()} for own in views]
 
 
 def fill(targets: Sequence[dict[str, Array]], views: Sequence[dict[str, Array]]) -> None:
-    """Copy the outputs of each request into what was reserved for it."""
+    """Copy the outputs of each request into its reserved arrays."""
     for target, own in zip(targets, views, strict=True):
         for name, array in target.items():
             np.copyto(array, own[name])

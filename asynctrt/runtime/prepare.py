@@ -1,9 +1,9 @@
-"""Batch sizes that are prepared for, where a batch of another size than the one before takes long.
+"""Preparation of a few batch sizes, if changing the batch size takes long.
 
-ONNX Runtime has cuDNN plan a convolution anew whenever the batch size changes, since 1.20 (its issue 23006):
-a tenth of a second for a model of many convolutions, and requests that come at random make batches of every
-size. So if that is found, a few sizes have a session of their own in each context, and batches are padded to
-the next of them. All are run before the first caller comes.
+Since 1.20, ONNX Runtime has cuDNN plan a convolution again whenever the batch size changes (its issue 23006).
+That takes a tenth of a second for a model with many convolutions, and random arrivals make batches of every
+size. If that is detected, each context gets a separate session for each of a few sizes, and batches are
+padded to the next of them. All sizes are run before the first caller arrives.
 """
 
 import logging
@@ -19,20 +19,20 @@ from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, UsageError
 
 PREPARE_S: Final = 120.0
-"""How long a batch may take."""
+"""The timeout of a batch, in seconds."""
 
 CHANGE_NS_MIN: Final = 1_000_000
 CHANGE_SHARE_MIN: Final = 0.5
-"""Sizes are kept apart if a change takes so much longer, and so much of what a batch takes."""
+"""Keep sizes apart if a change adds at least this time, and at least this share of a batch's time."""
 
 ROUNDS: Final = 3
-"""How often that is looked at, with two sizes."""
+"""How often to measure a change, with two sizes."""
 
 SHARE_MAX: Final = 0.5
-"""The share of the device's free memory that sizes may take: others use it, too."""
+"""The share of the device's free memory that sizes may take: others use the device too."""
 
 FEWEST: Final = 4
-"""With fewer sizes than this that do not fit either, it is given up."""
+"""Give up if fewer sizes than this do not fit."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where batches are run: a context that nothing else uses, bound to a slab of zeros."""
+    """A context to run batches on: nothing else uses it, and it is bound to a slab of zeros."""
 
     context: PreparedContext
     binding: Binding
@@ -48,11 +48,11 @@ class Place(NamedTuple):
     end: Event
     """An event of the stream to wait with."""
     cancellation: Cancellation
-    """Tells whether the opening of the engine was cancelled."""
+    """Whether the opening of the engine was cancelled."""
 
 
 def sizes_up_to(rows_max: int) -> tuple[int, ...]:
-    """Return batch sizes of which each is at most half as large again as the one before, or its double."""
+    """Return the batch sizes 1, 2, 3, 4, 6, 8, 12 and so on below ``rows_max``, and ``rows_max``."""
     sizes, size = [], 1
     while size < rows_max:
         sizes.append(size)
@@ -63,18 +63,18 @@ def sizes_up_to(rows_max: int) -> tuple[int, ...]:
 
 
 def sizes_to_prepare(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
-    """Return the batch sizes that a model names, up to and with the largest; ours if it names none."""
+    """Return the sizes below ``rows_max`` that a model names, and ``rows_max``; if it names none, ours."""
     if not given:
         return sizes_up_to(rows_max)
     return (*[size for size in given if size < rows_max], rows_max)
 
 
 def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_max: int) -> tuple[int, ...]:
-    """Find out whether changes of the batch size take long, and prepare for some sizes if so. Blocks.
+    """Measure whether changes of the batch size take long, and if so prepare some sizes. Blocks.
 
     :param places: one for each context.
-    :returns: the sizes that batches are padded to from now on, rising; none if they may be of any size.
-    :raises DeviceLostError: if that happened meanwhile. What else goes wrong is logged.
+    :returns: the sizes that batches are padded to from now on, rising; empty if batches may have any size.
+    :raises DeviceLostError: if the device is lost. Other errors are logged.
     :raises UsageError: if the work of this thread was cancelled.
     """
     sizes = model.batch_sizes
@@ -105,11 +105,11 @@ def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_
 def as_many_as_fit(
     name: str, sizes: tuple[int, ...], attempt: Callable[[tuple[int, ...]], T]
 ) -> tuple[tuple[int, ...], T]:
-    """Attempt something with all sizes or, as long as there is no room, with every second one of them.
+    """Try ``attempt`` with all sizes; as long as they do not fit, retry with every second one.
 
-    :param name: the model's.
-    :returns: the sizes for which there was room, and what the attempt with them returned.
-    :raises DeviceMemoryError: if there is no room for few of them either.
+    :param name: the model's name.
+    :returns: the sizes that fit, and the result of the attempt with them.
+    :raises DeviceMemoryError: if even fewer than :data:`FEWEST` sizes do not fit.
     """
     while True:
         try:
@@ -129,11 +129,11 @@ def as_many_as_fit(
 
 
 def check_share(device: Device, room_nbytes: int, contexts: int, what: str, fix: str) -> None:
-    """Check that all contexts together take no more than their share, once one has what it needs.
+    """Check that all contexts together fit into their share of memory, after one has allocated its part.
 
-    :param room_nbytes: the room that there was before.
-    :param what: the subject of the message, which says what takes too much; ``fix`` is what to do.
-    :raises DeviceMemoryError: if they would take more.
+    :param room_nbytes: the free memory before.
+    :param what: the subject of the error message; ``fix`` is its advice.
+    :raises DeviceMemoryError: if they would take more than their share.
     """
     taken_nbytes = max(room_nbytes - device.memory().room_nbytes, 0)
     if not device.unified and taken_nbytes * contexts > room_nbytes * SHARE_MAX:
@@ -146,15 +146,15 @@ def check_share(device: Device, room_nbytes: int, contexts: int, what: str, fix:
 def _keep_apart(
     device: Device, model: PreparedModel, places: Sequence[Place], sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Keep sizes apart and run them in every context: all, or as many as there is room for.
+    """Keep sizes apart and run them in every context: all of them, or as many as fit.
 
-    :raises DeviceMemoryError: if there is room for one only.
+    :raises DeviceMemoryError: if even fewer than :data:`FEWEST` sizes do not fit.
     """
     room_nbytes = device.memory().room_nbytes
 
     def run_first(sizes: tuple[int, ...]) -> None:
         for place in places:
-            place.context.keep_apart(sizes[:-1])  # The largest has what is there anyway.
+            place.context.keep_apart(sizes[:-1])  # The largest uses the existing session.
         _run_all(device, places[0], sizes)
         check_share(
             device,
@@ -173,19 +173,19 @@ def _keep_apart(
 
 
 def _chosen(model: PreparedModel, place: Place, rows_max: int) -> tuple[int, ...]:
-    """Return the sizes to keep apart, if that pays; else none."""
+    """Return the sizes to keep apart; empty if that does not pay off."""
     if rows_max < 2:
         return ()
     pair = rows_max, rows_max // 2
     for rows in pair:
-        _timed(place, rows)  # What happens once counts for nothing.
+        _timed(place, rows)  # Do not measure one-time work.
     extras_ns, sames_ns = [], []
     for _ in range(ROUNDS):
         for rows in pair:
             changed_ns, same_ns = _timed(place, rows), _timed(place, rows)
             extras_ns.append(changed_ns - same_ns)
             sames_ns.append(same_ns)
-    # A process may be held up now and then.
+    # The median ignores rounds in which the process was delayed.
     extra_ns = median(extras_ns)
     if extra_ns < max(CHANGE_NS_MIN, CHANGE_SHARE_MIN * median(sames_ns)):
         return ()
@@ -199,7 +199,7 @@ def _chosen(model: PreparedModel, place: Place, rows_max: int) -> tuple[int, ...
 
 
 def _run_all(device: Device, place: Place, sizes: Sequence[int]) -> None:
-    """Run each size twice: the first time counts for nothing."""
+    """Run each size twice: the first run includes one-time work."""
     device.activate()
     for rows in reversed(sizes):
         for _ in range(2):

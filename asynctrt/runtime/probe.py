@@ -20,33 +20,33 @@ from asynctrt.scheduling.shapes import Shapes
 from asynctrt.tensors import ALONE_FIX, Array, Dims, TensorSpec, cast, content_of, split_shared
 
 PROBE_S: Final = 120.0
-"""How long a batch may take."""
+"""The timeout of a batch, in seconds."""
 
 SIZES: Final = (8, 32, 64, 320, 1)
-"""Sizes to try for dimensions that vary: those of sequences, and of pictures with sides that 32 divides."""
+"""Sizes to try for dynamic dimensions: lengths of sequences, and sides of pictures, which 32 divides."""
 
 INTEGERS: Final = 100
-"""Whole numbers are below this on the host, or 0 and 1 if the model refuses that: they may be indices."""
+"""On the host, integers are below this, or 0 and 1 if the model refuses that: they may be indices."""
 
 EXTREME: Final = 1000.0
-"""How much larger the values of an extreme row are: small enough for float16."""
+"""The factor of the values of an extreme row: small enough for float16."""
 
 COMPANY_TOLERANCE: Final = 2e-4
 COMPANY_TOLERANCE_OF_HALVES: Final = 5e-3
 ON_GPU: Final = 10
-"""How far a value may be off, relative to the largest of its output, where a row has other company in a batch
-of the same size, in the same place: nothing, but for sums in no certain order, as GPUs make them."""
+"""The allowed difference of a value, relative to the largest of its output, if a row has the same place in a
+batch of the same size, but other rows beside it. Only sums of undefined order, as on GPUs, should differ."""
 
 SIZE_TOLERANCE: Final = 0.05
-"""The same where the size of the batch or the place of the row differ: libraries choose other algorithms
-then, and a model that was given nonsense may make much of rounding."""
+"""The allowed difference if the size of the batch or the place of the row differs: libraries then choose
+other algorithms, and a model may amplify rounding of made-up inputs."""
 
 SHARE_MIN: Final = 0.99
-"""How many values must be as near as that: a steep function makes much of little here and there."""
+"""The share of values that must be that close: a steep function amplifies a few small differences."""
 
 
 class Stage(Protocol):
-    """What batches run on, as far as it is needed to run made-up rows."""
+    """The parts of an engine that made-up rows need."""
 
     @property
     def model(self) -> Model: ...
@@ -63,30 +63,30 @@ class Stage(Protocol):
 
 
 class Verdict(NamedTuple):
-    """What a probe found."""
+    """The result of a probe."""
 
     is_independent: bool | None
-    """``None`` if it could not find out."""
+    """``None`` if the probe was inconclusive."""
     what: str
     is_choice: bool = False
-    """Whether rows could share batches all the same."""
+    """Whether rows could still share batches."""
 
 
 class NoRowsError(ExecutionError):
-    """An output does not have a row for each of the batch."""
+    """An output does not have one row for each row of the batch."""
 
 
 class Sample(NamedTuple):
-    """The sizes of dimensions that vary, and how values are made up."""
+    """The sizes of dynamic dimensions, and the ranges of made-up values."""
 
     symbols: dict[str, int]
     tame: bool
     integers: int
-    """Whole numbers are below this."""
+    """Integers are below this."""
 
 
 class Ran(NamedTuple):
-    """Rows that ran together, a letter for each."""
+    """Rows that ran in one batch, with a letter for each."""
 
     sample: Sample
     rows: str
@@ -101,25 +101,25 @@ class Probe:
         self._cancellation = current()
         self._with_rows, self._shared = split_shared(stage.model.inputs)
         self.failed: list[tuple[Sample, Exception]] = []
-        """Made-up rows that did not run, and why."""
+        """The samples that did not run, with their errors."""
         self.ran: Ran | None = None
-        """Rows that ran together."""
+        """The rows that ran in one batch."""
         self._scratch: Buffer | None = None
         arenas = stage.arenas
         if arenas is not None and arenas.by_shapes:
-            self._scratch = GrowingBuffer(stage.device)  # The arenas are to grow by what callers send.
+            self._scratch = GrowingBuffer(stage.device)  # Only callers' batches should grow the arenas.
         elif arenas is not None and arenas.is_shared:
-            # Other engines may run in these arenas at any time.
+            # Other engines may use these arenas at any time.
             self._scratch = stage.device.allocate(arenas.arenas[0].memory.nbytes)
         stage.device.activate()
 
     def close(self) -> None:
-        """Give back what it took."""
+        """Release the scratch memory."""
         if self._scratch is not None:
             self._scratch.close()
 
     def compare(self) -> Verdict:
-        """Run rows alone and together, and say whether their answers are the same."""
+        """Run rows alone and together, and return whether their answers agree."""
         try:
             first = self._first_that_runs(self.samples())
         except NoRowsError as error:
@@ -138,8 +138,10 @@ class Probe:
         return self._concluded(sample, alone_a, lambda: self._company(sample, limit))
 
     def _one_at_a_time(self, sample: Sample) -> Verdict:
-        """Say whether outputs have one row for rows of another size as well: one that counts something else
-        may have had one by chance."""
+        """Return whether outputs have one row for other dynamic sizes too.
+
+        An axis that counts something else may have had the size 1 by chance.
+        """
         try:
             self._first_that_runs(other for other in self.samples() if other.symbols != sample.symbols)
         except NoRowsError as error:
@@ -147,7 +149,7 @@ class Probe:
         return Verdict(is_independent=True, what="each row is a batch of its own")
 
     def compare_again(self, ran: Ran) -> Verdict:
-        """Run rows that ran elsewhere, and say whether their answers are the same."""
+        """Run rows that ran on another device, alone and together, and return whether their answers agree."""
         sample, rows = ran
         return self._concluded(sample, self.run(sample, "a"), lambda: (rows, self.run(sample, rows)))
 
@@ -177,10 +179,9 @@ class Probe:
     def _together(
         self, sample: Sample, alone_a: Mapping[str, Array], rows: str, together: Mapping[str, Array]
     ) -> Verdict:
-        """Compare rows with how they are among copies of themselves, in the same place, and with how they are
-        alone."""
+        """Compare the answers to rows with those among copies of themselves in the same place, and alone."""
         differing = ""
-        # Rows of equal or extreme values are not compared: norms make much of rounding where nothing varies.
+        # Do not compare rows of equal or extreme values: norms amplify rounding if nothing varies.
         places = {row: place for place, row in enumerate(rows) if row in "ab"}
         for row, place in places.items():
             among_copies = self.run(sample, row * len(rows))
@@ -199,27 +200,27 @@ class Probe:
     def _company(self, sample: Sample, limit: int) -> tuple[str, Mapping[str, Array]]:
         """Return the rows to run together, up to ``limit``, and their answers.
 
-        One is extreme, if the model takes that. If it is in doubt whether outputs have a row for each, there
-        are zeros and ones among them: what gives a row for whatever it finds in all rows together finds more
-        in some than in others.
+        One row is extreme, if the model accepts it. If outputs may not have one row per row of the inputs,
+        include rows of zeros and ones: a model that returns a row for each object that it finds in all rows
+        finds more in some rows than in others.
         """
         rows = ("bzoea" if getattr(self._stage.model, "doubt", "") else "bea")[-limit:]
         found = self._attempt(sample, rows)
         if isinstance(found, Exception):
-            rows = rows.replace("e", "c")  # Its values may be too extreme for an operator.
+            rows = rows.replace("e", "c")  # The values of "e" may be too extreme for an operator.
             found = self.run(sample, rows)
         return rows, found
 
     def _larger_sizes(self, sample: Sample, rows: int) -> list[int]:
-        """Return what else a batch of ``rows`` may be padded to: the sizes that are captured or prepared."""
+        """Return the other captured or prepared sizes that a batch of ``rows`` rows may be padded to."""
         least = self._stage.shapes.padded_rows(self._key(sample).shape, rows)
         pool = self._stage.pool
         return sorted({size for size in (*pool.captured.sizes, *pool.prepared) if size > least})
 
     def _first_that_runs(self, samples: Iterable[Sample]) -> tuple[Sample, Mapping[str, Array]] | None:
-        """Return the first made-up row that the model takes, and its answer; ``None`` if it takes none.
+        """Return the first sample that the model accepts, and its answer; ``None`` if it accepts no sample.
 
-        :raises NoRowsError: if one has an answer that is not a row.
+        :raises NoRowsError: if the answer to a row is not one row.
         """
         for sample in samples:
             found = self._attempt(sample, "a")
@@ -229,7 +230,7 @@ class Probe:
         return None
 
     def runs(self, sample: Sample, rows: str = "a") -> bool:
-        """Return whether made-up rows run; dimensions that a sample does not know have the size 1."""
+        """Return whether made-up rows run. Dimensions that the sample does not contain get the size 1."""
         symbols = {dim: sample.symbols.get(dim, 1) for dim in self._varying()}
         try:
             return not isinstance(self._attempt(sample._replace(symbols=symbols), rows), Exception)
@@ -237,11 +238,11 @@ class Probe:
             return False
 
     def samples(self) -> Iterator[Sample]:
-        """Return what made-up rows may be like, the most telling first."""
+        """Return the samples to try, the most conclusive first."""
         varying = self._varying()
         for size in SIZES if varying else (0,):
             symbols = {dim: self._size(dim, size) for dim in varying}
-            if self._stage.device.name == "host":  # Elsewhere an index without an element may be fatal.
+            if self._stage.device.name == "host":  # On GPUs an index out of range may be fatal.
                 yield Sample(symbols, tame=False, integers=INTEGERS)
             yield Sample(symbols, tame=False, integers=2)
             yield Sample(symbols, tame=True, integers=2)
@@ -251,7 +252,7 @@ class Probe:
         return list(dict.fromkeys(dim for spec in specs for dim in spec.dims if isinstance(dim, str)))
 
     def _size(self, dim: str, size: int) -> int:
-        """Return a size for a dimension: near ``size``, and one that the model and the padding take."""
+        """Return a size near ``size`` that the model and the padding support for a dimension."""
         model, padding = self._stage.model, self._stage.padding
         if isinstance(model, RangedModel) and (ranges := model.ranges_of(dim)):
             return max(ranges[0][0], min(size, ranges[0][1]))
@@ -267,13 +268,13 @@ class Probe:
         return BatchKey(tuple(sample.symbols.items()), shared=shared)
 
     def must_end(self, error: Exception) -> bool:
-        """Return whether an error is not about what was tried."""
+        """Return whether an error must end the probe, as the made-up rows did not cause it."""
         return isinstance(error, DeviceLostError) or self._cancellation.is_cancelled
 
     def _attempt(self, sample: Sample, rows: str) -> Mapping[str, Array] | Exception:
-        """Return the answers to made-up rows, or why they do not run.
+        """Return the answers to made-up rows, or the error if they do not run.
 
-        :raises NoRowsError: if the outputs do not have as many rows.
+        :raises NoRowsError: if the outputs do not have the same number of rows.
         """
         try:
             return self.run(sample, rows)
@@ -287,7 +288,7 @@ class Probe:
     def run(self, sample: Sample, rows: str, rows_run: int = 0) -> Mapping[str, Array]:
         """Return the answers to made-up rows, one for each letter, with rows first.
 
-        :param rows_run: how many rows the batch is padded to. Default: as few as the model takes.
+        :param rows_run: the rows to pad the batch to. Default: as few as the model allows.
         """
         arrays = []
         for spec in self._with_rows:
@@ -297,11 +298,11 @@ class Probe:
         return self.run_arrays(tuple(arrays), self._key(sample), rows_run)
 
     def run_arrays(self, arrays: tuple[Array, ...], key: BatchKey, rows_run: int = 0) -> Mapping[str, Array]:
-        """Return the answers to rows, padded as the key says.
+        """Return the answers to rows, padded to the shape of the key.
 
-        :raises NoRowsError: if the outputs do not have as many rows.
+        :raises NoRowsError: if the outputs do not have the same number of rows.
         :raises UsageError: if the opening of the engine was cancelled.
-        :raises Exception: whatever the model raises.
+        :raises Exception: any error of the model.
         """
         if self._cancellation.is_cancelled:
             raise UsageError("made-up rows are not run any more, since the opening was cancelled")
@@ -346,7 +347,7 @@ class Probe:
     ) -> str:
         """Return how the answers to one row differ; empty if they do not.
 
-        :param tolerance: relative to the largest value. Default: what company may make of a row.
+        :param tolerance: relative to the largest value. Default: that for a row with other rows beside it.
         """
         factor = 1 if self._stage.device.name == "host" else ON_GPU
         return differing(found, row, other, place, tolerance, factor)
@@ -378,12 +379,12 @@ def differing(
 
 @np.errstate(all="ignore")
 def _error(ours: Array, theirs: Array, tolerance: float) -> float:
-    """Return the largest difference relative to the largest value; 0 if the tolerance explains it."""
+    """Return the largest difference relative to the largest value; 0 if it is within the tolerance."""
     if not ours.size or ours.dtype.hasobject:
         return 0.0 if ours.tolist() == theirs.tolist() else 1.0
     wide = ours.astype(np.float64), theirs.astype(np.float64)
     if ours.dtype.kind in "biu":
-        # What is rounded to few bits may be rounded the other way.
+        # Values rounded to 8 bits may be rounded the other way.
         slack = 1.0 if ours.dtype.itemsize == 1 and ours.dtype.kind in "iu" else 0.0
         off = np.abs(wide[0] - wide[1]) > slack
         return 0.0 if 1 - off.mean() >= SHARE_MIN else 1.0
@@ -398,14 +399,14 @@ def _error(ours: Array, theirs: Array, tolerance: float) -> float:
 
 
 def made_up(spec: TensorSpec, dims: Dims, row: str, sample: Sample) -> Array:
-    """Return made-up values of one row, the same for one letter: ``z`` zeros, ``o`` ones, ``e`` extreme."""
+    """Return made-up values of one row, determined by its letter: ``z`` zeros, ``o`` ones, ``e`` extreme."""
     rng = np.random.default_rng([ord(row), *spec.name.encode()])
     if spec.dtype.hasobject:
         return rng.choice(np.array(["a", "b", "c"], object), dims)
     if row in "zo":
         return np.full(dims, row == "o", spec.dtype)
     if spec.dtype.kind == "b" or (spec.dtype.kind in "iu" and spec.dtype.itemsize > 1):
-        # They may be indices, or masks. What rows have in common is a number that is not 0, such as a rate.
+        # They may be indices, or masks. An input that rows share is 1: it may be a rate, which must not be 0.
         low, most = (1, 2) if row == "s" else (0, 2 if spec.dtype.kind == "b" else sample.integers)
         return rng.integers(low, most, dims).astype(spec.dtype)
     if spec.dtype.kind in "iu":
@@ -415,5 +416,5 @@ def made_up(spec: TensorSpec, dims: Dims, row: str, sample: Sample) -> Array:
 
 
 def said_of(error: Exception) -> str:
-    """Return the beginning of what an error says, on one line."""
+    """Return the beginning of an error's message, on one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,9 +1,9 @@
-"""Rows that another process wrote into memory that it shares, and batches that are run from where they lie.
+"""Rows that another process wrote into shared memory, and batches that use them in place.
 
-The rows of a request lie side by side there, as a batch needs them. Where the device works in the host's
-memory, a batch of one such request runs on them directly, and the model may write to them. A device with
-memory of its own copies them from there if it can. Otherwise they are gathered into the context's slab, like
-the rows of any other batch. Whoever wrote them must leave them alone until the batch has ended.
+The rows of a request are contiguous there, as a batch needs them. If the device works in the host's memory,
+a batch of one such request runs on them directly, and the model may write to them. A device with separate
+memory copies them from there if it can. Otherwise they are gathered into the context's slab, like the rows
+of any other batch. The writer must leave them alone until the batch has ended.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from asynctrt.tensors import Array, copy_rows
 
 
 class SharedBuffer:
-    """Shared memory that this process has mapped, as a buffer. Arrays over it keep it mapped."""
+    """Shared memory mapped into this process, as a buffer. Arrays over it keep it mapped."""
 
     is_host_visible = True
 
@@ -41,9 +41,9 @@ class SharedBuffer:
 
 
 class SharedBlock:
-    """A part of such memory with rows of one shape: an array of ``capacity`` rows for each input.
+    """A part of shared memory with rows of one shape: an array of ``capacity`` rows for each input.
 
-    :param offsets: where in the buffer each of them begins.
+    :param offsets: the offset of each array in the buffer.
     """
 
     def __init__(self, buffer: Buffer, offsets: tuple[int, ...], capacity: int) -> None:
@@ -51,21 +51,21 @@ class SharedBlock:
         self.offsets = offsets
         self.capacity = capacity
         self.batches = 0
-        """Batches under way that have rows of it."""
+        """The number of batches in flight with rows of the block."""
         self.address: int | None = None
         """The buffer's address, once the device can copy from this part of it."""
         self.slabs: dict[int, Slab] = {}
-        """What batches were run from, by the first row in the block."""
+        """The slabs that batches were run from, by their first row in the block."""
         self.is_forgotten = False
-        """Whether to let go of it when the last batch is over."""
+        """Whether to release the block when the last batch is over."""
 
     def __repr__(self) -> str:
         return f"<SharedBlock capacity={self.capacity} batches={self.batches}>"
 
     def slab(self, layout: Layout, start: int) -> Slab | None:
-        """Return the rows from ``start`` on as a slab for inputs; ``None`` if models cannot have it there.
+        """Return the rows from ``start`` on as a slab for inputs; ``None`` if they are not aligned.
 
-        :param layout: the layout of the slab that it replaces.
+        :param layout: the layout of the slab to replace.
         """
         slab = self.slabs.get(start)
         if slab is not None:
@@ -83,13 +83,13 @@ class SharedBlock:
 
 
 class SharedRows(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclasses may have no slots of their own)
-    """The payload of a request whose rows lie in a block, which are its arrays."""
+    """The payload of a request whose arrays are in a block."""
 
     block: SharedBlock
     start: int
-    """The first of its rows in the block."""
+    """Its first row in the block."""
     batches: int
-    """Batches under way with these rows."""
+    """The number of batches in flight with these rows."""
     _on_ended: Callable[[SharedBlock], None]
 
     @classmethod
@@ -100,7 +100,7 @@ class SharedRows(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclasses may
         arrays: Iterable[Array],
         on_ended: Callable[[SharedBlock], None],
     ) -> Self:
-        """Return such a payload.
+        """Return the payload for rows at ``start`` in a block.
 
         :param on_ended: called with the block when a batch with these rows is over.
         """
@@ -109,19 +109,19 @@ class SharedRows(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclasses may
         return made
 
     def launched(self) -> None:
-        """Note that a batch with them is under way."""
+        """Record that a batch with these rows is in flight."""
         self.batches += 1
         self.block.batches += 1
 
     def ended(self) -> None:
-        """Note that it is over."""
+        """Record that such a batch is over."""
         self.batches -= 1
         self.block.batches -= 1
         self._on_ended(self.block)
 
 
 class Users:
-    """Tells all whose rows a batch has when it begins and ends."""
+    """The owner of a batch's rows: notifies all payloads when the batch begins and ends."""
 
     __slots__ = ("_rows",)
 
@@ -129,28 +129,28 @@ class Users:
         self._rows = rows
 
     def launched(self) -> None:
-        """Tell them that the batch is under way."""
+        """Notify the payloads that the batch is in flight."""
         for rows in self._rows:
             rows.launched()
 
     def ended(self) -> None:
-        """Tell them that it is over."""
+        """Notify the payloads that the batch is over."""
         for rows in self._rows:
             rows.ended()
 
 
 def are_shared(requests: Sequence[Request]) -> bool:
-    """Return whether the rows of all requests are known to lie in blocks.
+    """Return whether the rows of all requests are known to be in blocks.
 
-    The parts of a request that was split lie in one too, but are treated like any other arrays.
+    The parts of a split call are in a block too, but are treated like any other arrays.
     """
     return all(type(request.payload) is SharedRows for request in requests)
 
 
 class SharedSource(RowSource):
-    """Rows of requests that lie in blocks.
+    """Rows of requests whose arrays are in blocks.
 
-    :param is_captured: whether a graph of the batch is to be replayed, which reads the context's own slab.
+    :param is_captured: whether a graph of the batch is replayed, which reads the context's slab.
     """
 
     __slots__ = ("_addresses", "_rows", "owner")
@@ -159,10 +159,10 @@ class SharedSource(RowSource):
         super().__init__(batch, slab)
         self._rows: list[SharedRows] = [request.payload for request in batch.requests]
         self.owner = Users(self._rows)
-        # Read once: a block that is pinned in the meantime is copied from by later batches only.
+        # Read once: if a block is pinned in the meantime, only later batches copy from it.
         copies_rows = self.has_copies_in and slab.layout.has_rows_first
         self._addresses = [rows.block.address if copies_rows else None for rows in self._rows]
-        # A batch of several requests may be tried again in halves, and what the model wrote would be in them.
+        # A batch of several requests may be retried in halves, which the model must not have overwritten.
         is_alone = len(self._rows) == 1 and batch.rows_run == batch.rows and slab.layout.is_plain
         if is_alone and not self.has_copies_in and not is_captured:
             own = self._rows[0].block.slab(slab.layout, self._rows[0].start)
@@ -171,12 +171,12 @@ class SharedSource(RowSource):
 
     @property
     def _is_copied(self) -> bool:
-        """Whether the device copies some of the rows from where they lie."""
+        """Whether the device copies some of the rows directly from shared memory."""
         return any(address is not None for address in self._addresses)
 
     @property
     def staged_nbytes(self) -> int:
-        """Return the bytes of what :meth:`stage` copies."""
+        """The bytes that :meth:`stage` copies."""
         if self.inputs is not self.slab:
             return 0
         if not self._is_copied:
@@ -190,13 +190,13 @@ class SharedSource(RowSource):
         return self.slab.layout.input_row_nbytes * rows
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
-        """Return what stages the batch, in one part if not all of it is staged."""
+        """Return functions that together stage the batch: only one if some rows are not staged."""
         if self.inputs is self.slab and not self._is_copied:
             return super().parts(parts_max)
         return [self.stage]
 
     def stage(self) -> None:
-        """Gather the rows that are read from nowhere else, and stage the padding."""
+        """Gather the rows that are not read in place, and stage the padding."""
         if self.inputs is not self.slab:
             return
         if not self._is_copied:
@@ -216,7 +216,7 @@ class SharedSource(RowSource):
         return [rows[index] for rows in self._rows]
 
     def put_in(self, stream: Stream) -> None:
-        """Put the copies on a stream: of rows from where they lie, of others from the context's slab."""
+        """Put the copies on a stream, directly from shared memory where possible, else from the slab."""
         if not self._is_copied:
             super().put_in(stream)
             return
@@ -228,7 +228,7 @@ class SharedSource(RowSource):
                 at += nbytes
 
     def _runs(self, index: int, offset: int, row_nbytes: int) -> list[tuple[int, int]]:
-        """Return where the rows of the batch lie for one input, in order, as addresses and bytes."""
+        """Return the memory of the batch's rows for one input, in order, as addresses and bytes."""
         batch, staged = self.batch, self.slab.buffers.staging.address + offset
         spans = self.spans or spans_of(batch.requests)
         runs: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Which engines divide a device by weight: those on one event loop that run there and were given a weight."""
+"""Devices shared by weight, among the engines of one event loop that have a weight."""
 
 import asyncio
 import threading
@@ -10,11 +10,12 @@ from asynctrt.scheduling.shares import DeviceShares, Share
 
 
 class _Devices:
-    """What is divided of each device, by event loop and by the device's name."""
+    """The shares of each device, by event loop and by the device's name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Members keep what they divide, as they lead back to their loop, which nothing may keep.
+        # Only members hold a strong reference: shares refer to members and so to their loop, which must not
+        # be kept alive.
         self._by_loop: WeakKeyDictionary[
             asyncio.AbstractEventLoop, WeakValueDictionary[str, DeviceShares]
         ] = WeakKeyDictionary()
@@ -36,6 +37,6 @@ def join_device(
     overlaps: bool,
     wake: Callable[[], object],
 ) -> Share:
-    """Let an engine on ``loop`` have its part of ``device``. As :meth:`DeviceShares.join`."""
+    """Give an engine on ``loop`` its share of ``device``, as :meth:`DeviceShares.join` does."""
     shares = _devices.find(loop, device.whole.name)
     return shares.join(weight, width=device.concurrency, overlaps=overlaps, wake=wake)

@@ -1,4 +1,4 @@
-"""Sizes that the engine pads to are chosen here: told what was answered, and asked now and then."""
+"""The choice of sizes to pad to, from observed batches, repeated now and then."""
 
 import logging
 from collections import OrderedDict, deque
@@ -12,30 +12,30 @@ from asynctrt.scheduling.estimates import QUANTILE, LatencyHistory
 from asynctrt.scheduling.sizes import Costs, Parts
 
 OPENED_MAX: Final = 1024
-"""Shapes in contexts that are remembered to have run before."""
+"""The most pairs of a context and a shape to remember as run before."""
 
 FIRST_MAX: Final = 32
-"""First runs that are remembered."""
+"""The most first runs to remember."""
 
 POINTS_MAX: Final = 256
-"""Kinds of batches that what a batch takes is told from: each takes some microseconds."""
+"""The most kinds of batches to fit the cost of a batch to: each takes some microseconds."""
 
 MEAN_OVER: Final = 64
-"""Batches over which is averaged, about."""
+"""About how many batches to average over."""
 
 logger = logging.getLogger("asynctrt")
 
 
 class _Over:
-    """What a choice gives that has been made."""
+    """Marks the end of a choice."""
 
 
 class SizeChooser:
     """Chooses the sizes that the dimensions of one model are padded to.
 
-    :param padding: what is padded, whose sizes change.
+    :param padding: the padding whose sizes change.
     :param contexts: how many contexts run a new shape for the first time.
-    :param call_soon: has a function called by the loop, with what else it is given, after what waits already.
+    :param call_soon: the loop's: calls a function with arguments after the callbacks that wait already.
     """
 
     def __init__(self, name: str, padding: Padding, contexts: int, call_soon: Callable[..., object]) -> None:
@@ -44,9 +44,9 @@ class SizeChooser:
         self._contexts = contexts
         self._times = LatencyHistory()
         self._opened: OrderedDict[tuple[int, Hashable], None] = OrderedDict()
-        # The first runs of shapes: their units, their rows, and what they took.
+        # The first runs of shapes: their units, their rows, and their time in ns.
         self._first: deque[tuple[int, int, int]] = deque(maxlen=FIRST_MAX)
-        # For each dimension what a row has of the others, on average.
+        # For each dimension, the average product of a row's other dynamic sizes.
         self._others = dict.fromkeys(padding.chosen, 1.0)
         self._batches = 0
         self._call_soon = call_soon
@@ -54,7 +54,7 @@ class SizeChooser:
         self._looking: set[tuple[str, ...]] = set()
 
     def answered(self, flight: InFlight) -> None:
-        """Note a batch that is answered, and choose anew when due: a part in each round of the loop."""
+        """Record an answered batch, and choose again when due, in one part per iteration of the loop."""
         source, batch = flight.source, flight.batch
         if not isinstance(source, PaddedSource):
             return
@@ -82,7 +82,7 @@ class SizeChooser:
                 self._go_on(dims, self._look(dims))
 
     def _observe(self, flight: InFlight) -> None:
-        """Note what a batch took: on the device, and to be copied there and back."""
+        """Record the time of a batch: on the device, and for the copies to and from it."""
         batch, record = flight.batch, flight.record
         took_ns = record.copy_in_ns + record.compute_ns + record.copy_out_ns
         opened = batch.context, batch.key.shape
@@ -95,7 +95,7 @@ class SizeChooser:
         self._times.observe(batch.key.shape, batch.rows_run, took_ns)
 
     def _go_on(self, dims: tuple[str, ...], parts: Parts[None]) -> None:
-        """Do the next part of a choice. All at once would hold up whoever waits for the loop for 10 ms."""
+        """Run the next part of a choice. All parts at once would block the loop for 10 ms."""
         is_over = True
         try:
             is_over = next(parts, _Over) is _Over
@@ -106,7 +106,7 @@ class SizeChooser:
             self._call_soon(self._go_on, dims, parts)
 
     def _look(self, dims: tuple[str, ...]) -> Parts[None]:
-        """Choose the sizes of a dimension anew, if that pays."""
+        """Choose the sizes of a dimension again, if that pays off."""
         sizes, units_of = self._padding.chosen[dims], self._padding.units_of
         points = [
             (units_of(shape) * rows, rows, took_ns, count)
@@ -117,7 +117,7 @@ class SizeChooser:
         yield
         opening_ns = 0.0
         if costs is not None:
-            # On the low side: what else made some of them late is not for being the first.
+            # A low quantile, as some of them were late for other reasons than being the first.
             late_ns = sorted(max(took_ns - costs.ns(units, rows), 0) for units, rows, took_ns in self._first)
             opening_ns = self._contexts * late_ns[len(late_ns) // QUANTILE]
             costs = costs._replace(unit_ns=costs.unit_ns * self._others[dims])

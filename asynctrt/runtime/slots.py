@@ -1,8 +1,8 @@
-"""Slots: rows of a slab that a caller fills itself, so that they need not be copied on the CPU.
+"""Slots: rows of a slab that a caller fills itself, so that the CPU need not copy them.
 
-Slots of one shape share the open slab, one after the other. The slots of a slab that were submitted are one
-batch of their own. A slot that is still being written when its slab launches is left behind; its rows are
-then gathered into another batch like those of any request.
+Slots of one shape share the open slab, one after the other. The submitted slots of a slab form a batch by
+themselves. If a slot is still being written when its slab launches, it misses that batch; its rows are then
+gathered into another batch like those of any request.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from asynctrt.tensors import Array, InferResult
 
 
 class SlotSlab:
-    """A slab that callers fill, and who is still using it."""
+    """A slab that callers fill, with a count of its users."""
 
     def __init__(
         self, number: int, shape: Hashable, slab: Slab, on_unused: "Callable[[SlotSlab], None]"
@@ -30,12 +30,12 @@ class SlotSlab:
         self.slab = slab
         self.rows_given = 0
         self.users = 0
-        """Slots that were given out, and requests that are not answered yet."""
+        """The number of slots given out, and of requests not yet answered."""
         self.is_sealed = False
         self.batches = 0
-        """Batches that are under way with rows of it."""
+        """The number of batches in flight with rows of it."""
         self.key = BatchKey(shape, number)
-        """The key of the batch that is launched from here."""
+        """The key of the batch that is launched from this slab."""
         self._on_unused = on_unused
 
     def __repr__(self) -> str:
@@ -44,21 +44,21 @@ class SlotSlab:
 
     @property
     def is_unused(self) -> bool:
-        """Return whether neither a slot nor a batch needs it."""
+        """Whether no slot, request or batch uses it."""
         return not self.users and not self.batches
 
     def launched(self) -> None:
-        """Note that a batch from it is under way: no further slot may join, and its rows stay."""
+        """Record that a batch from it is in flight: no more slots may join, and its rows must not change."""
         self.is_sealed = True
         self.batches += 1
 
     def ended(self) -> None:
-        """Note that such a batch is over."""
+        """Record that such a batch is over."""
         self.batches -= 1
         self._tell_if_unused()
 
     def left(self) -> None:
-        """Note that one of its users has gone."""
+        """Record that one of its users is done with it."""
         self.users -= 1
         self._tell_if_unused()
 
@@ -68,7 +68,7 @@ class SlotSlab:
 
 
 class _Waiter:
-    """Somebody who waits for a slot."""
+    """A caller that waits for a slot."""
 
     __slots__ = ("rows", "shape", "turn")
 
@@ -79,7 +79,7 @@ class _Waiter:
 
 
 class SlotBoard:
-    """Gives out the rows of a bounded number of slabs, in order of asking."""
+    """Gives out the rows of a bounded number of slabs, in the order of requests for slots."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class SlotBoard:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes held by its slabs."""
+        """The bytes held by its slabs."""
         return sum(owner.slab.buffers.nbytes for owner in tuple(self._slabs.values()))
 
     async def take(self, shape: Hashable, rows: int) -> tuple[SlotSlab, slice]:
         """Return rows for one slot. Waits for its turn while every slab is in use.
 
-        :raises QueueFullError: when too many rows are waited for already.
-        :raises EngineClosedError: when the engine is closed before the turn comes.
+        :raises QueueFullError: if too many rows are waited for already.
+        :raises EngineClosedError: if the engine is closed before the turn comes.
         """
         self._origin.check("this slot")
         if self._closed is not None:
@@ -137,14 +137,14 @@ class SlotBoard:
                 # The turn had come already: pass it on.
                 waiter.turn.result()[0].left()
             self._waiters.pop(waiter, None)
-            # Those behind may fit where this one did not.
+            # The next waiters may fit where this one did not.
             self._serve()
             raise
         finally:
             self._waiting_rows -= rows
 
     def refuse(self, why: str) -> None:
-        """Fail those who wait, and give out no more. What was given out goes on."""
+        """Fail all waiters, and give out no more slots. Slots already given out stay usable."""
         self._closed = why
         for waiter in self._waiters:
             if not waiter.turn.done():
@@ -152,7 +152,7 @@ class SlotBoard:
         self._waiters.clear()
 
     def close(self) -> None:
-        """Let go of every slab, once nothing is in flight. Arrays that callers still hold stay valid."""
+        """Release every slab. Nothing may be in flight. Arrays that callers still hold stay valid."""
         self._closed = self._closed or "closed"
         self._open.clear()
         slabs, self._slabs = self._slabs, {}
@@ -204,7 +204,7 @@ class SlotBoard:
         self._serve()
 
     def _serve(self) -> None:
-        """Give those who wait what they wait for, in the order in which they asked, as far as it goes."""
+        """Give slots to waiters in their order, until one does not fit."""
         while self._waiters:
             waiter = next(iter(self._waiters))
             if not waiter.turn.done():
@@ -222,8 +222,8 @@ class SlotBoard:
 class Slot:
     """``async with engine.slot(rows=4) as slot``: write ``slot["input"][...]``, then ``await slot.infer()``.
 
-    The arrays are views of the slab, of shape ``(rows, *dims)``, and hold whatever the last user left there:
-    write every row. They must not be written to after :meth:`infer` was called. A slot is for one inference.
+    The arrays are views of the slab, of shape ``(rows, *dims)``, and contain the last user's data: write
+    every row. Do not write to them after calling :meth:`infer`. A slot is for one inference.
     """
 
     def __init__(
@@ -265,9 +265,9 @@ class Slot:
             owner.left()
 
     def __getitem__(self, name: str) -> Array:
-        """Return the rows of one input, an array ``(rows, *dims)`` to be written.
+        """Return the rows of one input: an array ``(rows, *dims)`` to write.
 
-        :raises InputError: when the model has no such input.
+        :raises InputError: if the model has no such input.
         :raises UsageError: outside ``async with``, or after :meth:`infer`.
         """
         owner = self._entered()
@@ -277,25 +277,25 @@ class Slot:
         return owner.slab.inputs[names.index(name)][self._span]
 
     async def infer(self, *, timeout: float | None = None, priority: int = 0) -> InferResult:
-        """Run the rows that were written. As :meth:`Engine.infer`, but without checks of values.
+        """Run the written rows, like :meth:`Engine.infer`, but without checks of values.
 
         The answer has all outputs of the model.
 
-        A call that is refused at once (``InputError``, ``QueueFullError``) may be tried again.
+        If a call is refused at once (``InputError``, ``QueueFullError``), it may be retried.
 
-        :raises UsageError: when called twice, or outside ``async with``.
+        :raises UsageError: if called twice, or outside ``async with``.
         """
         owner = self._entered()
         payload: Any = SlotRows(owner, self._span)
         key = owner.key
         if owner.is_sealed:
-            # Left behind: the slab was launched while this slot was being written.
+            # Too late for the slab's batch, which was launched while this slot was being written.
             payload = tuple(array[self._span] for array in owner.slab.inputs)
             key = BatchKey(self._shape)
-        # If this raises, nothing was queued, and the same rows may be tried again.
+        # If this raises, nothing was queued, and the same rows may be retried.
         answer = self._submit(payload, self._rows, key, timeout, priority)
         self._was_submitted = True
-        # The slab is in use until the answer is there, though the slot may be left before.
+        # The slab is in use until the answer arrives, even if the caller leaves the slot earlier.
         owner.users += 1
         try:
             return await answer

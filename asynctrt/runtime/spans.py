@@ -1,4 +1,4 @@
-"""Which rows of a batch are whose, and the outputs for each: in process, and in fronts of workers."""
+"""The rows and outputs of each request in a batch: used in process and by the fronts of workers."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -8,11 +8,11 @@ from asynctrt.scheduling.request import Request
 from asynctrt.tensors import SHARED_NBYTES_MAX, Array
 
 PART_NBYTES_MIN: Final = 1 << 20
-"""Several threads copy the rows of a batch, each at least so much of them."""
+"""The least bytes for each thread, if several threads copy the rows of a batch."""
 
 
 def spans_of(requests: Sequence[Request]) -> list[slice]:
-    """Return which rows of the batch belong to which request, in the order in which they are gathered."""
+    """Return the rows of each request in the batch, in the order in which they are gathered."""
     spans = []
     stop = 0
     for request in requests:
@@ -22,22 +22,21 @@ def spans_of(requests: Sequence[Request]) -> list[slice]:
 
 
 def parts_of(rows: int, nbytes: int, parts_max: int) -> list[tuple[int, int]]:
-    """Return the parts in which several threads copy rows: where each begins, and the next one does.
+    """Divide rows into parts for several threads; return the start and stop of each part.
 
-    :param nbytes: of all rows.
+    :param nbytes: the bytes of all rows.
     """
     parts = max(min(parts_max, nbytes // PART_NBYTES_MIN, rows), 1)
     return list(pairwise([rows * number // parts for number in range(parts + 1)]))
 
 
 def rows_between(arrays: Sequence[Array], spans: Sequence[slice], start: int, stop: int) -> list[Array]:
-    """Return the rows of a batch from ``start`` up to ``stop``, in as many pieces as they lie in.
+    """Return the rows of a batch from ``start`` up to ``stop``, one piece for each array that has some.
 
-    No array gives more than its own rows, even if it has grown meanwhile: those of others would be pushed
-    along.
+    An array that has grown meanwhile gives only its original rows, so that it does not shift those of others.
 
     :param arrays: the rows of each request.
-    :param spans: which rows of the batch those are.
+    :param spans: their places in the batch.
     """
     return [
         array[max(start - span.start, 0) : min(stop, span.stop) - span.start]
@@ -49,7 +48,7 @@ def rows_between(arrays: Sequence[Array], spans: Sequence[slice], start: int, st
 def outputs_of(requests: Sequence[Request]) -> tuple[frozenset[str] | None, bool]:
     """Return the outputs that the callers of a batch want, and whether they want different ones.
 
-    :returns: the names of all outputs that any of them wants, or ``None`` if one wants all.
+    :returns: the names of all outputs that any caller wants, or ``None`` if a caller wants all outputs.
     """
     wanted = {request.outputs for request in requests}
     if len(wanted) == 1:
@@ -77,14 +76,14 @@ def copy_out(
 ) -> list[dict[str, Array]]:
     """Copy the outputs of each request out of ``outputs``.
 
-    An output of up to ``SHARED_NBYTES_MAX`` bytes is copied as a block, of which each request gets a view.
+    An output of up to ``SHARED_NBYTES_MAX`` bytes is copied as a block, and each request gets a view of it.
 
-    :param spans: the rows of each request; ``None`` if every request has one row and they lie in order.
+    :param spans: the rows of each request; ``None`` if every request has one row and they are in order.
     :param rows: the rows of the batch, from the first on.
     """
     if rows == 1:
         own = {}
-        for name, array in outputs.items():  # A comprehension takes longer by as much as a copy.
+        for name, array in outputs.items():  # A comprehension costs as much as one more copy.
             own[name] = array[:1].copy()
         return [own]
     if spans is None and len(outputs) == 1:

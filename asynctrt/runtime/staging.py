@@ -1,14 +1,14 @@
-"""Slabs, the memory that batches are staged in, and where their rows come from.
+"""Slabs, the memory that batches are staged in, and the sources of their rows.
 
-There are three sources of rows, and a batch has one: rows gathered from the arrays of its callers, rows that
-callers wrote into a slab themselves (slots), and rows that lie on the device. Whatever the source, the rows
-of a batch end up side by side, and what pads it is a copy of one of its own rows: neither what an earlier
-batch left in a slab nor what a caller is still writing is ever executed.
+A batch has one of three sources: rows gathered from the arrays of its callers, rows that callers wrote into a
+slab themselves (slots), and rows on the device. Whatever the source, the rows of a batch end up contiguous,
+and the padding is a copy of one of them. So a batch never computes on data left by an earlier batch or still
+being written by a caller.
 
-Rows are gathered when their batch is launched, with one ``np.concatenate`` an input, not when they arrive:
-that leaves no holes where a request was cancelled, and what only waits needs no slab
+Rows are gathered when their batch is launched, with one ``np.concatenate`` for each input, not when they
+arrive: that leaves no holes for cancelled requests, and waiting rows need no slab
 (``tests/benchmarks/copies.py``). Larger rows are copied earlier (:class:`AheadRows`), while the device is
-busy with other batches and their own may still grow.
+busy with other batches and their own batch may still grow.
 """
 
 import math
@@ -42,37 +42,37 @@ from asynctrt.tensors import (
 
 AHEAD_ROW_NBYTES_MIN: Final = 64 << 10
 AHEAD_ROW_NBYTES_MAX: Final = 256 << 10
-"""Rows of these sizes are copied before their batch is launched. Smaller ones cost less when all are gathered
-at once, and larger ones would hold the loop up, so threads copy those."""
+"""Rows of these sizes are copied before their batch is launched. Smaller rows cost less if all are gathered
+at once. Larger rows would block the loop, so threads copy them."""
 
 AHEAD_NBYTES_MAX: Final = 512 << 10
-"""So much is copied ahead at a time: about 50 µs."""
+"""The most bytes to copy ahead at a time: about 50 µs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """Where a tensor's rows lie within a slab."""
+    """The place of a tensor's rows in a slab."""
 
     name: str
     dtype: np.dtype[Any]
     dims: Dims
     offset: int
     row_nbytes: int
-    """0 for strings and Python values, which lie elsewhere."""
+    """0 for strings and Python values, which are not stored in the slab."""
     axis: int | None = 0
     """The axis that counts rows, as in a :class:`~asynctrt.tensors.TensorSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a slab holds the batches of one shape: every tensor at a multiple of 256 bytes, inputs first.
+    """The layout of a slab for batches of one shape: every tensor at a multiple of 256 bytes, inputs first.
 
-    An output that is ``None`` has a shape that depends on the data; the model brings its memory.
+    The model allocates an output that is ``None`` itself, as when its shape depends on the data.
     """
 
     inputs: tuple[TensorSpan, ...]
     shared: tuple[TensorSpan, ...]
-    """Inputs that all rows of a batch have in common, once for each batch."""
+    """Inputs that all rows of a batch share, stored once for each batch."""
     outputs: tuple[TensorSpan | None, ...]
     rows_max: int
     inputs_nbytes: int
@@ -83,11 +83,11 @@ class Layout:
     output_row_nbytes: int
     """Bytes of one row over all outputs whose shape is known."""
     has_rows_first: bool = True
-    """Whether the rows of every tensor lie one after the other, so that a batch is the first of them."""
+    """Whether the rows of every tensor are contiguous, so that a batch is the first rows of the slab."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether a batch is nothing but rows one after the other, so that it can run where they lie."""
+        """Whether a batch is only contiguous rows, so that it can run on them in place."""
         return self.has_rows_first and not self.shared
 
 
@@ -101,7 +101,7 @@ def lay_out(
 ) -> Layout:
     """Return the layout for these values of the dynamic dimensions.
 
-    :param brings_outputs: whether the model brings the memory of all outputs.
+    :param brings_outputs: whether the model allocates all outputs itself.
     """
     end = 0
 
@@ -138,7 +138,7 @@ def lay_out(
 
 
 class StagingBuffers:
-    """Staging memory and, on a device with memory of its own, a buffer of equal size there."""
+    """Staging memory and, on a device with separate memory, a buffer of equal size there."""
 
     def __init__(self, device: Device, nbytes: int, *, has_device_buffer: bool = True) -> None:
         self.staging = device.allocate_staging(nbytes)
@@ -152,30 +152,30 @@ class StagingBuffers:
 
     @classmethod
     def over(cls, staging: Buffer) -> "StagingBuffers":
-        """Return memory that is there already, and stays its owner's to close."""
+        """Return existing memory as staging memory. Its owner still closes it."""
         made = cls.__new__(cls)
         made.staging, made.device_buffer = staging, None
         return made
 
     @property
     def computed_on(self) -> Buffer:
-        """Return the buffer that the device reads and writes."""
+        """The buffer that the device reads and writes."""
         return self.staging if self.device_buffer is None else self.device_buffer
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes held, on both sides together."""
+        """The bytes of both buffers together."""
         return self.staging.nbytes + (self.device_buffer.nbytes if self.device_buffer else 0)
 
     def close(self) -> None:
-        """Give both back. Idempotent."""
+        """Free both buffers. Idempotent."""
         self.staging.close()
         if self.device_buffer is not None:
             self.device_buffer.close()
 
 
 class Slab:
-    """Memory seen through the layout of one shape: an array of ``rows_max`` rows for each tensor.
+    """Memory viewed with the layout of one shape: an array of ``rows_max`` rows for each tensor.
 
     :param has_outputs: whether the memory is large enough for the outputs too.
     """
@@ -188,21 +188,21 @@ class Slab:
         self.inputs = tuple([self._array(staging, span) for span in layout.inputs])
         self.outputs = {span.name: self._array(staging, span) for span in spans if span is not None}
         self.shared = tuple([self._array(staging, span, 1) for span in layout.shared])
-        """What all rows of a batch have in common, each an array of one row."""
+        """The inputs that all rows of a batch share, each an array of one row."""
         self._views: dict[int, tuple[tuple[Array, ...], dict[str, Array]]] = {}
         self.binding: Binding | None = None
-        """The context that owns this slab, tied to it."""
+        """The context that owns this slab, bound to it."""
 
     def input_views(self, rows: int) -> tuple[Array, ...]:
-        """Return the inputs of a batch that runs ``rows`` rows, with rows first; at least that many."""
+        """Return the inputs of a batch of ``rows`` rows, with rows first; they may have more rows."""
         return self.inputs if self.layout.has_rows_first else self._views_of(rows)[0]
 
     def output_views(self, rows: int) -> dict[str, Array]:
-        """Return its outputs in the same way."""
+        """Return the outputs of such a batch in the same way."""
         return self.outputs if self.layout.has_rows_first else self._views_of(rows)[1]
 
     def _views_of(self, rows: int) -> tuple[tuple[Array, ...], dict[str, Array]]:
-        """Return views of memory where the place of a row depends on how many rows the batch has."""
+        """Return views of memory in which the place of a row depends on the batch's number of rows."""
         views = self._views.get(rows)
         if views is None:
             layout = self.layout
@@ -215,13 +215,13 @@ class Slab:
         return views
 
     def stage_shared(self, values: Sequence[Shared]) -> None:
-        """Write what the rows of a batch have in common, as its key says it."""
+        """Write the inputs that the rows of a batch share, taken from its key."""
         for array, (_, content) in zip(self.shared, values, strict=True):
             flat = content if isinstance(content, tuple) else np.frombuffer(content, array.dtype)
             array.reshape(-1)[...] = flat
 
     def input_memory(self) -> tuple[TensorMemory, ...]:
-        """Return where the device reads the inputs: those with rows, then those of the whole batch."""
+        """Return the memory that the device reads: inputs with rows, then inputs of the whole batch."""
         layout = self.layout
         with_rows = [
             self._tensor_memory(span, array) for span, array in zip(layout.inputs, self.inputs, strict=True)
@@ -232,13 +232,13 @@ class Slab:
         return (*with_rows, *shared)
 
     def output_memory(self) -> tuple[TensorMemory | None, ...]:
-        """Return where the device writes the outputs; ``None`` for those that depend on the data."""
+        """Return the memory that the device writes the outputs to; ``None`` for outputs not in the slab."""
         return tuple(
             None if span is None else self._tensor_memory(span, None) for span in self.layout.outputs
         )
 
     def put_in(self, stream: Stream, rows: int) -> None:
-        """Put the copies of the inputs to the device's buffer on a stream."""
+        """Put copies of the inputs to the device's buffer on a stream."""
         buffers = self.buffers
         assert buffers.device_buffer is not None
         for span in self.layout.inputs:
@@ -246,16 +246,16 @@ class Slab:
             stream.copy(buffers.device_buffer, buffers.staging, offset=span.offset, nbytes=nbytes)
 
     def put_shared_in(self, stream: Stream) -> None:
-        """Put the copies of what the rows of a batch have in common on a stream."""
+        """Put copies of the inputs that the rows of a batch share on a stream."""
         buffers = self.buffers
         for span in self.layout.shared:
             assert buffers.device_buffer is not None
             stream.copy(buffers.device_buffer, buffers.staging, offset=span.offset, nbytes=span.row_nbytes)
 
     def put_out(self, stream: Stream, rows: int, wanted: frozenset[str] | None = None) -> None:
-        """Put the copies of the outputs from the device's buffer on a stream.
+        """Put copies of the outputs from the device's buffer on a stream.
 
-        :param wanted: the names of those to copy; ``None`` for all.
+        :param wanted: the names of the outputs to copy; ``None`` for all.
         """
         buffers = self.buffers
         assert buffers.device_buffer is not None
@@ -271,7 +271,7 @@ class Slab:
         return buffer.array(span.dtype, shape, span.offset)
 
     def _tensor_memory(self, span: TensorSpan, objects: Array | None) -> TensorMemory:
-        """Return where a tensor lies; strings and Python values lie in the array that they are staged in."""
+        """Return a tensor's memory. Strings and Python values stay in the array that they are staged in."""
         if span.dtype.hasobject:
             return TensorMemory(span.name, span.dtype, span.dims, 0, objects, span.axis)
         buffer = self.buffers.computed_on
@@ -281,7 +281,7 @@ class Slab:
 
 
 def _rows_first(span: TensorSpan, array: Array, rows: int) -> Array:
-    """Return memory that is laid out for ``rows`` rows as an array of them, with rows first."""
+    """Return memory laid out for ``rows`` rows as an array with rows first."""
     if not span.axis:
         return array
     shape = (*span.dims[: span.axis], rows, *span.dims[span.axis :])
@@ -290,32 +290,29 @@ def _rows_first(span: TensorSpan, array: Array, rows: int) -> Array:
 
 
 class Owner(Protocol):
-    """Whoever has the memory that the rows of a batch lie in."""
+    """The owner of the memory of a batch's rows."""
 
     def launched(self) -> None:
-        """Note that a batch with rows of it is in flight: they must stay as they are."""
+        """Record that a batch with its rows is in flight: they must not change."""
 
     def ended(self) -> None:
-        """Note that the batch is over."""
+        """Record that the batch is over."""
 
 
 class FilledSlab(Owner, Protocol):
-    """A slab that callers fill: asked whether a batch may run from it, and told when one does.
-
-    Once it is told of one in flight, no further slot may join.
-    """
+    """A slab that callers fill. After :meth:`launched` no further slot may join it."""
 
     @property
     def slab(self) -> Slab:
-        """Return the slab, which has inputs only."""
+        """The slab, which has inputs only."""
 
     @property
     def rows_given(self) -> int:
-        """Return how many rows, from the first, were given to slots."""
+        """How many rows, from the first on, were given to slots."""
 
 
 class SlotRows:
-    """The payload of a request whose rows lie in a slab already."""
+    """The payload of a request whose rows are in a slab already."""
 
     __slots__ = ("owner", "span")
 
@@ -325,9 +322,9 @@ class SlotRows:
 
 
 class AheadRows:
-    """Rows that lie in the slab of a context before their batch is formed, from the first row on.
+    """Rows copied to the start of a context's slab before their batch is formed.
 
-    Whether the batch will have them, and in this order, is found out when it is launched on that context.
+    Whether the batch has them, in this order, is only checked when it is launched on that context.
     """
 
     __slots__ = ("requests", "rows", "slab")
@@ -338,7 +335,7 @@ class AheadRows:
         self.rows = 0
 
     def keep_to(self, requests: tuple[Request, ...]) -> None:
-        """Keep the rows up to the first that ``requests`` have not in the same place; forget the others."""
+        """Keep the leading rows that ``requests`` have in the same place; forget the others."""
         count = len(self.requests)
         if self.requests == requests[:count]:  # Requests are equal only to themselves.
             return
@@ -347,10 +344,9 @@ class AheadRows:
         self.rows = sum(request.rows for request in self.requests)
 
     def extend(self, requests: tuple[Request, ...], nbytes_max: int) -> bool:
-        """Copy rows of these requests that are not there yet, until ``nbytes_max`` bytes were; return whether
-        there are more.
+        """Copy missing rows of these requests, up to about ``nbytes_max`` bytes; return whether some remain.
 
-        :raises ValueError: for arrays that do not have the rows any more that they had.
+        :raises ValueError: for arrays whose number of rows has changed.
         """
         self.keep_to(requests)
         row_nbytes = self.slab.layout.input_row_nbytes
@@ -367,7 +363,7 @@ class AheadRows:
 
 
 class RowSource:
-    """Where the rows of one batch come from: here, gathered from the arrays of its callers.
+    """The source of one batch's rows. The base class gathers them from the arrays of its callers.
 
     :param slab: the slab of the context, which the batch is computed in.
     """
@@ -389,7 +385,7 @@ class RowSource:
     )
 
     owner: Owner | None = None
-    """Who has the memory that the rows lie in, for slots and rows of another process."""
+    """The owner of the rows' memory, for slots and rows of another process."""
     device_outputs: list[dict[str, DeviceArray]] | None = None
     """The outputs of each request, if they stay on the device."""
 
@@ -401,34 +397,34 @@ class RowSource:
         self.views = slab.inputs if slab.layout.has_rows_first else slab.input_views(batch.rows_run)
         """The inputs of the batch in the slab, with rows first."""
         self.spans: list[slice] | None = None
-        """The rows of each request in the slab; ``None`` if each has one row and they lie in order."""
+        """The rows of each request in the slab; ``None`` if each has one row and they are in order."""
         if batch.rows != len(batch.requests):
             self.spans = spans_of(batch.requests)
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
         self.wanted: frozenset[str] | None = None
         """The names of the outputs to copy from the device and out of the slab; ``None`` for all."""
         self.is_cut = False
-        """Whether each request is copied out on its own: it is padded, or callers want different outputs."""
+        """Whether to copy each request out separately: rows are padded, or callers want different outputs."""
         self.refused: tuple[tuple[Request, InputError], ...] = ()
-        """Requests whose rows could not be staged; the others go on."""
+        """Requests whose rows could not be staged. The other requests continue."""
         self.ahead_requests = self.ahead_rows = 0
-        """How many requests, from the first on, have their rows in the slab already, and those rows."""
+        """How many requests, from the first on, have their rows in the slab already, and how many rows."""
 
     def leave_out(self, rows: AheadRows) -> None:
-        """Stage no rows again that were copied ahead into the slab, if the batch begins with them."""
+        """Skip staging the rows that were copied ahead into the slab, if the batch begins with them."""
         if rows.slab is self.slab:
             rows.keep_to(self.batch.requests)
             self.ahead_requests, self.ahead_rows = len(rows.requests), rows.rows
 
     @property
     def staged_nbytes(self) -> int:
-        """Return how many bytes :meth:`stage` copies with the CPU."""
+        """The bytes that :meth:`stage` copies with the CPU."""
         return self.slab.layout.input_row_nbytes * (self.batch.rows_run - self.ahead_rows)
 
     def stage(self) -> None:
-        """Copy the rows side by side into the slab, and pad them. Runs in any thread.
+        """Copy the rows contiguously into the slab, and pad them. Runs in any thread.
 
-        :raises InputError: when the rows of no request can be staged.
+        :raises InputError: if no request's rows can be staged.
         """
         batch, ahead = self.batch, self.ahead_requests
         counts = None if self.spans is None else [request.rows for request in batch.requests[ahead:]]
@@ -446,11 +442,11 @@ class RowSource:
                 view[batch.rows : batch.rows_run] = view[0]
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
-        """Return what does the same as :meth:`stage`, in parts for several threads.
+        """Return functions for several threads that together do the same as :meth:`stage`.
 
-        :meth:`stage` is to follow if one of them raises: it finds out whose rows cannot be staged.
+        If one of them raises, call :meth:`stage`, which finds the requests whose rows cannot be staged.
         """
-        # Nobody can free what they read while they do.
+        # Keeps the arrays alive while threads read them.
         self._pins = pins(array for index in range(len(self.views)) for array in self.arrays_of(index))
         first = self.ahead_rows
         parts = parts_of(self.batch.rows_run - first, self.staged_nbytes, parts_max)
@@ -459,7 +455,7 @@ class RowSource:
         return [partial(self._stage_part, first + start, first + stop) for start, stop in parts]
 
     def _stage_part(self, start: int, stop: int) -> None:
-        """Stage some rows of the batch, padding among them."""
+        """Stage some rows of the batch, including padding."""
         batch = self.batch
         end = min(stop, batch.rows)
         spans = self.spans or spans_of(batch.requests)
@@ -488,17 +484,17 @@ class RowSource:
         return views_of(outputs, requests, self.spans or spans_of(requests))
 
     def put_in(self, stream: Stream) -> None:
-        """Put the copies to the device on a stream."""
+        """Put copies to the device on a stream."""
         self.slab.put_in(stream, self.batch.rows_run)
 
     def put_out(self, stream: Stream) -> None:
-        """Put the copies from the device on a stream."""
+        """Put copies from the device on a stream."""
         batch = self.batch
         rows = batch.rows if self.slab.layout.has_rows_first else batch.rows_run
         self.slab.put_out(stream, rows, self.wanted)
 
     def _stage_one_by_one(self) -> None:
-        """Find whose rows cannot be staged, and put a copy of a batch-mate's rows in their place."""
+        """Refuse requests whose rows cannot be staged, and fill their place with another request's row."""
         spans = self.spans or spans_of(self.batch.requests)
         good = -1
         for number, (request, span) in enumerate(zip(self.batch.requests, spans, strict=True)):
@@ -517,7 +513,7 @@ class RowSource:
                 view[span] = view[good]
 
     def _all_refused(self) -> InputError:
-        """Return the error of a batch of which no request can be staged; nothing here keeps it."""
+        """Return the error of a batch in which no request can be staged, and drop all references to it."""
         refused, self.refused = self.refused, ()
         return refused[0][1]
 
@@ -528,11 +524,11 @@ class RowSource:
 class SlotSource(RowSource):
     """Rows that callers wrote into one slab themselves.
 
-    Where the device reads staging memory, the batch runs from that slab if its rows lie side by side there
-    from the first on. Where it has memory of its own, the rows are copied there from the slab, side by side.
-    Else, and if the batch was captured, they are gathered as those of any batch are.
+    If the device reads staging memory, the batch runs from that slab if its rows are contiguous there from
+    the first on and no graph is replayed; otherwise the rows are gathered like those of any batch. If the
+    device has separate memory, the rows are copied there from the slab, contiguously.
 
-    :param is_captured: whether a graph of the batch is to be replayed, which reads the context's own slab.
+    :param is_captured: whether a graph of the batch is replayed, which reads the context's slab.
     """
 
     __slots__ = ("_owner", "owner")
@@ -547,37 +543,36 @@ class SlotSource(RowSource):
 
     @property
     def staged_nbytes(self) -> int:
-        """Return the bytes of the rows that are gathered, or only those of the padding."""
+        """The bytes of the gathered rows, or only of the padding if no rows are gathered."""
         layout = self.slab.layout
         if self.has_copies_in or self.inputs is not self.slab:
             return layout.input_row_nbytes * (self.batch.rows_run - self.batch.rows)
         return layout.input_row_nbytes * self.batch.rows_run
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
-        """Return what stages the batch, in one part if only padding is to be staged."""
+        """Return functions that together stage the batch: only one if only padding is staged."""
         if not self.has_copies_in and self.inputs is self.slab:
             return super().parts(parts_max)
         return [self.stage]
 
     def stage(self) -> None:
-        """Gather the rows where that is needed, and stage the padding."""
+        """Gather the rows if needed, and stage the padding."""
         batch = self.batch
         if not self.has_copies_in and self.inputs is self.slab:
             super().stage()
         elif batch.rows_run != batch.rows:
-            # On a device with memory of its own, padding is staged in the context's slab and copied from
-            # there.
+            # On a device with separate memory, padding is staged in the context's slab and copied from there.
             padded = self.slab if self.has_copies_in else self.inputs
             for index, view in enumerate(padded.inputs):
                 view[batch.rows : batch.rows_run] = self.arrays_of(index)[0][0]
 
     def arrays_of(self, index: int) -> Sequence[Array]:
-        """Return the rows of each request for one input, which lie in the slab of the slots."""
+        """Return the rows of each request for one input, in the slab of the slots."""
         view = self._owner.slab.inputs[index]
         return [view[request.payload.span] for request in self.batch.requests]
 
     def put_in(self, stream: Stream) -> None:
-        """Put the copies on a stream: rows from the slab of the slots, padding from the context's."""
+        """Put copies on a stream: rows from the slab of the slots, padding from the context's slab."""
         source, buffers = self._owner.slab.buffers.staging, self.slab.buffers
         target = buffers.computed_on
         for span in self.slab.layout.inputs:
@@ -601,15 +596,15 @@ class SlotSource(RowSource):
             if span.start != end:
                 return False
             end = span.stop
-        # Padding must not be written over rows that another slot still writes.
+        # Padding must not overwrite rows that another slot is still writing.
         return batch.rows_run == batch.rows or self._owner.rows_given <= batch.rows
 
 
 class DeviceSource(RowSource):
-    """Rows of which some lie on the device, or whose outputs stay there.
+    """Rows of which some are on the device, or whose outputs stay there.
 
-    Each array is copied on its own, on the batch's stream and after the event of whoever writes it, straight
-    to or from the memory on the device: nothing of it passes through the host.
+    Each array is copied separately, on the batch's stream and after the event of its writer, directly to or
+    from the memory on the device, never through the host.
     """
 
     __slots__ = ("_after", "_copies_in", "_copies_out", "_device", "_stream", "device_outputs")
@@ -618,7 +613,7 @@ class DeviceSource(RowSource):
         super().__init__(batch, slab)
         self._device = device
         self._stream = stream
-        # Copies are from an address to an address: target, source, nbytes.
+        # Each copy is a target address, a source address, and nbytes.
         self._copies_in: list[tuple[int, int, int]] = []
         self._copies_out: list[tuple[int, int, int]] = []
         self._after: list[Any] = []
@@ -632,15 +627,15 @@ class DeviceSource(RowSource):
 
     @property
     def staged_nbytes(self) -> int:
-        """Return 0: rows that lie on the host are few, and staged at once."""
+        """0: the few rows on the host are staged at once."""
         return 0
 
     def stage(self) -> None:
-        """Stage the rows that lie on the host, and plan the copies.
+        """Stage the rows that are on the host, and plan the copies.
 
-        :raises InputError: when the rows of no request can be staged, or if an output is to stay whose shape
-            depends on the data.
-        :raises DeviceMemoryError: when there is no room for the outputs.
+        :raises InputError: if no request's rows can be staged, or if an output whose shape depends on the
+            data should stay on the device.
+        :raises DeviceMemoryError: if there is no room for the outputs.
         """
         batch, good = self.batch, -1
         spans = self.spans or spans_of(batch.requests)
@@ -654,7 +649,7 @@ class DeviceSource(RowSource):
                 good = rows.start
         if good < 0:
             raise self._all_refused()
-        # Copies of a row follow the copy of that row itself on the stream.
+        # On the stream, copies of a row come after the copy that writes the row.
         for request, _ in self.refused:
             rows = spans[batch.requests.index(request)]
             self._plan_copies(good, range(rows.start, rows.stop))
@@ -664,14 +659,14 @@ class DeviceSource(RowSource):
             self._plan_outputs(self.device_outputs)
 
     def put_in(self, stream: Stream) -> None:
-        """Put the copies on a stream, after whoever writes what they copy."""
+        """Put copies on a stream, after the writers of their sources."""
         for ready in self._after:
             stream.wait(ready)
         for copy in self._copies_in:
             stream.copy_bytes(*copy)
 
     def put_out(self, stream: Stream) -> None:
-        """Put the copies of the outputs on a stream, to the host or to where they stay."""
+        """Put copies of the outputs on a stream, to the host or to their final memory on the device."""
         if self.device_outputs is None:
             super().put_out(stream)
         for copy in self._copies_out:
@@ -692,7 +687,7 @@ class DeviceSource(RowSource):
                 self._copies_in.append((target, buffers.staging.address + offset, nbytes))
 
     def _plan_copies(self, row: int, rows: range) -> None:
-        """Plan to fill other rows with copies of one that is there."""
+        """Plan to fill other rows with copies of ``row``."""
         for span in self.slab.layout.inputs:
             first, nbytes = self.slab.buffers.computed_on.address + span.offset, span.row_nbytes
             if nbytes:
@@ -719,10 +714,10 @@ class DeviceSource(RowSource):
 
 
 def reserve(outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int) -> list[dict[str, Array]]:
-    """Return arrays for the outputs of each request, to be filled by another thread.
+    """Return arrays for the outputs of each request, for another thread to fill.
 
-    They are made in the loop's thread: memory that another thread allocates and this one frees goes back to
-    the system each time, and faulting new pages in takes longer than the copy.
+    The loop's thread allocates them: memory that another thread allocates and this one frees returns to the
+    system each time, and the page faults of new memory take longer than the copy.
     """
     spans = spans or [slice(row, row + 1) for row in range(rows)]
     return [{name: np.empty_like(array[span]) for name, array in outputs.items()} for span in spans]
@@ -731,7 +726,7 @@ def reserve(outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: i
 def fill(
     reserved: Sequence[dict[str, Array]], outputs: Mapping[str, Array], spans: Sequence[slice] | None
 ) -> None:
-    """Copy the outputs of each request into what was reserved for it."""
+    """Copy the outputs of each request into its reserved arrays."""
     spans = spans or [slice(row, row + 1) for row in range(len(reserved))]
     for values, span in zip(reserved, spans, strict=True):
         for name, value in values.items():
@@ -739,10 +734,10 @@ def fill(
 
 
 def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], record: BatchRecord) -> None:
-    """Answer every caller that still waits, and let go of what their requests held."""
+    """Answer every caller that still waits, and drop what their requests hold."""
     batches = (record,)
     try:
-        # Cheaper than a strict zip, and as strict about what is missing.
+        # Cheaper than a strict zip, and still raises if an output is missing.
         for number, request in enumerate(requests):
             future = request.future
             if future is not None and not future.done():
@@ -751,13 +746,13 @@ def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], reco
     except Exception:
         raise
     except BaseException:
-        # Ctrl-C in between is the application's, but callers get their answers.
+        # Leave Ctrl-C to the application, but answer the remaining callers first.
         deliver(requests, outputs, record)
         raise
 
 
 def _runs(spans: Sequence[slice]) -> list[slice]:
-    """Join spans that follow one another, in the order in which they are given."""
+    """Join adjacent spans, keeping the given order."""
     runs: list[slice] = []
     for span in spans:
         if runs and runs[-1].stop == span.start:

@@ -1,4 +1,4 @@
-"""Whether a graph computes what it was captured from: both are run with the same rows, and compared."""
+"""A check that a graph computes the same as the model it was captured from, by running both on equal rows."""
 
 from typing import Any, Final
 
@@ -10,23 +10,23 @@ from asynctrt.runtime.staging import Slab
 from asynctrt.tensors import Array
 
 SAMPLES: Final = 2
-"""Batches that are run. Two differ, so that a graph that has the answers to one does not pass for right."""
+"""The number of batches to run. Two different ones detect a graph that always repeats the answers to one."""
 
 TOLERANCE: Final = 0.02
-"""How far a value may be off, relative to the largest of its output: parallel sums vary with their order."""
+"""The allowed difference of a value, relative to the largest of its output: parallel sums vary in order."""
 
 SHARE_MIN: Final = 0.99
-"""How many values must be as near as that. A steep function makes much of little here and there."""
+"""The share of values that must be that close: a steep function amplifies a few small differences."""
 
 UNWRITTEN: Final = 0xA5
-"""What bytes of outputs are before a batch, so that one that is not written is seen."""
+"""The bytes of outputs before a batch, to detect an output that is not written."""
 
 
 class NoTrial:
-    """Nothing is compared: batches run with whatever lies in the slab."""
+    """A trial without comparison: batches run with whatever is in the slab."""
 
     launches = 1
-    """How often a graph is launched to see what that costs, and what it computes."""
+    """How often to launch a graph to measure its cost and check its outputs."""
 
     def put_in(self, number: int) -> None:
         """Leave the rows as they are."""
@@ -35,17 +35,17 @@ class NoTrial:
         """Leave the outputs where they are."""
 
     def note(self, number: int) -> None:
-        """Note nothing."""
+        """Record nothing."""
 
     def check(self, number: int) -> None:
         """Check nothing."""
 
 
 class Trial(NoTrial):
-    """Batches of known rows in a slab, and what the model made of them call by call.
+    """Batches of known rows in a slab, and the outputs that the model computes for them call by call.
 
-    :param rows: how many rows they have.
-    :param stream: idle, with nothing captured.
+    :param rows: the number of rows of a batch.
+    :param stream: an idle stream that is not being captured.
     """
 
     launches = SAMPLES
@@ -55,7 +55,7 @@ class Trial(NoTrial):
         self._expected: dict[int, dict[str, Array]] = {}
 
     def put_in(self, number: int) -> None:
-        """Put the rows of a batch, and outputs that were not written, where the device works."""
+        """Put the rows of a batch, and outputs marked as unwritten, into the memory that the device uses."""
         slab = self._slab
         for array in (*(view[: self._rows] for view in slab.input_views(self._rows)), *slab.shared):
             array[...] = _sample(number, array)
@@ -73,20 +73,20 @@ class Trial(NoTrial):
                     )
 
     def put_out(self) -> None:
-        """Put the copies of the outputs on the stream, behind the batch."""
+        """Put the copies of the outputs on the stream, after the batch."""
         if self._slab.buffers.device_buffer is not None:
             self._slab.put_out(self._stream, self._rows)
 
     def note(self, number: int) -> None:
-        """Note what the batch that is done computed, as what is right."""
+        """Record the outputs of the finished batch as the expected ones."""
         self._expected[number] = {
             name: array[: self._rows].copy() for name, array in self._slab.output_views(self._rows).items()
         }
 
     def check(self, number: int) -> None:
-        """Check that the batch that is done computed the same.
+        """Check that the finished batch computed the expected outputs.
 
-        :raises ExecutionError: if not.
+        :raises ExecutionError: if it did not.
         """
         for name, expected in self._expected[number].items():
             if not _are_close(self._slab.output_views(self._rows)[name][: self._rows], expected):
@@ -97,7 +97,7 @@ class Trial(NoTrial):
 
 
 def _sample(number: int, like: Array) -> Any:
-    """Return rows that every model can take: zeros, or numbers from 0 to 1, as they may be indices."""
+    """Return rows that every model accepts: zeros, or numbers from 0 to 1, as they may be indices."""
     if number == 0:
         return 0
     rng = np.random.default_rng(number)

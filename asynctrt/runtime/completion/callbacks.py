@@ -1,4 +1,4 @@
-"""Devices that call when an event is done: see that the thread which would call can get the GIL."""
+"""Devices with callbacks: make sure that the calling thread can get the GIL."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -7,24 +7,25 @@ from asynctrt._util import clock
 from asynctrt.runtime.completion.watcher import Watch
 
 GUARD_NS: Final = 3_000_000
-"""The pause between two looks of the guard at a batch that has just begun and needs no help."""
+"""The pause between two looks of the guard at a new batch that needs no help."""
 
 GUARD_NS_MAX: Final = 50_000_000
 GUARD_SHIFT: Final = 4
 """The pauses grow to a 16th of the time that the batch has taken so far, up to this bound."""
 
 HELP_NS: Final = 100_000
-"""The shortest such pause after it had to help, and for as many events as HELP_EVENTS."""
+"""The shortest pause after the guard had to help, for the next HELP_EVENTS events."""
 
 HELP_EVENTS: Final = 32
 
 BUSY: Final = 0.5
 BUSY_WINDOW_NS: Final = 2_000_000
-"""A loop whose thread used more than this share of at least so much time may keep the GIL from others."""
+"""A loop is mostly busy if its thread used more than this share of the CPU in at least this time. It may then
+keep the GIL from others."""
 
 
 class Guard:
-    """Looks now and then whether a thread that would call needs help, on a loop that is mostly busy."""
+    """Checks now and then, on a mostly busy loop, whether a calling thread needs help with the GIL."""
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self._help_events = 0
@@ -32,20 +33,21 @@ class Guard:
         self._judged = (now_ns(), clock.own_cpu_ns())
 
     def begin(self, watch: Watch) -> None:
-        """Plan the first look at an event that has just been launched."""
+        """Plan the first look at a new event."""
         now_ns = watch.start_ns
         self._judge(now_ns)
         watch.look_ns = now_ns + (HELP_NS if self._help_events else GUARD_NS)
 
     def end(self) -> None:
-        """Note that an event is done."""
+        """Record that an event is done."""
         if self._help_events:
             self._help_events -= 1
 
     def look(self, watches: Sequence[Watch], now_ns: int) -> None:
-        """See whether the threads that would call need help, if it is time for one of them.
+        """Check whether the calling threads need help, if a look at one of them is due.
 
-        Without such need, one look is for all: several batches in flight ring no oftener than one.
+        If no thread has needed help lately, each look covers all events, so several batches in flight cause
+        no more looks than one.
         """
         if not any(watch.calls and watch.look_ns <= now_ns for watch in watches):
             return
@@ -57,7 +59,7 @@ class Guard:
                 watch.look_ns = now_ns + self._pause_ns(watch, now_ns)
 
     def _judge(self, now_ns: int) -> None:
-        """Decide whether the loop was mostly busy of late, so that other threads may have missed the GIL."""
+        """Decide whether the loop was mostly busy lately, so that other threads may not have got the GIL."""
         since_ns, since_cpu_ns = self._judged
         if now_ns - since_ns >= BUSY_WINDOW_NS:
             cpu_ns = clock.own_cpu_ns()
@@ -65,12 +67,12 @@ class Guard:
             self._judged = (now_ns, cpu_ns)
 
     def _pause_ns(self, watch: Watch, now_ns: int) -> int:
-        """Return how long a pending event may be left alone."""
-        # A 16th of the time so far, so that what is found late is late by a small part of its time.
+        """Return the time until the next look at a pending event."""
+        # A 16th of the time so far, so that an event is found late only by a small part of its time.
         part_ns = min(now_ns - watch.start_ns >> GUARD_SHIFT, GUARD_NS_MAX)
         if not self._help_events:
             return max(part_ns, GUARD_NS)
-        # Looks begin well before the expected end: the expectation was learned from ends that were found,
-        # and if it were itself the time of the first look, each end would be found a little later still.
+        # Looks begin well before the expected end: the estimate was learned from the times of looks that
+        # found the end. If the first look were at the estimate, each end would be found a little later.
         begin_ns = watch.start_ns + watch.expected_ns * 3 // 4
         return max(begin_ns - now_ns, part_ns, HELP_NS)

@@ -17,10 +17,10 @@ from asynctrt.runtime.completion.watcher import Watch, Watcher, look_ns
 class Reaper:
     """Watches events for one loop and calls back, on the loop, when they are done.
 
-    :param context: what the callbacks run in. Default: the context of whoever causes a look, which may be any
-        caller of the engine.
-    :param on_interrupt: called with what is no :class:`Exception`, such as Ctrl-C, that came in the middle of
-        a look or a callback, before it is raised on: a callback may have been lost.
+    :param context: the context to run callbacks in. Default: the context of the code that causes a look,
+        which may be any caller of the engine.
+    :param on_interrupt: called with an error that is not an :class:`Exception`, such as Ctrl-C, if it occurs
+        during a look or a callback, before it propagates: a callback may have been lost.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Reaper:
         self._guard = Guard(now_ns)
         self._poller = Poller()
         self._waiter = WaiterThread(self._wake) if waiting == "thread" else None
-        # Callbacks that are due; some are left only while they run, and after one of them was interrupted.
+        # Callbacks that are due: non-empty only while they run, and after one of them was interrupted.
         self._callbacks: deque[Callable[[], object]] = deque()
         self._tick_is_scheduled = False
         self._woken = False
@@ -65,12 +65,12 @@ class Reaper:
         An exception of ``on_done`` or ``on_hung`` goes to the loop's exception handler, and affects no other
         event.
 
-        :param expected_ns: how long it takes, if known.
-        :param hung_after_ns: give it up, and call ``on_hung``, after its work has run for so long. The time
-            in which it waits for its turn does not count, nor that in which the loop is blocked. If it ends
-            after all, ``on_done`` is called then.
-        :param order_group: events of one group end in the order in which they are watched, so only the first
-            is looked at, and one that hangs takes those behind it along.
+        :param expected_ns: the expected time, if known.
+        :param hung_after_ns: call ``on_hung`` and treat the event as hung after its work has run for this
+            long. Time in which it waits for its turn or the loop is blocked does not count. If the event ends
+            later, ``on_done`` is called then.
+        :param order_group: events of one group end in the order in which they are watched. So only the first
+            one is queried, and if one hangs, those after it count as hung too.
         """
         now_ns = self._now_ns()
         watch = Watch(
@@ -86,7 +86,7 @@ class Reaper:
         if watch.calls:
             self._guard.begin(watch)
         elif event.query():
-            pass  # It is done already, and the next tick finds that.
+            pass  # It is done already; the next tick finds it.
         elif self._waiter is not None:
             self._waiter.wait_for(event)
             watch.calls = True
@@ -106,13 +106,13 @@ class Reaper:
             self._waiter = None
 
     def _wake(self) -> None:
-        """From any thread: an event is done."""
+        """Wake the loop, as an event is done. Called from any thread."""
         if not self._woken:
             self._woken = True
             try:  # noqa: SIM105  (a context manager costs as much as the call)
                 self._loop.call_soon_threadsafe(self._look, context=self._context)
             except RuntimeError:
-                pass  # The loop was closed with work in flight, so there is nothing left to be told.
+                pass  # The loop was closed with work in flight, so there is no loop to wake.
 
     def _tick(self) -> None:
         self._tick_is_scheduled = False
@@ -125,7 +125,7 @@ class Reaper:
         self._look()
 
     def _ring(self) -> None:
-        """The alarm: it is the guard's time, or a batch may be done soon, or the rest of a sleep is left."""
+        """Handle the alarm: the guard is due, a batch may be done soon, or the rest of a sleep is left."""
         now_ns = self._now_ns()
         watches = self._watcher.watches
         is_due = now_ns >= self._watcher.next_ns() or any(watch.look_ns <= now_ns for watch in watches)
@@ -136,7 +136,7 @@ class Reaper:
             self._plan(now_ns)
 
     def _look(self) -> None:
-        """Find what is done or has hung, and call back."""
+        """Find events that are done or hung, and call back."""
         was_woken, self._woken = self._woken, False
         now_ns = self._now_ns()
         try:
@@ -171,7 +171,7 @@ class Reaper:
                 )
 
     def _replace_waiter(self) -> None:
-        """Leave a thread that blocks on what has hung, and wait for the others in a new one."""
+        """Abandon the thread that blocks on a hung event, and wait for the other events in a new thread."""
         assert self._waiter is not None
         self._waiter.close()
         self._waiter = WaiterThread(self._wake)
@@ -180,7 +180,7 @@ class Reaper:
                 self._waiter.wait_for(watch.event)
 
     def _plan(self, now_ns: int) -> None:
-        """Be back at the next look, or at the next tick if one is due. The guard can wait for the alarm."""
+        """Schedule the next tick if a look is due, else the alarm for the next look or the guard."""
         watcher = self._watcher
         if watcher.is_empty and not self._callbacks:
             return

@@ -9,25 +9,25 @@ from asynctrt.devices.base import Completion
 
 
 class WaiterThread:
-    """Blocks on events and calls ``wake`` after each. Its thread ends with it."""
+    """Blocks on events and calls ``wake`` after each event. Its thread ends when it is garbage-collected."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._events: SimpleQueue[Completion | None] = SimpleQueue()
         self.wake = wake
-        # The thread knows this object weakly, which has all else.
+        # The thread has only a weak reference to this object, so that it does not keep it alive.
         thread = threading.Thread(
             target=_serve,
             args=(self._events, weakref.ref(self)),
             name="asynctrt-reaper",
-            # Not joined either: an event that never fires must not keep anything from ending.
+            # Never joined: an event that never fires must not block the exit.
             daemon=True,
         )
         thread.start()
         self.close = weakref.finalize(self, self._events.put, None)
-        """End the thread after the events that it was given. Idempotent."""
+        """End the thread after the events already queued. Idempotent."""
 
     def wait_for(self, event: Completion) -> None:
-        """Wait for one more event; events end in about the order in which they were launched."""
+        """Wait for another event. Events end in about the order in which they were launched."""
         self._events.put(event)
 
 

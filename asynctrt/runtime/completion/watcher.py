@@ -1,4 +1,4 @@
-"""What is watched: which events are done, and which have hung."""
+"""The watched events: detecting which are done and which have hung."""
 
 from collections.abc import Callable
 from typing import Final
@@ -8,18 +8,18 @@ from asynctrt.devices.base import Completion
 NEVER_NS: Final = 2**63 - 1
 
 CHECKS: Final = 16
-"""Checks within the time after which an event counts as hung."""
+"""The number of checks within the time after which an event counts as hung."""
 
 CHECK_NS_MIN: Final = 1_000_000
 CHECK_NS_MAX: Final = 250_000_000
 """Bounds of the pause between two such checks."""
 
 GIVEN_UP_NS: Final = 100_000_000
-"""The pause between two looks at events that were given up as hung, and may end all the same."""
+"""The pause between two looks at hung events, which may still end."""
 
 
 class Watch:
-    """One event, and what to call when it is done or has hung."""
+    """One event, with the callbacks for when it is done or has hung."""
 
     __slots__ = (
         "_check_pause_ns",
@@ -57,13 +57,13 @@ class Watch:
         self.start_ns = start_ns
         self.expected_ns = expected_ns
         self.calls = False
-        """Whether the device, or a thread, will call when it is done."""
+        """Whether the device or a thread will call when the event is done."""
         self.look_ns = start_ns
-        """When it is queried next or, if it is called for, when it is guarded next."""
+        """The time of the next query or, if ``calls``, of the guard's next look."""
         self.late_ns = NEVER_NS
-        """From when on it is queried with pauses."""
+        """The time from which on to query with pauses."""
         self.check_ns = NEVER_NS
-        """When it is checked next whether it hangs."""
+        """The time of the next check whether it hangs."""
         if hung_after_ns is not None:
             self._hung_after_ns = hung_after_ns
             self._check_pause_ns = min(max(hung_after_ns // CHECKS, CHECK_NS_MIN), CHECK_NS_MAX)
@@ -75,10 +75,10 @@ class Watch:
     def is_hung(self, now_ns: int, *, is_first: bool) -> bool:
         """Check whether its work has run for too long.
 
-        What counts is the time in which the work itself ran: not while it waited for its turn, and not while
-        nothing was checked because the loop was blocked or the process was stopped.
+        Only the time in which the work itself ran counts, not the time in which it waited for its turn, or in
+        which there were no checks because the loop was blocked or the process was stopped.
 
-        :param is_first: whether nothing before it in its order group is pending.
+        :param is_first: whether no earlier event of its order group is pending.
         """
         is_running = is_first and self.event.is_running()
         if is_running and self._was_running:
@@ -90,12 +90,12 @@ class Watch:
 
 
 def look_ns(watch: Watch) -> int:
-    """Return when an event is to be looked at."""
+    """Return the time of the next look at an event."""
     return watch.look_ns
 
 
 class Watcher:
-    """The events that are watched, in the order in which they were launched."""
+    """The watched events, in the order in which they were launched."""
 
     def __init__(self) -> None:
         self.watches: list[Watch] = []
@@ -104,17 +104,17 @@ class Watcher:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is watched, not even what was given up."""
+        """Whether no events are watched, including hung ones."""
         return not self.watches and not self._given_up
 
     def look(self, now_ns: int, *, at_all: bool) -> tuple[list[Watch], list[Watch]]:
-        """Query the events that may be done, and return the watches that are and those that have hung.
+        """Query the events that may be done, and return the watches of done events and of hung events.
 
-        Those are queried whose time to be looked at has come and, once the one that is expected next is done,
-        all. Of an order group only the first pending event is queried. One that hangs takes those behind it
-        in its group along, as they cannot end before it.
+        Query events whose look is due; if the event that is expected next is done, query all. In an order
+        group, query only the first pending event. If an event hangs, the later events of its group count as
+        hung too, as they cannot end before it.
 
-        :param at_all: query all, also those that were given up, whose turn comes rarely otherwise.
+        :param at_all: query all events, including hung ones, which are otherwise queried rarely.
         """
         may_all, next_one = at_all, None
         if not may_all and self.watches:
@@ -150,10 +150,10 @@ class Watcher:
         return done, hung
 
     def next_ns(self) -> int:
-        """Return when to look next at the latest, whatever a device is expected to do."""
+        """Return the latest time for the next look, regardless of expected ends."""
         next_ns = self._given_up_ns
         for watch in self.watches:
-            if watch.check_ns < next_ns:  # In a third of the time of min().
+            if watch.check_ns < next_ns:  # Takes a third of the time of min().
                 next_ns = watch.check_ns
         return next_ns
 
