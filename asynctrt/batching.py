@@ -317,7 +317,7 @@ class Batched(Generic[P, R]):
         found = found_by_name(self.__module__, path)
         if not isinstance(found, Batched) or found._origin is not self._origin:
             return restored, (self.__wrapped__, self._settings)
-        # Before protocol 4 an attribute's origin could not be pickled by its qualified name.
+        # Before protocol 4, an attribute is pickled together with its parent, which here is this object.
         return path if protocol < 4 else (original, (self._origin,))
 
     def __eq__(self, other: object) -> bool:

@@ -56,8 +56,8 @@ T = TypeVar("T")
 Stage = Engine | Callable[..., Any]
 
 PASSED_ON: Final = (OverloadError, LifecycleError, DeviceError, InputError)
-"""Errors of an engine or a stage that apply to the whole pipeline and reach its caller unchanged: retry later,
-use another engine, look at the device, or correct the inputs."""
+"""Errors of an engine or a stage that also apply to the pipeline's caller: retry later, use another engine,
+look at the device, or correct the inputs."""
 
 PLATFORM: Final = "asynctrt_pipeline"
 
