@@ -465,7 +465,7 @@ def _axis(name: str, axis: Any, dims: int) -> int | None:
         return None
     try:
         known = as_int(axis)
-    except Exception:  # Foreign objects raise what they like.
+    except Exception:  # Foreign objects may raise anything.
         known = -1
     if not 0 <= known <= dims:
         raise ModelError(
@@ -484,7 +484,7 @@ def _dims(name: str, dims: Any) -> tuple[int | str, ...]:
         if isinstance(dims, str):
             raise TypeError
         return tuple([dim if isinstance(dim, str) else _size(dim) for dim in dims])
-    except Exception:  # Foreign objects raise what they like.
+    except Exception:  # Foreign objects may raise anything.
         raise ModelError(
             f"the dims of {name!r} must be a tuple of sizes ≥ 0 and names of dimensions that vary, such as "
             f"(3, 'length'), not {show(dims)}. They leave out the first axis, of rows; one that varies has a "
