@@ -20,7 +20,7 @@ def main() -> None:
     _open_standard_streams()
     is_default = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # If not, the parent process or a caller has chosen another handling, such as ignoring it.
+    )  # Otherwise the parent process wants SIGINT to be ignored.
     if is_default:
         signal.signal(signal.SIGINT, _end)
     try:
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Reopen standard streams that are closed, so that no connection gets their file descriptors."""
+    """Open closed standard streams on the null device, so that no connection gets their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

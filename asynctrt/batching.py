@@ -230,7 +230,7 @@ def batch(
     function that it waits for, raises :class:`UsageError`.
 
     :param items: whether the function takes lists of items, regardless of their type.
-    :param key: what must be equal for calls to share a batch: the name of a parameter, such as
+    :param key: calls share a batch only if their keys are equal. Give the name of a parameter, such as
         ``"model_id"``, several names, or a function. A key function is called on the event loop with a call's
         arguments (without ``self``) and returns a hashable; all arguments are then stacked or passed as lists
         as usual. A call whose key cannot be computed or hashed fails alone, before it is queued. The number

@@ -181,7 +181,7 @@ class Engine(ABC):
         :raises EngineClosedError: if the engine is draining or closed, or closes before the answer.
         :raises ExecutionError, DeviceError: if the batch failed.
         :raises UsageError: if called on another event loop than the engine's, in a forked process, or from
-            a function that the engine is running or that such a function waits for.
+            within a function that the engine is running, or that such a function waits for.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@
     ├── OverloadError           503 UNAVAILABLE        try again later, or shed load
     │   ├── QueueFullError                             the bounded queue had no room
     │   └── DeadlineError       (TimeoutError)         the timeout passed while queued
-    │       └── DeadlineUnreachableError               it would pass, as far as can be told: not queued
+    │       └── DeadlineUnreachableError               it would pass, by the estimate: not queued
     ├── LifecycleError          503 UNAVAILABLE
     │   ├── EngineClosedError                          the engine is draining or closed
     │   └── ModelNotReadyError                         the server's model is not loaded
@@ -34,7 +34,7 @@
     │       └── PoisonError                            the request ends every process that runs it
     └── InternalError           500 INTERNAL           a bug in asynctrt; please report it
 
-Each class carries the status that a server answers with, so no server needs a table of its own.
+Each class carries the status for a server's answer, so servers need no table of errors.
 
 An error from a model or an application may be of any class, so printing or copying it may raise.
 :func:`describe`, :func:`copy_for` and :func:`copy_of` accept any exception and never raise.
@@ -57,7 +57,7 @@ SHOWN_MAX: Final = 120
 
 
 class AsynctrtError(Exception):
-    """The root of all errors: ``except asynctrt.AsynctrtError`` catches what asynctrt raises on purpose."""
+    """The root of all errors: ``except asynctrt.AsynctrtError`` catches every error that asynctrt raises."""
 
     http_status: ClassVar[int] = 500
     """HTTP status code for this error."""
@@ -214,7 +214,7 @@ class DeviceMemoryError(DeviceError, MemoryError):
 
 
 class DeviceLostError(DeviceError):
-    """Work on the device ended in a way that makes everything on it untrustworthy."""
+    """Work on the device ended in a way that makes everything on the device untrustworthy."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -225,7 +225,7 @@ class ExecutionError(DeviceError):
 
 
 class PoisonError(ExecutionError):
-    """The request ended every worker process that computed it, the last one with nothing else in it."""
+    """The request ended every worker process that computed it, the last one while it ran alone."""
 
 
 class InternalError(AsynctrtError):

@@ -7,8 +7,8 @@
 
 A call through a handle costs milliseconds however few rows it has, so send many rows per call; the replica's
 engine batches them with rows of other callers. The router sends a call to the replica that is expected to
-answer first, and the autoscaler keeps the time to answer constant. Both use the engines' estimates of the
-time that they need for their accepted requests: :meth:`asynctrt.Statistics.drain_s`.
+answer first, and the autoscaler keeps the time to answer near a target. Both use the engines' estimates of
+the time that they need for their accepted requests: :meth:`asynctrt.Statistics.drain_s`.
 """
 
 import os

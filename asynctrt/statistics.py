@@ -38,8 +38,8 @@ class PaddingStatistics:
     dimension: str
     """The dimension's name; several names joined by ``=`` if they are padded as one."""
     sizes: tuple[int, ...]
-    """The sizes in rising order. Longer rows are padded to the next power of two; so are all rows while this
-    is empty."""
+    """The sizes in rising order. A longer dimension is padded to the next power of two, and so is any length
+    while this is empty."""
     reason: str
     """The reason for this choice, in words."""
     changes: int
@@ -121,8 +121,8 @@ class Statistics:
     expired: int
     """Requests whose timeout passed while they were queued."""
     refused: int
-    """Requests not accepted, because the queue was full, they would have been too late, or the engine was
-    closing."""
+    """Requests refused because the queue was full, they would have been too late, or the engine was closing.
+    """
     refused_late: int
     """The refused requests that would have been too late: ``DeadlineUnreachableError``."""
     rows: int
@@ -302,7 +302,7 @@ def batch_bounds(rows_max: int) -> list[int]:
 
 
 def batch_counts(done: Statistics, bounds: list[int]) -> list[int]:
-    """Count the batches within each bound and above the previous one."""
+    """Count the batches up to each bound and above the previous one."""
     counts = [0] * len(bounds)
     for rows, batches in done.by_batch_rows.items():
         counts[bisect_left(bounds, rows)] += batches.count

@@ -437,7 +437,7 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
     """
     try:
         known: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)  # None would be float64.
-    except Exception:  # NumPy raises TypeError and ValueError, and whatever a foreign object raises.
+    except Exception:  # NumPy raises TypeError or ValueError; a foreign object may raise anything.
         known = None
     if known is None or (known.hasobject and known != np.dtype(object)):
         raise ModelError(

@@ -36,7 +36,7 @@ MAX_ROWS: Final = 4
 """On a CPU this model is fastest in small batches, as `asynctrt load demo --sweep max_rows=1,4,32` shows."""
 
 LOOKED_AT_MAX: Final = 100_000
-"""The maximum number of files to look at: a folder may be a whole disk."""
+"""The maximum number of entries to look at: a folder may be a whole disk."""
 
 CALLERS: Final = 64
 LAYERS_ROWS: Final = 32

@@ -97,7 +97,7 @@ class LatchDevice(HostDevice):
 
     @property
     def is_parallel(self) -> bool:
-        # The test decides how many rows make a batch, not a measurement.
+        # The test decides how many rows form a batch; a measurement must not.
         return False
 
     @property
