@@ -81,11 +81,11 @@ _LATER = {
     "TensorRTModel": "asynctrt.backends.tensorrt",
     "build": "asynctrt.plans.building",
 }
-"""What is imported when it is first used, and from where: it is seldom used, or needs CUDA or a runtime. What
-may not be installed is not in ``__all__``, which must work for ``import *``."""
+"""Names that are imported on first use, by module: they are rarely used, or need CUDA or a runtime. A name
+whose package may be missing is not in ``__all__``, so that ``import *`` works."""
 
 _MODULES = ("client", "loadtest", "serving", "testing")
-"""Modules that are imported when they are first used, as ``asynctrt.client``."""
+"""Modules that are imported on first use, such as ``asynctrt.client``."""
 
 __all__ = [
     "Arenas",
@@ -151,7 +151,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is seldom used, or needs CUDA or a runtime, when it is first used."""
+    """Import a name from ``_LATER`` or a module from ``_MODULES`` on first use."""
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
     if name in _MODULES:
@@ -160,5 +160,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Name what is imported when it is first used, too."""
+    """List all names, including those that are imported on first use."""
     return sorted({*globals(), *__all__, *_LATER, *_MODULES})

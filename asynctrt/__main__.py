@@ -13,32 +13,32 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line, or name the extra that it lacks. The version is told without any."""
+    """Run the command line, or name the missing extra. ``--version`` works without any extra."""
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"asynctrt {__version__}\n")
         return
     _open_standard_streams()
     is_default = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # Else somebody wants it ignored.
+    )  # Otherwise the parent process wants SIGINT to be ignored.
     if is_default:
         signal.signal(signal.SIGINT, _end)
     try:
-        # Imported here, as a missing extra must become a message rather than a traceback. It takes most of a
-        # command's start, in which there is nothing to undo yet.
+        # Imported here, because a missing extra must become a message rather than a traceback. The import
+        # takes most of a command's start-up, when Ctrl-C has nothing to undo yet.
         from asynctrt.cli.app import main as run  # noqa: PLC0415
     except MissingExtraError as error:
         sys.exit(f"MissingExtraError: {error}")
     if is_default:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # From here on commands see to it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # From here on commands handle it.
     try:
         run()
-    except KeyboardInterrupt:  # While the command line was made, or where a command does not see to it.
+    except KeyboardInterrupt:  # While the command line was built, or in a command that does not handle it.
         sys.exit(INTERRUPTED)
 
 
 def _open_standard_streams() -> None:
-    """Open those that whoever started the process has closed: connections would get their descriptors."""
+    """Open closed standard streams on the null device, so that no connection gets their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -1,8 +1,8 @@
-"""``@asynctrt.batch``: a function over many items becomes an awaitable that takes one.
+"""``@asynctrt.batch``: turn a function over many items into an awaitable that takes one item.
 
-Each decorated function has an engine per event loop. The engine's rows are tickets for items that wait in a
-dictionary, so an item can be anything, and its result waits with it. Cancelling a call drops its item, even
-if its ticket is in a batch by then.
+Each decorated function has one engine per event loop. The engine's rows are tickets; the items themselves
+wait in a dictionary, together with their results, so an item can be any object. Cancelling a call drops its
+item, even if its ticket is already in a batch.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ Keeper = AsyncGeneratorType[None, None]
 """What :func:`keep_open` returns."""
 
 Names = str | tuple[str, ...] | list[str]
-"""The parameters that a key names."""
+"""The name or names of the parameters that form a key."""
 
 
 class BatchSettings(TypedDict, total=False):
@@ -121,7 +121,7 @@ class ItemsDecorator(Protocol):
 
 
 class KeyedItemsDecorator(Protocol):
-    """What :func:`batch` returns with ``items=True`` and a key that names parameters: these are no lists."""
+    """What :func:`batch` returns with ``items=True`` and a key that names parameters, which are not lists."""
 
     @overload
     def __call__(
@@ -180,10 +180,10 @@ def batch(
     run_on: FunctionRunsOn = "thread",
     **settings: Unpack[BatchSettings],
 ) -> Any:
-    """Turn a function over many items into an awaitable that takes one: ``@asynctrt.batch``.
+    """Turn a function over many items into an awaitable that takes one item: ``@asynctrt.batch``.
 
-    Calls that come while a batch runs form the next batch; a call that finds the function idle starts it at
-    once. ::
+    Calls that arrive while a batch runs form the next batch. A call that arrives while the function is idle
+    starts a batch at once. ::
 
         @asynctrt.batch(max_rows=32)
         def double(x):  # x: the items of up to 32 callers, stacked
@@ -192,55 +192,61 @@ def batch(
 
         await double(21.0)
 
-    The function may be a plain one, which runs in a thread, and in the same one each time unless there are
-    several ``contexts``; or a coroutine function, which runs on the event loop, and is cancelled when all
-    callers of its batch were; or a method, and then each instance, or class, has an engine of its own. It is
-    called with the arguments of its callers, each gathered over the
-    batch:
+    The function may be:
 
-    - Arrays, NumPy's scalars and Python's bool, int (of 64 bits), float and complex are stacked to one array
-      ``(rows, *shape)``. Arrays of other libraries are converted to NumPy's, and masked values are refused.
-      Items of different shapes, dtypes or numbers of arguments form batches of their own.
-    - Anything else, strings and lists among them, comes as a list with one element per item.
-    - With ``items=True`` every argument comes as a list.
-    - An argument that ``key`` names comes as it is, once, since it is the same for all items of a batch. ::
+    - a plain function, which runs in a thread: always the same one, unless there are several ``contexts``;
+    - a coroutine function, which runs on the event loop and is cancelled once every caller of its batch has
+      been cancelled;
+    - a method: each instance, or each class for a class method, then has its own engine.
+
+    It is called with its callers' arguments, each gathered over the batch:
+
+    - Arrays, NumPy scalars and Python's bool, int (64 bits), float and complex are stacked into one array
+      ``(rows, *shape)``. Arrays of other libraries are converted to NumPy arrays; masked values are refused.
+      Items that differ in shape, dtype or number of arguments go into separate batches.
+    - Anything else, including strings and lists, is passed as a list with one element per item.
+    - With ``items=True`` every argument is passed as a list.
+    - An argument that ``key`` names is passed once and unchanged, since all items of a batch share it. ::
 
         @asynctrt.batch(key="model_id")
         def predict(x, model_id):  # x: stacked; model_id: one string
             return models[model_id](x)
 
     It returns one result per item, in order: an array whose first axis counts items, a list, or a tuple or
-    mapping of these, of which each caller gets a tuple or dict of its own. One number or text of an array is
-    Python's own: ``await double(3)`` is the ``int`` 6, which JSON takes. Arrays of other libraries become
-    NumPy's if NumPy can hold them; else, and with ``items=True``, each caller gets a copy of a row as it is,
-    without its gradient. A list may hold exceptions: a
-    copy of each is raised to the caller of its item; for one that is no ``Exception``, such as a
-    ``CancelledError``, an :class:`ExecutionError` with it as ``__cause__``. What the function raises fails
-    all callers of this batch with :class:`ExecutionError`, as does a wrong number of results.
+    mapping of these. From a tuple or mapping, each caller gets its own tuple or dict. A single number or
+    string from an array becomes a Python object: ``await double(3)`` is the ``int`` 6, which JSON accepts.
+    An array of another library becomes a NumPy array if NumPy can hold it; otherwise, and with
+    ``items=True``, each caller gets a copy of its row in that library, without its gradient.
+
+    If a result in a list is an exception, a copy of it is raised to that item's caller. If it is not an
+    ``Exception``, such as a ``CancelledError``, the caller gets an :class:`ExecutionError` with it as
+    ``__cause__``. If the function itself raises, or returns a wrong number of results, every caller of the
+    batch gets an :class:`ExecutionError`.
 
     The engine belongs to the event loop of the first call, and is closed with that loop (by
-    ``asyncio.run``, a ``Runner``, pytest's plugins); on another loop the function has another engine.
+    ``asyncio.run``, a ``Runner``, pytest's plugins). On another loop the function has another engine.
 
-    It must not wait for itself: a call that comes from within its own run, or from a run of another function
-    that it waits for, raises :class:`UsageError`.
+    The function must not wait for itself: a call from within its own run, or from the run of another
+    function that it waits for, raises :class:`UsageError`.
 
-    :param items: whether the function takes lists of items, whatever they are.
-    :param key: what must be equal for calls to share a batch: the name of a parameter, such as
-        ``"model_id"``, several names, or a function that is called with a call's arguments (without ``self``)
-        on the event loop and returns a hashable. With a function, arguments are stacked or come as lists as
-        usual. A call whose key cannot be made or hashed fails alone, before it is queued. There may be any
-        number of keys: one is forgotten when no call with it waits.
-    :param run_on: ``loop`` runs a plain function on the event loop instead, which saves a lone caller some
-        tens of microseconds. It must be quick and must not wait: nothing else runs on the loop meanwhile, and
-        ``batch_timeout`` cannot end it. A run that holds the loop for more than 0.1 s is logged.
-    :param settings: ``max_rows`` (items of the largest batch, 64 by default), ``max_delay`` (seconds that a
-        batch which is not full may wait for more while another one runs, 0 by default), ``max_queue_rows``,
-        ``timeout``, ``batch_timeout``, ``close_timeout``: see :class:`asynctrt.Options`. ``contexts`` is how
-        many batches run at once; 1 by default, so that the function need not be safe to call from several
-        threads. ``isolate_failures`` calls the function again with halves of a batch that raised; it is off
-        by default, as a function may have effects that must not happen twice.
-    :returns: a :class:`Batched`, or with options a decorator that makes one.
-    :raises OptionsError: for an unknown option or parameter, or a value that is not valid.
+    :param items: whether the function takes lists of items, regardless of their type.
+    :param key: calls share a batch only if their keys are equal. Give the name of a parameter, such as
+        ``"model_id"``, several names, or a function. A key function is called on the event loop with a call's
+        arguments (without ``self``) and returns a hashable; all arguments are then stacked or passed as lists
+        as usual. A call whose key cannot be computed or hashed fails alone, before it is queued. The number
+        of keys is not limited: a key is forgotten once no call with it is waiting.
+    :param run_on: ``loop`` runs a plain function on the event loop instead of in a thread, which saves a lone
+        caller some tens of microseconds. The function must be quick and must not block: nothing else runs on
+        the loop meanwhile, and ``batch_timeout`` cannot end it. A run that holds the loop for more than 0.1 s
+        is logged.
+    :param settings: ``max_rows`` (items in the largest batch, 64 by default), ``max_delay`` (seconds that a
+        batch which is not full may wait for more items while another one runs, 0 by default),
+        ``max_queue_rows``, ``timeout``, ``batch_timeout``, ``close_timeout``: see :class:`asynctrt.Options`.
+        ``contexts`` is the number of batches that run at once; 1 by default, so that the function need not be
+        thread-safe. ``isolate_failures`` calls the function again with each half of a batch that raised; it
+        is off by default, because a function may have effects that must not happen twice.
+    :returns: a :class:`Batched`; or, if called with options, a decorator that makes one.
+    :raises OptionsError: if an option or parameter is unknown, or a value is not valid.
     :raises ModelError: for a generator function.
     """
     check_names(
@@ -262,7 +268,7 @@ def batch(
 
 
 class Batched(Generic[P, R]):
-    """A function that :func:`batch` decorated: ``await function(item)``. ``__wrapped__`` is the function."""
+    """A decorated function: ``await function(item)``. ``__wrapped__`` is the original; see :func:`batch`."""
 
     __wrapped__: Callable[..., Any]
 
@@ -275,13 +281,13 @@ class Batched(Generic[P, R]):
         items: bool,
         run_on: FunctionRunsOn = "thread",
     ) -> None:
-        # An object's own attributes are its state, which changes, and may be called like ours.
+        # The attributes of a callable object are its changing state, and their names may clash with ours.
         updated = functools.WRAPPER_UPDATES if inspect.isroutine(function) else ()
         functools.update_wrapper(self, function, updated=updated)
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         mark_as_coroutine_function(self)
         self._settings = options, key, items, run_on
-        # A class method's own function takes the class, as a method's takes the instance.
+        # A class method's function takes the class, as a method's function takes the instance.
         self._function = function.__func__ if isinstance(function, classmethod) else function
         self._options = options
         self._key = key_of(key, self._function, self.__name__)
@@ -291,19 +297,19 @@ class Batched(Generic[P, R]):
         self._engines = self._engines_of(self._function, self._key, self.__name__)
         self._origin = origin_of(self, function, self._settings)
         self._instance: object = None
-        # The classes that it is a method of.
+        # The classes that have it as a method.
         self._owners: tuple[type, ...] = ()
-        # For methods, by the id of their instance, which need be neither hashable nor unequal to others.
+        # For methods: by the instance's id, since instances may be unhashable or equal to each other.
         self._bound: dict[int, tuple[weakref.ref[Any], Engines]] = {}
 
     def __repr__(self) -> str:
         return f"<asynctrt.batch {self.__name__!r} max_rows={self._options.max_rows or 'default'}>"
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
-        """Pickle and copy by name, as a function; if no name leads here, by its function, without engines.
+        """Pickle and copy by name, as functions do; if no name leads here, by its function, without engines.
 
-        What pickles functions of the main module by value (``cloudpickle``) does so with its function. What
-        is bound is bound again to the instance, which is pickled or copied.
+        A pickler that pickles functions of the main module by value (``cloudpickle``) does so with its
+        function too. A bound method is pickled or copied as its instance, and bound again.
         """
         if self._instance is not None:
             return getattr, (self._instance, self.__name__)
@@ -311,21 +317,21 @@ class Batched(Generic[P, R]):
         found = found_by_name(self.__module__, path)
         if not isinstance(found, Batched) or found._origin is not self._origin:
             return restored, (self.__wrapped__, self._settings)
-        # Before the fourth protocol the name of what an attribute has would be pickled with the attribute.
+        # Before protocol 4, an attribute is pickled together with its parent, which here is this object.
         return path if protocol < 4 else (original, (self._origin,))
 
     def __eq__(self, other: object) -> bool:
-        """Compare as functions and bound methods do: a method is bound anew each time it is asked for."""
+        """Compare as functions and bound methods do: each access to a method makes a new bound object."""
         if self._instance is None or not isinstance(other, Batched):
             return self is other
         return self._instance is other._instance and self._bound is other._bound
 
     def __hash__(self) -> int:
-        """Hash what is compared."""
+        """Hash the values that ``__eq__`` compares."""
         return hash((id(self._instance), id(self._bound)))
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
-        """Learn that it is a method."""
+        """Record the class that it is a method of."""
         self._owners += (owner,)
 
     @overload
@@ -344,8 +350,8 @@ class Batched(Generic[P, R]):
         if found is None:
             found = self._bind(instance)
         bound: Batched[Any, R] = object.__new__(type(self))
-        # It holds the instance, so that a call does too; its engines hold it weakly. What it wraps is bound,
-        # too: signatures are read from there.
+        # The bound object holds the instance, so a call in progress does too; its engines hold it weakly.
+        # `__wrapped__` is bound as well, because signatures are read from it.
         bound.__dict__.update(
             self.__dict__,
             __wrapped__=MethodType(self._function, instance),
@@ -356,14 +362,14 @@ class Batched(Generic[P, R]):
         return bound
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Compute one item, in a batch with those of other callers.
+        """Compute one item, in a batch with items of other callers.
 
-        :raises InputError: if the call's key cannot be hashed, or misses an argument, and for an argument
-            that is an array of another library and cannot be read as one of NumPy's.
+        :raises InputError: if the call's key cannot be hashed, if an argument of the key is missing, or if an
+            array of another library cannot be read as a NumPy array.
         :raises QueueFullError, DeadlineError: under overload.
-        :raises UsageError: from within the function's own run, or one that it waits for.
-        :raises ExecutionError: when the function or the key function raised; what it raised is the
-            ``__cause__``.
+        :raises UsageError: if called from within the function's own run, or from a run that it waits for.
+        :raises ExecutionError: if the function or the key function raised; the ``__cause__`` is its
+            exception.
         """
         engine = self._engines.last()
         if engine is None or engine.loop is not running_loop():
@@ -408,7 +414,7 @@ class Batched(Generic[P, R]):
         return found.engine
 
     def statistics(self) -> Statistics:
-        """Return a snapshot of what the engine on the running event loop has done; a row is an item.
+        """Return a snapshot of the statistics of the engine on the running event loop; a row is an item.
 
         :raises UsageError: before the first call on this loop.
         """
@@ -419,10 +425,10 @@ class Batched(Generic[P, R]):
         await self._engines.aclose()
 
     def _is_method_of(self, first: object) -> bool:
-        """Return whether the first argument of a call is what a method would be bound to.
+        """Return whether the first argument of a call is the instance or class to bind the method to.
 
-        It is if a method was asked of its class, and of class methods since Python 3.13, which no longer asks
-        what they wrap to bind itself.
+        It is if a method is called through its class. It is also for class methods since Python 3.13, where
+        ``classmethod`` no longer binds the object that it wraps.
         """
         return isinstance(first, self._owners) or (
             isinstance(first, type)
@@ -467,9 +473,10 @@ def origin_of(
     function: Callable[..., Any],
     settings: tuple[Options, object, bool, FunctionRunsOn],
 ) -> Callable[[], tuple[Any, ...]]:
-    """Return a function that pickles as that of the application does: by its name, or else by value.
+    """Return a function that pickles as the application's function does: by name, or else by value.
 
-    :returns: what returns the function and its settings. Its own name leads to the attribute ``_origin``.
+    :returns: a function that returns ``function`` and ``settings``; its qualified name leads to the
+        attribute ``_origin``.
     """
 
     def origin() -> tuple[Any, ...]:
@@ -481,7 +488,7 @@ def origin_of(
 
 
 def original(origin: Callable[[], tuple[Any, ...]]) -> Any:
-    """Return what was pickled: it has this origin if that was found by name, else it is made anew."""
+    """Return the pickled object: the one found by name if it has this origin, otherwise a new one."""
     found = found_by_name(origin.__module__, origin.__qualname__.removesuffix("._origin"))
     if isinstance(found, Batched) and found._origin is origin:
         return found
@@ -489,7 +496,7 @@ def original(origin: Callable[[], tuple[Any, ...]]) -> Any:
 
 
 def found_by_name(module: str, path: str) -> Any:
-    """Return what a module has; ``None`` if there is nothing of this name."""
+    """Return the object at a dotted path in a module, or ``None``."""
     found: Any = sys.modules.get(module)
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -497,11 +504,11 @@ def found_by_name(module: str, path: str) -> Any:
 
 
 def mark_as_coroutine_function(batched: Batched[Any, Any]) -> None:
-    """Have ``inspect`` and ``asyncio`` take an object for a coroutine function, which its call returns."""
+    """Mark an object so that ``inspect`` and ``asyncio`` treat it as a coroutine function."""
     if sys.version_info >= (3, 12):
         inspect.markcoroutinefunction(batched)
     else:
-        # What ``inspect`` takes for a function that is no Python function, as those of Cython: it has these.
+        # ``inspect`` accepts any callable with these attributes as a function, such as one made by Cython.
         batched.__dict__.update(
             __code__=Batched.__call__.__code__,
             __defaults__=None,
@@ -511,7 +518,7 @@ def mark_as_coroutine_function(batched: Batched[Any, Any]) -> None:
 
 
 class WeakMethod:
-    """A method whose instance is held by its callers alone."""
+    """A method that refers to its instance weakly, so that only callers keep the instance alive."""
 
     def __init__(self, instance: "weakref.ref[Any]", function: Callable[..., Any]) -> None:
         self._instance = instance
@@ -524,10 +531,10 @@ class WeakMethod:
 class Engines:
     """The engines of one function, by event loop.
 
-    :param key: what calls must have in common to share a batch.
-    :param items: whether the function takes lists, whatever the items are.
+    :param key: the part of a call that must be equal for calls to share a batch.
+    :param items: whether the function takes lists, regardless of the items' type.
     :param waits: whether it is a coroutine function.
-    :param run_on: where it runs if it is not.
+    :param run_on: where a plain function runs.
     """
 
     def __init__(
@@ -552,10 +559,10 @@ class Engines:
         self._closing: dict[asyncio.AbstractEventLoop, Engine] = {}
         in_child(self, Engines._let_go)
         self.last: Callable[[], TicketEngine | None] = _none
-        """Returns the engine that was opened last: a shortcut for the only one that most programs have."""
+        """Returns the engine that was opened last: a shortcut, since most programs have only one."""
 
     def _let_go(self) -> None:
-        """In a child that was forked: wait for nothing that the parent was doing."""
+        """Forget, in a forked child, the tasks and engines that the parent was opening or closing."""
         self._opening = {}
         self._closing = {}
 
@@ -564,22 +571,22 @@ class Engines:
         return engines_on(loop).get(self)
 
     def discard(self, engine: "TicketEngine") -> None:
-        """Let the next call open another engine, if this one takes no more."""
+        """Let the next call open another engine if this one no longer accepts requests."""
         if engine.engine.state != "open":
             self._forget(engine)
 
     async def open(self) -> "TicketEngine":
-        """Return the engine on the running loop. The first call opens it, and others wait for that."""
+        """Return the engine on the running loop. The first call opens it; concurrent calls wait for that."""
         loop = running_loop()
         found = self.find(loop)
         if found is None:
             task = self._opening.get(loop)
             if task is None:
-                # Not in the context of this call, in which all later ones would be served.
+                # In an empty context: all later calls would otherwise be served in this call's context.
                 task = self._opening[loop] = Context().run(loop.create_task, self._open(loop))
-                # Looked at here: all who wait may have been cancelled by then.
+                # Retrieve the exception here, because by then every waiting caller may have been cancelled.
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            # Whoever is cancelled does not stop it, because others wait for it too.
+            # A cancelled caller does not stop the opening, because others wait for it too.
             await asyncio.wait([task])
             found = result_of(task)
             self.last = weakref.ref(found)
@@ -629,7 +636,7 @@ class Engines:
 def engines_on(
     loop: asyncio.AbstractEventLoop,
 ) -> "weakref.WeakKeyDictionary[Engines, TicketEngine]":
-    """Return the engines on a loop, which has them itself: they live as long as it and their function do."""
+    """Return the engines on a loop. The loop stores them, so they live as long as it and their function."""
     found: weakref.WeakKeyDictionary[Engines, TicketEngine]
     found = vars(loop).setdefault("_asynctrt_engines", weakref.WeakKeyDictionary())
     return found
@@ -655,7 +662,7 @@ class TicketEngine:
 
     async def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue one item and return its result."""
-        # Arrays of other libraries become NumPy's here, once, for the group and for the batch.
+        # Arrays of other libraries are converted to NumPy here, once, for both the group and the batch.
         args, kwargs, group = self._groups.enter(args, kwargs)
         ticket, row = next(self._tickets)
         if group.queue:
@@ -671,16 +678,16 @@ class TicketEngine:
             self._groups.leave(group)
         result = item.result
         if isinstance(result, BaseException):
-            raise copy_of(result)  # Other callers may get this object, and the function may keep it.
+            raise copy_of(result)  # Other callers may get the same object, and the function may keep it.
         return result
 
     async def attach(self, forget: "weakref.WeakMethod[Callable[[TicketEngine], None]]") -> None:
-        """Have the engine closed together with its loop, or when nothing refers to this object any more."""
+        """Arrange for the engine to close with its loop, or once nothing refers to this object any more."""
         loop, engine, origin = self.loop, self.engine, Origin()
         keeper = cast("Keeper", keep_open(engine, origin, weakref.ref(self), forget))
         self._keeper = keeper
         await anext(keeper)
-        # Its own, so that it holds the engine no longer than this object does.
+        # Stored on this object, so that the callback does not keep the engine alive any longer than it.
         self._end = weakref.ref(self, lambda _: close_soon(loop, engine, origin, keeper))
 
     async def aclose(self) -> None:
@@ -705,37 +712,37 @@ async def keep_open(
         closing, let_go = owner(), forget()
         if closing is not None and let_go is not None:
             let_go(closing)
-        if origin.is_here:  # A child that was forked may end the loop that it has of its parent.
+        if origin.is_here:  # A forked child may end the loop that it inherited from its parent.
             await engine.aclose()
 
 
 def close_soon(loop: asyncio.AbstractEventLoop, engine: Engine, origin: Origin, keeper: Keeper) -> None:
     """Close an engine that nothing refers to any more, from any thread.
 
-    Until then its generator is no garbage, so that a loop which ends meanwhile closes the engine after all.
-    To close what is garbage, asyncio makes a task, which a loop that ends may not run.
+    Keep its generator alive until then, so that a loop that ends meanwhile still closes the engine. If the
+    generator were garbage, asyncio would close it in a task, which an ending loop may not run.
     """
     if engine.state == "closed" or not origin.is_here:
         return
 
     def begin(before: "asyncio.Task[None] | None" = None) -> None:
-        # A loop that ends cancels every task, and one that has not begun runs no line of its own.
+        # An ending loop cancels every task, and a task cancelled before it starts runs none of its code.
         if before is None or before.cancelled():
             loop.create_task(close(engine, keeper)).add_done_callback(begin)
 
-    with suppress(RuntimeError):  # A loop that is closed has closed it, or never will.
+    with suppress(RuntimeError):  # A closed loop has already closed the engine, or never will.
         loop.call_soon_threadsafe(begin, context=Context())
 
 
 async def close(engine: Engine, keeper: Keeper) -> None:
-    """Close an engine, and then the generator that would."""
+    """Close an engine, and then the generator that would have closed it."""
     await engine.aclose()
     if not keeper.ag_running:
         await keeper.aclose()
 
 
 def numbered() -> Iterator[tuple[int, Array]]:
-    """Count up, each number also as an array ``(1, 1)``. Arrays cost less when they are views of a block."""
+    """Yield 0, 1, 2, ..., each also as an array ``(1, 1)``. Views of one block are cheaper to make."""
     start, size = 0, 256
     while True:
         block = np.arange(start, start + size, dtype=np.int64).reshape(size, 1, 1)

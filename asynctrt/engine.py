@@ -1,8 +1,8 @@
-"""The engine: what ``asynctrt.open`` gives, and what a user holds. Read this first.
+"""The engine that ``asynctrt.open`` returns to a user. Read this first.
 
-Three kinds of it are used alike. A :class:`LocalEngine` has its model on a device in this process, an
-:class:`IsolatedEngine` in worker processes, and a :class:`Pipeline` sends requests through other engines and
-functions. A request's way begins in :meth:`DrivenEngine.infer`.
+Three kinds of engine share one interface. A :class:`LocalEngine` runs its model on a device in this process,
+an :class:`IsolatedEngine` runs it in worker processes, and a :class:`Pipeline` sends requests through other
+engines and functions. To follow a request, start at :meth:`DrivenEngine.infer`.
 """
 
 import asyncio
@@ -27,27 +27,29 @@ from asynctrt.statistics import Batching, BatchTrace, Statistics, WorkerState
 from asynctrt.tensors import Dims, InferResult, TensorSpec
 
 STREAM_END_S: Final = 0.1
-"""How long a stream whose batches have ended may take to come to rest."""
+"""Seconds to wait for a stream to become idle after its batches have ended."""
 
 HOST: Final = "host"
-"""The default of ``outputs``. Calls compare by identity first, which is cheaper and mostly enough."""
+"""The default of ``outputs``. Calls first compare by identity, which is cheap and usually enough."""
 
 
 class Engine(ABC):
-    """A model behind ``await``. Made by :func:`open`; belongs to the event loop that it was opened on.
+    """A model that coroutines call with ``await engine.infer(...)``.
 
-    :param loop: where it may be used.
-    :param options: what it was opened with.
+    :func:`open` creates it. It belongs to the event loop that it was opened on.
+
+    :param loop: the event loop that it may be used on.
+    :param options: the options that it was opened with.
     """
 
     _state = "closed"
-    """Says ``open`` once a kind of engine is made, and ``closed`` again when all was given back."""
+    """``open`` once a subclass is fully constructed; ``closed`` again when everything has been released."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: Options) -> None:
         self._options = options
         self._loop = loop
-        # Together they say whether this is the engine's loop. asyncio.get_running_loop() says it too, but
-        # makes a system call each time before Python 3.12.
+        # Together they tell whether a call runs on the engine's loop. asyncio.get_running_loop() would do so
+        # too, but before Python 3.12 it makes a system call each time.
         self._is_running = loop.is_running
         self._thread = get_ident()
         self._origin = Origin()
@@ -56,15 +58,14 @@ class Engine(ABC):
         in_child(self, Engine._let_go)
 
     def _let_go(self) -> None:
-        """In a child that was forked: have every call find that this is not where it may be used."""
+        """Make every call in a forked child fail the check for the engine's event loop."""
         self._thread = 0
 
     def __del__(self) -> None:
         if self._state != "closed" and self._origin.is_here:
-            # Its threads and its memory are given back all the same. On a loop that was closed they are
-            # garbage, too, and end as such.
+            # Still release its threads and memory. If the loop is closed, garbage collection ends them.
             with suppress(RuntimeError):
-                # Two rounds of the loop later: a loop that ends in this one must not have a task destroyed.
+                # Wait for two iterations of the loop: if it stops in this one, it must not destroy a task.
                 self._loop.call_soon_threadsafe(self._loop.call_soon, self._close_soon, context=Context())
             warnings.warn(
                 f"{self!r}, opened at {self._opened_at}, was never closed. Use 'async with', or "
@@ -75,7 +76,7 @@ class Engine(ABC):
             )
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled.
+        """Refuse to copy or pickle the engine.
 
         :raises UsageError: always.
         """
@@ -94,14 +95,13 @@ class Engine(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or self._origin.is_here:  # What ends a child goes on.
+        if error is None or self._origin.is_here:  # In a forked child, an exception must propagate.
             await self.aclose()
 
     @property
     @abstractmethod
     def state(self) -> str:
-        """``open``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing
-        can run on it any more."""
+        """``open``, ``draining``, ``closing``, ``closed``; or ``lost`` if it can run nothing any more."""
 
     @property
     @abstractmethod
@@ -111,7 +111,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def platform(self) -> str:
-        """What runs the model, in KServe's words: ``onnxruntime_onnx``, ``tensorrt_plan``, ``python``."""
+        """The model's platform by KServe's name: ``onnxruntime_onnx``, ``tensorrt_plan``, ``python``."""
 
     @property
     @abstractmethod
@@ -120,22 +120,22 @@ class Engine(ABC):
 
     @property
     def workers(self) -> tuple[WorkerState, ...]:
-        """The worker process of each device, as it is now; without ``isolation="process"`` there are none."""
+        """The current state of each device's worker process; empty without ``isolation="process"``."""
         return ()
 
     @property
     @abstractmethod
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What the model takes."""
+        """The specs of the model's inputs."""
 
     @property
     @abstractmethod
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What the model gives."""
+        """The specs of the model's outputs."""
 
     @property
     def has_plain_rows(self) -> bool:
-        """Whether the rows of every tensor lie one after the other in memory."""
+        """Whether the rows of every tensor are contiguous in memory, one after the other."""
         return all(spec.axis == 0 for spec in (*self.inputs, *self.outputs))
 
     @property
@@ -146,7 +146,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def max_rows(self) -> int:
-        """Rows that one batch holds at the most."""
+        """The maximum number of rows in one batch."""
 
     @property
     def options(self) -> Options:
@@ -162,25 +162,26 @@ class Engine(ABC):
         priority: int = 0,
         outputs: Outputs = HOST,
     ) -> InferResult:
-        """Run rows through the model, batched with those of other callers.
+        """Run rows through the model, in a batch with rows of other callers.
 
-        :param inputs: arrays by tensor name, each ``(rows, *dims)`` of the tensor's dtype; or one array, if
-            the model has one input. Nested lists are converted. The arrays are read until this returns or
-            raises: do not write to them meanwhile. More rows than a batch holds are split, and rejoined.
-            Arrays on the engine's own GPU (DLPack, ``__cuda_array_interface__``) are taken where they are.
-        :param timeout: seconds that the request may be queued; ``None`` takes the engine's default.
-        :param priority: 0 up to the engine's ``priorities - 1``; a larger one goes first.
-        :param outputs: the names of the outputs to answer with. An output that no caller of a batch names is
-            not copied, neither from the device nor out of the batch; requests that name different outputs
-            share batches. ``host`` copies all; ``device`` leaves all on the engine's GPU, each as a
-            :class:`DeviceArray`.
-        :raises InputError: for inputs that do not fit the model, and for an output that it does not have.
-            Nothing is queued then.
+        :param inputs: arrays by tensor name, each of shape ``(rows, *dims)`` and of the tensor's dtype; or
+            one array if the model has one input. Nested lists are converted. The engine reads the arrays
+            until this call returns or raises: do not write to them meanwhile. A request with more rows than
+            a batch holds is split, and its results are joined again. Arrays on the engine's own GPU (DLPack,
+            ``__cuda_array_interface__``) are used in place.
+        :param timeout: seconds that the request may be queued; ``None`` for the engine's default.
+        :param priority: from 0 to the engine's ``priorities - 1``; a higher priority goes first.
+        :param outputs: the names of the outputs to return. An output that no caller of a batch names is
+            copied neither from the device nor out of the batch. Requests that name different outputs still
+            share batches. ``host`` copies all outputs to the host; ``device`` leaves all on the engine's GPU,
+            each as a :class:`DeviceArray`.
+        :raises InputError: if the inputs do not fit the model, or an output does not exist. Nothing is
+            queued then.
         :raises QueueFullError, DeadlineError: under overload.
-        :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
-        :raises ExecutionError, DeviceError: when the batch failed.
-        :raises UsageError: on another event loop than the engine's, or in a process that was forked; from
-            within the engine's own run of a function, or of one that it waits for.
+        :raises EngineClosedError: if the engine is draining or closed, or closes before the answer.
+        :raises ExecutionError, DeviceError: if the batch failed.
+        :raises UsageError: if called on another event loop than the engine's, in a forked process, or from
+            within a function that the engine is running, or that such a function waits for.
         """
 
     @abstractmethod
@@ -192,69 +193,73 @@ class Engine(ABC):
         priority: int = 0,
         outputs: Outputs = HOST,
     ) -> "asyncio.Future[InferResult]":
-        """Do what :meth:`infer` does, for callers that are no coroutines: a protocol's callbacks, for one.
+        """Queue a request from code that is not a coroutine, such as a protocol's callback.
 
-        Arguments and errors are those of :meth:`infer`; what is wrong with the call is raised here, and the
-        rest by the future. To cancel the future is to cancel the request.
+        The arguments and errors are the same as for :meth:`infer`. An error in the call is raised here; any
+        later error is set on the future. Cancelling the future cancels the request.
         """
 
     @abstractmethod
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
-        """Return rows of a slab to write inputs straight into: ``async with engine.slot(rows=4) as slot``.
+        """Return rows of a slab, to write inputs directly into: ``async with engine.slot(rows=4) as slot``.
 
-        :param rows: how many, up to ``max_rows``, and to as many as ``max_batch_bytes`` leaves of a shape.
-        :param dims: the dimensions of one row, by input name, where the model leaves them open.
-        :raises InputError: for an impossible number of rows, or missing dimensions.
-        :raises UsageError: if the rows of the model's tensors do not lie one after the other, and for an
-            engine in worker processes or a pipeline, which have no slabs here.
+        :param rows: the number of rows, up to ``max_rows`` and up to the rows of this shape that fit into
+            ``max_batch_bytes``.
+        :param dims: the dimensions of one row by input name, for inputs whose dimensions the model leaves
+            open.
+        :raises InputError: if the number of rows is impossible, or dimensions are missing.
+        :raises UsageError: if the rows of the model's tensors are not contiguous, or the engine is a pipeline
+            or runs in worker processes, and so has no slabs in this process.
         """
 
     @abstractmethod
     def statistics(self) -> Statistics:
-        """Return a snapshot of what the engine has done and is doing."""
+        """Return a snapshot of the engine's counters and current load."""
 
     @abstractmethod
     def tracing(
         self, *, batches: int = 4096, timed: bool = True
     ) -> AbstractContextManager[deque[BatchTrace]]:
-        """Collect the last ``batches`` batches answered while inside: ``with engine.tracing() as trace``.
+        """Collect batches answered inside the block, at most the last ``batches``.
 
-        :param timed: let a GPU take the times of every batch, which makes batches wait for each other that
-            need not. Without it, batches that are not timed have the times of others of their size.
-        :raises UsageError: inside of another one, and for an engine in worker processes or a pipeline, whose
-            batches run elsewhere.
+        Use it as ``with engine.tracing() as trace``.
+
+        :param timed: whether a GPU times every batch, which makes some batches wait for each other. If
+            false, an untimed batch is reported with the times of another batch of its size.
+        :raises UsageError: if tracing is already on, or the engine is a pipeline or runs in worker processes,
+            so that its batches run elsewhere.
         """
 
     @abstractmethod
     async def drain(self) -> None:
-        """Refuse new requests from now on, and return when all that were taken have been answered."""
+        """Refuse new requests from now on, and wait until every accepted request has been answered."""
 
     async def aclose(self) -> None:
-        """Fail what is queued, let what is in flight finish, and give everything back. Idempotent.
+        """Fail queued requests, let batches in flight finish, and release all resources. Idempotent.
 
-        Batches that do not end within ``close_timeout`` are failed with ``DeviceLostError`` and what they
-        use is abandoned.
+        Batches that do not end within ``close_timeout`` fail with ``DeviceLostError``, and the resources that
+        they use are abandoned.
         """
         self._check_loop()
-        # A caller who is cancelled waits all the same: a loop that ends then must not leave it half closed.
+        # Even a cancelled caller waits: if the loop ends then, the engine must not be left half closed.
         cancelled = await see_through(self._close_soon)
         if cancelled is not None:
             raise cancelled
 
     def _close_soon(self) -> asyncio.Task[None]:
-        """Return the task that closes it, which begins now at the latest."""
+        """Return the task that closes the engine; create it if there is none."""
         if self._closing is None or self._closing.cancelled():
             self._closing = self._loop.create_task(self._close())
         return self._closing
 
     @abstractmethod
     async def _close(self) -> None:
-        """Close, and see it through although a loop that ends cancels every task, this one included."""
+        """Close the engine completely, even if an ending loop cancels every task, including this one."""
 
     def _check_loop(self) -> None:
-        """Check that this is the engine's loop, in its process.
+        """Check that the caller is on the engine's event loop and in its process.
 
-        :raises UsageError: elsewhere.
+        :raises UsageError: if not.
         """
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
@@ -269,7 +274,7 @@ class Engine(ABC):
 
 
 def _caller() -> str:
-    """File and line of the nearest frame outside this package."""
+    """Return the file and line of the nearest frame outside this package."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("asynctrt."):
         frame = frame.f_back

@@ -20,7 +20,7 @@
     ├── OverloadError           503 UNAVAILABLE        try again later, or shed load
     │   ├── QueueFullError                             the bounded queue had no room
     │   └── DeadlineError       (TimeoutError)         the timeout passed while queued
-    │       └── DeadlineUnreachableError               it would pass, as far as can be told: not queued
+    │       └── DeadlineUnreachableError               it would pass, by the estimate: not queued
     ├── LifecycleError          503 UNAVAILABLE
     │   ├── EngineClosedError                          the engine is draining or closed
     │   └── ModelNotReadyError                         the server's model is not loaded
@@ -34,12 +34,12 @@
     │       └── PoisonError                            the request ends every process that runs it
     └── InternalError           500 INTERNAL           a bug in asynctrt; please report it
 
-Each class carries the status that a server answers with, so no server needs a table of its own.
+Each class carries the status for a server's answer, so servers need no table of errors.
 
-Errors that come from a model or an application may be of any class, and so may raise when they are printed
-or copied. :func:`describe`, :func:`copy_for` and :func:`copy_of` take any exception and never raise.
+An error from a model or an application may be of any class, so printing or copying it may raise.
+:func:`describe`, :func:`copy_for` and :func:`copy_of` accept any exception and never raise.
 
-No message is longer than ``MESSAGE_MAX``, whatever values or messages of others it has in it.
+No message is longer than ``MESSAGE_MAX``, whatever values or other messages it contains.
 """
 
 import copy
@@ -47,17 +47,17 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final, cast
 
 MESSAGE_MAX: Final = 4000
-"""Characters of a message. Of a longer one the middle is left out."""
+"""The maximum number of characters in a message. A longer message loses its middle."""
 
 DESCRIBED_MAX: Final = 2000
-"""Characters of another error's message within one."""
+"""The maximum number of characters of another error's message inside a message."""
 
 SHOWN_MAX: Final = 120
-"""Characters of a wrong value that a message shows."""
+"""The maximum number of characters of a wrong value that a message shows."""
 
 
 class AsynctrtError(Exception):
-    """The root of all errors: ``except asynctrt.AsynctrtError`` catches what asynctrt raises on purpose."""
+    """The root of all errors: ``except asynctrt.AsynctrtError`` catches every error that asynctrt raises."""
 
     http_status: ClassVar[int] = 500
     """HTTP status code for this error."""
@@ -85,7 +85,7 @@ class OptionsError(CallerError, ValueError):
 
 
 class InputError(CallerError, ValueError):
-    """A call's inputs do not fit the model. The message names the tensor, what it takes and what it got."""
+    """A call's inputs do not fit the model. The message names the tensor, what it accepts and what it got."""
 
 
 class UsageError(CallerError, RuntimeError):
@@ -104,14 +104,14 @@ class ModelNotFoundError(ModelError, FileNotFoundError):
 
 
 class UntrustedError(ModelError):
-    """The plan is not trusted, and to deserialise it would be to run its code."""
+    """The plan is not trusted, and deserialising it would run its code."""
 
 
 class BuildError(ModelError):
-    """No plan could be built from the model. The message has what the parser or the builder found."""
+    """No plan could be built from the model. The message reports what the parser or the builder found."""
 
     faults: tuple[Any, ...] = ()
-    """What the parser found, one for each node: :class:`asynctrt.backends.tensorrt.builder.ParserFault`."""
+    """The parser's faults, one per node: :class:`asynctrt.backends.tensorrt.builder.ParserFault`."""
 
 
 class RequestError(CallerError):
@@ -161,7 +161,7 @@ class QueueFullError(OverloadError):
     """The bounded queue had no room for the rows of this request. Nothing was queued."""
 
     predicted_s: float | None = None
-    """In how many seconds what is ahead would be done, if a server has told its clients so."""
+    """Estimated seconds until the work ahead is done, if the server has sent an estimate."""
 
 
 class DeadlineError(OverloadError, TimeoutError):
@@ -169,10 +169,10 @@ class DeadlineError(OverloadError, TimeoutError):
 
 
 class DeadlineUnreachableError(DeadlineError):
-    """By what batches took so far, the request's timeout would pass before its turn. Nothing was queued."""
+    """By batch times so far, the request's timeout would pass before its turn. Nothing was queued."""
 
     predicted_s: float = 0.0
-    """In how many seconds it would have been launched; with ``timeout_until="answer"``, answered."""
+    """Estimated seconds until its launch or, with ``timeout_until="answer"``, until its answer."""
 
 
 class LifecycleError(AsynctrtError):
@@ -214,7 +214,7 @@ class DeviceMemoryError(DeviceError, MemoryError):
 
 
 class DeviceLostError(DeviceError):
-    """Work on the device ended in a way that makes everything on it untrustworthy."""
+    """Work on the device ended in a way that makes everything on the device untrustworthy."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -225,7 +225,7 @@ class ExecutionError(DeviceError):
 
 
 class PoisonError(ExecutionError):
-    """The request ended every worker process that computed it, the last one with nothing else in it."""
+    """The request ended every worker process that computed it, the last one while it ran alone."""
 
 
 class InternalError(AsynctrtError):
@@ -233,11 +233,11 @@ class InternalError(AsynctrtError):
 
 
 def once_begun(error: BaseException) -> BaseException:
-    """Return the error of a request of which a part had begun when another was refused.
+    """Return the error for a request that was partly begun when another part was refused.
 
-    ``QueueFullError`` and ``ModelNotReadyError`` say that nothing was begun, and clients send such a request
-    again. What is returned for them is an ``OverloadError`` or ``LifecycleError``, which
-    does not say that. Any other error is returned as it is.
+    ``QueueFullError`` and ``ModelNotReadyError`` mean that nothing was begun, so clients retry such a
+    request. They are replaced by an ``OverloadError`` or ``LifecycleError``, which does not mean that. Any
+    other error is returned unchanged.
     """
     for kind, base in _NOT_BEGUN.items():
         if isinstance(error, kind):
@@ -255,22 +255,22 @@ def describe(error: BaseException) -> str:
 
 
 def show(value: Any) -> str:
-    """Return the ``repr`` of any value for a message: a short one, and one that never raises."""
+    """Return a short ``repr`` of any value for a message. Never raises."""
     try:
         if isinstance(value, str | bytes | bytearray):
-            value = value[:SHOWN_MAX]  # A model has megabytes, and its text some four times as many.
+            value = value[:SHOWN_MAX]  # A model may have megabytes, and its repr about four times that.
         if getattr(value, "shape", ()) and hasattr(value, "dtype"):
-            # NumPy may be set to print all that is in an array.
+            # NumPy may be configured to print every element of an array.
             text = f"a {type(value).__name__} of shape {value.shape} and dtype {value.dtype}"
         else:
             text = repr(value)
-    except Exception:  # Foreign code ran; and an int of more than 4,300 digits has none.
+    except Exception:  # Foreign code ran; and an int of more than 4,300 digits has no repr.
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
 def bounded(text: str, length_max: int = MESSAGE_MAX) -> str:
-    """Return a text of at most ``length_max`` characters: a longer one without its middle."""
+    """Return a text of at most ``length_max`` characters; cut the middle out of a longer one."""
     if len(text) <= length_max:
         return text
     left_out = f" … ({len(text):,} characters) … "
@@ -281,18 +281,19 @@ def bounded(text: str, length_max: int = MESSAGE_MAX) -> str:
 def copy_for(error: BaseException) -> AsynctrtError:
     """Return a fresh copy of an error for one of several callers, whatever its class does.
 
-    One instance raised in several places would collect all their tracebacks. The copy has the type, the
-    arguments, the attributes and the notes of ``error``, which is its cause if it was raised. An error that
-    cannot be copied faithfully becomes one of its nearest class in this module, ``ExecutionError`` if it has
-    none, with :func:`describe` as its message; so does one that asyncio would not raise in the caller as it
-    is (a ``StopIteration``, or one that is also a ``CancelledError``).
+    One instance raised in several places would collect all their tracebacks. The copy has the type,
+    arguments, attributes and notes of ``error``, which becomes its cause if it was raised. An error that
+    cannot be copied faithfully becomes an error of its nearest class in this module, or an
+    ``ExecutionError`` if it has none, with :func:`describe` as the message. So does an error that asyncio
+    would not raise unchanged in the caller (a ``StopIteration``, or an error that is also a
+    ``CancelledError``).
     """
     made = _copy(error) if issubclass(type(error), AsynctrtError) else None
     return _nearest(error) if made is None else cast("AsynctrtError", made)
 
 
 def copy_of(error: BaseException) -> Exception:
-    """Return a fresh copy as :func:`copy_for` does, but of an ``Exception`` of any class keep the class."""
+    """Return a fresh copy as :func:`copy_for` does, but keep the class of any ``Exception``."""
     made = _copy(error)
     return _nearest(error) if made is None else made
 
@@ -306,11 +307,11 @@ def _nearest(error: BaseException) -> AsynctrtError:
 
 
 def _copy(error: BaseException) -> Exception | None:
-    """Copy an error, by its own methods or else without them; ``None`` if neither copy is like it."""
+    """Copy an error by its own methods, or else without them; ``None`` if neither copy equals it."""
     for way in (copy.copy, _duplicate):
         try:
             made = _copy_by(way, error)
-        except BaseException:  # Foreign code ran, and the caller is to be answered whatever it raised.
+        except BaseException:  # Foreign code ran, and the caller must get an answer whatever it raised.
             made = None
         if made is not None:
             return made
@@ -318,7 +319,7 @@ def _copy(error: BaseException) -> Exception | None:
 
 
 def _copy_by(way: Callable[[Any], Any], error: BaseException) -> Exception | None:
-    """Copy an error, which may raise; ``None`` if the copy is not like it."""
+    """Copy an error, which may raise; return ``None`` if the copy does not equal it."""
     if not isinstance(error, Exception) or any(_is_control_flow(kind) for kind in type(error).__mro__):
         return None
     made: Exception = way(error)
@@ -326,13 +327,13 @@ def _copy_by(way: Callable[[Any], Any], error: BaseException) -> Exception | Non
         return None
     notes = getattr(error, "__notes__", None)
     if notes is not None:
-        made.__notes__ = list(notes)  # A list of its own: each caller may add to it.
+        made.__notes__ = list(notes)  # A separate list, because each caller may add to it.
     made.__cause__ = error.__cause__ if error.__traceback__ is None else error
     return made
 
 
 def _duplicate(error: BaseException) -> BaseException:
-    """Copy an error of a class whose ``__init__`` takes something else than ``args``."""
+    """Copy an error of a class whose ``__init__`` takes other parameters than ``args``."""
     _, args, *state = cast("tuple[Any, ...]", _builtin(type(error)).__reduce__(error))
     made = _restore(type(error), args)
     for values in state:
@@ -347,7 +348,7 @@ def _is_control_flow(kind: type) -> bool:
 
 
 def _builtin(kind: type[BaseException]) -> Any:
-    """Return the nearest class of an error that is built in."""
+    """Return the nearest built-in base of an error class."""
     builtin: Any = kind
     while builtin.__flags__ & _HEAPTYPE:
         builtin = builtin.__base__
@@ -355,15 +356,15 @@ def _builtin(kind: type[BaseException]) -> Any:
 
 
 def _restore(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """Make an error from what its ``__reduce__`` gave, by the nearest built-in class's ``__new__``."""
+    """Make an error from the result of its ``__reduce__``, by the nearest built-in class's ``__new__``."""
     made: BaseException = _builtin(kind).__new__(kind, *args)
-    if not made.args:  # OSError leaves them to __init__, where a subclass has one.
+    if not made.args:  # OSError leaves them to __init__ if a subclass has one.
         made.args = args
     return made
 
 
 def _read(read: Callable[[], str], otherwise: str) -> str:
-    """Return what ``read`` gives, as a plain ``str``; ``otherwise`` if it raises or gives something else."""
+    """Return the result of ``read`` as a plain ``str``; ``otherwise`` if it raises or is not a string."""
     try:
         return str.__str__(read())
     except BaseException:  # Foreign code ran, which may raise anything.
@@ -376,7 +377,7 @@ _NOT_BEGUN: Final = {
 }
 
 _HEAPTYPE: Final = 1 << 9
-"""CPython's flag of the classes that were made by a class statement."""
+"""CPython's flag for classes that a class statement made."""
 
 _NEAREST: Final = sorted(
     (kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, AsynctrtError)),

@@ -1,4 +1,4 @@
-"""One deadline and one priority for all that a piece of work asks of engines, and the run it is part of."""
+"""Limits of a piece of work: one deadline and priority for all its requests, and the run it is part of."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +14,9 @@ from asynctrt.errors import DeadlineError, InputError, show
 T = TypeVar("T")
 
 
-@dataclass(slots=True)  # Not frozen, which takes longer to make: each run of a function has one.
+@dataclass(slots=True)  # Not frozen, which is slower to create: each run of a function has one.
 class Limits:
-    """What holds for every request of a piece of work, on top of what each says itself. Never changed."""
+    """Limits for every request of a piece of work, besides the request's own. Never modified."""
 
     deadline_ns: int | None = None
     priority: int = 0
@@ -24,7 +24,7 @@ class Limits:
     """The run of a function that the work is part of, or was part of: it may be over."""
 
     def left_ns(self) -> int | None:
-        """Return the ns until the deadline; ``None`` without one.
+        """Return the ns until the deadline, or ``None`` without a deadline.
 
         :raises DeadlineError: if it has passed.
         """
@@ -39,9 +39,9 @@ class Limits:
         return left_ns
 
     def stricter(self, timeout_ns: int | None, priority: int, priorities: int) -> tuple[int | None, int]:
-        """Return the timeout in ns and the priority of a request that has these of its own.
+        """Return the timeout in ns and the priority that a request gets, given its own.
 
-        :param priorities: levels of the engine; the highest stands for those that it has not.
+        :param priorities: the engine's number of levels; a limit above its highest level counts as that.
         :raises DeadlineError: if no time is left.
         """
         left_ns = self.left_ns()
@@ -53,17 +53,17 @@ class Limits:
 _LIMITS: Final[ContextVar[Limits | None]] = ContextVar("asynctrt-limits", default=None)
 
 limits_here = _LIMITS.get
-"""Return the limits that hold here; ``None``: there are none."""
+"""Return the limits that hold here, or ``None``."""
 
 hold_from_here = _LIMITS.set
-"""Let limits hold in this task from here on. Returns what :data:`hold_no_longer` takes."""
+"""Apply limits to the rest of this task. Returns the token for :data:`hold_no_longer`."""
 
 hold_no_longer = _LIMITS.reset
-"""Let the limits hold that held before."""
+"""Restore the previous limits."""
 
 
 def run_here() -> Run | None:
-    """Return the run of a function that is under way here; ``None`` if there is none."""
+    """Return the run of a function that this code is part of, or ``None``."""
     limits = _LIMITS.get()
     if limits is None or limits.run is None or limits.run.is_over:
         return None
@@ -83,17 +83,16 @@ def run_in(runs: Runs, function: Callable[[], T]) -> T:
 
 @contextmanager
 def within(timeout: float | None = None, *, priority: int = 0) -> Iterator[None]:
-    """Give all that is asked of engines inside one deadline and one priority.
+    """Apply one deadline and one priority to every engine call inside the block.
 
-    Each call inside has what is left of the time as its ``timeout``, unless its own is shorter, and this
-    priority, unless its own is higher; an engine with fewer ``priorities`` takes its highest. Tasks and
-    threads that are started inside with this context (``asyncio.create_task``, ``asyncio.to_thread``) are
-    inside as well, as are the calls of :mod:`asynctrt.client`, of which it limits the ``deadline``. Inside of
-    another one the stricter of both holds. What does not ask an engine is not ended by it: that is
-    ``asyncio.timeout``.
+    Each call gets the remaining time as its ``timeout``, unless its own is shorter; and this priority, unless
+    its own is higher. An engine with fewer ``priorities`` uses its highest. The limits also apply to tasks
+    and threads that are started inside with this context (``asyncio.create_task``, ``asyncio.to_thread``),
+    and to calls of :mod:`asynctrt.client`, whose ``deadline`` they shorten. If blocks are nested, the
+    stricter limit holds. Other code in the block is not interrupted: use ``asyncio.timeout`` for that.
 
     :param timeout: seconds from now; ``None`` for no deadline.
-    :raises InputError: for a timeout that is no number of seconds, or a priority that is no whole number ≥ 0.
+    :raises InputError: if the timeout is not a number of seconds, or the priority not a whole number ≥ 0.
     """
     level = int_or_none(priority)
     if level is None or level < 0:
@@ -113,7 +112,7 @@ def within(timeout: float | None = None, *, priority: int = 0) -> Iterator[None]
 
 @contextmanager
 def unlimited() -> Iterator[None]:
-    """Let no limits hold inside: for what outlives the work that begins it."""
+    """Remove all limits inside the block, for something that outlives the work that starts it."""
     token = _LIMITS.set(None)
     try:
         yield

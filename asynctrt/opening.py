@@ -1,4 +1,4 @@
-"""``asynctrt.open``: from a model's path or name to an engine."""
+"""``asynctrt.open``: turn a model's path or name into an engine."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ from asynctrt.limits import unlimited
 from asynctrt.options import Options, Settings
 
 NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
-"""The process, or the system, has as many as it may."""
+"""Error numbers: the process, or the system, has no file descriptors left."""
 
 GPU: Final = re.compile(r"cuda:\d+")
 
@@ -37,25 +37,30 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
     options: Options | None = None,
     **settings: Unpack[Settings],
 ) -> "Opening":
-    """Load a model onto a device and put an engine in front of it.
+    """Load a model onto a device and open an engine for it.
 
-    Use it as ``async with asynctrt.open(...) as engine:``, or ``engine = await asynctrt.open(...)`` and
-    ``await engine.aclose()`` in the end. Loading is done in a thread; the engine belongs to the running loop.
+    Use it as ``async with asynctrt.open(...) as engine:``; or as ``engine = await asynctrt.open(...)``, with
+    ``await engine.aclose()`` at the end. The model is loaded in a thread. The engine belongs to the running
+    event loop.
 
-    :param model: a path to an ``.onnx`` file, or to a TensorRT plan (``.plan``, ``.engine``, ``.trt``), which
-        is code: open only plans that you trust; ``"module:attribute"``, a model in a Python module or a
-        function there that makes one; the content of an ``.onnx`` file, as bytes or an ``onnx.ModelProto``;
-        or an object that stays the caller's to close: a model or, on the host device, an
-        ``onnxruntime.InferenceSession``.
-    :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object. With ``isolation="process"`` also
-        several, as a list of names or ``"cuda:0,cuda:1"``: each has a worker process of its own, and requests
-        go where they are expected to be done first.
-    :param shared_arenas: the enqueue memory to work in, shared with other engines on the same device object.
-    :param options: an :class:`Options`; ``settings`` are single options, and win over it.
-    :raises OptionsError: at once, for an option that is unknown or impossible.
-    :raises ModelNotFoundError, ModelError: when it is entered, for a model that cannot be served.
-    :raises DeviceUnavailableError: when it is entered, for a device that is not here.
-    :raises MissingExtraError: when it is entered, if the model needs a package that is not installed.
+    :param model: one of these:
+
+        - a path to an ``.onnx`` file;
+        - a path to a TensorRT plan (``.plan``, ``.engine``, ``.trt``). A plan is code: open only plans that
+          you trust;
+        - ``"module:attribute"``, which names a model in a Python module or a function that makes one;
+        - the content of an ``.onnx`` file, as bytes or an ``onnx.ModelProto``;
+        - a model or, on the host device, an ``onnxruntime.InferenceSession``. The caller still has to
+          close it.
+    :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object. With ``isolation="process"``
+        several devices may be given, as a list of names or ``"cuda:0,cuda:1"``. Each then has its own worker
+        process, and a request goes to the device that is expected to finish it first.
+    :param shared_arenas: enqueue memory to share with other engines on the same device object.
+    :param options: an :class:`Options`; ``settings`` are single options, which override it.
+    :raises OptionsError: immediately, if an option is unknown or impossible.
+    :raises ModelNotFoundError, ModelError: on entering, if the model cannot be served.
+    :raises DeviceUnavailableError: on entering, if this machine does not have the device.
+    :raises MissingExtraError: on entering, if the model needs a package that is not installed.
     """
     return Opening(model, device, shared_arenas, Options.from_settings(options, dict(settings)))
 
@@ -66,13 +71,13 @@ def _build(
     options: Options,
     shared: Arenas | None,
 ) -> EngineParts:
-    """Make what an engine stands on; where a GPU cannot be used, ask the doctor why."""
+    """Build the parts of an engine. If the GPU cannot be used, let the doctor explain why."""
     try:
         return build_on(model, device, options, shared)
     except DeviceUnavailableError as error:
         if not isinstance(device, str) or not GPU.fullmatch(device):
             raise
-        # Not before it is needed: it is for machines that something is wrong with.
+        # Imported only here, because only machines with a fault need it.
         from asynctrt.doctor.diagnosis import advise  # noqa: PLC0415
 
         raise advise(error, device) from error.__cause__
@@ -80,7 +85,7 @@ def _build(
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Open an engine inside, which lives longer than the work in which it happens to be opened.
+    """Open an engine without the limits of the surrounding work, which the engine outlives.
 
     :raises DeviceUnavailableError: if no file descriptors are left for it.
     """
@@ -118,11 +123,14 @@ async def open_local(
 
 
 class NotOpenError(UsageError, AttributeError):
-    """What is asked of something that has no engine yet. To ``hasattr`` and ``inspect`` it is not there."""
+    """An engine's attribute was used before the engine was open.
+
+    It is an ``AttributeError`` too, so ``hasattr`` and ``inspect`` see no such attribute.
+    """
 
 
 class Opening:
-    """An engine about to be opened: enter it with ``async with``, or await it."""
+    """An engine that is not open yet: enter it with ``async with``, or await it."""
 
     def __init__(
         self,
@@ -186,7 +194,7 @@ class Opening:
         return await open_local(self._model, devices[0], self._options, self._shared_arenas)
 
     async def _open_isolated(self, devices: "Sequence[str | Device]") -> "Engine":
-        """Open it in worker processes, which can be given names alone."""
+        """Open the engine in worker processes, to which only names can be passed."""
         if is_in_worker():
             raise UsageError(
                 "an attempt was made to start a worker process (isolation='process') from within one, or "
@@ -209,7 +217,7 @@ class Opening:
                 "isolation='process' opens the device in another process, so it needs the device's name, "
                 "such as 'cuda:0', and no shared_arenas"
             )
-        # Not before it is needed: most engines run in this process.
+        # Imported only here, because most engines run in this process.
         try:
             from asynctrt.workers.engine import open_isolated  # noqa: PLC0415
         except OSError as error:  # Without a free file descriptor nothing can be imported.
@@ -220,7 +228,7 @@ class Opening:
 
 
 def _names(device: str | Device | Sequence[str]) -> "Sequence[str | Device]":
-    """Return the devices one by one: names may be separated by commas."""
+    """Return the devices as a sequence; split names at commas."""
     if isinstance(device, str):
         return [name.strip() for name in device.split(",")]
     if isinstance(device, list | tuple) and device:

@@ -39,7 +39,7 @@ Waiting = Literal["adaptive", "spin", "thread"]
 """The ways to find completions."""
 
 ArenaSize = Literal["profile", "shapes"]
-"""What arenas are sized by."""
+"""What determines the size of arenas."""
 
 
 Isolation = Literal["none", "process"]
@@ -47,11 +47,11 @@ Isolation = Literal["none", "process"]
 
 
 TimeoutUntil = Literal["launch", "answer"]
-"""What has to happen before a timeout is over."""
+"""The event that must happen before a timeout passes."""
 
 
 Runtime = Literal["onnxruntime", "tensorrt"]
-"""What can run a model."""
+"""The runtimes that can run a model."""
 
 
 BatchingChoice = Literal["auto", "on", "off", "probe"]
@@ -97,7 +97,7 @@ class Settings(TypedDict, total=False):
 
 
 def _graph_sizes(given: Any) -> str | tuple[int, ...]:
-    """Return the batch sizes to capture in rising order; ``auto`` and ``off`` as they are."""
+    """Return the batch sizes to capture in rising order; return ``auto`` and ``off`` unchanged."""
     if isinstance(given, str) and given in ("auto", "off"):
         return given
     parts = (
@@ -112,7 +112,7 @@ def _graph_sizes(given: Any) -> str | tuple[int, ...]:
 
 
 def _tensorrt_options(given: Any) -> TensorRTOptions:
-    """Return the options of a TensorRT model, from a mapping or from a list of ``NAME=VALUE``."""
+    """Return the options of a TensorRT model, from a mapping or a list of ``NAME=VALUE``."""
     if isinstance(given, TensorRTOptions):
         return given
     if isinstance(given, Mapping):
@@ -124,7 +124,7 @@ def _tensorrt_options(given: Any) -> TensorRTOptions:
 
 
 def _onnx_options(given: Any) -> OnnxOptions:
-    """Return the options of an ONNX model, from a mapping or from a list of ``NAME=VALUE``."""
+    """Return the options of an ONNX model, from a mapping or a list of ``NAME=VALUE``."""
     if isinstance(given, OnnxOptions | Mapping):
         return OnnxOptions.of(given)
     if isinstance(given, list | tuple) and all(isinstance(text, str) and "=" in text for text in given):
@@ -134,7 +134,7 @@ def _onnx_options(given: Any) -> OnnxOptions:
 
 
 def _build_options(given: Any) -> BuildOptions:
-    """Return the options of a build, from a mapping or from a list of ``NAME=VALUE``."""
+    """Return the options of a build, from a mapping or a list of ``NAME=VALUE``."""
     if isinstance(given, BuildOptions):
         return given
     if isinstance(given, Mapping):
@@ -147,7 +147,7 @@ def _build_options(given: Any) -> BuildOptions:
 
 
 def _value_of(text: str) -> Any:
-    """Return a value that is written as in TOML; anything else is a text."""
+    """Return a value from TOML syntax; return any other text as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -155,7 +155,7 @@ def _value_of(text: str) -> Any:
 
 
 def _axes(given: Any) -> FrozenDict[str, int]:
-    """Return axes by the names of tensors, from a mapping or a list of ``NAME=1``."""
+    """Return axes by tensor name, from a mapping or a list of ``NAME=1``."""
     if isinstance(given, list | tuple):
         if not all(isinstance(text, str) and "=" in text for text in given):
             raise ValueError
@@ -169,7 +169,7 @@ def _axes(given: Any) -> FrozenDict[str, int]:
 
 
 def _names(given: Any) -> frozenset[str]:
-    """Return names, from several or from a text with commas between them."""
+    """Return names, from a sequence or a comma-separated text."""
     if isinstance(given, str):
         given = given.split(",")
     names = [name.strip() if isinstance(name, str) else name for name in given]
@@ -437,7 +437,7 @@ class Options:
     __repr__ = changed_repr
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        """Make an instance, unless an option is given that earlier releases had."""
+        """Make an instance; refuse an option that only earlier releases had."""
         for name in settings:
             if name in REMOVED_OPTIONS:
                 raise OptionsError(removed(name))
@@ -484,13 +484,13 @@ class Options:
 
     @property
     def pads_by_choice(self) -> bool:
-        """Whether the engine chooses some of the sizes that dimensions are padded to."""
+        """Whether the engine chooses any of the sizes that dimensions are padded to."""
         pad = self.pad
         return isinstance(pad, str) or any(isinstance(sizes, str) for sizes in (pad or {}).values())
 
     @property
     def filled(self) -> frozenset[str]:
-        """The inputs that callers may leave out, since the engine fills them: masks and lengths."""
+        """The inputs that callers may leave out because the engine fills them: masks and lengths."""
         given = self.pad_with or {}
         return frozenset(name for name, value in given.items() if isinstance(value, str))
 
@@ -519,7 +519,8 @@ class Options:
     def from_settings(cls, base: "Options | None", settings: dict[str, Any]) -> "Options":
         """Return ``base``, or the defaults, with some options changed.
 
-        :raises OptionsError: for an unknown name, with the nearest option; for a value that is not valid.
+        :raises OptionsError: if a name is unknown (the message suggests the nearest option), or a value is
+            not valid.
         """
         check_names(settings, [item.name for item in dataclasses.fields(cls)], "option", synonyms=SYNONYMS)
         if base is not None and not isinstance(base, cls):

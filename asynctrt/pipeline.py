@@ -1,11 +1,11 @@
-"""Engines and functions as one awaitable, with one deadline and one priority: what stands around a model.
+"""Pipelines: engines and functions as one awaitable, with one deadline and one priority.
 
 ::
 
     pipeline = asynctrt.Pipeline(decode, engine, label, inputs=image, outputs=[name, score], threads=2)
     result = await pipeline.infer(rows, timeout=0.2, priority=1)
 
-It is an engine to its callers, so servers, load tests and websockets take it wherever they take one.
+A pipeline is an engine to its callers, so servers, load tests and websockets accept it as one.
 """
 
 import asyncio
@@ -56,17 +56,17 @@ T = TypeVar("T")
 Stage = Engine | Callable[..., Any]
 
 PASSED_ON: Final = (OverloadError, LifecycleError, DeviceError, InputError)
-"""What an engine within says that holds for the whole: later, elsewhere, or look at the device. And what a
-stage says about the inputs."""
+"""Errors of an engine or a stage that also apply to the pipeline's caller: retry later, use another engine,
+look at the device, or correct the inputs."""
 
 PLATFORM: Final = "asynctrt_pipeline"
 
 CANCEL_S: Final = 1.0
-"""How long a stage that is cancelled by closing may take to end."""
+"""Seconds that a stage may take to end after closing has cancelled it."""
 
 
 def _nothing(kind: Any) -> Any:
-    """Return the value of a statistic of which there is none."""
+    """Return the empty value of a statistic that a pipeline does not have."""
     origin = get_origin(kind) or kind
     if origin is tuple:
         return ()
@@ -74,11 +74,11 @@ def _nothing(kind: Any) -> Any:
 
 
 class Call:
-    """One request on its way through a pipeline. A stage with two parameters gets it as its second.
+    """One request in a pipeline. A stage with two parameters gets it as the second argument.
 
-    :param pipeline: where it is.
+    :param pipeline: the pipeline that runs it.
     :param priority: the request's priority.
-    :param deadline_ns: when it has to be answered; ``None`` for no deadline.
+    :param deadline_ns: its deadline in ns; ``None`` for no deadline.
     """
 
     __slots__ = ("_pipeline", "deadline_ns", "priority")
@@ -89,7 +89,7 @@ class Call:
         self.deadline_ns = deadline_ns
 
     def left(self) -> float | None:
-        """Return the seconds until the deadline; ``None`` without one.
+        """Return the seconds until the deadline, or ``None`` without a deadline.
 
         :raises DeadlineError: if it has passed.
         """
@@ -101,13 +101,13 @@ class Call:
         return left_ns / 1e9
 
     async def infer(self, engine: Engine, inputs: Inputs, *, outputs: Outputs = "host") -> InferResult:
-        """Run rows through an engine, with this request's priority and what is left of its time.
+        """Run rows through an engine, with this request's priority and its remaining time.
 
-        :param outputs: the names of the outputs to copy; or ``device``, which leaves all on the GPU, for the
+        :param outputs: the names of the outputs to copy; or ``device``, which leaves all on the GPU for the
             next engine there.
-        :raises DeadlineError: if the time is over, or the engine could not begin in time.
-        :raises ExecutionError: if the engine cannot take the inputs: they are a stage's, not the caller's.
-        :raises AsynctrtError: whatever else the engine raises.
+        :raises DeadlineError: if the deadline has passed, or the engine could not begin in time.
+        :raises ExecutionError: if the engine rejects the inputs: they come from a stage, not from the caller.
+        :raises AsynctrtError: for any other error of the engine.
         """
         priority = min(self.priority, engine.options.priorities - 1)
         try:
@@ -118,48 +118,49 @@ class Call:
             ) from error
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in a thread of the pipeline, of which there are ``threads``.
+        """Run a function in one of the pipeline's ``threads``.
 
-        :raises DeadlineError: if the request's time is over before a thread is free.
+        :raises DeadlineError: if the request's deadline passes before a thread is free.
         """
         return await self._pipeline.run_in_thread(partial(function, *arguments), timeout=self.left())
 
 
 class Pipeline(Engine):
-    """Stages that a request goes through in turn. Each takes what the one before gave: arrays by name.
+    """A chain of stages behind the interface of one :class:`Engine`.
 
-    A stage is
+    Each stage takes the arrays by name that the stage before it returned. A stage is
 
-    - an :class:`Engine`, which batches the request with others (a :class:`FunctionModel` for a function over
-      batches);
-    - a function, which is called in a thread: ``stage(inputs)``, or ``stage(inputs, call)`` if it has a
-      second parameter that needs an argument or is called ``call``;
-    - a coroutine function, likewise, on the event loop. With ``call.infer(engine, ...)`` and
-      ``call.in_thread(function, ...)`` it can do anything: several engines at once, one for each of many
-      pieces.
+    - an :class:`Engine`, which batches the request with others (open a :class:`FunctionModel` for a function
+      over batches);
+    - a function, which is called in a thread: as ``stage(inputs, call)`` if it has a second parameter that is
+      required or named ``call``, otherwise as ``stage(inputs)``;
+    - a coroutine function, called in the same way on the event loop. With ``call.infer(engine, ...)`` and
+      ``call.in_thread(function, ...)`` it can combine work freely: call several engines at once, or one
+      engine for each of many pieces.
 
-    The first stage reads the caller's own arrays, so it gets views that cannot be written to. A stage that
-    finds the caller's inputs wrong raises :class:`InputError`, which the caller gets as it is.
+    The first stage reads the caller's own arrays, so it gets read-only views. If a stage finds the caller's
+    inputs wrong, it raises :class:`InputError`, which reaches the caller unchanged.
 
-    A request's timeout counts from its arrival to the beginning of its last stage, and each engine gets what
-    is left of it; likewise its priority, as far as an engine has so many. What has begun is not stopped.
-    Nothing but what the engines do themselves is batched, and requests overtake each other.
+    A request's timeout covers the time from its arrival to the start of its last stage; each engine gets the
+    remaining time. Each engine also gets the request's priority, or its own highest if that is lower. A stage
+    that has begun is not stopped. Only the engines batch, and requests may overtake each other.
 
-    The engines stay their owner's to close. ``async with`` closes the pipeline's threads, and waits for what
-    is under way.
+    Closing the pipeline does not close the engines: that is up to their owner. ``async with`` waits for
+    requests in flight and ends the pipeline's threads.
 
-    :param stages: one or more.
-    :param inputs: what it takes, one spec or several; likewise ``outputs``. An output may have named
-        dimensions that no input has.
-    :param name: what it is called in messages, on servers and in metrics.
-    :param threads: threads for stages that are plain functions, and for ``call.in_thread``.
-    :param priorities: levels of priority.
-    :param timeout: as in :class:`Options`, for requests without one of their own.
-    :param max_in_flight: rows that may be under way; more are refused with ``QueueFullError``.
-    :param close_timeout: seconds that :meth:`aclose` waits for requests under way.
+    :param stages: one or more stages.
+    :param inputs: the spec or specs of the inputs.
+    :param outputs: the spec or specs of the outputs, which may have named dimensions that no input has.
+    :param name: its name in messages, on servers and in metrics.
+    :param threads: the number of threads for stages that are plain functions, and for ``call.in_thread``.
+    :param priorities: the number of priority levels.
+    :param timeout: seconds, as in :class:`Options`, for requests that give no timeout.
+    :param max_in_flight: rows that may be in flight; a request that would exceed it is refused with
+        ``QueueFullError``.
+    :param close_timeout: seconds that :meth:`aclose` waits for requests in flight.
     :raises OptionsError: for an impossible option.
-    :raises UsageError: without stages, inputs or outputs, for a stage that is none of these, or without a
-        running loop.
+    :raises UsageError: if stages, inputs or outputs are missing, a stage is not of a kind listed above, or
+        no event loop is running.
     """
 
     def __init__(
@@ -198,11 +199,11 @@ class Pipeline(Engine):
         self._check = InputCheck(self._inputs, check_finite=False, check_key=None, import_array=None)
         self._default_ns = None if timeout is None else timeout_ns_of(timeout)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"asynctrt-{name}")
-        self._runs = Runs(name)  # Of its threads, which are what a stage may wait for itself by.
-        # The executor's queue has no bound, and keeps what was cancelled: only what can begin is put there.
+        self._runs = Runs(name)  # Of its threads: a stage that waits for one could wait for itself.
+        # The executor's queue is unbounded and keeps cancelled work, so submit only when a thread is free.
         self._free_threads = asyncio.Semaphore(threads)
         self._tasks: dict[asyncio.Task[InferResult], tuple[int, asyncio.Future[InferResult]]] = {}
-        self._rows = 0  # Of all of them.
+        self._rows = 0  # Of all tasks.
         self._counts: Counter[str] = Counter()
         self._sizes: dict[int, tuple[int, int]] = {}
         self._state = "open"
@@ -214,8 +215,8 @@ class Pipeline(Engine):
 
     @property
     def state(self) -> str:
-        """``open``, ``draining``, ``closing``, ``closed``; while it is open, the state of the first engine
-        among its stages that is not."""
+        """``open``, ``draining``, ``closing`` or ``closed``. While the pipeline is open but an engine among
+        its stages is not, the state of the first such engine."""
         if self._state == "open":
             states = [one.state for one in self._engines]
             return next((state for state in states if state != "open"), "open")
@@ -232,7 +233,7 @@ class Pipeline(Engine):
 
     @property
     def device_name(self) -> str:
-        """The device of the first engine that is a stage; ``host`` if none is."""
+        """The device of the first stage that is an engine; ``host`` if no stage is one."""
         return self._engines[0].device_name if self._engines else "host"
 
     @property
@@ -241,7 +242,7 @@ class Pipeline(Engine):
 
     @property
     def batching(self) -> Batching:
-        """On: each step batches as its own engine does, which says why."""
+        """Always on: each step batches as its engine does, whose ``batching`` gives the reason."""
         return Batching(reason="each step batches as its engine does")
 
     @property
@@ -250,7 +251,7 @@ class Pipeline(Engine):
 
     @property
     def max_rows(self) -> int:
-        """Rows that one request may have, and that may be under way."""
+        """The maximum number of rows of one request, and of all requests in flight."""
         return self._options.max_queue_rows
 
     async def infer(
@@ -264,19 +265,19 @@ class Pipeline(Engine):
         """Send rows through all stages.
 
         :param inputs: as for :meth:`Engine.infer`.
-        :param timeout: seconds until its last stage has begun.
-        :param priority: for the engines within.
-        :param outputs: the names of the outputs that the answer is to have; ``host`` for all. The others that
-            the last stage gives are not looked at.
-        :raises InputError: for inputs that do not fit ``inputs`` or that a stage finds wrong, for a name
-            that is not among its outputs, and for more rows than may ever be under way.
-        :raises QueueFullError: if too many rows are under way, here or in an engine that is its first stage.
-        :raises OverloadError: if an engine within has no room when something has begun.
+        :param timeout: seconds until the last stage has to begin.
+        :param priority: the priority in each stage's engine.
+        :param outputs: the names of the outputs to return; ``host`` for all. Other outputs of the last stage
+            are ignored.
+        :raises InputError: if the inputs do not fit ``inputs`` or a stage finds them wrong, an output does
+            not exist, or there are more rows than ``max_in_flight``.
+        :raises QueueFullError: if too many rows are in flight, here or in an engine that is the first stage.
+        :raises OverloadError: if an engine has no room after part of the request has begun.
         :raises DeadlineError: if the timeout passed.
-        :raises EngineClosedError: if it is draining or closed, or is closed meanwhile.
-        :raises ExecutionError: if a stage failed, or gave something else than ``outputs``.
-        :raises UsageError: on another event loop, for ``outputs="device"``, and from within a plain stage
-            of its own, which holds the thread that this call would wait for.
+        :raises EngineClosedError: if the pipeline is draining or closed, or closes before the answer.
+        :raises ExecutionError: if a stage failed, or returned something that does not fit ``outputs``.
+        :raises UsageError: if called on another event loop, with ``outputs="device"``, or from a plain
+            function among its stages, which occupies the thread that the call would wait for.
         """
         future = self.submit(inputs, timeout=timeout, priority=priority, outputs=outputs)
         try:
@@ -285,7 +286,7 @@ class Pipeline(Engine):
             future.cancel()
             raise
         finally:
-            del future  # It has its error, and the error's traceback has this frame.
+            del future  # It holds its error, whose traceback holds this frame: break the cycle.
 
     def submit(
         self,
@@ -321,8 +322,8 @@ class Pipeline(Engine):
             )
         now_ns = clock.now_ns()
         call = Call(self, level, None if timeout_ns is None else now_ns + timeout_ns)
-        # The answer is not the task: a stage cannot keep its caller, and a caller sees no cancellation but
-        # its own.
+        # The answer is separate from the task: a stage cannot hold up its caller, and a caller sees only its
+        # own cancellation.
         answer: asyncio.Future[InferResult] = self._loop.create_future()
         task = self._loop.create_task(self._run(arrays, rows, call, now_ns, names))
         self._tasks[task] = rows, answer
@@ -335,9 +336,10 @@ class Pipeline(Engine):
     async def run_in_thread(self, function: Callable[[], T], *, timeout: float | None = None) -> T:
         """Run a function in one of the pipeline's threads, in the caller's context.
 
-        :param timeout: seconds until a thread is free.
-        :raises DeadlineError: if none is by then.
-        :raises UsageError: from within a thread of the pipeline, or a run that one of them waits for.
+        :param timeout: seconds to wait for a free thread.
+        :raises DeadlineError: if no thread becomes free in that time.
+        :raises UsageError: if called from a thread of the pipeline, or from a run that such a thread waits
+            for.
         """
         future: asyncio.Future[Callable[[], T]] = self._loop.create_future()
         try:
@@ -346,8 +348,8 @@ class Pipeline(Engine):
                 run.wait_for(self._runs, future)
             return await self._in_thread(function, future, timeout)
         finally:
-            future.cancel()  # It may not have begun.
-            del future  # It has what was raised, whose traceback has this frame.
+            future.cancel()  # The function may not have begun.
+            del future  # It holds the error, whose traceback holds this frame.
 
     async def _in_thread(
         self,
@@ -360,10 +362,11 @@ class Pipeline(Engine):
             async with asyncio.timeout(timeout if self._free_threads.locked() else None):
                 has_thread = await self._free_threads.acquire()
         if not has_thread:
-            # Not as a TimeoutError is handled: it would stay the context, and its traceback has the task.
+            # Raised outside the handler: a TimeoutError would stay as the context, and its traceback holds
+            # the task.
             raise DeadlineError(f"{self._name!r}: the timeout passed before one of its threads was free")
-        # The executor keeps what it was given even if it then cannot start a thread for it. One that it has
-        # already, or starts for the next, would find it there: whoever takes this decides.
+        # If the executor cannot start a thread, it raises but keeps the work queued, where another of its
+        # threads may still find it. Whichever side takes `turn` first decides whether the work runs.
         turn: list[tuple[Callable[[], Callable[[], Any]], asyncio.Future[Any]]]
         turn = [(partial(copy_context().run, outcome_of, partial(run_in, self._runs, function)), future)]
         try:
@@ -375,18 +378,18 @@ class Pipeline(Engine):
         try:
             return (await future)()
         finally:
-            del future  # It has what was raised, whose traceback has this frame.
+            del future  # It holds the error, whose traceback holds this frame.
 
     def _work(self, turn: "list[tuple[Callable[[], Callable[[], Any]], asyncio.Future[Any]]]") -> None:
-        """Run in a thread, and say on the loop what came of it."""
+        """Run the function in a thread, and report its outcome to the loop."""
         taken = _taken(turn)
         if taken is None:
-            return  # Its caller was told that there is no thread.
+            return  # Its caller has already got the executor's error.
         work, future = taken
         outcome = None if future.cancelled() else work()
-        with suppress(RuntimeError):  # A loop that is closed waits for nothing.
+        with suppress(RuntimeError):  # On a closed loop nothing waits for the outcome.
             self._loop.call_soon_threadsafe(self._worked, future, outcome)
-        del taken, future, outcome  # They have what was raised, whose traceback leads to this frame.
+        del taken, future, outcome  # They hold the error, whose traceback leads to this frame.
 
     def _worked(self, future: "asyncio.Future[Any]", outcome: Callable[[], Any] | None) -> None:
         self._free_threads.release()
@@ -403,7 +406,7 @@ class Pipeline(Engine):
     ) -> InferResult:
         given: Any = {spec.name: read_only(array) for spec, array in zip(self._inputs, arrays, strict=True)}
         stages = 0
-        # For a stage that asks engines by itself.
+        # For a stage that calls engines directly.
         hold_from_here(Limits(call.deadline_ns, call.priority, run_here()))
         try:
             for _, run in self._stages:
@@ -414,21 +417,21 @@ class Pipeline(Engine):
         except asyncio.CancelledError as cancelled:
             if is_cancelled():
                 raise
-            # Not its caller, but something that a stage waited for was cancelled.
+            # The caller was not cancelled; something that a stage waited for was.
             raise ExecutionError(
                 f"a stage of {self._name!r} was cancelled by what it waited for"
             ) from cancelled
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as raised:  # A stage that calls sys.exit() must not end a server.
-            # No variable has it: this frame is in its traceback, and each would keep the other.
+            # Not kept in a variable: its traceback holds this frame, and each would keep the other alive.
             raise self._error_of(first_of(raised), stages)  # noqa: B904  (it has its cause)
         record = BatchRecord(rows, arrival_ns)
         record.compute_ns = clock.now_ns() - arrival_ns
         return InferResult(outputs, (record,), arrival_ns)
 
     def _error_of(self, error: BaseException, stages: int) -> BaseException:
-        """Return what a caller gets when a stage raised ``error`` after ``stages`` others had ended."""
+        """Return the caller's error when a stage raised ``error`` after ``stages`` other stages had ended."""
         if isinstance(error, PASSED_ON):
             has_begun = stages or not isinstance(self._stages[0][0], Engine)
             passed = once_begun(error) if has_begun else error
@@ -460,11 +463,11 @@ class Pipeline(Engine):
     def _checked_outputs(
         self, given: Any, rows: int, inputs: tuple[Array, ...], names: frozenset[str] | None
     ) -> dict[str, Array]:
-        """Return the outputs that the last stage gave, each of its dtype, and the caller's to write to.
+        """Return the last stage's outputs, each in its spec's dtype and writable.
 
-        :param inputs: the caller's arrays, which must not lie under the outputs.
-        :param names: of the outputs that the caller wants; ``None`` for all.
-        :raises ExecutionError: if one is missing, or is something else than it should be.
+        :param inputs: the caller's arrays, whose memory the outputs must not share.
+        :param names: the names of the outputs that the caller wants; ``None`` for all.
+        :raises ExecutionError: if an output is missing or does not fit its spec.
         """
         if not isinstance(given, Mapping):
             raise ExecutionError(f"the last stage gave a {type(given).__name__}, not arrays by name")
@@ -504,7 +507,7 @@ class Pipeline(Engine):
         if answer.done():
             return
         if task.cancelled():
-            answer.cancel()  # By whoever cancels every task of the loop.
+            answer.cancel()  # Something cancelled every task of the loop.
         elif error is not None:
             self._counts["expired" if isinstance(error, DeadlineError) else "failed"] += 1
             answer.set_exception(error)
@@ -515,12 +518,12 @@ class Pipeline(Engine):
             answer.set_result(task.result())
 
     def statistics(self) -> Statistics:
-        """Return a snapshot. Each request counts as a batch of its own, whose compute time is all it took."""
+        """Return a snapshot. Each request counts as a separate batch, with all its time as compute time."""
         self._origin.check(self)
-        sizes = dict(self._sizes).items()  # A copy: other threads may ask.
+        sizes = dict(self._sizes).items()  # A copy, because other threads may call this.
         succeeded = sum(requests for _, (requests, _) in sizes)
         total_ns = sum(sum_ns for _, (_, sum_ns) in sizes)
-        # What only an engine has: it is nothing here, of whatever kind.
+        # Empty values for the statistics that only an engine with a model has.
         none = {field.name: _nothing(field.type) for field in fields(Statistics)}
         known = {
             "state": self.state,
@@ -550,10 +553,10 @@ class Pipeline(Engine):
             await asyncio.wait(list(self._tasks))
 
     async def aclose(self) -> None:
-        """Refuse new requests, wait up to ``close_timeout`` for those under way, fail the rest. Idempotent.
+        """Refuse new requests, wait up to ``close_timeout`` for those in flight, fail the rest. Idempotent.
 
-        Those fail with ``EngineClosedError``, and their stages are cancelled. The engines within stay open. A
-        function that still runs in a thread is not waited for. A caller who is cancelled waits all the same.
+        The rest fail with ``EngineClosedError``, and their stages are cancelled. A function that still runs
+        in a thread is not awaited. The engines of the stages stay open. Even a cancelled caller waits.
         """
         await super().aclose()
 
@@ -572,7 +575,7 @@ class Pipeline(Engine):
         self._state = "closed"
 
     async def _wait_ended(self, timeout_s: float) -> None:
-        """Wait until no request is under way, or the time is up."""
+        """Wait until no request is in flight, or the time is up."""
         end_s = self._loop.time() + timeout_s
         for task in list(self._tasks):
             await wait_shielded(task, end_s - self._loop.time())
@@ -585,7 +588,7 @@ class Pipeline(Engine):
         self._lacks("slots")
 
     def tracing(self, *, batches: int = 4096, timed: bool = True) -> NoReturn:
-        """Refuse: trace the engines within.
+        """Refuse: trace the engines of the stages instead.
 
         :raises UsageError: always.
         """
@@ -596,7 +599,7 @@ class Pipeline(Engine):
 
 
 def _taken(turn: "list[T]") -> "T | None":
-    """Take what one of two threads may have; ``None`` for the later one."""
+    """Take an item that only one of two threads may have; return ``None`` to the later thread."""
     try:
         return turn.pop()
     except IndexError:

@@ -1,14 +1,14 @@
-"""Run an engine on the machines of a Ray cluster, as a deployment of Ray Serve. The only importer of ``ray``.
+"""Run engines on a Ray cluster, as a deployment of Ray Serve. The only importer of ``ray``.
 
 ::
 
     handle = serve.run(asynctrt.ray.application("model.onnx", device="cuda:0", replicas=(1, 8)))
     outputs = await handle.infer.remote({"input": rows})
 
-A call through a handle costs milliseconds however few rows it has, so send many rows a call; the engine of
-the replica that they come to batches them with those of others. The router sends a call where it is expected
-to be answered first, and the autoscaler keeps the time that answers take, both by the estimate that engines
-give of the time that they need for all they have taken: :meth:`asynctrt.Statistics.drain_s`.
+A call through a handle costs milliseconds however few rows it has, so send many rows per call; the replica's
+engine batches them with rows of other callers. The router sends a call to the replica that is expected to
+answer first, and the autoscaler keeps the time to answer near a target. Both use the engines' estimates of
+the time that they need for their accepted requests: :meth:`asynctrt.Statistics.drain_s`.
 """
 
 import os
@@ -35,10 +35,10 @@ except ImportError as error:
 
 DRAIN_KEY: Final = "asynctrt_drain_seconds"
 BUSY_KEY: Final = "asynctrt_busy_share"
-"""What a replica reports to the autoscaler, by the names that the metrics of a server have."""
+"""Keys of a replica's report to the autoscaler: the names of the same metrics of a server."""
 
 DEPLOYMENT: Final[Mapping[str, Any]] = {
-    # The engine has a queue of its own, with a bound; Ray's default of 5 would keep batches at 5 requests.
+    # The engine has its own bounded queue. Ray's default of 5 would limit batches to 5 requests.
     "max_ongoing_requests": 1024,
     "health_check_period_s": 5.0,
 }
@@ -47,12 +47,13 @@ GPU: Final = re.compile(r"cuda(?::(\d+))?")
 
 
 class EngineReplica:
-    """What one replica of a deployment is: an engine. :func:`application` makes the deployment.
+    """One replica of a deployment: an engine. :func:`application` makes the deployment.
 
-    For a deployment of your own: ``serve.deployment(...)(EngineReplica).bind(model, device, options)``.
+    To make a deployment yourself: ``serve.deployment(...)(EngineReplica).bind(model, device, options)``.
 
     :param model: a path or ``"module:attribute"``, as for :func:`asynctrt.open`, on the replica's machine.
-    :param device: the name of a device, or several; ``options`` those of the engine.
+    :param device: the name of a device, or several names.
+    :param options: the engine's options.
     """
 
     _engine: Engine | None = None
@@ -75,14 +76,14 @@ class EngineReplica:
         priority: int = 0,
         outputs: Outputs = "host",
     ) -> InferResult:
-        """Run rows through the model: what :meth:`asynctrt.Engine.infer` does, with its errors.
+        """Run rows through the model, as :meth:`asynctrt.Engine.infer` does, with its errors.
 
-        Name ``outputs``, and the others are not sent between processes.
+        If ``outputs`` names some outputs, the others are not sent between processes.
         """
         return await self._running().infer(inputs, timeout=timeout, priority=priority, outputs=outputs)
 
     async def check_health(self) -> None:
-        """Fail if the device is lost, which only a new process can use again: Ray starts one.
+        """Fail if the device is lost, so that Ray starts a new process, which alone can use it again.
 
         :raises DeviceLostError: if the engine can run nothing any more.
         """
@@ -91,14 +92,14 @@ class EngineReplica:
             raise DeviceLostError(f"nothing can run on {self._running()!r} any more: start the replica again")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Report to the routers how long the engine needs for what it has taken."""
+        """Report to the routers how long the engine needs for its accepted requests."""
         done = self._running().statistics()
-        # `taken` makes each report another one, but not while there is nothing to report: a report that
-        # differs from the last is sent to every handle in the cluster.
+        # `taken` makes reports differ while requests arrive. Ray sends a report to every handle in the
+        # cluster if it differs from the last one, so an idle replica sends nothing.
         return {"drain_s": done.drain_s(), "row_s": done.row_s, "taken": done.submitted}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Report to the autoscaler the seconds to drain, and how busy the engine was since the last time."""
+        """Report the seconds to drain to the autoscaler, and the busy share since the last report."""
         done, now_ns = self._running().statistics(), clock.now_ns()
         share = done.busy_share_since(self._before, max(1, now_ns - self._before_ns))
         self._before, self._before_ns = done, now_ns
@@ -106,7 +107,7 @@ class EngineReplica:
         return {BUSY_KEY: share} if drain_s is None else {BUSY_KEY: share, DRAIN_KEY: drain_s}
 
     def __del__(self) -> Any:
-        """Close the engine. Ray calls it once all calls are answered, and awaits what it returns."""
+        """Close the engine. Ray calls this once all calls are answered, and awaits the result."""
         engine, self._engine = self._engine, None
         return None if engine is None else engine.aclose()
 
@@ -116,10 +117,10 @@ class EngineReplica:
 
 
 class Backlog:
-    """Estimate how much work a replica has before it, in seconds, between its reports.
+    """An estimate of the work ahead of a replica, in seconds, between its reports.
 
-    A report is old when it is used, and all that was sent since is missing from it; so what is sent is
-    added, and what the replica will have done meanwhile is taken off.
+    A report is out of date when it is used. So requests that were sent since are added, and the work that
+    the replica has done meanwhile is subtracted.
     """
 
     __slots__ = ("_at_s", "_report", "_work_s")
@@ -133,30 +134,30 @@ class Backlog:
         return f"<Backlog {self._work_s:.6f} s at {self._at_s:.6f}>"
 
     def seconds(self, report: Mapping[str, Any], now_s: float) -> float:
-        """Return the seconds of work at ``now_s``, by the replica's newest report."""
+        """Return the seconds of work ahead at ``now_s``, given the replica's newest report."""
         self._work_s = max(0.0, self._work_s - max(0.0, now_s - self._at_s))
         self._at_s = now_s
         if report and report != self._report:
             self._report = report
-            # A replica that has not run a batch yet does not know; it is told apart by what was sent to it.
+            # A replica that has not run a batch yet cannot estimate; keep the estimate from requests sent.
             known_s = report.get("drain_s")
             self._work_s = self._work_s if known_s is None else known_s
         return self._work_s
 
     def send(self, rows: int) -> None:
-        """Count rows that are sent to it now."""
+        """Add rows that are being sent to the replica."""
         self._work_s += rows * (self._report.get("row_s") or UNKNOWN_ROW_S)
 
 
 UNKNOWN_ROW_S: Final = 0.001
-"""What a row is taken for while nobody knows: enough to spread the first calls over all replicas."""
+"""The assumed time of a row before any report: large enough to spread the first calls over all replicas."""
 
 
 class DrainRouter(FIFOMixin, RequestRouter):
-    """Send a call to the replica of two that is expected to have done its work first.
+    """Send a call to the one of two replicas that is expected to finish its work first.
 
-    The two are drawn at random: reports are up to half a second old, and whoever had least by the last
-    report would else be flooded by all handles until the next.
+    The two are drawn at random. Reports are up to half a second old, so otherwise every handle would flood
+    the replica with the least work in its last report until the next one.
     """
 
     def initialize_state(self) -> None:
@@ -166,7 +167,7 @@ class DrainRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: "PendingRequest | None" = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order in which they are to be tried: two at random, then the others."""
+        """Return the replicas in the order to try them: two drawn at random, then the others."""
         order = random.sample(candidate_replicas, len(candidate_replicas))
         if not order:
             return []
@@ -181,7 +182,7 @@ class DrainRouter(FIFOMixin, RequestRouter):
                 replica.routing_stats, now_s
             ),
         )
-        # Ray asks again, after a while, if all replicas have as many calls as they may.
+        # If every replica has its maximum number of calls, Ray asks again after a while.
         if pending_request is not None and not pending_request.routing_context.should_backoff:
             pending_request.routing_context.should_backoff = True
             backlogs[order[0].replica_id].send(rows_of(pending_request))
@@ -189,7 +190,7 @@ class DrainRouter(FIFOMixin, RequestRouter):
 
 
 def rows_of(request: PendingRequest) -> int:
-    """Return the rows of a call, as far as they can be told before it is read; else 1."""
+    """Return the number of rows of a call if it is known before the call is read; otherwise 1."""
     inputs = request.args[0] if request.args else request.kwargs.get("inputs")
     if isinstance(inputs, Mapping):
         inputs = next(iter(inputs.values()), None)
@@ -200,14 +201,14 @@ def rows_of(request: PendingRequest) -> int:
 
 
 class DrainPolicy:
-    """Choose as many replicas as keep the seconds to drain and the share of busy time below their targets.
+    """Choose a number of replicas that keeps the seconds to drain and the busy share below their targets.
 
-    Where the queues take longer than they should, there are as many more replicas as they are too long, at
-    most twice as many at once: a queue grows with time however little is missing. Else there are as many as
-    the busy ones need, so that none is given up which is needed to keep the queues short. Ray applies its own
-    delays and bounds to this.
+    If the queues take too long to drain, the number grows in proportion, but at most doubles at once: a queue
+    keeps growing however little capacity is missing. Otherwise the number follows from the busy share, so
+    that no replica is removed that is needed to keep the queues short. Ray applies its own delays and bounds
+    to the result.
 
-    :param target_s: seconds that a replica may need for what it has taken, on average.
+    :param target_s: seconds that a replica may need for its accepted requests, on average.
     :param busy: the share of time in which a replica may compute, 0 to 1.
     """
 
@@ -219,17 +220,17 @@ class DrainPolicy:
         return f"<DrainPolicy target_s={self._target_s} busy={self._busy}>"
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of replicas that is wanted, and no state."""
+        """Return the target number of replicas, and no state."""
         count = context.current_num_replicas
         metrics = context.aggregated_metrics or {}
         shares = list(metrics.get("asynctrt_busy_share", {}).values())
         drains = list(metrics.get("asynctrt_drain_seconds", {}).values())
-        # New replicas have reported nothing yet: what they will take over cannot be told before they have.
+        # Some replicas are new and have not reported yet, so the load that they will take is unknown.
         if not count or len(shares) < count:
             return float(context.target_num_replicas), {}
         factor = sum(shares) / count / self._busy
         if 0.9 < factor < 1.1:
-            factor = 1.0  # Not worth a change: what is measured is never quite the same.
+            factor = 1.0  # Not worth a change: measurements always vary a little.
         if drains:
             late = sum(drains) / len(drains) / self._target_s
             if late > 1.1:
@@ -250,19 +251,22 @@ def application(
 ) -> Application:
     """Return an application for ``serve.run``: replicas of an engine behind one handle.
 
-    ``await handle.infer.remote(inputs)`` takes what :meth:`asynctrt.Engine.infer` takes, and raises what it
-    raises. Each replica opens the model by itself, in a process of its own.
+    ``await handle.infer.remote(inputs)`` takes the arguments of :meth:`asynctrt.Engine.infer` and raises its
+    errors. Each replica opens the model itself, in its own process.
 
-    :param model: a path, which is one on the machines of the replicas, so make it absolute; or
-        ``"module:attribute"``, which these can import.
-    :param device: ``"host"``, or ``"cuda:0"``: each replica then asks Ray for a GPU of its own, and sees no
-        other; several, with ``isolation="process"``, as for :func:`asynctrt.open`: for as many GPUs.
-    :param replicas: how many; or at least and at most how many, and :class:`DrainPolicy` chooses.
-    :param drain_target: with two numbers of replicas: the seconds that a replica may need for what it has
-        taken, on average; and ``scaling``, more of Ray's ``AutoscalingConfig``, such as its delays.
-    :param deployment: arguments of ``serve.deployment``, which win over those that are chosen here.
-    :param options: an :class:`asynctrt.Options`; ``settings`` are single options, and win over it.
-    :raises OptionsError: for an option that is unknown or impossible.
+    :param model: an absolute path on the replicas' machines, or a ``"module:attribute"`` that they can
+        import.
+    :param device: ``"host"`` or ``"cuda:0"``. With ``"cuda:0"`` each replica asks Ray for a GPU, and sees no
+        other. With ``isolation="process"`` several devices, as for :func:`asynctrt.open`; each replica then
+        asks for that many GPUs.
+    :param replicas: the number of replicas; or the least and the largest number, between which
+        :class:`DrainPolicy` chooses.
+    :param drain_target: if ``replicas`` is a range: the seconds that a replica may need for its accepted
+        requests, on average.
+    :param scaling: if ``replicas`` is a range: more of Ray's ``AutoscalingConfig``, such as its delays.
+    :param deployment: arguments of ``serve.deployment``, which override those chosen here.
+    :param options: an :class:`asynctrt.Options`; ``settings`` are single options, which override it.
+    :raises OptionsError: if an option is unknown or impossible.
     """
     if not isinstance(model, str | os.PathLike):
         raise OptionsError(

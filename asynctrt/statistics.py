@@ -1,4 +1,4 @@
-"""Snapshots of what an engine has done and is doing, made by ``engine.statistics()``.
+"""Snapshots of an engine's counters and current load, returned by ``engine.statistics()``.
 
 They are values: frozen, comparable, hashable; ``pickle``, ``copy`` and ``dataclasses.asdict`` work on them.
 """
@@ -14,7 +14,7 @@ from asynctrt.scheduling.sizes import Sizes
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """The batches with one number of rows: how many there were, and the sums of their times in ns."""
+    """The number of batches of one size, and the sums of their times in ns."""
 
     count: int
     copy_in_ns: int
@@ -22,7 +22,7 @@ class BatchStatistics:
     copy_out_ns: int
 
     def joined(self, other: "BatchStatistics") -> "BatchStatistics":
-        """Return the sums of two."""
+        """Return the sum of two sets of statistics."""
         return BatchStatistics(
             self.count + other.count,
             self.copy_in_ns + other.copy_in_ns,
@@ -36,23 +36,24 @@ class PaddingStatistics:
     """The sizes that the engine has chosen to pad a dimension to, with ``pad="auto"``."""
 
     dimension: str
-    """Its name; several with ``=`` between them, if they are padded as one."""
+    """The dimension's name; several names joined by ``=`` if they are padded as one."""
     sizes: tuple[int, ...]
-    """What it is padded to, rising; empty while that is the next power of two, as is whatever is longer."""
+    """The sizes in rising order. A longer dimension is padded to the next power of two, and so is any length
+    while this is empty."""
     reason: str
-    """Why, in words."""
+    """The reason for this choice, in words."""
     changes: int
     """How often the sizes have changed."""
 
     @classmethod
     def of_all(cls, chosen: Mapping[tuple[str, ...], Sizes]) -> "tuple[PaddingStatistics, ...]":
-        """Return what was chosen for each dimension."""
+        """Return the sizes chosen for each dimension."""
         return tuple(
             cls("=".join(dims), sizes.chosen, sizes.reason, sizes.changes) for dims, sizes in chosen.items()
         )
 
     def joined(self, other: "PaddingStatistics") -> "PaddingStatistics":
-        """Return what two engines pad a dimension to: each of its own sizes, for reasons of its own."""
+        """Return the sizes and reasons of two engines for the same dimension, combined."""
         return PaddingStatistics(
             self.dimension,
             tuple(sorted({*self.sizes, *other.sizes})),
@@ -61,26 +62,26 @@ class PaddingStatistics:
         )
 
     def without_gauges(self) -> "PaddingStatistics":
-        """Return its count alone, of an engine that is no more."""
+        """Return only the counter, for an engine that no longer exists."""
         return PaddingStatistics(self.dimension, (), "", self.changes)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTrace:
-    """One answered batch: where and when it ran. Times are in ns; see :meth:`Engine.tracing`."""
+    """One answered batch, with where and when it ran. Times are in ns; see :meth:`Engine.tracing`."""
 
     context: int
     arena: int | None
     rows: int
     rows_run: int
-    """Rows that the device executed: more than ``rows`` where the batch was padded."""
+    """Rows that the device executed: more than ``rows`` if the batch was padded."""
     requests: int
     reason: str
-    """The reason for launching it: ``full``, ``idle``, ``ahead`` …: see :attr:`Statistics.launched`."""
+    """The reason for launching it, such as ``full``, ``idle``, ``ahead``: see :attr:`Statistics.launched`."""
     is_timed: bool
-    """Whether the device timed it; if not, the times are those of other batches of its size."""
+    """Whether the device timed it; if not, its times are from other batches of its size."""
     launched_ns: int
-    """On the clock of ``time.monotonic_ns``."""
+    """When it was launched, on the clock of ``time.monotonic_ns``."""
     copy_in_ns: int
     compute_ns: int
     copy_out_ns: int
@@ -95,14 +96,14 @@ class Batching:
     is_on: bool = True
     reason: str = "rows are trusted to be independent"
     probe_ns: int = 0
-    """How long it took to find out; 0 if nothing was run."""
+    """How long the probe took; 0 if nothing was run."""
 
     def __str__(self) -> str:
         return f"{'on' if self.is_on else 'off, each request runs alone'}: {self.reason}"
 
 
 TRUSTED: Final = Batching()
-"""Nothing was tried."""
+"""The default: rows are trusted without a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +111,20 @@ class Statistics:
     """A snapshot of an engine. Counts and sums start when it is opened."""
 
     state: str
-    """``open``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing can
-    run on it any longer."""
+    """``open``, ``draining``, ``closing``, ``closed``; or ``lost`` if it can run nothing any more."""
     submitted: int
     """Requests accepted; a call that was split counts once for each part."""
     succeeded: int
     failed: int
-    """Requests that ended with an error, also those that left a full queue for more urgent ones."""
+    """Requests that ended with an error, including requests evicted from a full queue by more urgent ones."""
     cancelled: int
     expired: int
     """Requests whose timeout passed while they were queued."""
     refused: int
-    """Requests not accepted, because the queue was full, they would have been too late, or the engine was
-    closing."""
+    """Requests refused because the queue was full, they would have been too late, or the engine was closing.
+    """
     refused_late: int
-    """Of these, how many would have been too late: ``DeadlineUnreachableError``."""
+    """The refused requests that would have been too late: ``DeadlineUnreachableError``."""
     rows: int
     """Rows answered."""
     rows_padded: int
@@ -133,21 +133,21 @@ class Statistics:
     batches_timed: int
     """Batches that the device timed: all of them, except that a GPU times one in 8 of those below 5 ms."""
     batches_bisected: int
-    """Batches that failed and whose requests were tried again in halves (``isolate_failures``)."""
+    """Batches that failed and whose requests were retried in halves (``isolate_failures``)."""
     launched: Mapping[str, int]
-    """Batches by the reason for launching them, those in flight included: ``full`` (the batch could not
-    grow), ``idle`` (the device had room), ``delay`` (``max_delay`` had passed), ``deadline`` (one would have
-    passed), ``turn`` (it was the bucket's turn when another bucket was full), ``ahead`` (the device was about
-    to be done with the one before it), ``aged`` (it starts with what was most overdue, whatever its
-    priority), ``again`` (a part of one that failed)."""
+    """Batches by the reason for launching them, including batches in flight: ``full`` (the batch could not
+    grow), ``idle`` (the device had room), ``delay`` (``max_delay`` had passed), ``deadline`` (a deadline
+    would have passed), ``turn`` (it was the bucket's turn when another bucket was full), ``ahead`` (the
+    device was about to finish the batch before it), ``aged`` (it starts with the most overdue request,
+    whatever its priority), ``again`` (a part of a failed batch)."""
     queue_ns: int
     """Time in the queue, summed over the answered requests."""
     copy_in_ns: int
-    """Summed over the answered requests, each with the time of its whole batch; likewise the next two."""
+    """Summed over the answered requests; each counts the time of its whole batch. So do the next two."""
     compute_ns: int
     copy_out_ns: int
     total_ns: int
-    """From arrival to answer, summed over the answered requests."""
+    """Time from arrival to answer, summed over the answered requests."""
     queued_requests: int
     queued_rows: int
     in_flight_batches: int
@@ -158,41 +158,38 @@ class Statistics:
     """Worker processes that died, with ``isolation="process"``."""
     arenas: int
     arena_waits: int
-    """Timed batches that were on the device, copied in, before it was their turn: in their arena, or their
-    lane."""
+    """Timed batches that had been copied to the device before it was their turn in their arena or lane."""
     arena_wait_ns: int
     """The sum of those waits."""
     arena_busy_share: float
-    """The share of the time since it was opened in which its arenas computed for it, 0 to 1."""
+    """The share of the time since opening in which its arenas computed for this engine, 0 to 1."""
     arena_nbytes: int
-    """Bytes of enqueue memory, shared with the other engines on it."""
+    """Bytes of enqueue memory, which other engines on the same arenas share."""
     arena_nbytes_private: int
     """Bytes that a private workspace for each context would take instead."""
     lanes: Mapping[int, int]
-    """How many batches compute side by side, where that turned out to be faster than one after the other, by
-    the most rows of the batches that do. Empty on a device that does not copy while it computes."""
+    """The number of batches that compute in parallel, by the largest batch size that does so, where that
+    turned out faster than one after the other. Empty on a device that does not copy while it computes."""
     graphs: tuple[int, ...]
     """The batch sizes that are captured as CUDA graphs."""
     batch_sizes: tuple[int, ...]
-    """The batch sizes that are run, to which others are padded; empty if all are."""
+    """The batch sizes that are run, to which other batches are padded; empty if every size is run."""
     memory_nbytes: int
     """Bytes of slabs, of their buffers on the device, and of arenas."""
     module_loading: str | None
     """When CUDA loads kernels: ``lazy``, or ``eager`` (``CUDA_MODULE_LOADING``), which takes more memory;
     ``None`` on a device that is not a GPU."""
     by_batch_rows: Mapping[int, BatchStatistics]
-    """Batches by their number of rows. Of this mapping, of ``launched`` and of ``lanes``, a frozen copy is
-    kept."""
+    """Batches by their number of rows. This mapping, ``launched`` and ``lanes`` are kept as frozen copies."""
     row_ns_foreign: float
-    """What one more row takes, by the answers that this front of a server has seen: for estimates where it is
-    another front that tells of batches. 0 in an engine in process."""
+    """The time of one more row in ns, by the answers that this front of a server has seen. It serves
+    estimates when another front reports the batches; 0 for an engine in this process."""
     device_ns: int = 0
-    """With a ``weight``: the time of the device that its batches took; of what computed at once, each has its
-    part."""
+    """With a ``weight``: the device time of its batches. Batches that compute at once share the time."""
     held_ns: int = 0
-    """With a ``weight``: the time in which a batch of it was held, for others on the device to go first."""
+    """With a ``weight``: the time for which its batches were held so that others on the device went first."""
     padding: tuple[PaddingStatistics, ...] = ()
-    """What each dimension is padded to whose sizes the engine chooses."""
+    """The padding of each dimension whose sizes the engine chooses."""
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
 
@@ -207,7 +204,7 @@ class Statistics:
         return f"<Statistics {' '.join([self.state, *shown, batches])}>"
 
     def joined(self, other: "Statistics") -> "Statistics":
-        """Return the sum of two snapshots, of engines that share a model. What has no sum is this one's."""
+        """Return the sum of two snapshots of engines that share a model. Other values are from ``self``."""
         arenas = self.arenas + other.arenas
         busy = self.arena_busy_share * self.arenas + other.arena_busy_share * other.arenas
         sums = {
@@ -236,7 +233,7 @@ class Statistics:
         )
 
     def without_gauges(self) -> "Statistics":
-        """Return the counts and sums alone, of an engine that is no more."""
+        """Return only the counts and sums, for an engine that no longer exists."""
         return replace(
             self,
             queued_requests=0,
@@ -259,25 +256,25 @@ class Statistics:
 
     @property
     def parallel_batches(self) -> int:
-        """How many batches can compute at once: one an arena, or a context where there are no arenas."""
+        """The number of batches that can compute at once: one per arena, or per context without arenas."""
         return self.arenas or self.contexts - self.contexts_quarantined
 
     @property
     def row_s(self) -> float | None:
-        """How much longer one more row makes the queue, in seconds: the time of a row in batches of the
-        largest size that has run. ``None`` if no batch has run yet, or nothing is left to run one on."""
+        """Seconds that one more row adds to the queue: the time per row in batches of the largest size that
+        has run. ``None`` if no batch has run yet, or no context is left to run one."""
         if not self.by_batch_rows or not self.parallel_batches:
             return self.row_ns_foreign / 1e9 or None
         rows, batches = max(self.by_batch_rows.items())
         return _batch_ns(batches) / rows / self.parallel_batches / 1e9
 
     def drain_s(self, waiting_rows: int = 0) -> float | None:
-        """Estimate how long it takes to answer what is queued and in flight, in seconds.
+        """Estimate the seconds until all queued and in-flight requests are answered.
 
-        It assumes batches of the largest size that has run, each with that size's mean time. ``None`` if no
-        batch has run yet, or nothing is left to run one on.
+        The estimate assumes batches of the largest size that has run, each with that size's mean time. It is
+        ``None`` if no batch has run yet, or no context is left to run one.
 
-        :param waiting_rows: rows that are not in the engine's queue yet, and wait elsewhere for their turn.
+        :param waiting_rows: rows that wait elsewhere and are not in the engine's queue yet.
         """
         queued_rows = self.queued_rows + waiting_rows
         if not queued_rows and not self.in_flight_batches:
@@ -289,23 +286,23 @@ class Statistics:
         return count * _batch_ns(batches) / self.parallel_batches / 1e9
 
     def busy_share_since(self, before: "Statistics", elapsed_ns: int) -> float:
-        """Return how much of the time since an earlier snapshot it computed, 0 to 1.
+        """Return the share of the engine's capacity that was used since an earlier snapshot, 0 to 1.
 
-        1 means as many batches as it can compute at once.
+        1 means that it computed as many batches at once as it can, all the time.
 
-        :param elapsed_ns: the time between the two, in ns.
+        :param elapsed_ns: the time between the two snapshots, in ns.
         """
         busy_ns = [sum(size.compute_ns for size in one.by_batch_rows.values()) for one in (before, self)]
         return min(1.0, (busy_ns[1] - busy_ns[0]) / elapsed_ns / max(1, self.parallel_batches))
 
 
 def batch_bounds(rows_max: int) -> list[int]:
-    """Return the upper bounds of the batch size histogram: powers of two below ``rows_max``, then it."""
+    """Return the upper bounds of the batch size histogram: the powers of two below ``rows_max``, and it."""
     return [1 << bits for bits in range((rows_max - 1).bit_length())] + [rows_max]
 
 
 def batch_counts(done: Statistics, bounds: list[int]) -> list[int]:
-    """Count the batches within each bound and above the previous one."""
+    """Count the batches up to each bound and above the previous one."""
     counts = [0] * len(bounds)
     for rows, batches in done.by_batch_rows.items():
         counts[bisect_left(bounds, rows)] += batches.count
@@ -324,11 +321,11 @@ class WorkerState:
     state: str
     """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
     pid: int | None
-    """Of its process; ``None`` before it has one."""
+    """The process id; ``None`` before it has a process."""
     deaths: int
-    """Workers on this device that died."""
+    """The number of workers on this device that died."""
     groups: int
-    """Groups of requests that it has now."""
+    """The number of request groups that it holds now."""
     spare: str
-    """The worker that would take its place: ``starting``, ``ready``, ``failed`` if no further one is started
-    since so many died; empty without ``warm_spare``, and in a front of a server, whose parent has it."""
+    """The state of the worker that would replace it: ``starting``, ``ready``, or ``failed`` if too many died
+    to start another. Empty without ``warm_spare``, and in a server's front, whose parent has the spare."""

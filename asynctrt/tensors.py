@@ -1,8 +1,7 @@
 """The tensors of a model and of a request: specs, results, timing.
 
-A :class:`TensorSpec` describes one row of a tensor and says which axis counts rows: the first, as a rule.
-Within the engine rows always come first (:meth:`TensorSpec.rows_first`); a tensor without rows is one row
-there.
+A :class:`TensorSpec` describes one row of a tensor and says which axis counts rows, usually the first. Inside
+the engine rows always come first (:meth:`TensorSpec.rows_first`), and a tensor without rows is one row.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,8 +19,9 @@ from asynctrt.errors import ExecutionError, InputError, ModelError, show
 ALONE_FIX: Final = "Open the model with batching='off', so that each request runs alone"
 
 SHARED_NBYTES_MAX: Final = 4096
-"""Up to this size the rows of a batch's output are copied as one block, of which each caller gets a view. So
-a row that is kept keeps little else. To copy each of 64 rows by itself takes 0.25 µs a row longer."""
+"""The largest output of a batch, in bytes, that is copied as one block; each caller gets a view of it. It is
+small, because a caller that keeps a row keeps the block. Copying 64 rows one by one takes 0.25 µs more a row.
+"""
 
 Array = npt.NDArray[Any]
 Dims = tuple[int, ...]
@@ -37,10 +37,10 @@ class TensorSpec:
         from request to request; tensors that share the name have the same size there.
     :param axis: the axis that counts rows: 1 for an LSTM's state ``(2, rows, 128)``, whose ``dims`` are
         ``(2, 128)``. ``None`` for a tensor without rows, whose ``dims`` are its whole shape: all requests of
-        a batch have it in common or, if no input of the model has rows, each request runs alone.
-    :param kind: ``"tensor"``, or what else a runtime takes and gives: ``"sequence"``, ``"map"``,
-        ``"optional"``. These are Python values, of dtype ``object`` and without rows.
-    :raises ModelError: for a name, dtype, dimension or axis that is not valid.
+        a batch share it or, if no input of the model has rows, each request runs alone.
+    :param kind: ``"tensor"``, or another kind of value that a runtime takes and returns: ``"sequence"``,
+        ``"map"``, ``"optional"``. These are Python values, of dtype ``object`` and without rows.
+    :raises ModelError: if the name, dtype, a dimension or the axis is not valid.
     """
 
     name: str
@@ -50,7 +50,7 @@ class TensorSpec:
     kind: str = "tensor"
 
     if TYPE_CHECKING:
-        # What it takes is more than what it keeps, which a dataclass cannot say.
+        # It accepts wider types than it stores, which a dataclass cannot express.
         def __init__(
             self,
             name: str,
@@ -68,7 +68,7 @@ class TensorSpec:
         object.__setattr__(self, "axis", _axis(self.name, self.axis, len(self.dims)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle by making it anew, so that its dtype is the one object that NumPy has for it."""
+        """Copy and pickle by constructing a new spec, so that its dtype is NumPy's own object for it."""
         return TensorSpec, (self.name, self.dtype, self.dims, self.axis, self.kind)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class TensorSpec:
 
     @property
     def is_text(self) -> bool:
-        """Whether its elements are strings, which do not lie in memory of a fixed size."""
+        """Whether its elements are strings, which have no fixed size in memory."""
         return self.dtype.hasobject and self.kind == "tensor"
 
     def shape(self, rows: Any) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ class TensorSpec:
         return shape_of(self.dims, self.axis, rows)
 
     def rows_first(self, array: Any) -> Any:
-        """Return a view of an array as a caller gives it, with rows first; one row if it has none."""
+        """Return a view of a caller's array with rows first; a tensor without rows becomes one row."""
         if self.axis == 0:
             return array
         if self.axis is None:
@@ -95,9 +95,9 @@ class TensorSpec:
         return array.transpose(self.axis, *range(self.axis), *range(self.axis + 1, array.ndim))
 
     def rows_of(self, given: Any, rows: int) -> Array:
-        """Return an output that a model gave in memory of its own, with rows first; one row if it has none.
+        """Return an output in a model's own memory with rows first; one without rows becomes one row.
 
-        :raises ExecutionError: if it does not have that many rows.
+        :raises ExecutionError: if it does not have ``rows`` rows.
         """
         if self.kind != "tensor":
             held = np.empty(1, object)
@@ -114,9 +114,9 @@ class TensorSpec:
         return rows_first
 
     def as_given(self, array: Any) -> Any:
-        """Return a view of rows as callers get them: the inverse of :meth:`rows_first`.
+        """Return a view of rows in the layout that callers get: the inverse of :meth:`rows_first`.
 
-        Python values (:attr:`kind`) come out of the array that holds them.
+        Python values (:attr:`kind`) are taken out of the array that holds them.
         """
         if self.axis == 0:
             return array
@@ -132,7 +132,7 @@ class TensorSpec:
         return not any(isinstance(dim, str) for dim in self.dims)
 
     def resolve(self, symbols: Mapping[str, int]) -> Dims | None:
-        """Return the dimensions of a row for these sizes of the named ones; ``None`` if one is missing."""
+        """Return a row's dimensions, given sizes of the named dimensions; ``None`` if a size is missing."""
         dims = tuple(symbols.get(dim, -1) if isinstance(dim, str) else dim for dim in self.dims)
         if -1 not in dims:
             return dims
@@ -142,22 +142,22 @@ class TensorSpec:
 
     @property
     def own_dims(self) -> tuple[str, ...]:
-        """Names for its dimensions that no other tensor has: for a size on which inputs do not agree."""
+        """Names for its dimensions that no other tensor uses, for a size on which inputs disagree."""
         axes = (axis for axis in range(len(self.dims) + 1) if axis != self.axis)
         return tuple(f"{self.name}.{axis}" for _, axis in zip(self.dims, axes, strict=False))
 
 
 def restore_axes(moved: Iterable[TensorSpec], values: dict[str, Any]) -> None:
-    """Put the rows of the outputs ``moved`` back on the axis where the model has them, for a caller."""
+    """Move the rows of the outputs ``moved`` back to the axis where the model has them, for a caller."""
     for spec in moved:
         if spec.name in values:
             values[spec.name] = spec.as_given(values[spec.name])
 
 
 def split_shared(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Return the inputs that requests bring row by row, and those that all rows of a batch have in common.
+    """Return the inputs that have rows, and the inputs that all rows of a batch share.
 
-    If no input has rows, each request is one row of its own, and nothing is in common.
+    If no input has rows, each request is a single row, and nothing is shared.
     """
     with_rows = tuple(spec for spec in specs if spec.axis is not None)
     if not with_rows:
@@ -166,13 +166,13 @@ def split_shared(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorSpec, ...], t
 
 
 class Timing:
-    """Where the time of one request went, in ns.
+    """The times of one request's steps, in ns.
 
     ``queue_ns`` is the time from arrival to launch. ``copy_in_ns`` is the time to gather the rows and, on a
-    device with memory of its own, to copy them there; ``copy_out_ns`` is the time for the way back.
-    ``compute_ns`` is the time that the model took. For a request that was split, copies and compute are
-    summed over its batches. On a GPU one in 8 short batches (below 5 ms) is timed, and its times stand for
-    the others of its size.
+    device with separate memory, to copy them there; ``copy_out_ns`` is the time to copy the outputs back.
+    ``compute_ns`` is the model's run time. For a request that was split, copy and compute times are summed
+    over its batches. On a GPU only one in 8 short batches (below 5 ms) is timed, and the other batches of its
+    size report its times.
     """
 
     __slots__ = ("compute_ns", "copy_in_ns", "copy_out_ns", "queue_ns")
@@ -191,7 +191,7 @@ class Timing:
 
 
 class BatchRecord:
-    """What the requests of one batch share: its size and times. There is one per batch, not per request."""
+    """The size and times of one batch, which its requests share."""
 
     __slots__ = ("arena_wait_ns", "compute_ns", "copy_in_ns", "copy_out_ns", "launched_ns", "rows")
 
@@ -207,7 +207,7 @@ class BatchRecord:
 class InferResult(Mapping[str, Array]):
     """The outputs of one request by tensor name. The arrays belong to the caller, who may write to them.
 
-    A sequence or a map that a model gives is the Python list or dictionary.
+    A model's sequence or map is a Python list or dictionary.
     """
 
     __slots__ = ("_arrival_ns", "_batches", "_outputs")
@@ -238,22 +238,22 @@ class InferResult(Mapping[str, Array]):
 
     @property
     def batches(self) -> int:
-        """The number of batches that computed it: 1, or more if it was split."""
+        """The number of batches that computed the request: 1, or more if it was split."""
         return len(self._batches)
 
     @property
     def batch_rows(self) -> int:
-        """The rows of the batch that this request was part of; of the largest one if it was split."""
+        """The number of rows in this request's batch; in the largest one if the request was split."""
         return max(batch.rows for batch in self._batches)
 
     @property
     def launched_ns(self) -> int:
-        """When its batch was launched, the first one if it was split, as :attr:`BatchTrace.launched_ns`."""
+        """When its first batch was launched, on the same clock as :attr:`BatchTrace.launched_ns`."""
         return self._arrival_ns + self._queue_ns
 
     @property
     def timing(self) -> Timing:
-        """Where the time of this request went."""
+        """The times of this request's steps."""
         batches = self._batches
         return Timing(
             self._queue_ns,
@@ -262,7 +262,7 @@ class InferResult(Mapping[str, Array]):
             sum(batch.copy_out_ns for batch in batches),
         )
 
-    # What a server asks for of each request, almost all of which are in one batch.
+    # A server reads these for each request, and almost every request is in a single batch.
 
     @property
     def _queue_ns(self) -> int:
@@ -283,10 +283,10 @@ class InferResult(Mapping[str, Array]):
     def join(
         cls, parts: "Sequence[InferResult]", axes: Mapping[str, int] = MappingProxyType({})
     ) -> "InferResult":
-        """Return the parts of a request that was split as one result, with the rows in order.
+        """Join the results of a split request's parts into one result, with the rows in order.
 
-        :param axes: the axis that counts rows, by the names of outputs where it is not the first.
-        :raises ExecutionError: for a data-dependent output whose parts differ in more than their rows.
+        :param axes: the axis that counts rows, by output name, for outputs where it is not the first.
+        :raises ExecutionError: if the parts of a data-dependent output differ in more than their rows.
         """
         outputs = {}
         for name in parts[0]._outputs:
@@ -303,10 +303,10 @@ class InferResult(Mapping[str, Array]):
 
 
 class Views(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclass cannot have slots that hold anything)
-    """Arrays of which some are views of a caller's, who does not know that there are any.
+    """Arrays, some of which are views of a caller's array without the caller's knowledge.
 
-    NumPy trusts whoever resizes an array with ``refcheck=False`` that there are none, and they would be read
-    where the array has been. It refuses to do so to an array that is weakly referred to.
+    If the caller resized that array with ``refcheck=False``, NumPy would not check for views, and they would
+    read freed memory. NumPy refuses to resize an array that has weak references, so this keeps some.
     """
 
     def __init__(self, _: Iterable[Array]) -> None:
@@ -314,7 +314,7 @@ class Views(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclass cannot hav
 
 
 def pins(arrays: Iterable[Any]) -> list[ref[Array]]:
-    """Return what keeps arrays from being resized for as long as it is kept."""
+    """Return weak references that keep arrays from being resized for as long as they exist."""
     found = []
     for array in arrays:
         owner = array
@@ -326,38 +326,38 @@ def pins(arrays: Iterable[Any]) -> list[ref[Array]]:
 
 
 def copy_rows(rows: Array, view: Array) -> None:
-    """Copy rows into a view of the same shape; a plain assignment would broadcast what has changed."""
+    """Copy rows into a view of the same shape; a plain assignment would broadcast a changed shape."""
     if rows.shape != view.shape:
         raise ValueError(f"rows of shape {rows.shape} where {view.shape} was announced")
     view[...] = rows
 
 
 def gather(arrays: Sequence[Array], view: Array, counts: list[int] | None) -> None:
-    """Copy the rows of several requests side by side into a view of as many.
+    """Copy the rows of several requests, one after the other, into a view with room for exactly these rows.
 
-    :param counts: how many each has; ``None``: one.
-    :raises ValueError: for arrays that do not have them any more.
+    :param counts: the number of rows of each request; ``None`` if each has one.
+    :raises ValueError: if an array's number of rows has changed.
     """
     np.concatenate(arrays, out=view)
-    # One that has grown and one that has shrunk make as many rows, but push those in between along. With as
-    # many arrays as rows, and none that has more than one, each has one.
+    # If one array has grown and another has shrunk, the total still fits, but the rows between them shift.
+    # With as many arrays as rows, each has one row if no array has more than one.
     is_changed = max(map(len, arrays)) > 1 if counts is None else list(map(len, arrays)) != counts
     if is_changed:
         raise ValueError("the rows of some arrays are not those that were announced")
 
 
 def content_of(value: Array) -> tuple[Dims, bytes | tuple[str, ...]]:
-    """Return the shape of an array and its content, as bytes or strings: equal if the arrays are."""
+    """Return an array's shape and its content as bytes or strings, which are equal if the arrays are."""
     flat = value.ravel()
     return value.shape, tuple(flat.tolist()) if value.dtype.hasobject else flat.tobytes()
 
 
 def has_masked(array: object) -> bool:
-    """Return whether an array has values that are masked, which a plain array cannot leave out."""
+    """Return whether an array has masked values, which a plain array cannot represent."""
     if not isinstance(array, np.ma.MaskedArray):
         return False
     mask = np.ma.getmask(array)
-    return bool(np.ascontiguousarray(mask).view(np.bool_).any())  # A structured mask is one of booleans too.
+    return bool(np.ascontiguousarray(mask).view(np.bool_).any())  # A structured mask holds booleans too.
 
 
 def convert(spec: TensorSpec, value: Any) -> Array:
@@ -373,7 +373,7 @@ def convert(spec: TensorSpec, value: Any) -> Array:
         raise InputError(
             f"input {spec.name!r} takes shape {shape_text(spec)}; the lists given are ragged ({error})"
         ) from error
-    except MemoryError:  # Of strings all are as long as the longest.
+    except MemoryError:  # NumPy makes every string as long as the longest.
         raise InputError(f"input {spec.name!r} was given lists that are too large for an array") from None
     kinds = {"f": "biuf", "c": "biufc", "i": "biu", "u": "biu", "b": "b"}.get(spec.dtype.kind, "")
     if given.size and given.dtype.kind not in kinds:
@@ -403,7 +403,7 @@ def is_array(value: object) -> bool:
 
 
 def as_numpy(value: Any) -> Array:
-    """Return an array of any library as NumPy's, without a copy where that is possible."""
+    """Return an array of any library as a NumPy array, without a copy if possible."""
     if (
         hasattr(value, "__array__")
         or hasattr(value, "__array_interface__")
@@ -414,16 +414,16 @@ def as_numpy(value: Any) -> Array:
 
 
 def cast(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array as another dtype, whatever the application has NumPy do about values that do not fit.
+    """Return an array as another dtype, whatever NumPy's settings for values that do not fit.
 
-    ``np.seterr(all="raise")`` or ``warnings.simplefilter("error")`` would have it raise.
+    With ``np.seterr(all="raise")`` or ``warnings.simplefilter("error")`` NumPy alone would raise.
     """
     with np.errstate(all="ignore"):
         return array.astype(dtype)
 
 
 def _as_uint64(value: Any) -> Any:
-    """Return whole numbers as uint64: by itself NumPy makes floats of numbers on both sides of 2**63."""
+    """Return whole numbers as uint64: NumPy alone converts numbers on both sides of 2**63 to floats."""
     exact = np.array(value, object)
     if all(type(item) is int and 0 <= item < 2**64 for item in exact.flat):
         return exact.astype(np.uint64)
@@ -437,7 +437,7 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
     """
     try:
         known: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)  # None would be float64.
-    except Exception:  # NumPy raises TypeError and ValueError, and whatever a foreign object raises.
+    except Exception:  # NumPy raises TypeError or ValueError; a foreign object may raise anything.
         known = None
     if known is None or (known.hasobject and known != np.dtype(object)):
         raise ModelError(
@@ -445,13 +445,13 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
             f"object for strings, not {show(dtype)}"
         )
     if known.kind in "SU" and not known.itemsize:
-        return np.dtype(object)  # `str` and `bytes` name no length, so strings of any length are meant.
+        return np.dtype(object)  # `str` and `bytes` give no length, so strings of any length are meant.
     if not known.isnative:
-        known = known.newbyteorder("=")  # The order of bytes changes no value, and arrays are converted.
-    # NumPy has one object for each of its own dtypes, by which checks recognise it; an unpickled one differs.
+        known = known.newbyteorder("=")  # Byte order changes no value, and arrays are converted.
+    # NumPy has one object for each of its dtypes, and checks look for that object; an unpickled one differs.
     try:
         own: np.dtype[Any] = np.dtype(known.str)
-    except TypeError:  # NumPy does not know what another library writes there: "<f1" for float8_e5m2.
+    except TypeError:  # NumPy does not know another library's code, such as "<f1" for float8_e5m2.
         return known
     return own if own == known else known
 
@@ -465,7 +465,7 @@ def _axis(name: str, axis: Any, dims: int) -> int | None:
         return None
     try:
         known = as_int(axis)
-    except Exception:  # Foreign objects raise what they like.
+    except Exception:  # Foreign objects may raise anything.
         known = -1
     if not 0 <= known <= dims:
         raise ModelError(
@@ -484,7 +484,7 @@ def _dims(name: str, dims: Any) -> tuple[int | str, ...]:
         if isinstance(dims, str):
             raise TypeError
         return tuple([dim if isinstance(dim, str) else _size(dim) for dim in dims])
-    except Exception:  # Foreign objects raise what they like.
+    except Exception:  # Foreign objects may raise anything.
         raise ModelError(
             f"the dims of {name!r} must be a tuple of sizes ≥ 0 and names of dimensions that vary, such as "
             f"(3, 'length'), not {show(dims)}. They leave out the first axis, of rows; one that varies has a "
@@ -500,12 +500,12 @@ def _size(dim: Any) -> int:
 
 
 def shape_of(dims: Sequence[Any], axis: int | None, rows: Any) -> tuple[Any, ...]:
-    """Return the whole shape of a tensor: ``dims``, with ``rows`` at ``axis`` if it has such an axis."""
+    """Return the whole shape of a tensor: ``dims``, with ``rows`` inserted at ``axis`` if there is one."""
     return tuple(dims) if axis is None else (*dims[:axis], rows, *dims[axis:])
 
 
 def shape_text(spec: TensorSpec) -> str:
-    """Return the shape that an array of this spec has, as a message gives it: ``(rows, 3, length)``."""
+    """Return the shape of an array of this spec for a message, such as ``(rows, 3, length)``."""
     return f"({', '.join(map(str, spec.shape('rows')))})"
 
 
@@ -527,7 +527,7 @@ def check_shape(spec: TensorSpec, shape: Sequence[int]) -> None:
 
 
 def too_many_rows(rows: int, rows_max: int, option: str = "max_queue_rows") -> InputError:
-    """Return the error for a request of more rows than an engine's queue can ever hold."""
+    """Return the error for a request with more rows than an engine's queue can ever hold."""
     return InputError(
         f"{rows} rows are more than the queue can ever hold ({rows_max}). "
         f"Send them in several calls, or open the engine with a larger {option}"

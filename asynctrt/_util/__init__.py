@@ -1,1 +1,1 @@
-"""Small parts that know nothing of engines: clocks, files, loops, processes, checks of settings."""
+"""Helpers that are independent of engines: clocks, files, loops, processes, checks of settings."""

@@ -1,7 +1,7 @@
-"""Wakes the loop at a given time, to within tens of microseconds.
+"""Wake the event loop at a given time, to within tens of microseconds.
 
-The loops' own timers cannot: uvloop rounds to the nearest millisecond, so that 0.3 ms fires after 2 µs,
-and asyncio rounds up. A Linux ``timerfd`` in the loop's selector is punctual on either
+The loops' own timers are not precise enough: uvloop rounds to the nearest millisecond, so that 0.3 ms fires
+after 2 µs, and asyncio rounds up. A Linux ``timerfd`` in the loop's selector is punctual on both
 (tests/benchmarks/lateness.py).
 """
 
@@ -17,20 +17,20 @@ from typing import Final, Protocol
 from asynctrt._util.forks import in_child, seal
 
 FAR_NS: Final = 2**62
-"""Later than any alarm has to ring, and as far as the kernel's timers and the loops' reach."""
+"""A time later than any alarm, and within the range of the kernel's and the loops' timers."""
 
 TICKS_BEFORE_NS: Final = 2_000_000
-"""Where there is no timerfd, the loop's timer covers the way up to here and ticks cover the rest."""
+"""Without a timerfd, the loop's timer waits until this long before the alarm, and ticks cover the rest."""
 
 
 class Alarm(Protocol):
-    """Calls back once for each :meth:`set`, or for several at once."""
+    """A timer that calls back once for each :meth:`set`, or once for several."""
 
     def set(self, when_ns: int) -> None:
-        """Ask for a call at ``when_ns`` at the latest. It may come earlier: look again and set again."""
+        """Ask for a call by ``when_ns``. It may come earlier: then check the time and set the alarm again."""
 
     def close(self) -> None:
-        """Never call again. Idempotent."""
+        """Stop all further calls. Idempotent."""
 
 
 def create_alarm(
@@ -42,8 +42,8 @@ def create_alarm(
 ) -> Alarm:
     """Make the most punctual alarm that this platform has.
 
-    :param context: what ``callback`` runs in. Default: a context of the caller's, as of now or of a call of
-        :meth:`Alarm.set`.
+    :param context: the context to run ``callback`` in. Default: the caller's context, either now or at a call
+        of :meth:`Alarm.set`.
     """
     try:
         return TimerfdAlarm(loop, callback if context is None else partial(context.run, callback))
@@ -60,18 +60,19 @@ class _Itimerspec(ctypes.Structure):
 
 
 class Timerfd:
-    """A ``timerfd`` on ``CLOCK_MONOTONIC``, through libc, as Python has it from 3.13 on only.
+    """A ``timerfd`` on ``CLOCK_MONOTONIC``, through libc, because Python has it only since 3.13.
 
-    :param is_blocking: whether reading :attr:`fd` waits until it fires.
-    :raises OSError: if the system gives none; AttributeError on systems that have none.
+    :param is_blocking: whether reading :attr:`fd` blocks until the timer fires.
+    :raises OSError: if the system cannot create one.
+    :raises AttributeError: if the system does not support timerfd.
     """
 
     _CLOCK_MONOTONIC = 1
     _ABSOLUTE = 1
 
     def __init__(self, *, is_blocking: bool = False) -> None:
-        # It returns at once. To let go of the GIL meanwhile, as `CDLL` does, would be to wait for it again
-        # wherever other threads want it.
+        # PyDLL, because the calls return at once. CDLL would release the GIL, and then have to wait for it
+        # if other threads want it.
         libc = ctypes.PyDLL(None, use_errno=True)
         self._settime = libc.timerfd_settime
         self.fd = libc.timerfd_create(
@@ -79,22 +80,22 @@ class Timerfd:
         )
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
-        # A loop that is closed lets go of what reads it, which then nobody closes.
+        # A closed loop drops its readers, and nothing else would close the file descriptor then.
         self._close = weakref.finalize(self, os.close, self.fd)
         in_child(self, Timerfd._let_go)
         self._spec = _Itimerspec()
         self._spec_ref = ctypes.byref(self._spec)
 
     def set(self, when_ns: int) -> None:
-        """Fire at a time of the monotonic clock instead of one that was set; at once if it has passed."""
-        # A value of 0 would disarm it.
+        """Fire at a time of the monotonic clock, at once if it has passed. Replaces an earlier time."""
+        # A value of 0 would disarm the timer.
         seconds, nanoseconds = divmod(min(max(when_ns, 1), FAR_NS), 1_000_000_000)
         self._spec.value.seconds = seconds
         self._spec.value.nanoseconds = nanoseconds
         self._apply()
 
     def _let_go(self) -> None:
-        """In a child that was forked: leave it to the parent."""
+        """Leave the timer to the parent, in a forked child."""
         seal(self.fd)
         self.fd = -1
 
@@ -103,12 +104,12 @@ class Timerfd:
             raise OSError(ctypes.get_errno(), "timerfd_settime")
 
     def stop(self) -> None:
-        """Fire no more until it is set again, and forget that it has fired."""
+        """Disarm the timer until it is set again, and forget that it has fired."""
         self._spec.value.seconds = self._spec.value.nanoseconds = 0
         self._apply()
 
     def close(self) -> None:
-        """Give it back. Nobody may be reading it."""
+        """Close the file descriptor. No thread may be reading it."""
         self._close()
         self.fd = -1
 
@@ -139,13 +140,13 @@ class TimerfdAlarm:
         try:
             self._callback()
         finally:
-            # Most callbacks set it anew, and the kernel forgets then that it has fired.
+            # Most callbacks set the timer again, which makes the kernel forget that it has fired.
             if self._armed_ns is None and self._timer.fd >= 0:
                 self._timer.stop()
 
 
 class TickAlarm:
-    """The loop's timer until shortly before the time, then one look at the clock each tick."""
+    """An alarm by the loop's timer until shortly before the time, then by reading the clock each tick."""
 
     def __init__(
         self,
@@ -168,13 +169,13 @@ class TickAlarm:
         self._armed_ns = when_ns
         if self._handle is not None:
             self._handle.cancel()
-        # Never from within this call, even if the time has passed.
+        # Even if the time has passed, do not call back from within this call.
         self._schedule(when_ns - self._now_ns())
 
     def close(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
-        # No time is earlier than this, so a set that comes late does nothing.
+        # Earlier than any time, so a late call of `set` does nothing.
         self._armed_ns = -1
 
     def _approach(self) -> None:
@@ -187,7 +188,7 @@ class TickAlarm:
             self._schedule(left_ns)
 
     def _schedule(self, left_ns: int) -> None:
-        """Look again at the next tick or, if the time is far away, after most of it."""
+        """Check again at the next tick or, if much time is left, after most of it."""
         if left_ns > 2 * TICKS_BEFORE_NS:
             delay_s = (min(left_ns, FAR_NS) - TICKS_BEFORE_NS) / 1e9
             self._handle = self._loop.call_later(delay_s, self._approach, context=self._context)

@@ -1,4 +1,4 @@
-"""Tell work in another thread that nobody waits for it any more."""
+"""Cancel work in another thread that is no longer needed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 
 class Cancellation:
-    """What the thread that works asks, and the one that waits for it tells. Any thread may do either."""
+    """A cancellation flag: a waiting thread sets it, and a working thread checks it. Thread-safe."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()
@@ -19,7 +19,7 @@ class Cancellation:
 
     @property
     def is_cancelled(self) -> bool:
-        """Return whether the work is to end."""
+        """Return whether the work should end."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
@@ -31,12 +31,12 @@ class Cancellation:
             call()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the work is to end; return whether it is."""
+        """Wait up to ``timeout_s`` for a cancellation; return whether the work should end."""
         return self._cancelled.wait(timeout_s)
 
     @contextmanager
     def calling(self, call: Callable[[], object]) -> Iterator[None]:
-        """Have something called, once, when the work is to end while inside; at once if it is already."""
+        """Call a function once if the work is cancelled inside the block; at once if it already was."""
         with self._lock:
             is_late = self._cancelled.is_set()
             if not is_late:
@@ -55,13 +55,13 @@ _CURRENT: ContextVar[Cancellation | None] = ContextVar("asynctrt-cancellation", 
 
 
 def current() -> Cancellation:
-    """Return the cancellation of the work that this thread does: one that never comes, if none was given."""
+    """Return the cancellation of this thread's work; if none was set, one that is never cancelled."""
     return _CURRENT.get() or Cancellation()
 
 
 @contextmanager
 def cancelled_by(cancellation: Cancellation) -> Iterator[None]:
-    """Let what this thread does inside be ended by a cancellation."""
+    """Let a cancellation end the work that this thread does inside the block."""
     token = _CURRENT.set(cancellation)
     try:
         yield

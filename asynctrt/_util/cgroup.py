@@ -1,4 +1,4 @@
-"""The limits of the container that this process is in, and the memory that it may have."""
+"""The limits of this process's container, and the memory that the process may use."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Final
 ROOT: Final = Path("/")
 
 V1_UNLIMITED: Final = 1 << 60
-"""What a cgroup of version 1 says when it has no limit is larger than this."""
+"""A limit of a version 1 cgroup that is not smaller than this means no limit."""
 
 
 class Cgroup:
-    """The control group of this process, of version 2 or 1, and those around it."""
+    """The control group of this process, of version 2 or 1, and its parent groups."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self._top = root / "sys/fs/cgroup"
@@ -22,7 +22,7 @@ class Cgroup:
                 self._paths[controller] = path.lstrip("/")
 
     def quota_cores(self) -> float | None:
-        """Return how many cores' time it may use; ``None``: any."""
+        """Return the CPU quota in cores, or ``None`` without a quota."""
         found = []
         for folder in self._folders("cpu"):
             quota, _, period = (text_of(folder / "cpu.max") or "").partition(" ")
@@ -34,7 +34,7 @@ class Cgroup:
         return min(found, default=None)
 
     def memory_limit(self) -> int | None:
-        """Return the bytes of memory that it may use; ``None``: any."""
+        """Return the memory limit in bytes, or ``None`` without a limit."""
         found = []
         for folder in self._folders("memory"):
             for name in ("memory.max", "memory.limit_in_bytes"):
@@ -44,7 +44,7 @@ class Cgroup:
         return min(found, default=None)
 
     def memory_used(self) -> int | None:
-        """Return the bytes of memory that it uses, without files that could be dropped."""
+        """Return the memory in use in bytes, without file caches that could be dropped."""
         for folder in self._folders("memory"):
             for name, files in (
                 ("memory.current", "inactive_file"),
@@ -56,12 +56,12 @@ class Cgroup:
         return None
 
     def oom_kills(self) -> int | None:
-        """Return how many of its processes were killed as its memory was used up."""
+        """Return how many of the group's processes were killed because it ran out of memory."""
         told = self.count("memory.events", "oom_kill", "memory")
         return self.count("memory.oom_control", "oom_kill", "memory") if told is None else told
 
     def count(self, file: str, name: str, controller: str) -> int | None:
-        """Return a number that the nearest group tells."""
+        """Return a number from the nearest group that reports it."""
         for folder in self._folders(controller):
             value = field_of(folder / file, name)
             if value is not None:
@@ -69,7 +69,7 @@ class Cgroup:
         return None
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """Yield the folders of the groups, the innermost first; in a container only some are visible."""
+        """Yield the folders of the groups, innermost first. In a container only some are visible."""
         for top, path in (
             (self._top / controller, self._paths.get(controller)),
             (self._top, self._paths.get("")),
@@ -84,19 +84,19 @@ class Cgroup:
 
 
 def total_memory(root: Path = ROOT) -> int | None:
-    """Return the bytes of memory that the machine has, if it tells."""
+    """Return the machine's memory in bytes, or ``None`` if it is not known."""
     kib = field_of(root / "proc/meminfo", "MemTotal:")
     return None if kib is None else kib * 1024
 
 
 def memory_nbytes(root: Path = ROOT) -> int | None:
-    """Return the bytes of memory that this process may have: the machine's, or those of its container."""
+    """Return the bytes of memory that this process may use: the machine's memory or its container's limit."""
     known = [nbytes for nbytes in (total_memory(root), Cgroup(root).memory_limit()) if nbytes is not None]
     return min(known, default=None)
 
 
 def field_of(path: Path, name: str) -> int | None:
-    """Return the number that follows a name at the beginning of a line."""
+    """Return the number that follows a name at the start of a line."""
     for line in (text_of(path) or "").splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name and words[1].isdigit():
@@ -105,7 +105,7 @@ def field_of(path: Path, name: str) -> int | None:
 
 
 def text_of(path: Path) -> str | None:
-    """Return the content of a file; ``None`` if it cannot be read."""
+    """Return a file's stripped text, or ``None`` if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

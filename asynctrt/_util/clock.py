@@ -1,4 +1,4 @@
-"""The only module that reads a clock. Other modules are given the time, or functions of this module."""
+"""The only module that reads a clock. Other modules receive the time, or call functions of this module."""
 
 import sys
 import threading
@@ -10,22 +10,22 @@ now_ns: Callable[[], int] = time.monotonic_ns
 
 
 cpu_ns: Callable[[], int] = time.process_time_ns
-"""CPU time in ns that all threads of the process have used together."""
+"""Total CPU time in ns of all threads of the process."""
 
 
 sleep_s: Callable[[float], None] = time.sleep
-"""Let the calling thread sleep for so many seconds. Not for a thread with an event loop."""
+"""Let the calling thread sleep for a number of seconds. Not for a thread with an event loop."""
 
 
 own_cpu_ns: Callable[[], int] = time.thread_time_ns
-"""CPU time in ns that the calling thread has used."""
+"""CPU time in ns of the calling thread."""
 
 
 def cpu_clock_of_this_thread() -> Callable[[], int] | None:
-    """Return a function that reads the CPU time in ns that the calling thread has used, in any thread.
+    """Return a function that reads, from any thread, the CPU time in ns of the thread that calls this.
 
-    Return ``None`` on systems other than Linux, whose kernel numbers these clocks by thread. The C library
-    asks for a thread's ``get_ident()``, which is something else where gevent has patched ``threading``.
+    Return ``None`` on systems other than Linux, whose kernel numbers these clocks by thread. The C library's
+    way needs the thread's ``get_ident()``, which differs if gevent has patched ``threading``.
     """
     if sys.platform != "linux":
         return None

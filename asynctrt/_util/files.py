@@ -1,4 +1,4 @@
-"""Read files that may be anybody's, write files completely or not at all, and lock them."""
+"""Read untrusted files, write files completely or not at all, and lock files."""
 
 import errno
 import os
@@ -15,21 +15,21 @@ from asynctrt._util.cancellation import current
 from asynctrt.errors import UsageError
 
 TEMPORARY: Final = ".tmp"
-"""How the names of files end that are being written; they begin with a dot, and the file's own name."""
+"""The suffix of files that are being written. Their names begin with a dot and the target's name."""
 
 GROWTH_NBYTES: Final = 1 << 20
-"""What is read at once of what has been added to a file meanwhile."""
+"""Bytes to read at a time if a file has grown while it was read."""
 
 WAIT_S: Final = 0.05
-"""Time between two tries to get a lock that somebody else has."""
+"""Seconds between two attempts to get a lock that is held elsewhere."""
 
 
 class SpecialFileError(OSError):
-    """What is to be read is no regular file, so that it may have no end; or is too large, or elsewhere."""
+    """A file to read is not a regular file, and so may be endless; or it is too large, or lies elsewhere."""
 
 
 def is_there(path: str | Path) -> bool:
-    """Return whether there is a file or a folder of this name, which may be too long for one."""
+    """Return whether a file or folder of this name exists; false for a name that is too long."""
     try:
         return Path(path).exists()
     except OSError:
@@ -39,11 +39,11 @@ def is_there(path: str | Path) -> bool:
 def open_regular(
     path: str | os.PathLike[str], *, within: Path | None = None, follow: bool = True
 ) -> BufferedReader:
-    """Open a regular file to read it. A pipe would be waited for, and a device has no end.
+    """Open a regular file for reading. Refuse a pipe, which might block, and a device, which has no end.
 
     :param within: the folder that the file must lie in, whatever links lead to it.
     :param follow: whether the file itself may be a link.
-    :raises SpecialFileError: if it is one of these, or lies elsewhere.
+    :raises SpecialFileError: if it is not a regular file, or lies elsewhere.
     :raises OSError: if it cannot be opened; ``IsADirectoryError`` for a folder.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
@@ -55,7 +55,7 @@ def open_regular(
         if not stat.S_ISREG(status.st_mode):
             raise SpecialFileError(errno.EINVAL, "it is no regular file", os.fspath(path))
         if within is not None:
-            # Links may change at any time: what counts is the file that is open.
+            # Links may change at any time, so check the file that is open.
             real = check_within(path, within)
             if not os.path.samestat(status, real.stat()):
                 raise SpecialFileError(errno.EINVAL, "it was replaced meanwhile", os.fspath(path))
@@ -66,7 +66,7 @@ def open_regular(
 
 
 def check_within(path: str | os.PathLike[str], folder: Path) -> Path:
-    """Return the real path of what may be a link, and must lie in a folder.
+    """Resolve a path that may be a link, and check that it lies in a folder.
 
     :raises SpecialFileError: if it lies elsewhere.
     """
@@ -77,7 +77,7 @@ def check_within(path: str | os.PathLike[str], folder: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for this user alone, and those that it is in.
+    """Make a folder that only this user can access, and its missing parents.
 
     :raises OSError: if that is not possible.
     """
@@ -95,10 +95,10 @@ def read_regular(
 ) -> bytes:
     """Read a whole regular file: see :func:`open_regular`.
 
-    :raises SpecialFileError: also if it has more than ``nbytes_max`` bytes.
+    :raises SpecialFileError: also if the file has more than ``nbytes_max`` bytes.
     """
     with open_regular(path, within=within, follow=follow) as file:
-        # Python allocates as much as it is to read, however small the file is.
+        # Python allocates the size that it is asked to read, however small the file is.
         content = file.read(min(nbytes_max, os.fstat(file.fileno()).st_size) + 1)
         while len(content) <= nbytes_max and (more := file.read(GROWTH_NBYTES)):
             content += more
@@ -110,12 +110,12 @@ def read_regular(
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
     """Write a file completely or not at all. A pipe or a device such as ``/dev/stdout`` is written directly.
 
-    What writers of the same file left behind that were killed half way is removed.
+    Temporary files of killed writers of the same file are removed.
 
-    :param mode: who may read it afterwards. It is never more than that meanwhile.
+    :param mode: the file's mode. While the file is written, its mode never allows more.
     :raises UsageError: if the disk is full, the folder is missing, and so on.
     """
-    # The text of an error may contain half of a surrogate pair, which UTF-8 cannot encode.
+    # An error's text may contain a lone surrogate, which UTF-8 cannot encode.
     raw = content.encode(errors="replace") if isinstance(content, str) else content
     temporary = None
     try:
@@ -130,7 +130,7 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
             file.flush()
             os.fsync(file.fileno())
             Path(temporary).chmod(mode)
-            # While it is locked: nobody else removes it.
+            # While it is locked, no other process removes it.
             Path(temporary).replace(target)
             temporary = None
     except OSError as error:
@@ -142,25 +142,25 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
 
 @contextmanager
 def _temporary(target: Path) -> Iterator[IO[bytes]]:
-    """Make a file beside another one, and hold a lock on it: it ends with its writer, however that ends."""
+    """Make a temporary file next to ``target`` and lock it. The lock ends with its process."""
     while True:
         file = tempfile.NamedTemporaryFile(  # noqa: SIM115  (it is closed below)
             dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY, delete=False
         )
         with file:
-            # Somebody may have swept it away just now, before it was locked.
+            # Another process may have swept it before it was locked.
             if _try_lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
                 yield file
                 return
 
 
 def sweep(folder: Path, name: str = "*") -> None:
-    """Remove temporary files of writers that are gone, of one file or of all in a folder.
+    """Remove temporary files of dead writers, for one file or for all files in a folder.
 
-    A writer holds a lock on its own. What cannot be looked at is left.
+    A live writer holds a lock on its temporary file. Files that cannot be examined are kept.
     """
     written = ".+" if name == "*" else re.escape(name)
-    # What is between the two is of `tempfile`.
+    # The part between the dots is a random name from `tempfile`.
     temporary = re.compile(rf"\.{written}\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -178,29 +178,29 @@ def sweep(folder: Path, name: str = "*") -> None:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Lock an open file unless somebody else has: false then, and ``None`` where files cannot be locked.
+    """Try to lock an open file until it is closed.
 
-    The lock ends when the file is closed.
+    Return false if it is locked elsewhere, and ``None`` if its file system has no locks.
     """
-    # Not before it is needed: Windows has none.
+    # Imported only here, because Windows does not have it.
     import fcntl  # noqa: PLC0415
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # A network's file system may have no locks.
+    except OSError:  # A network file system may not support locks.
         return None
     return True
 
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
-    """Hold a lock that one thread of one process has at a time; it ends with its process, however that ends.
+    """Hold a lock that only one thread of one process can hold at a time. It ends with its process.
 
-    :param path: a file to lock, which is made if it is not there, and stays.
-    :param waiting: called if somebody else has it, before waiting for it.
-    :raises UsageError: if the file cannot be made, or the work of this thread was cancelled meanwhile.
+    :param path: the file to lock. It is created if it does not exist, and is not removed.
+    :param waiting: called before waiting if the lock is held elsewhere.
+    :raises UsageError: if the file cannot be made, or this thread's work is cancelled while it waits.
     """
     cancellation = current()
     try:

@@ -1,8 +1,8 @@
-"""What a process has of its parent after a fork and cannot use: threads, event loops, sockets, shared memory.
+"""Handle objects that a forked child inherits but cannot use: threads, event loops, sockets, shared memory.
 
-Of all threads a fork copies only its own, and what threads, timers and workers tell reaches the parent alone.
-Descriptors and shared memory are not copied: what the child does with them happens to its parent. So whatever
-holds one of these says in a child whose it is, and lets go of what the parent still uses.
+A fork copies only the thread that forks, and only the parent hears from its threads, timers and workers. File
+descriptors and shared memory are shared, not copied: what the child does to them affects the parent. So each
+owner of such an object refuses to work in a child, and lets go of what the parent still uses.
 """
 
 import os
@@ -16,11 +16,11 @@ from asynctrt.errors import UsageError
 T = TypeVar("T")
 
 _INHERITED: Final[WeakKeyDictionary[Any, Callable[[Any], object]]] = WeakKeyDictionary()
-"""What to call in a child that was forked, for each object that has something to let go of there."""
+"""The function to call in a forked child for each object that has to let go of something there."""
 
 
 class Origin:
-    """The process that something was made in, which is the only one that can use it."""
+    """The process that an object was made in, which is the only one that can use it."""
 
     __slots__ = ("_pid",)
 
@@ -32,14 +32,14 @@ class Origin:
 
     @property
     def is_here(self) -> bool:
-        """Return whether that is this process."""
+        """Return whether it is the current process."""
         return self._pid == os.getpid()
 
     def check(self, what: object) -> None:
-        """Check that this is the process.
+        """Check that the current process is the one that made the object.
 
-        :param what: what was made there, for the message.
-        :raises UsageError: in a process that was forked since.
+        :param what: the object, for the message.
+        :raises UsageError: in a forked process.
         """
         if not self.is_here:
             raise UsageError(
@@ -50,17 +50,17 @@ class Origin:
 
 
 def in_child(thing: T, let_go: Callable[[T], object]) -> None:
-    """Have ``let_go(thing)`` called in each process that is forked while the object exists.
+    """Call ``let_go(thing)`` in each process that is forked while the object exists.
 
-    It must neither wait nor take a lock, which another thread of the parent may have had.
+    ``let_go`` must not wait or take a lock, which another thread of the parent may have held.
     """
     _INHERITED[thing] = let_go
 
 
 def seal(fd: int) -> None:
-    """Put something else in the place of a descriptor that this process has of its parent.
+    """Replace a file descriptor that this process inherited from its parent.
 
-    Its number stays taken, so that whoever still uses it or closes it does no harm.
+    Its number stays in use, so that using it or closing it later does no harm.
     """
     if fd < 0:
         return
@@ -70,14 +70,14 @@ def seal(fd: int) -> None:
         else:
             other = os.open(os.devnull, os.O_RDWR)
     except OSError:
-        os.close(fd)  # There are no descriptors left.
+        os.close(fd)  # No file descriptors are left.
         return
     os.dup2(other, fd, inheritable=False)
     os.close(other)
 
 
 def _let_go() -> None:
-    with ExitStack() as stack:  # What one raises keeps no other from it.
+    with ExitStack() as stack:  # If one raises, the others are still called.
         for thing, let_go in list(_INHERITED.items()):
             stack.callback(let_go, thing)
 

@@ -1,4 +1,4 @@
-"""Mappings that cannot be changed, for values that are frozen."""
+"""Mappings that cannot be changed, for frozen values."""
 
 from typing import Any, NoReturn, TypeVar
 
@@ -7,7 +7,7 @@ V = TypeVar("V")
 
 
 class FrozenDict(dict[K, V]):
-    """A ``dict`` that cannot be changed. ``dict(frozen)`` is a copy that can."""
+    """A ``dict`` that cannot be changed. ``dict(frozen)`` makes a mutable copy."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("this mapping cannot be changed; dict(mapping) is a copy that can")

@@ -1,4 +1,4 @@
-"""What asyncio lacks for an engine: the running loop or a clear error, and waits that are seen through."""
+"""Additions to asyncio: the running loop or a clear error, and waits that survive cancellation."""
 
 import asyncio
 import math
@@ -20,13 +20,13 @@ from asynctrt.errors import UsageError, copy_of
 T = TypeVar("T")
 
 WAIT_S_MAX: Final = 3600.0
-"""Longer waits are taken in turns: timers of uvloop overflow."""
+"""Longer waits are split into several, because uvloop's timers overflow."""
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
     """Return the running asyncio loop.
 
-    :raises UsageError: without one, or on trio.
+    :raises UsageError: if no loop is running, or on trio.
     """
     loop = _get_running_loop()
     if loop is not None:
@@ -41,19 +41,19 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 def is_cancelled() -> bool:
-    """Return whether the running task was cancelled itself, rather than something that it waits for.
+    """Return whether the running task itself was cancelled, rather than something that it waits for.
 
-    Who asks keeps no task in a variable: it may end with an error whose traceback has the frame that asks.
+    With this function a caller keeps no task in a variable. The task may end with an error whose traceback
+    holds the caller's frame, which would make a reference cycle.
     """
     task = asyncio.current_task()
     return task is None or bool(task.cancelling())
 
 
 async def in_lost_thread(function: Callable[[], T]) -> T:
-    """Run a blocking function that makes nothing in a thread of its own, which may hang.
+    """Run a blocking function that may hang, and leaves nothing to release, in a separate daemon thread.
 
-    Nobody has to wait for it: neither the end of the process, nor a caller who is cancelled, nor what
-    shares threads with others.
+    Neither the end of the process, nor a cancelled caller, nor a shared thread pool has to wait for it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -82,9 +82,8 @@ async def in_lost_thread(function: Callable[[], T]) -> T:
 async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Run a blocking function in a thread that ends with it.
 
-    A cancelled caller still waits for it, and asks it to end: see
-    :func:`asynctrt._util.cancellation.current`. What it has made by then is given to ``undo``, so that
-    nothing is left behind.
+    A cancelled caller asks the function to end (:func:`asynctrt._util.cancellation.current`) and still waits
+    for it. If the function returns a result all the same, ``undo`` gets it, so that nothing leaks.
     """
     cancellation = Cancellation()
 
@@ -104,17 +103,17 @@ async def see_through_in_thread(
     function: Callable[[], T],
     on_cancel: Callable[[], object] | None = None,
 ) -> "tuple[asyncio.Future[T], asyncio.CancelledError | None]":
-    """Run a blocking function in a thread that ends with it, whatever is cancelled meanwhile.
+    """Run a blocking function in a thread that ends with it, and wait for it despite any cancellation.
 
-    :param on_cancel: called when something is.
-    :returns: the function's future, which is done, and the cancellation that is still to be raised.
+    :param on_cancel: called on each cancellation.
+    :returns: the function's completed future, and the cancellation that the caller must still raise.
     """
     loop = asyncio.get_running_loop()
     executor = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-open")
     try:
         future = loop.run_in_executor(executor, function)
     except RuntimeError:
-        # The system refuses another thread (ulimit -u): what is to be closed is closed all the same.
+        # The system refuses another thread (ulimit -u). Run it here, so that resources are still closed.
         future = loop.create_future()
         try:
             future.set_result(function())
@@ -126,12 +125,12 @@ async def see_through_in_thread(
 
 
 async def see_through(begin: Callable[[], "asyncio.Task[Any]"]) -> asyncio.CancelledError | None:
-    """Wait until a task has ended, whatever is cancelled meanwhile; raise what it raised.
+    """Wait until a task has ended, despite any cancellation, and raise its error.
 
-    A loop that ends cancels every task, and one that has not begun then runs no line of its own.
+    An ending loop cancels every task, and a task cancelled before it starts runs none of its code.
 
-    :param begin: returns the task; once it was cancelled, another one.
-    :returns: the cancellation of the caller that is still to be raised, if there was one.
+    :param begin: returns the task; if that was cancelled, returns a new one.
+    :returns: the caller's cancellation that must still be raised, if there was one.
     """
     cancelled: asyncio.CancelledError | None = None
     while True:
@@ -143,7 +142,7 @@ async def see_through(begin: Callable[[], "asyncio.Task[Any]"]) -> asyncio.Cance
 
 
 def result_of(done: "asyncio.Future[T]") -> T:
-    """Return the result of a future that several may ask; each gets an error of its own if it failed."""
+    """Return the result of a future that several callers share; if it failed, raise a copy of its error."""
     if not done.cancelled() and (error := done.exception()) is not None:
         raise copy_of(error)
     return done.result()
@@ -154,9 +153,9 @@ async def wait_shielded(
     timeout_s: float = math.inf,
     on_cancel: Callable[[], object] | None = None,
 ) -> asyncio.CancelledError | None:
-    """Wait until a future is done or the time is up, whatever is cancelled meanwhile.
+    """Wait until a future is done or the time is up, despite any cancellation.
 
-    :returns: the cancellation that is still to be raised, if there was one.
+    :returns: the cancellation that the caller must still raise, if there was one.
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s

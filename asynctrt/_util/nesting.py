@@ -1,8 +1,8 @@
-"""Find calls that would wait for themselves: from within a function's own run, directly or through others.
+"""Detect calls that would wait for themselves: from within a function's own run, directly or indirectly.
 
-A run of a function holds a context of its engine until it returns. If it waits for an answer of that engine
-meanwhile, both may wait for each other. So each run knows which engines it waits for, and a call from within
-a run is refused if what it asks waits for an engine that the run belongs to.
+A run of a function holds a context of its engine until it returns. If it meanwhile waits for an answer of
+that engine, the two may deadlock. So each run knows which engines it waits for, and a call from within a run
+is refused if the called engine waits for the engine that the run belongs to.
 """
 
 import asyncio
@@ -12,41 +12,41 @@ from asynctrt.errors import UsageError
 
 
 class Runs:
-    """The runs of one engine, or of the threads of a pipeline, that are under way.
+    """The active runs of one engine or of a pipeline's threads.
 
-    :param name: what it is called in messages.
+    :param name: the name of the engine or pipeline, for messages.
     """
 
     __slots__ = ("_active", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # In the order in which they began. Threads and event loops add and remove runs.
+        # In the order of their start. Threads and event loops add and remove runs.
         self._active: dict[Run, None] = {}
 
     def __repr__(self) -> str:
         return f"<Runs of {self.name!r} active={len(self._active)}>"
 
     def begin(self) -> "Run":
-        """Return a run that begins now."""
+        """Start and return a run."""
         run = Run(self)
         self._active[run] = None
         return run
 
     def end(self, run: "Run") -> None:
-        """Note that a run is over."""
+        """Remove a run that is over."""
         self._active.pop(run, None)
 
     def awaited(self) -> "list[Runs]":
-        """Return what the runs that are under way wait for."""
+        """Return the engines and pipelines that the active runs wait for."""
         return [runs for run in self._active.copy() for runs in run.awaited()]
 
 
 class Run:
-    """One run of a function, in whose context it is: tasks and threads that it starts are in it as well.
+    """One run of a function. Its context holds the run, so tasks and threads that it starts belong to it too.
 
-    Nothing tells whether it waits for a task that it started, as ``asyncio.gather`` does, or leaves it to
-    itself. So such a task is taken to be a part of the run until the run is over, and is free from then on.
+    Whether the run waits for a task that it started, as with ``asyncio.gather``, cannot be detected. So such
+    a task counts as part of the run until the run is over, and is independent from then on.
     """
 
     __slots__ = ("_calls", "_runs", "is_over")
@@ -60,12 +60,12 @@ class Run:
         return f"<Run of {self._runs.name!r} {'over' if self.is_over else 'under way'}>"
 
     def end(self) -> None:
-        """Note that it is over. Idempotent."""
+        """Mark the run as over. Idempotent."""
         self.is_over = True
         self._runs.end(self)
 
     def check(self, asked: Runs) -> None:
-        """Check that what is to be asked does not wait for this run.
+        """Check that the engine or pipeline to call does not wait for this run.
 
         :raises UsageError: if it does.
         """
@@ -82,12 +82,12 @@ class Run:
         )
 
     def wait_for(self, asked: Runs, answer: "asyncio.Future[Any]") -> None:
-        """Note that it waits for an answer."""
+        """Record that the run waits for an answer."""
         self._calls[answer] = asked
         answer.add_done_callback(self._answered)
 
     def awaited(self) -> list[Runs]:
-        """Return what it waits for."""
+        """Return the engines and pipelines that the run waits for."""
         return [asked for answer, asked in self._calls.copy().items() if not answer.done()]
 
     def _answered(self, answer: "asyncio.Future[Any]") -> None:
@@ -95,7 +95,7 @@ class Run:
 
 
 def _way(start: Runs, goal: Runs) -> list[Runs]:
-    """Return the way from one to another over what waits for what, both included; empty if there is none."""
+    """Return the chain of waits from ``start`` to ``goal``, both included; empty if there is none."""
     came_from: dict[Runs, Runs | None] = {start: None}
     left = [start]
     while left:

@@ -1,4 +1,4 @@
-"""Whether work is so short that a thread for it is not worth it, as measured."""
+"""Measure whether work is too short to be worth running in a thread."""
 
 import threading
 from collections import deque
@@ -7,17 +7,18 @@ from typing import Final
 
 HOLD_MIN: Final = 4
 HOLD_MAX: Final = 1024
-"""Runs that work stays in the thread for, after the first and after many that held up the loop."""
+"""The number of runs for which work stays in the thread: at first, and after many runs that held up the loop.
+"""
 
 FORGIVEN_AFTER: Final = 1024
-"""Short runs in place after which work that had held up the loop counts as short again: the system holds up
-any process now and then, whatever it runs."""
+"""The number of short runs in place after which earlier long runs are forgotten. The system delays any
+process now and then, whatever it runs."""
 
 
 class Pace:
-    """How long the latest runs of some work took, and so whether to run it in place.
+    """The durations of the latest runs of some work, which decide whether to run it in place.
 
-    :param short_ns: about what giving the work to a thread and hearing back from it costs.
+    :param short_ns: the approximate cost of handing work to a thread and getting its result.
     """
 
     __slots__ = ("_hold", "_holding", "_in_place", "_recent", "_short_ns", "is_short")
@@ -32,13 +33,13 @@ class Pace:
         """Whether to run it in place."""
 
     def observe(self, duration_ns: int, *, in_place: bool) -> None:
-        """Note how long a run took."""
+        """Record the duration of a run."""
         self._recent.append(duration_ns)
         if self._holding:
             self._holding -= 1
         if in_place:
             if duration_ns > 4 * self._short_ns:
-                # It held the loop. Each time it does, it stays in the thread for twice as many runs.
+                # It held up the loop. Each time this happens, it stays in the thread for twice as many runs.
                 self._recent.clear()
                 self._hold = self._holding = min(2 * self._hold, HOLD_MAX)
                 self._in_place = 0
@@ -48,7 +49,7 @@ class Pace:
                 self._in_place += 1
                 if self._in_place == FORGIVEN_AFTER:
                     self._hold = HOLD_MIN
-        # The shortest of several runs, because a run in a thread also counts its wait for the GIL.
+        # Use the shortest of several runs, because a run in a thread includes its wait for the GIL.
         self.is_short = not self._holding and (
             duration_ns < self._short_ns or min(self._recent) < self._short_ns
         )
@@ -57,8 +58,8 @@ class Pace:
 class Paces:
     """The paces of several kinds of work, which any thread may run.
 
-    :param short_ns: as of :class:`Pace`.
-    :param labels_max: how many kinds are remembered.
+    :param short_ns: as for :class:`Pace`.
+    :param labels_max: the number of kinds to remember.
     """
 
     def __init__(self, short_ns: int, labels_max: int) -> None:
@@ -76,7 +77,7 @@ class Paces:
         return pace is not None and pace.is_short
 
     def observe(self, label: Hashable, duration_ns: int, *, in_place: bool) -> None:
-        """Note how long a run of it took."""
+        """Record the duration of a run of work with this label."""
         with self._lock:
             pace = self._paces.get(label)
             if pace is None:

@@ -1,4 +1,4 @@
-"""How the options ``pad`` and ``pad_with`` may be written."""
+"""The notations of the options ``pad`` and ``pad_with``."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -14,14 +14,14 @@ AUTO: Final = "auto"
 def sizes_of(given: Any) -> str | FrozenDict[str, tuple[int, ...] | str]:
     """Return the sizes of each dimension in rising order, from a mapping or a list of ``NAME=32,64,128``.
 
-    Sizes that the engine chooses stay a text, ``auto``, or ``auto:512`` for those up to 512. Instead of the
-    mapping it says so of all dimensions. A name may be several with ``=`` between them, for a model that has
-    no one name for the dimension.
+    If the engine chooses the sizes, they stay a text: ``auto``, or ``auto:512`` for sizes up to 512. Such a
+    text instead of the mapping applies to all dimensions. A name may be several names joined by ``=``, for a
+    model that has several names for the dimension.
 
     :raises TypeError, ValueError: for anything else.
     """
     if isinstance(given, list | tuple) and len(given) == 1 and _is_auto(given[0]):
-        given = given[0]  # A flag that was given once.
+        given = given[0]  # A command line flag that was given once.
     if _is_auto(given):
         return _auto(given)
     found: dict[str, tuple[int, ...] | str] = {}
@@ -31,13 +31,13 @@ def sizes_of(given: Any) -> str | FrozenDict[str, tuple[int, ...] | str]:
 
 
 def auto_limit(given: str) -> int | None:
-    """Return the largest size that the engine may choose, as the option says; ``None`` for no limit."""
+    """Return the largest size that the option lets the engine choose; ``None`` for no limit."""
     limit = given.partition(":")[2]
     return int(limit) if limit else None
 
 
 def values_of(given: Any) -> FrozenDict[str, int | float | str]:
-    """Return what each input is padded with, from a mapping or a list of ``NAME=VALUE``.
+    """Return the padding value of each input, from a mapping or a list of ``NAME=VALUE``.
 
     :raises TypeError, ValueError: for anything but numbers, ``mask``, ``length`` and ``length:DIMENSION``.
     """
@@ -68,7 +68,7 @@ def _is_auto(given: Any) -> bool:
 
 
 def _auto(given: str) -> str:
-    """Return the text in the one way in which it is written."""
+    """Return the text in its normal form."""
     _, colon, limit = given.partition(":")
     if not colon:
         return AUTO

@@ -16,19 +16,20 @@ DEVICE_LOST: Final = 75
 """The exit status of a server whose device was lost: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 SWITCH_INTERVAL_S: Final = 0.0005
-"""How soon a computing thread gets the GIL back from the loop. Python's own 5 ms is too long for a server."""
+"""How soon a computing thread gets the GIL back from the loop. Python's default of 5 ms is too long for a
+server."""
 
 GC_THRESHOLDS: Final = (10_000, 10, 10)
-"""Thresholds of the garbage collector for a process of ours. With Python's own, of which the first is 700, it
-goes through hundreds of requests in flight again and again: that took a fifth of a worker's CPU time."""
+"""Thresholds of the garbage collector in our processes. Python's defaults, of which the first is 700, make
+it scan hundreds of requests in flight again and again, which took a fifth of a worker's CPU time."""
 
 
 IN_WORKER: Final = "_ASYNCTRT_IN_WORKER"
-"""The environment variable by which a worker, and whatever process it starts, is known."""
+"""The environment variable that marks a worker and every process that it starts."""
 
 
 def enter_worker() -> None:
-    """Make this process known as a worker, to itself and to the processes that it starts."""
+    """Mark this process, and the processes that it starts, as a worker."""
     os.environ[IN_WORKER] = "1"
 
 
@@ -38,21 +39,21 @@ def is_in_worker() -> bool:
 
 
 def shorten_switch_interval() -> None:
-    """Hand the GIL to threads that compute sooner than Python does by default."""
+    """Make Python hand the GIL to computing threads sooner than by default."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def open_files_max() -> int:
-    """Return how many open files this process may have once its limit is raised."""
+    """Return the maximum number of open files of this process once its limit is raised."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def raise_open_files() -> int:
-    """Raise this process's soft limit of open files as far as it may, and return what it is then."""
+    """Raise this process's soft limit of open files as far as possible, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(OSError, ValueError):  # What a system allows may be less than it says.
+        with suppress(OSError, ValueError):  # A system may allow less than it reports.
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
@@ -63,16 +64,16 @@ PROGRAM: Final = (
     "from importlib import import_module; import_module('asynctrt._util.process').look_last(last); "
     "import_module(sys.argv.pop(1)).main()"
 )
-"""What a child process runs: the ``main`` of a module, with a given ``sys.path``."""
+"""The program of a child process: run a module's ``main`` with a given ``sys.path``."""
 
 SAFE_PATH: Final = "PYTHONSAFEPATH"
 
 
 class _InstalledFirst:
-    """Finds top-level modules everywhere but in the folders where they are looked for last.
+    """Finds top-level modules everywhere except in the folders to search last.
 
-    The end of ``sys.path`` does not suffice: a module there comes before a namespace package, as ``google``
-    and ``cuda`` are, wherever that is.
+    To append those folders to ``sys.path`` is not enough: a module there would still come before a namespace
+    package such as ``google`` or ``cuda`` anywhere on the path.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class _InstalledFirst:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where a module is, unless it is in one of these folders or is no top-level module."""
+        """Return the spec of a top-level module outside these folders, otherwise ``None``."""
         if path is not None:
             return None
         return PathFinder.find_spec(name, [entry for entry in sys.path if entry not in self.last], target)
@@ -91,7 +92,7 @@ _installed_first: Final = _InstalledFirst()
 
 
 def look_last(folders: Sequence[str]) -> None:
-    """Let modules be found in these folders that are found nowhere else."""
+    """Search these folders for modules that are found nowhere else."""
     new = [folder for folder in folders if folder not in sys.path]
     if not new:
         return
@@ -103,19 +104,19 @@ def look_last(folders: Sequence[str]) -> None:
 
 
 def add_cwd_to_path() -> None:
-    """Let ``module:attribute`` be found in the working directory, if it is not installed.
+    """Search the working directory for the module of ``module:attribute`` if it is not installed.
 
-    Others may be able to write there: no file there may take the place of an installed package.
+    Other users may be able to write there, so no file there may replace an installed package.
     """
     if "" not in sys.path:
         look_last([str(Path.cwd())])
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """Return the command of a child process that calls ``main`` in a module of ours.
+    """Return the command of a child process that calls ``main`` in one of our modules.
 
-    It finds modules where this process does, from the first import on. Python by itself would look for them
-    in the working directory first.
+    From its first import on, the child finds modules where this process does. By default Python would search
+    the working directory first.
     """
     last = _installed_first.last
     path = [entry for entry in sys.path if isinstance(entry, str) and entry not in last]
@@ -127,7 +128,7 @@ def child_command(module: str, *arguments: str) -> list[str]:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Keep the Python processes that are started meanwhile from importing from the working directory."""
+    """Keep Python processes that are started inside the block from importing from the working directory."""
     before, path = os.environ.get(SAFE_PATH), sys.path[:]
     os.environ[SAFE_PATH] = "1"
     sys.path[:] = [entry for entry in path if entry not in _installed_first.last]
@@ -142,16 +143,16 @@ def safe_path() -> Iterator[None]:
 
 
 def freeze_gc() -> None:
-    """Exempt everything that exists from garbage collection, whose full passes would block the loop.
+    """Exempt all existing objects from garbage collection, whose full passes would block the loop.
 
-    Call it once everything is loaded.
+    Call this once everything is loaded.
     """
     gc.collect()
     gc.freeze()
 
 
 def calm_gc() -> None:
-    """Have garbage collected seldom in a process of ours, and never what exists: see :func:`freeze_gc`."""
+    """Collect garbage rarely in one of our own processes, and exempt existing objects: :func:`freeze_gc`."""
     freeze_gc()
     gc.set_threshold(*GC_THRESHOLDS)
 
@@ -159,9 +160,9 @@ def calm_gc() -> None:
 def tune_process() -> None:
     """Tune this process to answer promptly. Call it once, after all models and modules are loaded.
 
-    It exempts all that exists from garbage collection (``gc.freeze``), whose full passes hold the event
-    loop for tens of milliseconds, and makes Python hand the GIL over every 0.5 ms instead of 5. Both are
-    settings of the whole process, so no engine does this by itself; ``asynctrt serve`` does.
+    It exempts all existing objects from garbage collection (``gc.freeze``), because full passes hold the
+    event loop for tens of milliseconds, and makes Python hand over the GIL every 0.5 ms instead of 5. Both
+    settings affect the whole process, so no engine applies them by itself; ``asynctrt serve`` does.
     """
     shorten_switch_interval()
     freeze_gc()

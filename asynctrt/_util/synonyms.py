@@ -1,7 +1,7 @@
-"""The words of other servers and load testers for what asynctrt calls otherwise, in one place.
+"""Names from other servers and load testers, with asynctrt's names for the same things.
 
-They are for messages: who writes ``max_batch_size`` is told of ``max_rows``. A load test takes those of load
-testers (:data:`asynctrt.loadtest.settings.SYNONYMS`), in Python and on the command line.
+Messages use them: for ``max_batch_size`` the message suggests ``max_rows``. A load test accepts the names of
+load testers (:data:`asynctrt.loadtest.settings.SYNONYMS`), in Python and on the command line.
 """
 
 import difflib
@@ -27,7 +27,7 @@ SYNONYMS: Final = {
     "replicas": "contexts",
     "workers": "isolation",
 }
-"""What Triton, Ray Serve and BentoML call options of an engine."""
+"""Engine options by the names of Triton, Ray Serve and BentoML."""
 
 COMMAND_SYNONYMS: Final = {
     "concurrency": "callers",
@@ -63,7 +63,7 @@ COMMAND_SYNONYMS: Final = {
     "log_verbose": "log_level",
     "workers": "fronts",
 }
-"""What Triton, Ray Serve, BentoML, k6 and hey call flags."""
+"""Flags by the names of Triton, Ray Serve, BentoML, k6 and hey."""
 
 SHORT_FLAGS: Final = {
     "c": "callers",
@@ -71,18 +71,19 @@ SHORT_FLAGS: Final = {
     "z": "seconds",
     "n": "requests",
 }
-"""Flags of one letter: hey's, and k6's."""
+"""One-letter flags of hey and k6."""
 
 ALL_SYNONYMS: Final = {**SYNONYMS, **COMMAND_SYNONYMS}
-"""Where there are flags, they go before options: a server's ``workers`` are processes that accept clients."""
+"""Flags take precedence over options: a server's ``workers`` are processes that accept clients."""
 
 
 def nearest_name(given: str, names: Iterable[str], others: Mapping[str, str], cutoff: float) -> str | None:
-    """Return the name that is most likely meant: the nearest, or what the nearest of ``others`` stands for.
+    """Return the name that was most likely meant: the nearest one, or the meaning of the nearest synonym.
 
-    A word of others' for a name that is not among ``names`` means nothing here, whatever it looks like.
+    A synonym for a name that is not among ``names`` has no match, whatever it resembles.
 
-    :param cutoff: how alike they must be, from 0 to 1.
+    :param others: synonyms, with the names that they stand for.
+    :param cutoff: the minimum similarity, from 0 to 1.
     """
     known = set(names)
     if given in others and others[given] not in known:

@@ -1,8 +1,8 @@
 """Checks of settings and arguments: one sentence and one rule for each kind of value.
 
-A class of settings is a frozen dataclass whose fields are made by :func:`setting`, with their check and their
-documentation beside the default. Its ``__post_init__`` calls :func:`validate`, and then looks at what its
-values say together::
+A class of settings is a frozen dataclass whose fields are made by :func:`setting`, with a check and the
+documentation beside the default. Its ``__post_init__`` calls :func:`validate`, and then checks combinations
+of values::
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Options:
@@ -33,10 +33,10 @@ from asynctrt.errors import SHOWN_MAX, InputError, OptionsError, bounded, show
 T = TypeVar("T")
 
 TIMEOUT_NS_MAX: Final = 2**62
-"""The longest timeout, 146 years: added to a monotonic clock it still fits into 63 bits, as timers need."""
+"""The longest timeout, 146 years. Added to a monotonic clock it still fits into 63 bits, as timers need."""
 
 UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-"""The units of a time that is given as a text, in seconds."""
+"""The units in which a text may give a time, in seconds."""
 
 PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
 
@@ -49,7 +49,7 @@ REMOVED_OPTIONS: Final = {
     "unloaded and loaded",
     "urgent_share": "device.partition(0.25) gives two parts of a device, for two engines on one model",
 }
-"""Options that earlier releases had, each with what to use instead."""
+"""Options that only earlier releases had, each with its replacement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Check:
     """One kind of value.
 
     :param expected: completes the sentence "max_rows must be …".
-    :param convert: returns the value in the form to keep; raises for one that is not of this kind.
+    :param convert: returns the value in the form to keep; raises if it is not of this kind.
     :param fix: a sentence for the end of the message.
     """
 
@@ -68,14 +68,14 @@ class Check:
     def __call__(self, name: str, value: object) -> Any:
         """Return ``value`` in the form to keep.
 
-        :param name: what the value is called in the message.
+        :param name: the value's name in the message.
         :raises OptionsError: if it is not of this kind.
         """
         try:
             return self.convert(value)
         except OptionsError:
-            raise  # It says more: what is wrong within the value.
-        except Exception:  # Foreign objects raise what they like.
+            raise  # It is more specific: it says what is wrong inside the value.
+        except Exception:  # Foreign objects may raise anything.
             fix = f". {self.fix}" if self.fix else ""
             raise OptionsError(f"{name} must be {self.expected}, not {show(value)}{fix}") from None
 
@@ -89,9 +89,9 @@ class Check:
 def setting(*, default: Any, doc: str, check: Check | None = None, is_secret: bool = False) -> Any:
     """Return a dataclass field.
 
-    :param doc: what it means, for readers and for :func:`docs_of`.
-    :param check: what :func:`validate` asks of it; ``None`` where the class checks it in another way.
-    :param is_secret: leave it out of the settings' ``repr``.
+    :param doc: its documentation, for readers and for :func:`docs_of`.
+    :param check: the check that :func:`validate` applies; ``None`` if the class checks it in another way.
+    :param is_secret: whether to leave it out of the settings' ``repr``.
     """
     return dataclasses.field(default=default, repr=not is_secret, metadata={"check": check, "doc": doc})
 
@@ -99,7 +99,7 @@ def setting(*, default: Any, doc: str, check: Check | None = None, is_secret: bo
 def validate(settings: Any) -> None:
     """Check every field of an instance whose class has fields made by :func:`setting`, and convert it.
 
-    :raises OptionsError: for the first value that is not what its field expects.
+    :raises OptionsError: for the first value that fails its field's check.
     """
     for item in dataclasses.fields(settings):
         check = item.metadata.get("check")  # A subclass may have fields of another kind.
@@ -108,14 +108,14 @@ def validate(settings: Any) -> None:
 
 
 def changed_repr(settings: Any) -> str:
-    """Return a ``repr`` of what differs from the defaults, without secrets: some classes have 40 fields."""
+    """Return a ``repr`` of the non-default values, without secrets; some classes have 40 fields."""
     given = ((item, getattr(settings, item.name)) for item in dataclasses.fields(settings) if item.repr)
     changed = [f"{item.name}={value!r}" for item, value in given if value != item.default]
     return f"{type(settings).__name__}({', '.join(changed)})"
 
 
 def docs_of(cls: type) -> dict[str, str]:
-    """Return the documentation of each field by its name, as one line without markup: a flag's help."""
+    """Return the documentation of each field by name, as one line without markup, for a flag's help."""
     return {
         item.name: " ".join(item.metadata["doc"].replace("``", "'").split())
         for item in dataclasses.fields(cls)
@@ -123,7 +123,7 @@ def docs_of(cls: type) -> dict[str, str]:
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Add the documentation of each field to that of its class, for ``help()`` and for editors."""
+    """Add the fields' documentation to the class's docstring, for ``help()`` and for editors."""
     lines = [f":param {item.name}: {' '.join(item.metadata['doc'].split())}" for item in _fields(cls)]
     head, _, rest = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
     cls.__doc__ = "\n".join([head, "", *lines, *rest.splitlines()])
@@ -139,9 +139,9 @@ def check_names(
 ) -> None:
     """Check that every name given is a valid one.
 
-    :param what: what a name stands for: ``option``, or ``setting in serve.toml``.
-    :param synonyms: what other programs call some of the names.
-    :raises OptionsError: for the first that is not; the message suggests the nearest one.
+    :param what: the kind of name, for the message: ``option``, or ``setting in serve.toml``.
+    :param synonyms: other programs' names for some of the names.
+    :raises OptionsError: for the first name that is not valid; the message suggests the nearest valid one.
     """
     others = synonyms or {}
     kind, _, where = what.partition(" ")
@@ -156,16 +156,16 @@ def check_names(
 
 
 def removed(name: str) -> str:
-    """Return the message for an option that earlier releases had."""
+    """Return the message for an option that only earlier releases had."""
     return f"the option {name!r} was removed: {REMOVED_OPTIONS[name]}"
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text in which a replacement stands for each character that could control a terminal.
+    """Replace each character of a text that could control a terminal.
 
-    Names in files, and the errors of servers, are other people's.
+    Names in files and errors of servers come from other people.
 
-    :param keep: characters that stay.
+    :param keep: characters to keep.
     """
     if text.isprintable():
         return text
@@ -176,8 +176,8 @@ def as_int(value: Any) -> int:
     """Return a whole number as an ``int``.
 
     :raises TypeError: for anything but an ``int`` or a NumPy integer; ``True`` and ``False`` are not numbers.
-    :raises ValueError: for one that does not fit into 64 bits: nothing here counts that far, and Python
-        refuses to print the largest.
+    :raises ValueError: if it does not fit into 64 bits: nothing here counts that far, and Python refuses to
+        print very large numbers.
     """
     if isinstance(value, bool):
         raise TypeError("a bool is not a number")
@@ -188,17 +188,17 @@ def as_int(value: Any) -> int:
 
 
 def int_or_none(value: Any) -> int | None:
-    """Return a whole number as an ``int``, as :func:`as_int`, and ``None`` for anything else."""
+    """Return a whole number as an ``int``, as :func:`as_int` does, or ``None`` for anything else."""
     try:
         return as_int(value)
-    except Exception:  # Whatever __index__ raises.
+    except Exception:  # __index__ may raise anything.
         return None
 
 
 def as_float(value: Any) -> float:
     """Return a real number as a ``float``: Python's, NumPy's, a ``Fraction`` or a ``Decimal``.
 
-    :raises TypeError: for anything else, ``True``, ``False`` and texts included.
+    :raises TypeError: for anything else, including ``True``, ``False`` and texts.
     """
     if isinstance(value, bool) or not isinstance(value, Real | Decimal):
         raise TypeError("not a real number")
@@ -209,7 +209,7 @@ def as_float(value: Any) -> float:
 
 
 def count(least: int, most: int | None = None) -> Check:
-    """Return the check of a whole number from ``least`` to ``most``."""
+    """Return a check for a whole number from ``least`` to ``most``."""
 
     def convert(value: Any) -> int:
         whole = as_int(value)
@@ -224,10 +224,10 @@ def count(least: int, most: int | None = None) -> Check:
 def number(
     least: float = 0.0, most: float = math.inf, *, above: bool = False, unit: str = "", fix: str = ""
 ) -> Check:
-    """Return the check of a real number from ``least`` to ``most``; NaN is none.
+    """Return a check for a real number from ``least`` to ``most``, which refuses NaN.
 
-    :param above: whether it has to be more than ``least``.
-    :param unit: what it counts, in the message: ``seconds``.
+    :param above: whether ``least`` itself is refused.
+    :param unit: the unit, for the message: ``seconds``.
     """
 
     def convert(value: Any) -> float:
@@ -241,7 +241,7 @@ def number(
 
 
 def duration(least: float = 0.0, most: float = math.inf, *, above: bool = False, fix: str = "") -> Check:
-    """Return the check of a time in seconds, or as a text such as ``"2ms"``: see :func:`number`."""
+    """Return a check for a time in seconds, or as a text such as ``"2ms"``: see :func:`number`."""
     check = number(least, most, above=above, unit="seconds", fix=fix)
 
     def convert(value: Any) -> float:
@@ -251,9 +251,9 @@ def duration(least: float = 0.0, most: float = math.inf, *, above: bool = False,
 
 
 def seconds_of(text: str) -> float:
-    """Return a time with its unit, such as ``2ms``, ``30s`` or ``1m30s``, in seconds.
+    """Convert a time with its unit, such as ``2ms``, ``30s`` or ``1m30s``, to seconds.
 
-    :raises ValueError: for any other text, a number without a unit included.
+    :raises ValueError: for any other text, including a number without a unit.
     """
     if not re.fullmatch(f"(?:{PART})+", text):
         raise ValueError(f"not a time with its unit: {text!r}")
@@ -261,7 +261,7 @@ def seconds_of(text: str) -> float:
 
 
 def choice(*values: str) -> Check:
-    """Return the check of one of several words."""
+    """Return a check for one of several words."""
 
     def convert(value: Any) -> str:
         if not isinstance(value, str) or value not in values:
@@ -318,12 +318,12 @@ PORT: Final = count(0, 65535)
 def priority_of(priority: Any, priorities: int) -> int:
     """Return the priority of a call as an ``int``.
 
-    :param priorities: how many levels the engine has.
-    :raises InputError: for anything but a whole number, NumPy's included, from 0 to ``priorities - 1``.
+    :param priorities: the engine's number of priority levels.
+    :raises InputError: for anything but a whole number, of Python or NumPy, from 0 to ``priorities - 1``.
     """
     try:
         level = priority if type(priority) is int else as_int(priority)
-    except Exception:  # Whatever __index__ raises: nothing is queued yet, and the caller is told.
+    except Exception:  # __index__ may raise anything. Nothing is queued yet, and the caller gets an error.
         level = -1
     if not 0 <= level < priorities:
         raise InputError(f"priority must be a whole number from 0 to {priorities - 1}, not {show(priority)}")
@@ -331,18 +331,18 @@ def priority_of(priority: Any, priorities: int) -> int:
 
 
 def output_names(outputs: Any, known: Sequence[str]) -> frozenset[str] | None:
-    """Return the names of the outputs that a call wants; ``None`` for all, also if it names all.
+    """Return the names of the outputs that a call wants; ``None`` for all, even if it names them all.
 
-    :param outputs: as given: ``host``, or names.
+    :param outputs: the caller's argument: ``host``, or names.
     :param known: the names of the model's outputs.
-    :raises InputError: for another text, for no names, and for one that the model does not have.
+    :raises InputError: for another text, for no names, or for a name that the model does not have.
     """
     if isinstance(outputs, str) and outputs == "host":
         return None
     listed = ", ".join(known)
     try:
         names = None if isinstance(outputs, str | bytes) else frozenset(outputs)
-    except Exception:  # Foreign objects raise what they like.
+    except Exception:  # Foreign objects may raise anything.
         names = None
     if names is None:
         raise InputError(
@@ -359,13 +359,13 @@ def output_names(outputs: Any, known: Sequence[str]) -> frozenset[str] | None:
 
 
 def timeout_ns_of(timeout: Any) -> int:
-    """Return a timeout in ns, given in seconds; :data:`TIMEOUT_NS_MAX` for a longer one, and for infinity.
+    """Convert a timeout in seconds to ns, limited to :data:`TIMEOUT_NS_MAX`.
 
-    :raises InputError: for anything but a real number, NumPy's and ``Decimal`` included, of at least 0.
+    :raises InputError: for anything but a real number ≥ 0, of Python or NumPy or a ``Decimal``.
     """
     try:
         seconds = timeout if type(timeout) is float else as_float(timeout)
-    except Exception:  # Whatever __float__ raises: nothing is queued yet, and the caller is told.
+    except Exception:  # __float__ may raise anything. Nothing is queued yet, and the caller gets an error.
         seconds = math.nan
     if not seconds >= 0:
         raise InputError(f"timeout must be a number of seconds ≥ 0, not {show(timeout)}")

@@ -52,7 +52,7 @@ LEVEL_STYLES: Final = {
     Level.WARNING: "yellow",
     Level.ERROR: "bold red",
 }
-"""How the first line of a finding of the doctor is shown."""
+"""Styles for the first line of the doctor's findings."""
 
 EXAMPLES: Final = {
     "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --limit 200"),
@@ -70,7 +70,7 @@ EXAMPLES: Final = {
         "asynctrt load model.onnx --search --slo 'p99<20ms' --json -",
     ),
 }
-"""What the help of each command ends with: lines that fit 80 columns."""
+"""Examples at the end of each command's help, in lines that fit 80 columns."""
 
 REMOVED: Final = {
     "bench": "Use `asynctrt load MODEL --sweep callers=1,32,256`.",
@@ -82,7 +82,7 @@ REMOVED: Final = {
     "load --png": "Use --report FILE.html, which writes a page with the charts.",
     "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
 }
-"""Commands and flags that were removed, and what to use instead."""
+"""Removed commands and flags, with their replacements."""
 
 WRONG_VALUES: Final = {
     "int_parsing": "is not a whole number",
@@ -92,11 +92,11 @@ WRONG_VALUES: Final = {
     "greater_than_equal": "is less than {ge}",
     "less_than_equal": "is more than {le}",
 }
-"""What is said of a wrong value, by pydantic's kind of error. Newer versions of typer show its message."""
+"""Messages for wrong values, by pydantic's error type. Newer versions of typer show pydantic's message."""
 
 
 def _seconds(given: Any) -> float:
-    """Return a number of seconds, also where it is given as a time such as 30s or 2ms."""
+    """Return a number of seconds, from a number or from a time such as 30s or 2ms."""
     try:
         return float(given)
     except ValueError:
@@ -109,7 +109,7 @@ def _seconds(given: Any) -> float:
 
 
 def _time_option(least: float, text: str) -> Any:
-    """Return the flag of a time in seconds that is ``least`` or longer."""
+    """Return a flag for a time in seconds of at least ``least``."""
 
     def parse(given: Any) -> float:
         seconds = _seconds(given)
@@ -130,7 +130,7 @@ app = typer.Typer(
 
 
 class _Harmless(RenderHook):
-    """Keeps all that is printed from controlling the terminal, but for the console's own styles."""
+    """A hook that keeps printed text from controlling the terminal, except for the console's own styles."""
 
     def process_renderables(self, renderables: list[Any]) -> list[Any]:
         return [_Cleaned(one) for one in renderables]
@@ -157,7 +157,7 @@ err = _console(stderr=True)
 
 
 class _Command(typer.core.TyperCommand):
-    """A command that knows others' words for its flags, and ``--version``."""
+    """A command that suggests its flags for other programs' names, and that takes ``--version``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args == ["--version"]:
@@ -165,7 +165,7 @@ class _Command(typer.core.TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            # Of typer's own copy of click, or of click, by the version of typer.
+            # Compare names: depending on typer's version, the class is from click or from typer's copy of it.
             if type(error).__name__ == "NoSuchOption":
                 _refuse_removed(f"{ctx.info_name} {error.option_name}")  # type: ignore[attr-defined]
                 _suggest(error, [name for item in self.params if (name := item.name)])
@@ -175,16 +175,16 @@ class _Command(typer.core.TyperCommand):
 
 
 def _refuse_removed(name: str) -> None:
-    """Refuse a command or a flag that was removed.
+    """Refuse a removed command or flag.
 
-    :raises UsageError: with what to use instead.
+    :raises UsageError: if it was removed; the message names the replacement.
     """
     if name in REMOVED:
         raise UsageError(f"`asynctrt {name}` was removed. {REMOVED[name]}")
 
 
 def _reword(error: Any) -> None:
-    """Say in plain English what is wrong with a value, in an error of typer's that pydantic caused."""
+    """Put the message of a typer error that pydantic caused into plain English."""
     cause = error.__cause__
     if not callable(getattr(cause, "errors", None)):
         return
@@ -198,7 +198,7 @@ def _reword(error: Any) -> None:
 
 
 def _suggest(error: Any, names: list[str]) -> None:
-    """Let the message about an unknown flag suggest what is meant, and nothing that only looks alike."""
+    """Make the error for an unknown flag suggest the flag that is meant, not one that only looks similar."""
     given = error.option_name.lstrip("-").removeprefix("no-").replace("-", "_")
     if given in REMOVED_OPTIONS:
         error.message += f". T{removed(given)[1:]}"
@@ -215,7 +215,7 @@ def _flag_of(name: str) -> str:
 
 
 def prepare() -> None:
-    """Give each command its class, with its help, and its examples."""
+    """Give each command its class and its examples."""
     for info in app.registered_commands:
         info.cls = _Command
         examples = EXAMPLES.get(info.name or str(getattr(info.callback, "__name__", "")), ())
@@ -223,7 +223,7 @@ def prepare() -> None:
 
 
 def main() -> None:
-    """Run the command. An error of asynctrt's is shown as its message, without a traceback."""
+    """Run the command. Show an asynctrt error as its message, without a traceback."""
     prepare()
     try:
         _refuse_removed("".join(sys.argv[1:2]))
@@ -428,7 +428,7 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
 
 
 def _serve_signature() -> inspect.Signature:
-    """Return the flags of ``serve``: the settings of a server and of its engines, under the same names."""
+    """Return the flags of ``serve``: the settings of a server and the options of its engines, by name."""
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [
         context,
@@ -460,7 +460,7 @@ def _serve_signature() -> inspect.Signature:
 
 
 def _field_flags(cls: type[Any]) -> list[inspect.Parameter]:
-    """Return a flag for each field of a class of settings, with the field's documentation as its help."""
+    """Return a flag for each field of a settings class, with the field's documentation as its help."""
     kinds, texts = get_type_hints(cls), docs_of(cls)
     flags = []
     for item in dataclasses.fields(cls):
@@ -470,7 +470,7 @@ def _field_flags(cls: type[Any]) -> list[inspect.Parameter]:
         ):
             kind, default = list[str] | None, None
         elif str in get_args(kind):
-            kind = str | None  # A rate, for example, is a number or a text.
+            kind = str | None  # A rate, for example, may be a number or a text.
         check = item.metadata["check"]
         is_time = check is not None and "of seconds" in check.expected
         flags.append(_flag(item.name, kind, default, texts[item.name], is_time=is_time))
@@ -482,7 +482,7 @@ def _flag(name: str, kind: Any, default: Any, text: str, *, is_time: bool = Fals
 
     :param is_time: whether its value is a number of seconds, or a time with a unit.
     """
-    # A flag that is off by default is named here, so that it gets no --no- form.
+    # Name a flag that is off by default explicitly, so that typer adds no --no- form.
     names = [_flag_of(name)] if default is False else []
     info = typer.Option(
         *names,
@@ -530,7 +530,7 @@ def _build(ctx: typer.Context, model: str, **given: Any) -> None:
 
 
 def _build_signature() -> inspect.Signature:
-    """Return the flags of ``build``: its own, and the options of a build."""
+    """Return the flags of ``build``: its own flags, and the options of a build."""
     parameters = [
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
         _parameter(
@@ -647,7 +647,7 @@ LOAD_FLAGS: Final = (
 
 
 def _load_signature() -> inspect.Signature:
-    """Return the flags of ``load``: its own, and the settings of a load test and of an engine."""
+    """Return the flags of ``load``: its own flags, the settings of a load test and the engine's options."""
     target = typer.Argument(metavar="TARGET", help="The model or server to measure.", show_default=False)
     parameters = [
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
@@ -664,7 +664,7 @@ _load.__signature__ = _load_signature()  # type: ignore[attr-defined]  # Typer r
 
 
 def _in_own_words(flag: str) -> str:
-    """Return the flag of ``load`` that other load testers call so: ``--users`` is ``--callers``."""
+    """Return the flag of ``load`` for another load tester's name: ``--users`` means ``--callers``."""
     name = flag.replace("-", "_")
     has_it = name in _load.__signature__.parameters  # type: ignore[attr-defined]
     return flag if has_it else THEIR_WORDS.get(name, name).replace("_", "-")
@@ -677,7 +677,7 @@ app.command(
 
 
 def _variables() -> dict[str, str]:
-    """Return the environment variables that there are, and what each of them sets."""
+    """Return the known environment variables, with the flag or argument that each one sets."""
     of_context = {"ctx", "target", "check"}
     signatures = {"serve": _serve_signature(), "load": _load_signature()}
     named = variables(
@@ -723,7 +723,7 @@ def _run(job: Callable[[], Coroutine[Any, Any, None]]) -> bool:
     except KeyboardInterrupt:
         return True
     except ExceptionGroup as group:
-        # Many callers failed alike: the first error stands for all.
+        # Many callers failed in the same way, so report only the first error.
         error: Exception | None = group.subgroup(AsynctrtError)
         if error is None:
             raise

@@ -1,4 +1,4 @@
-"""Show in a terminal how far the builds of plans are."""
+"""Show the progress of plan builds in a terminal."""
 
 import logging
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from asynctrt.backends.tensorrt.builder import BuildStep
 
 ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160))}
-"""Names of models may come from files of others: they must not control the terminal."""
+"""Replacements for control characters: model names may be untrusted, and must not control the terminal."""
 
 LOGGER: Final = logging.getLogger("asynctrt.build")
 
 
 def progress_on(console: Console) -> Progress:
-    """Return bars that disappear in the end."""
+    """Return progress bars that disappear at the end."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -30,7 +30,7 @@ def progress_on(console: Console) -> Progress:
 
 
 class BuildBar:
-    """Shows how far a build is: a bar for the whole, with the phase that it is in."""
+    """A progress bar for a whole build, with its current phase."""
 
     def __init__(self, progress: Progress, model: str = "") -> None:
         self._progress = progress
@@ -38,14 +38,14 @@ class BuildBar:
         self.task: TaskID = progress.add_task(escape(f"{self._model}parsing the model"), total=None)
 
     def __call__(self, step: BuildStep) -> None:
-        """Show one step. Called on TensorRT's threads, which rich allows."""
+        """Show one step. TensorRT's threads call this, which rich allows."""
         if step.parent is None:
             self._progress.update(self.task, total=step.total, completed=step.done)
         self._progress.update(self.task, description=escape(self._model + step.phase.lower()))
 
 
 class _Bars(logging.Handler):
-    """Shows what the plan cache logs of its builds, each with a bar while it goes on."""
+    """A handler that shows the plan cache's log of builds, with a bar for each running build."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Bars(logging.Handler):
         self._bars: dict[str, BuildBar] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show one record: a step moves its model's bar, anything else is a line."""
+        """Show one record: move the model's bar for a step, or print a line for anything else."""
         model, step = getattr(record, "model", ""), getattr(record, "step", None)
         bar = self._bars.get(model)
         if step is not None:
@@ -63,14 +63,14 @@ class _Bars(logging.Handler):
         said = record.getMessage().translate(ESCAPES)
         self._progress.console.print(said, highlight=False, markup=False, soft_wrap=True)
         if bar is None:
-            with suppress(LiveError):  # Something else is being shown, of which there can be one at a time.
+            with suppress(LiveError):  # Another live display is running, and rich allows only one at a time.
                 self._progress.start()
             self._bars[model] = BuildBar(self._progress, model.rpartition("/")[2].translate(ESCAPES))
         else:
             self._progress.remove_task(self._bars.pop(model).task)
 
     def end(self) -> None:
-        """Remove what is left of builds that failed."""
+        """Remove the bars of failed builds."""
         for bar in self._bars.values():
             self._progress.remove_task(bar.task)
         self._bars.clear()
@@ -80,10 +80,10 @@ class _Bars(logging.Handler):
 def builds_shown(
     console: Console, progress: Progress | None = None, *, is_wanted: bool = True
 ) -> Iterator[None]:
-    """Show builds of the plan cache while inside, if the console is a terminal; else they are logged.
+    """Show builds of the plan cache inside the block if the console is a terminal; otherwise log them.
 
-    :param progress: the bars that there are already. Default: some of its own, while there is a build.
-    :param is_wanted: false leaves everything to the log.
+    :param progress: existing bars to use. Default: new bars while a build runs.
+    :param is_wanted: false to only log builds.
     """
     if not (is_wanted and console.is_terminal):
         yield

@@ -1,7 +1,7 @@
-"""Show on files of this machine what an engine does that a batcher of 30 lines does not: `asynctrt demo`.
+"""`asynctrt demo`: compare an engine with a 30-line batcher, on files of this machine.
 
 The files are identified with the ONNX model that magika ships. Only magika's data is used: the model, its
-configuration and its table of content types. The inputs are made here from each file's bytes, as the
+configuration and its table of content types. This module makes the inputs from each file's bytes, as the
 configuration specifies.
 """
 
@@ -33,17 +33,17 @@ except ImportError:
     threadpool_limits = None
 
 MAX_ROWS: Final = 4
-"""On a CPU this model is fastest in small batches: `asynctrt load demo --sweep max_rows=1,4,32` shows it."""
+"""On a CPU this model is fastest in small batches, as `asynctrt load demo --sweep max_rows=1,4,32` shows."""
 
 LOOKED_AT_MAX: Final = 100_000
-"""A folder may be a whole disk, and nobody waits for that."""
+"""The maximum number of entries to look at: a folder may be a whole disk."""
 
 CALLERS: Final = 64
 LAYERS_ROWS: Final = 32
-WIDTH: Final = 2048  # As long as a row that is made of a file.
+WIDTH: Final = 2048  # The length of the row for one file.
 BLOCKED_S: Final = 0.005
 SAME: Final = 1.1
-"""A smaller ratio may be chance."""
+"""The smallest ratio to report: a smaller one may be chance."""
 
 HAND: Final = "a batcher by hand"
 ENGINE: Final = "asynctrt"
@@ -66,7 +66,7 @@ Measure = Callable[["Load", float], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ContentModel:
-    """The model's file, and the meaning of its input and output."""
+    """The model's file, and the format of its input and output."""
 
     path: Path
     labels: tuple[str, ...]
@@ -125,7 +125,8 @@ def default_folders() -> tuple[Path, ...]:
 def find_files(folders: Sequence[Path], limit: int) -> list[Path]:
     """Return up to ``limit`` files below the folders: a random sample, the same each time.
 
-    What may not be looked at is left out, and so is what comes after the first :data:`LOOKED_AT_MAX` files.
+    Files that cannot be accessed are left out, and so is everything after the first :data:`LOOKED_AT_MAX`
+    entries.
     """
     found: list[Path] = []
     for path in islice(chain.from_iterable(folder.rglob("*") for folder in folders), LOOKED_AT_MAX):
@@ -141,8 +142,8 @@ def find_files(folders: Sequence[Path], limit: int) -> list[Path]:
 def read_row(model: ContentModel, path: Path) -> Array | None:
     """Return the model's input for a file, int32 ``(1, beg_size + end_size)``.
 
-    That is the beginning and the end of the file without the white space around them, and with missing bytes
-    padded towards the middle. Return ``None`` if the file cannot be read or is too small.
+    The input is the beginning and the end of the file, stripped of white space and padded in the middle if
+    bytes are missing. Return ``None`` if the file cannot be read or is too small.
     """
     try:
         with path.open("rb") as file:
@@ -163,7 +164,7 @@ def read_row(model: ContentModel, path: Path) -> Array | None:
 
 
 def read_input(path: Path) -> Array | None:
-    """Return the installed model's input for a file, as a reader for ``asynctrt load --reader`` does."""
+    """Return the installed model's input for a file. This is a reader for ``asynctrt load --reader``."""
     return read_row(_installed_model(), path)
 
 
@@ -173,7 +174,7 @@ def _installed_model() -> ContentModel:
 
 
 class HandBatcher:
-    """A batcher as an application writes it in 30 lines, and writes it well."""
+    """A good batcher of 30 lines, as an application would write it."""
 
     def __init__(self, predict: Callable[[Array], Array], max_rows: int) -> None:
         self._predict, self._max_rows = predict, max_rows
@@ -219,17 +220,17 @@ class Layers:
         self.computed = 0
 
     def predict(self, rows: Array) -> Array:
-        """Compute a batch, or raise if a row is not finite. It blocks."""
+        """Compute a batch, or raise if a row is not finite. Blocks the thread."""
         if not np.isfinite(rows).all():
             raise ValueError("a row is not finite")
         for matrix in self._weights:
             rows = np.maximum(rows @ matrix, 0)
-        count = len(rows)  # No other thread comes between reading and writing the sum.
+        count = len(rows)  # Called first, so that no other thread runs between reading and writing the sum.
         self.computed += count
         return rows
 
     def open(self) -> "asynctrt.Opening":
-        """Return an engine that computes the same."""
+        """Return an engine for the same computation."""
         x, y = (TensorSpec(name, "float32", (WIDTH,)) for name in "xy")
         model = asynctrt.FunctionModel(lambda inputs: self.predict(inputs["x"]), inputs=x, outputs=y)
         return asynctrt.open(model, max_rows=LAYERS_ROWS, timeout_until="answer")
@@ -237,7 +238,7 @@ class Layers:
 
 @dataclass(slots=True)
 class Load:
-    """Requests that are sent one way, and what became of them."""
+    """Requests that are sent in one way, and their results."""
 
     infer: Infer
     rows: Sequence[Array]
@@ -250,10 +251,10 @@ class Load:
     async def send(
         self, timeout: float | None = None, *, row: Array | None = None, counts: bool = True
     ) -> None:
-        """Send a request. It is answered if the answer comes, and in time."""
+        """Send a request. Count it as answered if the answer arrives in time."""
         begun_ns = clock.now_ns()
         self.sent += counts
-        with suppress(Exception):  # Whatever the model raised, or a deadline.
+        with suppress(Exception):  # An error of the model, or a missed deadline.
             await self.infer(self.rows[self.sent % len(self.rows)] if row is None else row, timeout=timeout)
             took_ms = (clock.now_ns() - begun_ns) / 1e6
             self.used += 1
@@ -267,13 +268,13 @@ COLUMNS: Final[Mapping[str, tuple[Callable[[Load], float], str]]] = {
     "p99 ms": (lambda load: float(np.percentile(load.latencies_ms or [0.0], 99)), "{:,.0f}"),
     "wasted": (lambda load: 1 - load.used / load.computed if load.computed else 0.0, "{:.0%}"),
 }
-"""What is shown of a load, and how. What was computed for callers who had left is wasted."""
+"""The figures of a load, with their formats. Rows computed for callers who had left are wasted."""
 
 
 async def closed(seconds: float, send: Send, blocked_s: float = 0.0) -> None:
-    """Have callers send a request each, and the next when it is answered.
+    """Let each of several callers send requests one after the other, waiting for each answer.
 
-    :param blocked_s: for how long something else blocks the loop, in a fifth of the time.
+    :param blocked_s: seconds for which other work blocks the loop at a time, for a fifth of the total time.
     """
 
     async def caller() -> None:
@@ -294,7 +295,7 @@ async def closed(seconds: float, send: Send, blocked_s: float = 0.0) -> None:
 
 
 async def offered(seconds: float, rate: float, *sends: Send) -> None:
-    """Send requests at even times, whether earlier ones were answered or not; take turns at ``sends``."""
+    """Send requests at regular intervals, whether or not earlier ones were answered; rotate ``sends``."""
     begun_ns, sent = clock.now_ns(), 0
     async with asyncio.TaskGroup() as requests:
         while sent < seconds * rate - 1:
@@ -306,7 +307,7 @@ async def offered(seconds: float, rate: float, *sends: Send) -> None:
 
 
 async def lost(infer: Infer, rows: Sequence[Array], end: Callable[[], Awaitable[object]]) -> str:
-    """Shut down while requests are on their way; return how many were never answered, of how many."""
+    """Shut down while requests are in flight; return how many were never answered, out of how many."""
     requests = [asyncio.ensure_future(infer(rows[number % len(rows)])) for number in range(4 * CALLERS)]
     await asyncio.sleep(0.03)
     await end()
@@ -318,19 +319,19 @@ async def lost(infer: Infer, rows: Sequence[Array], end: Callable[[], Awaitable[
 
 
 def compared(column: str, engine: float, hand: float) -> str:
-    """Say what the engine makes of a figure of the batcher by hand."""
+    """Return the ratio of a figure of the engine to that of the batcher by hand, as a text."""
     ratio = 1.0 if engine == hand else engine / hand if hand else math.inf
     return f"{column} " + ("no difference" if 1 / SAME < ratio < SAME else f"x {ratio:.2f}")
 
 
 @dataclass
 class Course:
-    """What the demo is to do.
+    """One run of the demo.
 
-    :param seconds: how long each way is measured.
-    :param dashboard: serve the dashboard at the end, until SIGINT or SIGTERM.
+    :param seconds: how long to measure each way.
+    :param dashboard: whether to serve the dashboard at the end, until SIGINT or SIGTERM.
     :param say: prints a line.
-    :param note: shows what is going on, until the next line.
+    :param note: shows the current activity until the next line.
     """
 
     folders: tuple[Path, ...]
@@ -342,10 +343,10 @@ class Course:
     note: Callable[[str], object] = bool
 
     async def run(self, model: ContentModel) -> None:
-        """Run it. What was found is shown as soon as it is, and also when it is cancelled."""
+        """Run the demo. Show each result as soon as it is known, even if the demo is cancelled."""
         if threadpool_limits is None:
             raise MissingExtraError("the demo needs threadpoolctl: pip install 'asynctrt[demo]'")
-        # As on servers: several computations share the cores, and threads of each would be in their way.
+        # As on a server, several computations share the cores, and more BLAS threads would compete for them.
         with threadpool_limits(1, user_api="blas"):
             async with asynctrt.open(model.path, device=self.device, max_rows=MAX_ROWS) as files:
                 rows = await self.identify(model, files)
@@ -359,7 +360,7 @@ class Course:
                         await self._serve({"filetypes": (files, rows), "layers": (engine, vectors)})
 
     async def identify(self, model: ContentModel, engine: asynctrt.Engine) -> list[Array]:
-        """Tell the types of the files with ``await engine.infer``, many at once; return their rows."""
+        """Identify the files' types with ``await engine.infer``, many at once; return their rows."""
         paths = await asyncio.to_thread(find_files, self.folders, self.limit)
         read = await asyncio.to_thread(lambda: [read_row(model, path) for path in paths])
         rows = [row for row in read if row is not None]
@@ -386,12 +387,12 @@ class Course:
         return rows
 
     async def _compare(self, layers: Layers, engine: asynctrt.Engine, rows: Sequence[Array]) -> None:
-        """Measure each part, with the ways in turn, so that what else the machine does meets all of them."""
+        """Measure each part, alternating the ways, so that other load on the machine affects all of them."""
         batcher = HandBatcher(layers.predict, LAYERS_ROWS)
         loads: dict[str, Load] = {}
 
         async def in_the_coroutine(row: Array, **_: object) -> Array:
-            await asyncio.sleep(0)  # As a request does that comes over the network.
+            await asyncio.sleep(0)  # Like a request that arrives over the network.
             return layers.predict(row)
 
         async def part(title: str, columns: str, measure: Measure, times: int = 1) -> None:
@@ -428,11 +429,11 @@ class Course:
             return offered(seconds, 1.5 * rate, load.send, partial(load.send, usual_s, counts=False))
 
         self.say(ABOUT)
-        for infer in (batcher.infer, engine.infer):  # Once, to warm up.
+        for infer in (batcher.infer, engine.infer):  # Warm up.
             await closed(self.seconds / 4, Load(infer, rows).send)
         about = f"1. Plain load: {CALLERS} callers, each with one request after the other"
         await part(about, "answers/s, p99 ms", plain, 4)
-        # The capacity of the better one.
+        # The capacity of the better way.
         rate = max(1.0, *(COLUMNS["answers/s"][0](loads[name]) for name in (HAND, ENGINE)))
         usual_s = CALLERS / rate
         about = f"2. Overload: requests at twice capacity, each due within {3e3 * usual_s:.0f} ms"
@@ -449,7 +450,7 @@ class Course:
             self.say(f"  {ENGINE:<20}{await lost(ending.infer, rows, ending.drain):>16}")
 
     def _show(self, title: str, columns: Sequence[str], loads: Mapping[str, Load]) -> None:
-        """Print a part, also one that was interrupted."""
+        """Print a part's figures, even if it was interrupted."""
         begun = {name: load for name, load in loads.items() if load.sent}
         figures = {name: [COLUMNS[column][0](load) for column in columns] for name, load in begun.items()}
         self.say(f"\n{title}\n{'':26}" + "".join(f"{column:>12}" for column in columns))
@@ -466,13 +467,13 @@ class Course:
         from asynctrt.serving import Repository, Server, ServerSettings  # noqa: PLC0415
 
         async def ask(name: str, rows: Sequence[Array]) -> None:
-            with suppress(AsynctrtError):  # The server may be full, and it ends before its load.
+            with suppress(AsynctrtError):  # The server may be full, and it ends before the load does.
                 await client.infer(name, random.choice(rows))  # noqa: S311  (a load, not a secret)
 
         repository = Repository()
         for name, (engine, _) in engines.items():
             repository.add(name, engine)
-        # Any free port; and what holds the loop of a demo is no news.
+        # Use any free port, and do not warn when something holds up the demo's loop.
         server = Server(repository, ServerSettings(http_port=0, grpc=False, max_pause=60.0))
         await server.start()
         tasks = [asyncio.create_task(server.serve())]  # From here on, Ctrl-C ends the server.

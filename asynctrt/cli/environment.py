@@ -1,7 +1,7 @@
-"""Environment variables: which there are, which are set, and which are set in vain.
+"""Environment variables: the known ones, the ones that are set, and set ones that have no effect.
 
-A flag ``--http-port`` of ``asynctrt serve`` is also the variable ``ASYNCTRT_SERVE_HTTP_PORT``. A name that is
-misspelt sets nothing, and whoever wrote it into a manifest would not notice.
+The flag ``--http-port`` of ``asynctrt serve`` is also the variable ``ASYNCTRT_SERVE_HTTP_PORT``. A misspelt
+name sets nothing, and the author of a manifest would not notice.
 """
 
 import re
@@ -14,18 +14,18 @@ from asynctrt.errors import UsageError
 PREFIX: Final = "ASYNCTRT_"
 
 SERVICE_LINKS: Final = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
-"""What Kubernetes sets for a service that is named asynctrt-something, in every pod of its namespace."""
+"""Variables that Kubernetes sets for a service named asynctrt-something, in every pod of its namespace."""
 
 SERVICE_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
-"""How the value of the remaining one begins, NAME_PORT."""
+"""The start of the value of one more such variable, NAME_PORT."""
 
 SECRETS: Final = ("ASYNCTRT_SERVE_TOKENS", "ASYNCTRT_LOAD_TOKEN", "ASYNCTRT_LOAD_HEADER")
 
 
 def variables(parameters: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Return the flag of each variable that has a meaning, with its command.
+    """Return the command and flag of each valid variable.
 
-    :param parameters: the names of the parameters of each command that takes variables.
+    :param parameters: the parameter names of each command that takes variables.
     """
     return {
         f"{PREFIX}{command.upper()}_{name.upper()}": f"{command} --{name.replace('_', '-')}"
@@ -35,12 +35,12 @@ def variables(parameters: Mapping[str, Iterable[str]]) -> dict[str, str]:
 
 
 def shown(name: str, value: str) -> str:
-    """Return a variable's value as it may be shown: not, if it is a secret."""
+    """Return a variable's value for display; hide a secret."""
     return "(set, not shown)" if name in SECRETS and value else value
 
 
 def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
-    """Return a sentence for each variable that looks like ours and sets nothing, with the right one."""
+    """Return a sentence for each variable that looks like ours but sets nothing, with the right name."""
     names = list(known)
     return [
         _sentence(name, names)
@@ -53,11 +53,11 @@ def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
 
 
 def check_values(environment: Mapping[str, str], known: Iterable[str]) -> None:
-    """Refuse variables of ours that are set and empty, as docker compose makes of one that it does not know.
+    """Refuse known variables that are set but empty, as docker compose sets a variable that it does not know.
 
-    What was to be set would count as not set: a server without tokens, or without TLS.
+    An empty variable would count as not set: the server would run without tokens, or without TLS.
 
-    :raises UsageError: if there is one.
+    :raises UsageError: if a known variable is empty.
     """
     empty = sorted(name for name in known if environment.get(name) == "")
     if empty:
@@ -71,7 +71,7 @@ def _sentence(name: str, names: list[str]) -> str:
 
 
 def _meant(name: str, names: list[str]) -> str | None:
-    """Return the variable that is nearest, or the one that another program's word stands for."""
+    """Return the nearest variable, or the variable for another program's name."""
     for prefix in {known[: known.index("_", len(PREFIX)) + 1] for known in names}:
         if name.startswith(prefix):
             own = {known.removeprefix(prefix).lower(): known for known in names if known.startswith(prefix)}

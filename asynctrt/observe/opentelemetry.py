@@ -1,4 +1,4 @@
-"""Make spans for OpenTelemetry of what an engine is asked. The only importer of ``opentelemetry``.
+"""Make OpenTelemetry spans of an engine's requests. The only importer of ``opentelemetry``.
 
 ::
 
@@ -21,7 +21,7 @@ except ImportError as error:
     raise MissingExtraError("spans need opentelemetry-api: pip install 'asynctrt[otel]'") from error
 
 __all__ = ["Span", "Tracer", "add_outcome", "propagate", "trace", "trace_requests"]
-"""With what a server's spans are made of, which takes it from here."""
+"""Includes the names that a server needs to make spans, because it imports them from here."""
 
 SCOPE: Final = "asynctrt"
 
@@ -29,16 +29,16 @@ SCOPE: Final = "asynctrt"
 def trace_requests(
     engine: Engine, *, name: str | None = None, tracer_provider: TracerProvider | None = None
 ) -> None:
-    """Make a span for each later call of ``engine.infer``, as a child of the span that it is made in.
+    """Make a span for each later call of ``engine.infer``, as a child of the caller's current span.
 
-    Its attributes are ``asynctrt.model``, ``asynctrt.rows``, ``asynctrt.batch_rows``, ``asynctrt.queue_s``,
-    ``asynctrt.compute_s``, and ``asynctrt.launched_ns``, which the requests of a batch have in common: see
-    :attr:`InferResult.launched_ns`. The span of a request that failed, or was cancelled, has an error. An
-    engine that is not traced pays nothing.
+    The attributes are ``asynctrt.model``, ``asynctrt.rows``, ``asynctrt.batch_rows``, ``asynctrt.queue_s``,
+    ``asynctrt.compute_s``, and ``asynctrt.launched_ns``, which is equal for all requests of a batch: see
+    :attr:`InferResult.launched_ns`. The span of a failed or cancelled request has an error status. Tracing
+    costs nothing for engines that are not traced.
 
-    :param name: what the model is called; the engine's name by default.
-    :param tracer_provider: where spans go; OpenTelemetry's global provider by default.
-    :raises UsageError: for an engine that is traced already.
+    :param name: the model's name in spans; the engine's name by default.
+    :param tracer_provider: the provider that receives the spans; OpenTelemetry's global one by default.
+    :raises UsageError: if the engine is traced already.
     """
     if "infer" in vars(engine):
         raise UsageError(f"the requests of {engine!r} are traced already")
@@ -69,7 +69,7 @@ def trace_requests(
 
 
 def add_outcome(span: Span, outcome: InferResult | BaseException) -> None:
-    """Add to a request's span how it went: in which batches and how long, or why it failed."""
+    """Add a request's outcome to its span: its batch and times, or its error."""
     if isinstance(outcome, InferResult):
         timing = outcome.timing
         span.set_attributes(
@@ -83,12 +83,12 @@ def add_outcome(span: Span, outcome: InferResult | BaseException) -> None:
     elif isinstance(outcome, Exception):
         span.record_exception(outcome)
         span.set_status(trace.StatusCode.ERROR, f"{type(outcome).__name__}: {outcome}")
-    else:  # asyncio.CancelledError, or what ends the process.
+    else:  # asyncio.CancelledError, or an exception that ends the process.
         span.set_status(trace.StatusCode.ERROR, "cancelled")
 
 
 def _rows(engine: Engine, inputs: Inputs) -> int | None:
-    """Return the rows of inputs that an engine has taken; ``None`` if none of them has rows."""
+    """Return the number of rows of accepted inputs, or ``None`` if no input has rows."""
     named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {engine.inputs[0].name: inputs}
     for spec in engine.inputs:
         if spec.axis is not None and (array := named.get(spec.name)) is not None:

@@ -1,4 +1,4 @@
-"""Expose engines to Prometheus, under Triton's names and asynctrt's own. The only importer of
+"""Expose engines to Prometheus, under Triton's and asynctrt's names. The only importer of
 ``prometheus_client``.
 
 ::
@@ -63,7 +63,7 @@ __all__ = [
     "openmetrics",
     "text_string_to_metric_families",
 ]
-"""With what a server's metrics are made of, which takes it from here."""
+"""Includes the names that a server needs to make metrics, because it imports them from here."""
 
 Read = Callable[[Statistics], float]
 
@@ -96,7 +96,7 @@ TRITON: Final[tuple[tuple[str, str, Read], ...]] = (
         lambda done: done.copy_out_ns / 1e3,
     ),
 )
-"""Counters under Triton's names, which users chart already and which lack the ``_total`` of OpenMetrics."""
+"""Counters under Triton's names, which existing charts use and which lack the ``_total`` of OpenMetrics."""
 
 GAUGES: Final[tuple[tuple[str, str, Read], ...]] = (
     (
@@ -146,12 +146,12 @@ GAUGES: Final[tuple[tuple[str, str, Read], ...]] = (
 )
 
 STATES: Final = ("succeeded", "failed", "cancelled", "expired", "refused")
-"""Outcomes of requests, by their names in :class:`asynctrt.Statistics`."""
+"""Request outcomes, by their names in :class:`asynctrt.Statistics`."""
 
 MODEL: Final = ("model", "version")
 
 VERSION: Final = "1"
-"""The version label of an application's engine: a server's default."""
+"""The version label of an application's engine, which is a server's default version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +164,11 @@ class Reading:
     answered: int
     """Answered requests, counted when ``done`` was read."""
     waiting_rows: int = 0
-    """Rows of the requests that wait for their client's turn, before the queue."""
+    """Rows of requests that wait for their client's turn to enter the queue."""
 
 
 class Family(NamedTuple):
-    """One metric: ``make`` makes it without samples, ``add`` adds those of one :class:`Reading`."""
+    """One metric: ``make`` makes it without samples, ``add`` adds the samples of one :class:`Reading`."""
 
     make: Callable[[], Metric]
     add: Callable[[Any, Any], None]
@@ -184,11 +184,11 @@ class Family(NamedTuple):
 class EngineCollector(Collector):
     """Collect the metrics of an application's own engines, for a registry of ``prometheus_client``.
 
-    Names and labels are those of a server's metrics. Any thread may scrape. An engine that is closed is left
-    out, and so is what only a server knows, such as its clients and its histograms of latencies.
+    Names and labels are the same as for a server's metrics. Any thread may scrape. Closed engines are left
+    out, and so are metrics that only a server has, such as its clients and its latency histograms.
 
-    :param engines: open engines by the names that label them. It is read at each scrape, so engines may be
-        added to a dictionary later.
+    :param engines: open engines by the names that label them. The mapping is read at each scrape, so engines
+        may be added to it later.
     """
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
@@ -196,9 +196,9 @@ class EngineCollector(Collector):
         self._families = list(engine_families())
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now.
+        """Yield the current metrics.
 
-        :raises UsageError: for something else than an engine.
+        :raises UsageError: if a value of the mapping is not an engine.
         """
         readings, index = [], []
         for name, engine in dict(self._engines).items():
@@ -219,7 +219,7 @@ class EngineCollector(Collector):
 
 
 def lost_devices(readings: Iterable[Reading]) -> Metric:
-    """Return how many devices are lost."""
+    """Return the metric for the number of lost devices."""
     devices = {reading.engine.device_name for reading in readings if reading.done.state == "lost"}
     return GaugeMetricFamily(
         "asynctrt_lost_devices",
@@ -229,7 +229,7 @@ def lost_devices(readings: Iterable[Reading]) -> Metric:
 
 
 def engine_families() -> Iterator[Family]:
-    """Yield the metrics that an engine's statistics have."""
+    """Yield the metrics that come from an engine's statistics."""
     for name, text, read in TRITON:
         yield family_of(UnknownMetricFamily, name, text, partial(_read, read))
     yield family_of(
@@ -326,7 +326,7 @@ def _handover_s(reading: Reading) -> float:
 
 
 def family_of(kind: Any, name: str, text: str, read: Callable[[Any], float | None]) -> Family:
-    """Return a metric with a value a model, or none where ``read`` knows none."""
+    """Return a metric with one value per model, and no value if ``read`` returns ``None``."""
 
     def add(family: Any, reading: Reading) -> None:
         value = read(reading)
@@ -337,7 +337,7 @@ def family_of(kind: Any, name: str, text: str, read: Callable[[Any], float | Non
 
 
 def family_by(kind: Any, name: str, text: str, label: str, read: Callable[[Any], Any]) -> Family:
-    """Return a metric with values by one more label."""
+    """Return a metric with one value per model and value of an additional label."""
 
     def add(family: Any, reading: Reading) -> None:
         for key, value in read(reading).items():
@@ -362,4 +362,4 @@ READY: Final = Family(
     partial(GaugeMetricFamily, "asynctrt_model_ready", "Whether the model is ready: 1, or 0.", labels=MODEL),
     _add_ready,
 )
-"""The one metric of models that has those which are not loaded."""
+"""Whether each model is ready. This is the only metric that also covers models that are not loaded."""

@@ -1,7 +1,7 @@
-"""Doubles for an application's own tests, held to the same contract suite as the real thing.
+"""Doubles for an application's own tests, verified by the same contract suite as the real devices.
 
-``LatchDevice`` is a device whose batches end when the test says so; ``serve_locally`` is a server on a free
-port; ``asynctrt.testing.plugin`` has them as fixtures of pytest.
+``LatchDevice`` is a device whose batches end when the test releases them; ``serve_locally`` runs a server on
+a free port; ``asynctrt.testing.plugin`` provides both as pytest fixtures.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs more than the core when it is used: a server needs the extra `serve`."""
+    """Import the server on first use, because it needs the extra `serve`."""
     if name in ("LocalServer", "serve_locally"):
         from asynctrt.testing import server  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""A host device that holds its work back until the test releases it: no sleeps, no races.
+"""A host device that holds its work until the test releases it, without sleeps or races.
 
 ::
 
@@ -6,7 +6,7 @@
     async with asynctrt.open(model, device=device) as engine:
         task = asyncio.create_task(engine.infer(rows))
         await device.wait_held(1)
-        device.release()            # the batch runs here and now
+        device.release()            # the batch runs now, in this thread
         await task
 """
 
@@ -21,17 +21,17 @@ from asynctrt.devices.host.threads import Served, StreamThreads
 
 
 class LatchError(AssertionError):
-    """A test expected batches that are not there. The message says how many are held."""
+    """A test expected more held batches than there are. The message gives the number."""
 
 
 class LatchThreads(StreamThreads):
-    """Hold a stream that has work until it is released; there are no threads."""
+    """A substitute for stream threads that holds each stream with work until it is released."""
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         super().__init__(1, "asynctrt-latch", now_ns)
         self.held: deque[Served] = deque()
         self.is_open = False
-        # Whoever waits for batches to be held is woken to count them again.
+        # One future for each call that waits for held batches; it is woken to count them again.
         self.waiters: list[asyncio.Future[None]] = []
 
     def schedule(self, stream: Served) -> None:
@@ -39,12 +39,12 @@ class LatchThreads(StreamThreads):
             stream.serve()
         else:
             if isinstance(stream, HostStream):
-                stream.is_computing = True  # Work that is held takes its time on the device.
+                stream.is_computing = True  # Held work counts as computing on the device.
             self.held.append(stream)
             self.wake()
 
     def wake(self) -> None:
-        """Let those who wait for held batches count again."""
+        """Wake all calls that wait for held batches, so that they count again."""
         for waiter in tuple(self.waiters):
             waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
@@ -55,10 +55,10 @@ def _wake(waiter: "asyncio.Future[None]") -> None:
 
 
 class LatchStream(HostStream):
-    """A stream of a :class:`LatchDevice`: it knows whether a batch lies on it whole."""
+    """A stream of a :class:`LatchDevice` that knows whether it holds a complete batch."""
 
     has_batch = False
-    """Whether the end of the work on it is recorded. Before that a thread may still be adding to it."""
+    """Whether the end of its work has been recorded. Until then a thread may still be adding work."""
 
     def launch(self, work: Work, *, label: Hashable = None, run_on: RunOn = "thread") -> None:
         self.has_batch = False
@@ -72,7 +72,7 @@ class LatchStream(HostStream):
 
 
 class LatchDevice(HostDevice):
-    """A :class:`HostDevice` that holds every batch. It begins closed; :meth:`open` lets everything pass.
+    """A :class:`HostDevice` that holds every batch. It starts closed; :meth:`open` lets all batches run.
 
     :param unified: as for :class:`HostDevice`.
     :param concurrency: the number of batches that the scheduler may run at once.
@@ -97,24 +97,24 @@ class LatchDevice(HostDevice):
 
     @property
     def is_parallel(self) -> bool:
-        # The test decides how many rows make a batch, not a measurement.
+        # The test decides how many rows form a batch; a measurement must not.
         return False
 
     @property
     def holds_batches(self) -> bool:
-        """Whether batches wait to be released, so that none is tried when an engine is opened."""
+        """Whether batches wait for a release, so that opening an engine must not run one."""
         return not self._latch.is_open
 
     @property
     def held(self) -> int:
-        """The number of batches that wait to be released."""
+        """The number of batches that wait for a release."""
         return len(self._latch.held)
 
     async def wait_held(self, batches: int = 1, *, timeout: float = 10.0) -> None:
-        """Wait until at least so many batches are held at once.
+        """Wait until at least ``batches`` batches are held at once.
 
-        :param timeout: seconds after which the test has failed.
-        :raises LatchError: if fewer are held by then, or if the latch is open and holds none.
+        :param timeout: seconds after which the test fails.
+        :raises LatchError: if fewer are held by then, or if the latch is open and so holds none.
         """
         if self._latch.is_open:
             raise LatchError("the latch is open, so it holds no batch back: call shut() before the request")
@@ -138,9 +138,9 @@ class LatchDevice(HostDevice):
         return sum(getattr(stream, "has_batch", True) for stream in tuple(self._latch.held))
 
     def release(self, batches: int = 1, *, last: bool = False) -> None:
-        """Run held batches in this thread: the oldest, or the newest if ``last``.
+        """Run held batches in this thread, the oldest first; the newest first if ``last``.
 
-        :raises LatchError: if fewer are held. Then none is released.
+        :raises LatchError: if fewer batches are held; none is released then.
         """
         if self.held < batches:
             why = "a request reaches the device later"
@@ -156,10 +156,10 @@ class LatchDevice(HostDevice):
             stream.serve()
 
     def open(self) -> None:
-        """Run everything that is held, and let everything pass from now on."""
+        """Run all held batches, and hold none from now on."""
         self._latch.is_open = True
         self.release(self.held)
 
     def shut(self) -> None:
-        """Hold everything back again, as at first."""
+        """Hold all batches again, as at the start."""
         self._latch.is_open = False

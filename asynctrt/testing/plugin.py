@@ -1,4 +1,4 @@
-"""Fixtures for pytest: an engine, a server, a latch. Your ``conftest.py`` says what the model is.
+"""Fixtures for pytest: an engine, a server, a latch. Your ``conftest.py`` provides the model.
 
 ::
 
@@ -8,10 +8,10 @@
     def asynctrt_model():
         return "model.onnx"
 
-pytest does not load it by itself: that would import asynctrt, a third of a second, before each run of pytest
-in an environment that has asynctrt, whether it is about asynctrt or not.
+pytest does not load this plugin automatically: importing asynctrt takes a third of a second, and every run
+of pytest in the environment would pay that.
 
-The fixtures that open something are asynchronous. They work with the plugin of anyio, which is installed with
+The fixtures that open something are asynchronous. They work with anyio's plugin, which is installed with
 asynctrt, and with pytest-asyncio in either mode.
 """
 
@@ -37,9 +37,9 @@ def _async_fixture(function: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def asynctrt_model() -> Any:
-    """Return the model of :func:`asynctrt_engine`: override it in your ``conftest.py``.
+    """Return the model for :func:`asynctrt_engine`. Override this fixture in your ``conftest.py``.
 
-    :raises UsageError: if it was not.
+    :raises UsageError: if it is not overridden.
     """
     raise UsageError(
         "the fixture asynctrt_engine has no model. Define a fixture `asynctrt_model` in conftest.py, or "
@@ -49,13 +49,13 @@ def asynctrt_model() -> Any:
 
 @pytest.fixture
 def asynctrt_options() -> dict[str, Any]:
-    """Return the options that the engine is opened with: override it to set some, such as ``max_rows``."""
+    """Return the engine's options. Override this fixture to set some, such as ``max_rows``."""
     return {}
 
 
 @pytest.fixture
 def asynctrt_latch() -> Generator[LatchDevice, None, None]:
-    """Return a device that holds batches back: the engine is on it if the test asks for both."""
+    """Return a device that holds batches. If a test uses both, the engine runs on it."""
     latch = LatchDevice()
     yield latch
     latch.open()
@@ -63,7 +63,7 @@ def asynctrt_latch() -> Generator[LatchDevice, None, None]:
 
 @pytest.fixture
 def asynctrt_device(request: pytest.FixtureRequest, asynctrt_model: Any) -> Any:
-    """Return what the engine is on: the latch if the test asks for it, or the model's device, or the host."""
+    """Return the engine's device: the latch if the test uses it, or the model's device, or the host."""
     if "asynctrt_latch" in request.fixturenames:
         return request.getfixturevalue("asynctrt_latch")
     return getattr(asynctrt_model, "device", "host")
@@ -73,7 +73,7 @@ def asynctrt_device(request: pytest.FixtureRequest, asynctrt_model: Any) -> Any:
 async def asynctrt_engine(
     asynctrt_model: Any, asynctrt_device: Any, asynctrt_options: dict[str, Any]
 ) -> AsyncGenerator[Engine, None]:
-    """Return an open engine, which is closed after the test. What a latch still holds is run first."""
+    """Return an open engine, which is closed after the test. Batches that a latch still holds run first."""
     async with open_engine(asynctrt_model, device=asynctrt_device, **asynctrt_options) as engine:
         yield engine
         if isinstance(asynctrt_device, LatchDevice):
@@ -82,11 +82,11 @@ async def asynctrt_engine(
 
 @_async_fixture
 async def asynctrt_server(asynctrt_engine: Engine, asynctrt_device: Any) -> AsyncGenerator[Any, None]:
-    """Return a server of that engine on a free port, a ``LocalServer``; the model's name is "model".
+    """Return a server for that engine on a free port, a ``LocalServer``. The model's name is "model".
 
-    What a latch still holds after the test is run before the server is closed, which would wait for it.
+    After the test, batches that a latch still holds run first, because closing the server waits for them.
     """
-    # Not before it is needed: an application without a server has no need of the extra `serve`.
+    # Imported only here, because an application without a server does not need the extra `serve`.
     from asynctrt.testing.server import serve_locally  # noqa: PLC0415
 
     async with serve_locally({"model": asynctrt_engine}) as server:

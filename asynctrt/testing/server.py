@@ -1,4 +1,4 @@
-"""A server of asynctrt in an application's own tests, on ports that the system picks."""
+"""An asynctrt server for an application's own tests, on ports that the system picks."""
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,9 +12,9 @@ from asynctrt.serving import Repository, Server, ServerSettings
 
 
 class LocalServer:
-    """A server that listens on this machine alone. :func:`serve_locally` makes it.
+    """A server that accepts connections from this machine only. :func:`serve_locally` makes it.
 
-    :param server: the server, for what is not here.
+    :param server: the server itself, for everything that this class does not have.
     """
 
     def __init__(self, server: Server) -> None:
@@ -30,12 +30,12 @@ class LocalServer:
 
     @property
     def websocket_url(self) -> str:
-        """The address of its websocket for every model: what ``asynctrt.client.connect`` takes."""
+        """The address of its websocket for all models, as ``asynctrt.client.connect`` takes it."""
         return f"ws{self.http_url.removeprefix('http')}/v2/ws"
 
     @property
     def grpc_target(self) -> str | None:
-        """Its address for gRPC as ``host:port``; ``None`` unless it was served with ``grpc=True``."""
+        """The server's address for gRPC as ``host:port``; ``None`` without ``grpc=True``."""
         return self.server.grpc_target
 
 
@@ -50,10 +50,10 @@ async def serve_locally(
         async with serve_locally({"double": model}) as server:
             answer = httpx.get(f"{server.http_url}/v2/models/double")
 
-    :param models: by name, open engines, or anything that ``asynctrt.open`` takes.
-    :param engine: the options of the engines that are opened here, ``device`` among them.
-    :param settings: of the server (:class:`asynctrt.serving.ServerSettings`); gRPC is off by default.
-    :raises OptionsError: for a setting that there is not.
+    :param models: by name, open engines or anything that ``asynctrt.open`` takes.
+    :param engine: the options of engines that this opens, including ``device``.
+    :param settings: the server's settings (:class:`asynctrt.serving.ServerSettings`); gRPC is off by default.
+    :raises OptionsError: if a setting is unknown.
     """
     check_names(settings, [field.name for field in fields(ServerSettings)], "setting")
     settings = {"http_port": 0, "grpc_port": 0, "grpc": False, "drain_timeout": 5.0} | settings
