@@ -503,7 +503,7 @@ def six():
         for case in figures("overhead")["cases"]
     }
     yield (
-        "requests/s through `await infer`, 256 callers, a model that does nothing, one core",
+        "requests/s through `await infer`, 256 callers, a no-op model on the event loop, one core",
         thousands(host["host", 256, 0.0]["requests_per_s"]),
     )
     yield (
