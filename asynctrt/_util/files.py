@@ -76,6 +76,14 @@ def check_within(path: str | os.PathLike[str], folder: Path) -> Path:
     return Path(real)
 
 
+def foreign_access(path: Path, status: os.stat_result) -> str | None:
+    """Return how a user other than this one and root can change a file or folder; ``None`` if none can."""
+    mode = stat.S_IMODE(status.st_mode)
+    if not mode & 0o022 and status.st_uid in (os.getuid(), 0):
+        return None
+    return f"{str(path)!r} belongs to somebody else, or can be written by others (mode {mode:o})"
+
+
 def make_private(folder: Path) -> None:
     """Make a folder that only this user can access, and its missing parents.
 

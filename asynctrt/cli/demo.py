@@ -319,7 +319,7 @@ async def lost(infer: Infer, rows: Sequence[Array], end: Callable[[], Awaitable[
 
 
 def compared(column: str, engine: float, hand: float) -> str:
-    """Return the ratio of a figure of the engine to that of the batcher by hand, as a text."""
+    """Return the engine's figure over the hand-written batcher's, as text."""
     ratio = 1.0 if engine == hand else engine / hand if hand else math.inf
     return f"{column} " + ("no difference" if 1 / SAME < ratio < SAME else f"x {ratio:.2f}")
 

@@ -136,7 +136,7 @@ class _PlainTarget:
             if isinstance(content, dict):
                 return {name: np.asarray(value) for name, value in content.items()}
             return {"answer": np.asarray(content)}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TargetError(f"{self._shown} did not answer in JSON: {error}") from error
 
     async def batches(self) -> BatchCounters | None:

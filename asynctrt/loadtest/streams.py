@@ -20,7 +20,7 @@ IsLast = Callable[[int, str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Hold an answer that came in pieces: the last piece, and when each came."""
+    """An answer that came in pieces: the last piece, and when each came."""
 
     last: bytes
     came_ns: "array[int]"
@@ -60,7 +60,7 @@ def _texts_at(message: str, path: Sequence[str]) -> tuple[str, ...]:
         value: Any = json.loads(message)
         for name in path:
             value = value[int(name)] if isinstance(value, list) else value[name]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return ()
     return (json.dumps(value), value) if isinstance(value, str) else (json.dumps(value),)
 

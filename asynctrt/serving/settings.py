@@ -148,17 +148,17 @@ class ServerSettings:
         default=None,
         check=count(1).or_none,
         doc="""Bytes of the largest request over gRPC, if ``max_body`` allows as much, and of the largest
-        answer. While gRPC copies a message, nobody else is served: 1 ms with 4 MiB, 4 ms with 16 MiB, 90 ms
-        with 60 MiB, so send large tensors over HTTP or websockets. Default: 4 MiB, or up to 16 MiB if a full
-        batch of a model that is loaded at the start has that many bytes.""",
+        answer. While gRPC copies a message, no other request is served: 1 ms with 4 MiB, 4 ms with 16 MiB,
+        90 ms with 60 MiB, so send large tensors over HTTP or websockets. Default: 4 MiB, or up to 16 MiB if a
+        full batch of a model that is loaded at the start has that many bytes.""",
     )
     max_json: int = setting(
         default=4 << 20,
         check=count(1),
         doc="""Bytes of JSON in one request, of JSON in one answer (a number counts as four times its raw
         bytes), and of all but raw tensors in one request over gRPC. More is refused with status 413: send
-        large tensors, and ask for them, as binary data. While JSON is parsed or written nobody else is
-        served: 9 ms with the default.""",
+        large tensors, and ask for them, as binary data. While JSON is parsed or written, no other
+        request is served: 9 ms with the default.""",
     )
     max_answer: int = setting(
         default=1 << 30,

@@ -43,6 +43,7 @@ TWELVE = {"requests": 12, "seconds": 20.0, "warmup": 0.0}
         ("choices.0.finish_reason=stop", 1, '{"choices": [{"finish_reason": "stop"}]}', True),
         ("choices.0.finish_reason=stop", 1, '{"choices": []}', False),
         ("choices.0.finish_reason=stop", 1, '{"choices": 7}', False),
+        ("done=true", 1, '{"done": ' + "[" * 100_000, False),
     ],
 )
 def test_what_ends_an_answer(text, number, message, is_last):

@@ -5,12 +5,11 @@ Write access to the file decides what runs as this user, so only this user may h
 
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from asynctrt._util.files import locked, make_private, open_regular, write_whole
+from asynctrt._util.files import foreign_access, locked, make_private, open_regular, write_whole
 from asynctrt.errors import UsageError
 
 RECORDS_MAX: Final = 4096
@@ -66,10 +65,10 @@ def _read(path: Path) -> list[str]:
             f"the digests of plans that were built here cannot be read from {str(path)!r}: {error.strerror}"
         ) from error
     for what, found in ((path.parent, folder), (path, status)):
-        if stat.S_IMODE(found.st_mode) & 0o022 or found.st_uid not in (os.getuid(), 0):
+        access = foreign_access(what, found)
+        if access is not None:
             raise UsageError(
-                f"{str(what)!r} belongs to somebody else, or can be written by others (mode "
-                f"{stat.S_IMODE(found.st_mode):o}), who could let their own plans run: chmod go-w {what}; or "
-                "remove it, and build the plans again"
+                f"{access}, who could let their own plans run: chmod go-w {what}; or remove it, and build "
+                "the plans again"
             )
     return [line for line in content.decode(errors="replace").splitlines() if LINE.fullmatch(line)]

@@ -126,7 +126,7 @@ class Signature:
     def checked_profile(self, index: int, dims: tuple[Dims, ...], rows: int) -> Profile:
         """Return the profile chosen for a batch, after checking that it accepts the batch.
 
-        :raises InternalError: if it does not, or if there is no such profile.
+        :raises InternalError: if the profile does not accept the batch, or does not exist.
         """
         if not 0 <= index < len(self.profiles):
             raise InternalError(

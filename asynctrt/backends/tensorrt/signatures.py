@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from asynctrt._util.files import open_regular, read_regular
+from asynctrt._util.files import foreign_access, open_regular, read_regular
 from asynctrt.errors import UntrustedError, UsageError
 
 NAMESPACE: Final = "asynctrt"
@@ -188,11 +188,11 @@ def _check_own(path: Path, status: os.stat_result) -> None:
 
     :raises UsageError: if another user can write the path.
     """
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o022 or status.st_uid not in (os.getuid(), 0):
+    access = foreign_access(path, status)
+    if access is not None:
         raise UsageError(
-            f"{str(path)!r} belongs to somebody else, or can be written by others (mode {mode:o}), who could "
-            f"put their own key there: chmod go-w {path}, or copy it to a place of your own"
+            f"{access}, who could put their own key there: chmod go-w {path}, or copy it to a place of "
+            "your own"
         )
 
 
