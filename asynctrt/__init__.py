@@ -63,6 +63,7 @@ from asynctrt.statistics import (
     BatchStatistics,
     BatchTrace,
     PaddingStatistics,
+    ShapeStatistics,
     Statistics,
     WorkerState,
 )
@@ -128,6 +129,7 @@ __all__ = [
     "PoisonError",
     "QueueFullError",
     "RequestError",
+    "ShapeStatistics",
     "Slot",
     "Statistics",
     "TargetError",

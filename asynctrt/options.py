@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 from asynctrt._util.frozen import FrozenDict
-from asynctrt._util.pad_options import sizes_of, values_of
+from asynctrt._util.pad_options import shapes_of, sizes_of, values_of
 from asynctrt._util.synonyms import SYNONYMS
 from asynctrt._util.validation import (
     FLAG,
@@ -80,6 +80,7 @@ class Settings(TypedDict, total=False):
     graphs: str | Sequence[int]
     pad: Mapping[str, int | Sequence[int] | str] | str | None
     pad_with: Mapping[str, int | float | str] | None
+    shapes: Mapping[str, Sequence[int]] | Sequence[Mapping[str, Sequence[int]]] | None
     runtime: Runtime | None
     flavour: str | None
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
@@ -201,6 +202,11 @@ PAD_WITH: Final = Check(
     "numbers, 'mask' or 'length' by the names of inputs, such as {'attention_mask': 'mask'}, or a list of "
     "'NAME=VALUE'",
     values_of,
+)
+SHAPES: Final = Check(
+    "the dimensions of a row by the names of inputs, such as {'images': (3, 640, 640)}, or a list of such or "
+    "of 'NAME=3x640x640'",
+    shapes_of,
 )
 AXES: Final = Check(
     "axes from 0 on by the names of inputs and outputs, such as {'state': 1}, or a list of 'NAME=1'", _axes
@@ -344,6 +350,14 @@ class Options:
         doc="""What inputs are padded with, by their names, if not 0: a number. ``mask``: 0, and callers may
         leave the input out, which then has 1 for what is not padding. ``length``: callers may leave it out,
         and it has the size of the dimension (``length:NAME`` if several are padded).""",
+    )
+    shapes: Mapping[str, Sequence[int]] | Sequence[Mapping[str, Sequence[int]]] | None = setting(
+        default=None,
+        check=SHAPES.or_none,
+        doc="""Shapes of rows that will come often, such as ``{"images": (3, 640, 640)}``, or a list of such,
+        for an ONNX model on a GPU whose dimensions vary: each gets sessions that are told its sizes, captured
+        as CUDA graphs where possible, before the engine opens. Shapes that are not named get theirs while the
+        engine serves, once they have come often. On the command line ``images=3x640x640``, once for each.""",
     )
     runtime: Runtime | None = setting(
         default=None,

@@ -67,6 +67,41 @@ class PaddingStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class ShapeStatistics:
+    """A shape of rows that recurs, and so has contexts of its own: what they took, and what they gained."""
+
+    shape: str
+    """The sizes of the dimensions that vary: ``height=640 width=640``."""
+    batch_sizes: tuple[int, ...]
+    """The batch sizes that are run, to which others are padded."""
+    is_captured: bool
+    """Whether they are CUDA graphs."""
+    built_ns: int
+    """How long it took to build them."""
+    nbytes: int
+    """The device memory that they took."""
+    before_ns: Mapping[int, int]
+    """How long batches of the smallest and the largest size took before, by their rows."""
+    after_ns: Mapping[int, int]
+    """How long they take now."""
+
+    def __post_init__(self) -> None:
+        for name in ("before_ns", "after_ns"):
+            object.__setattr__(self, name, FrozenDict(getattr(self, name)))
+
+    def __str__(self) -> str:
+        how = "CUDA graphs" if self.is_captured else "sessions"
+        gains = ", ".join(
+            f"{rows} rows {self.after_ns[rows] / 1e6:.2f} instead of {before_ns / 1e6:.2f} ms"
+            for rows, before_ns in self.before_ns.items()
+        )
+        return (
+            f"{self.shape}: {how} of {', '.join(map(str, self.batch_sizes))} rows ({gains}; built in "
+            f"{self.built_ns / 1e9:.1f} s, {self.nbytes / 2**20:.0f} MiB)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class BatchTrace:
     """One answered batch, with where and when it ran. Times are in ns; see :meth:`Engine.tracing`."""
 
@@ -190,6 +225,8 @@ class Statistics:
     """With a ``weight``: the time for which its batches were held so that others on the device went first."""
     padding: tuple[PaddingStatistics, ...] = ()
     """The padding of each dimension whose sizes the engine chooses."""
+    specialised: tuple[ShapeStatistics, ...] = ()
+    """The shapes with contexts of their own, of a model whose shapes vary (:class:`ShapeStatistics`)."""
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
 
@@ -227,6 +264,7 @@ class Statistics:
             self,
             **sums,
             padding=tuple(padding.values()),
+            specialised=tuple({one.shape: one for one in (*other.specialised, *self.specialised)}.values()),
             arena_busy_share=busy / arenas if arenas else 0.0,
             launched=launched,
             by_batch_rows=dict(sorted(sizes.items())),
@@ -247,6 +285,7 @@ class Statistics:
             arena_nbytes_private=0,
             memory_nbytes=0,
             padding=tuple(one.without_gauges() for one in self.padding),
+            specialised=(),
         )
 
     @property

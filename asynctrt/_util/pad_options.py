@@ -1,4 +1,4 @@
-"""The notations of the options ``pad`` and ``pad_with``."""
+"""The notations of the options ``pad``, ``pad_with`` and ``shapes``."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -28,6 +28,24 @@ def sizes_of(given: Any) -> str | FrozenDict[str, tuple[int, ...] | str]:
     for name, sizes in _named(given).items():
         found[name] = _auto(sizes) if _is_auto(sizes) else _sizes(sizes)
     return FrozenDict(found)
+
+
+def shapes_of(given: Any) -> tuple[FrozenDict[str, tuple[int, ...]], ...]:
+    """Return shapes of rows, each with the dimensions of some inputs.
+
+    They are given as a mapping, as several, or as texts such as ``images=3x640x640``, with spaces between
+    inputs.
+
+    :raises TypeError, ValueError: for anything else.
+    """
+    parts = [given] if isinstance(given, Mapping | str) else list(given)
+    found = []
+    for part in parts:
+        named = _named(part.split() if isinstance(part, str) else part)
+        found.append(FrozenDict({name: _dims(dims) for name, dims in named.items()}))
+    if not found:
+        raise ValueError
+    return tuple(dict.fromkeys(found))
 
 
 def auto_limit(given: str) -> int | None:
@@ -61,6 +79,14 @@ def _sizes(given: Any) -> tuple[int, ...]:
     if not found or found[0] < 1:
         raise ValueError
     return tuple(found)
+
+
+def _dims(given: Any) -> tuple[int, ...]:
+    parts = given.strip("()[] ").replace("x", ",").split(",") if isinstance(given, str) else given
+    dims = tuple(int(part) if isinstance(part, str) else as_int(part) for part in parts)
+    if any(size < 0 for size in dims):
+        raise ValueError
+    return dims
 
 
 def _is_auto(given: Any) -> bool:

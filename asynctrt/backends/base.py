@@ -237,6 +237,29 @@ class TracedModel(Model, Protocol):
         """Create a context for batches of ``rows`` only, with the dynamic dimensions given in ``shape``."""
 
 
+@runtime_checkable
+class SpecialisableModel(TracedModel, PreparedModel, Protocol):
+    """A model that may run faster in contexts that were told the sizes of all its dimensions.
+
+    Its :meth:`create_context_for` returns a :class:`ToldContext`.
+    """
+
+    @property
+    def is_specialisable(self) -> bool:
+        """Whether shapes that recur are worth contexts of their own."""
+
+    @property
+    def changes_slowly(self) -> bool:
+        """Whether a batch is known to take long if its size differs from that of the one before it."""
+
+
+class ToldContext(ExecutionContext, Protocol):
+    """A context for batches of one size."""
+
+    def told_sizes(self) -> Mapping[str, int]:
+        """Return the sizes of those dimensions of the outputs that follow from what it was told."""
+
+
 class TracedBinding(Binding, Protocol):
     """A binding of a :class:`TracedModel`."""
 

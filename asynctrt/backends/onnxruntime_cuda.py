@@ -136,6 +136,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         self.is_capturable = can_capture and symbols.issuperset(
             dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
         )
+        self.is_specialisable = can_capture and self.options.batch_sizes != ()
 
     def host_twin(self) -> OnnxModel:
         """Return the same model on the CPU, to try made-up rows on it. Blocks.
@@ -299,10 +300,10 @@ class OnnxCudaModel(StreamedOnnxModel):
         )
 
     def _tell_of_nodes(self, session: ort.InferenceSession) -> None:
-        """Inspect the nodes, once per model: warn about nodes on the CPU, and record random operators."""
+        """Inspect the nodes, once per model: warn about nodes on the CPU, and record what kinds there are."""
         if self._has_told:
             return
-        self._has_told = True
+        self._has_told = self.changes_slowly = True
         ask = getattr(session, "get_provider_graph_assignment_info", None)
         if ask is None:
             return  # An older version.
@@ -313,6 +314,7 @@ class OnnxCudaModel(StreamedOnnxModel):
                 for node in part.get_nodes()
             ]
             self._random = tuple(sorted({kind for _, kind, _ in nodes} & RANDOM))
+            self.changes_slowly = any("Conv" in kind for _, kind, _ in nodes)
             on_cpu = [(kind, name) for place, kind, name in nodes if place == "CPUExecutionProvider"]
             if on_cpu:
                 logger.warning("%r: %s", self.name, describe_fallback(on_cpu))

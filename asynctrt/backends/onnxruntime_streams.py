@@ -42,6 +42,13 @@ class StreamedOnnxModel(OnnxModel):
     :param path: as for :class:`OnnxModel`, but not a session, because each stream needs its own.
     """
 
+    is_traced = True
+    """Graphs are compared with batches: ONNX Runtime was not designed for capture by others."""
+    is_specialisable = False
+    """Whether shapes that recur get sessions of their own."""
+    changes_slowly = False
+    """Whether the model has convolutions, which cuDNN plans anew when the size of batches changes."""
+
     def __init__(
         self,
         path: str | os.PathLike[str] | OnnxObject,
@@ -210,6 +217,12 @@ class StreamSession:
         """
         return True
 
+    @property
+    def output_shapes(self) -> tuple[tuple[int | str | None, ...], ...]:
+        """The shapes of the outputs, as far as they follow from the sizes that the session was told."""
+        assert self._session is not None, "a closed session tells nothing"
+        return tuple(tuple(output.shape or ()) for output in self._session.get_outputs())
+
     def io_binding(self) -> Any:
         """Return a new I/O binding, which must be dropped before the session is closed."""
         assert self._session is not None, "a closed session is not bound"
@@ -283,6 +296,15 @@ class StreamContext:
             session = self._sessions[number] = self._model.start_session(self.device, stream, self._sizes)
         assert session.handle == stream.handle, "a context runs on one stream"
         return session
+
+    def told_sizes(self) -> dict[str, int]:
+        """Return the sizes of the outputs' dimensions that follow from the sizes of this context."""
+        session, found = self._sessions[0], dict[str, int]()
+        for spec, shape in zip(self._model.outputs, session.output_shapes, strict=True):
+            own = [size for at, size in enumerate(shape) if at != spec.axis]
+            pairs = zip(spec.dims, own, strict=False)
+            found |= {dim: size for dim, size in pairs if isinstance(dim, str) and isinstance(size, int)}
+        return found
 
     def keep_apart(self, sizes: Sequence[int]) -> None:
         """Give batches of each of these sizes a separate session. Call this while nothing runs.

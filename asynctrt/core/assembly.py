@@ -4,12 +4,20 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
-from asynctrt.backends.base import Model, PreparedModel, ProfiledModel, RangedModel, ReservingModel
+from asynctrt._util.cancellation import current
+from asynctrt.backends.base import (
+    Model,
+    PreparedModel,
+    ProfiledModel,
+    RangedModel,
+    ReservingModel,
+    SpecialisableModel,
+)
 from asynctrt.backends.onnx_axes import RowSettings
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
@@ -21,14 +29,16 @@ from asynctrt.core.padded_inputs import PaddedInputCheck
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import AsynctrtError, ModelError, OptionsError
+from asynctrt.errors import AsynctrtError, DeviceLostError, InputError, ModelError, OptionsError
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
 from asynctrt.runtime.prepare import sizes_to_prepare
 from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.sizes import SizeChooser
-from asynctrt.runtime.staging import lay_out
+from asynctrt.runtime.specialised import Builder
+from asynctrt.runtime.specialiser import Specialiser, adopt, log_refusal
+from asynctrt.runtime.staging import Slab, lay_out
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
@@ -52,6 +62,8 @@ class Capacity:
     in_flight_max: int
     graphs: tuple[int, ...]
     """Batch sizes to capture."""
+    graphs_named: tuple[int, ...] = ()
+    """Those that the option names."""
 
     @classmethod
     def of(cls, model: Model, device: Device, options: Options, shared: Arenas | None = None) -> "Capacity":
@@ -74,7 +86,7 @@ class Capacity:
         rows_max = cls._rows_max(model, options)
         graphs = cls._graphs(model, device, options, rows_max)
         if graphs and not model.is_capturable:
-            if options.graphs != "auto":
+            if not is_specialisable(model) and options.graphs != "auto":
                 logger.warning(
                     "graphs is %s, but batches of %r (%s) cannot be captured as CUDA graphs: they are put on "
                     "the device call by call, as with graphs='off'",
@@ -83,7 +95,8 @@ class Capacity:
                     model.platform,
                 )
             graphs = ()
-        return cls(rows_max, contexts, arenas, in_flight_max, graphs)
+        named = () if isinstance(options.graphs, str) else tuple(map(int, options.graphs))
+        return cls(rows_max, contexts, arenas, in_flight_max, graphs, named)
 
     @staticmethod
     def _shared(device: Device, options: Options, shared: Arenas, contexts: int) -> int:
@@ -145,6 +158,11 @@ class Capacity:
         return sizes
 
 
+def is_specialisable(model: Model) -> bool:
+    """Return whether shapes of a model that recur get contexts of their own."""
+    return isinstance(model, SpecialisableModel) and model.is_specialisable and not is_alone(model)
+
+
 class Closable(Protocol):
     """A resource that ``close`` releases."""
 
@@ -168,6 +186,8 @@ class EngineParts:
     """The dimensions and inputs to pad."""
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
+    builder: Builder | None = None
+    """What builds contexts for shapes that recur, if that may pay off."""
 
     def create_scheduler(self, options: Options) -> Scheduler:
         """Create the scheduler of an engine with these parts."""
@@ -247,6 +267,19 @@ class EngineParts:
             return None
         return SizeChooser(self.model.name, self.padding, self.capacity.contexts, call_soon)
 
+    def create_specialiser(
+        self, loop: asyncio.AbstractEventLoop, uses: Callable[[Slab], bool]
+    ) -> Specialiser | None:
+        """Create what gives shapes that recur contexts of their own; ``None`` if the model gains nothing."""
+        if self.builder is None:
+            return None
+        model = self.model
+        assert isinstance(model, PreparedModel)
+        sizes_of = partial(sizes_of_shape, self.capacity, model, self.shapes)
+        return Specialiser(
+            loop, repr(model.name), self.pool, self.shapes, self.builder, sizes_of=sizes_of, uses=uses
+        )
+
     def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
         """Release what the engine owns; return how many contexts had to be abandoned. Blocks.
 
@@ -261,6 +294,13 @@ class EngineParts:
         for part in self.owned:
             part.close()
         return 0
+
+
+def sizes_of_shape(
+    capacity: Capacity, model: PreparedModel, shapes: Shapes, shape: Hashable
+) -> tuple[int, ...]:
+    """Return the batch sizes to build for a shape, rising."""
+    return sizes_to_prepare(capacity.graphs_named or model.batch_sizes, shapes.limit(shape))
 
 
 class ModelProfiles:
@@ -369,9 +409,53 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     if batching.is_on and not parts.batching.is_on:
         parts.close(UNDO_S)
         parts = make_and_prove(parts.batching)
+    if options.shapes is not None:
+        try:
+            _specialise(parts, options)
+        except BaseException:
+            parts.close(UNDO_S)
+            raise
     if not parts.batching.is_on and options.batching != "off":
         logger.warning("%r: each request runs alone, since %s", given.name, parts.batching.reason)
     return parts
+
+
+def _specialise(parts: EngineParts, options: Options) -> None:
+    """Give the shapes that the options name contexts of their own.
+
+    :raises OptionsError: for a shape that the model does not take.
+    """
+    name, model, builder = repr(parts.model.name), parts.model, parts.builder
+    check = parts.create_check(options, lambda _: None)
+    keys = []
+    for dims in options.shapes or ():
+        try:
+            keys.append(check.key_of_dims(cast("Mapping[str, Dims]", dims)))
+        except InputError as error:
+            specs = {spec.name: spec.dims for spec in model.inputs}
+            raise OptionsError(
+                f"shapes names {dict(cast('Mapping[str, Dims]', dims))}, and rows of {name} are {specs}"
+            ) from error
+    if builder is None:
+        logger.warning(
+            "shapes names shapes that come often, but those of %s gain nothing by it: those of ONNX models "
+            "on a GPU do, if their dimensions vary and pad does not name all sizes",
+            name,
+        )
+        return
+    assert isinstance(model, PreparedModel)
+    for shape in dict.fromkeys(key.shape for key in keys):
+        sizes = sizes_of_shape(parts.capacity, model, parts.shapes, shape)
+        try:
+            made = builder.build(shape, sizes, threads_max=parts.capacity.contexts, cancellation=current())
+        except DeviceLostError:
+            raise
+        except AsynctrtError as error:
+            if current().is_cancelled:
+                raise
+            log_refusal(name, shape, error, str(error), is_over=False)
+        else:
+            adopt(name, parts.pool, parts.shapes, made)
 
 
 def _make_on_host(options: Options, model: Model) -> EngineParts:
@@ -457,8 +541,13 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             padding=padding,
             shapes=_shapes_to_capture(model, padding, capacity, shapes),
         )
+        if not pool.prepared and pool.may_grow and not options.deterministic:
+            pool.prepared = _few_sizes(model, capacity.rows_max)
         shapes.restrict(pool.prepared)
-        if pool.may_grow and capacity.graphs and options.graphs != "auto":
+        builder = _builder(model, device, options, capacity, pool)
+        if builder is not None:
+            shapes.may_specialise = True
+        if pool.may_grow and builder is None and capacity.graphs and options.graphs != "auto":
             logger.warning(
                 "graphs is %s, but rows of %r vary in shape: its batches are put on the device call by call. "
                 "Graphs are captured of ONNX models, if pad gives the sizes of each dimension that varies, "
@@ -472,4 +561,30 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             arenas.close()
         raise
     own = () if arenas is None or arenas is shared else (arenas,)
-    return EngineParts(device, model, pool, arenas, shapes, capacity, owned=own, padding=padding)
+    return EngineParts(
+        device, model, pool, arenas, shapes, capacity, owned=own, padding=padding, builder=builder
+    )
+
+
+def _few_sizes(model: Model, rows_max: int) -> tuple[int, ...]:
+    """Return the few sizes that batches of any shape are padded to; empty if changes of the size are fast.
+
+    They are fewer than those of a shape with contexts of its own: a context has one session for all of them.
+    """
+    if not (isinstance(model, SpecialisableModel) and model.changes_slowly) or is_alone(model):
+        return ()
+    sizes = model.batch_sizes
+    if sizes is None:
+        return (*[1 << bits for bits in range((rows_max - 1).bit_length())], rows_max)
+    return sizes_to_prepare(sizes, rows_max) if sizes else ()
+
+
+def _builder(
+    model: Model, device: Device, options: Options, capacity: Capacity, pool: ContextPool
+) -> Builder | None:
+    """Return what builds contexts for shapes that recur; ``None`` if shapes are known, or gain nothing."""
+    if not (pool.may_grow and is_specialisable(model)) or options.deterministic:
+        return None
+    assert isinstance(model, SpecialisableModel)
+    captures = options.graphs != "off" and (device.prefers_graphs or options.graphs != "auto")
+    return Builder(device, model, capacity.contexts, captures=captures)

@@ -102,7 +102,10 @@ class LocalEngine(DrivenEngine):
         )
         chooser = parts.create_size_chooser(loop.call_soon)
         if chooser is not None:
-            driver.on_answer = chooser.answered
+            driver.on_answer.append(chooser.answered)
+        self._specialiser = parts.create_specialiser(loop, driver.uses)
+        if self._specialiser is not None:
+            driver.on_answer.append(self._specialiser.answered)
         self._state = "open"
 
     def __repr__(self) -> str:
@@ -226,6 +229,7 @@ class LocalEngine(DrivenEngine):
             },
             row_ns_foreign=0.0,
             batching=self._parts.batching,
+            specialised=tuple([made.statistics for made in tuple(self._pool.specialised.values())]),
             padding=PaddingStatistics.of_all({} if padding is None else padding.chosen),
         )
 
@@ -265,6 +269,8 @@ class LocalEngine(DrivenEngine):
     async def _close(self) -> None:
         why = f"{self.name!r} is closed"
         self._state = "closing"
+        if self._specialiser is not None:
+            self._specialiser.stop()
         self._slots.refuse(why)
         self._driver.fail_queued(EngineClosedError(why))
         await wait_shielded(self._driver.next_idle(), self._options.close_timeout)
@@ -276,6 +282,8 @@ class LocalEngine(DrivenEngine):
     def _give_back(self) -> None:
         """Join threads, free memory and unload the model. Blocks."""
         self._driver.end_threads(STREAM_END_S)
+        if self._specialiser is not None:
+            self._specialiser.close(STREAM_END_S)
         abandoned = self._parts.close(STREAM_END_S, self._slots.close)
         if abandoned:
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)

@@ -44,6 +44,7 @@ class Capturing(Generic[C]):
 
     :param shapes: the shapes of batches, rising; each size is captured for each shape.
     :param begin: begins the capture of a size of a shape on a context.
+    :param threads_max: how many contexts warm up at the same time.
     """
 
     def __init__(
@@ -53,12 +54,15 @@ class Capturing(Generic[C]):
         contexts: Sequence[C],
         shapes: Sequence[Hashable],
         begin: Callable[[C, Hashable, int], Capture],
+        *,
+        threads_max: int = 64,
     ) -> None:
         self._device = device
         self._model = model
         self._contexts = contexts
         self._shapes = shapes
         self._begin = begin
+        self._threads_max = threads_max
         self._cancellation = current()
 
     def run(self, sizes: Sequence[int]) -> tuple[Sequence[int], list[CaptureCosts]]:
@@ -80,10 +84,14 @@ class Capturing(Generic[C]):
             f" of {len(self._shapes)} shapes" if len(self._shapes) > 1 else "",
             len(self._contexts),
         )
-        captured, costs = as_many_as_fit(name, tuple(sizes), self._side_by_side)
+        captured, costs = self.fit(sizes)
         took_s = (clock.now_ns() - start_ns) / 1e9
         logger.info("%r: graphs of %s rows took %.1f s", name, ", ".join(map(str, captured)), took_s)
         return captured, costs
+
+    def fit(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], list[CaptureCosts]]:
+        """Capture as many of the sizes as fit, as :meth:`run` does for a model that pads to them."""
+        return as_many_as_fit(self._model.name, tuple(sizes), self._side_by_side)
 
     def _like_the_first(self, sizes: Sequence[int]) -> list[CaptureCosts]:
         """Capture one batch to measure its memory, and the others only if enough is left for each."""
@@ -127,7 +135,8 @@ class Capturing(Generic[C]):
                 "Name the sizes that matter most in graphs",
             )
             if others:
-                with ThreadPoolExecutor(len(others), "asynctrt-capture") as pool:
+                threads = min(len(others), self._threads_max)
+                with ThreadPoolExecutor(threads, "asynctrt-capture") as pool:
                     for done in [pool.submit(self._warm_up, context, batches, begun) for context in others]:
                         done.result()
             while begun:

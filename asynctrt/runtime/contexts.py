@@ -29,6 +29,7 @@ from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.runtime.padding import PaddedSource
 from asynctrt.runtime.prepare import Place, prepare
 from asynctrt.runtime.shared import SharedRows, SharedSource, are_shared
+from asynctrt.runtime.specialised import Site, Specialised
 from asynctrt.runtime.staging import (
     AHEAD_ROW_NBYTES_MAX,
     AHEAD_ROW_NBYTES_MIN,
@@ -132,11 +133,22 @@ class PooledContext:
         self._slot_bindings: OrderedDict[Slab, Binding] = OrderedDict()
         # If any shape is captured, all are, so their few slabs are never evicted and do not grow.
         self._captured: dict[tuple[Hashable, int], CapturedBatch] = {}
+        # Shapes that were specialised, with slabs that belong to them alone.
+        self._told: dict[Hashable, Site] = {}
 
     @property
     def nbytes(self) -> int:
         """The bytes of staging memory and its counterpart on the device."""
-        return self._buffers.nbytes if self._buffers else 0
+        told = sum(site.nbytes for site in tuple(self._told.values()))
+        return told + (self._buffers.nbytes if self._buffers else 0)
+
+    def adopt(self, shape: Hashable, site: Site) -> None:
+        """Run later batches of a shape in contexts of its own. A batch in flight keeps its slab."""
+        self._told[shape] = site
+
+    def release(self, shape: Hashable) -> None:
+        """Run later batches of a shape like any other. The caller closes the site once no batch uses it."""
+        del self._told[shape]
 
     def comes_to_rest(self, timeout_s: float) -> bool:
         """Wait until no thread uses its slabs and its stream is idle; return False after the timeout."""
@@ -150,7 +162,9 @@ class PooledContext:
         return last is not None and (last is self.timed.computed or last is self.untimed.computed)
 
     def slab(self, shape: Hashable, layout_of: Callable[[Hashable], Layout]) -> Slab:
-        """Return this context's slab for a shape. All its slabs share one memory, which grows."""
+        """Return this context's slab for a shape. They share one memory, which grows, if not specialised."""
+        if self._told and (site := self._told.get(shape)) is not None and site.slab is not None:
+            return site.slab
         slab = self._slabs.get(shape)
         if slab is None:
             layout = layout_of(shape)
@@ -166,6 +180,10 @@ class PooledContext:
             self._slabs.move_to_end(shape)
         return slab
 
+    def has_own_slab(self, shape: Hashable) -> bool:
+        """Return whether a shape has a slab that belongs to it alone."""
+        return shape in self._told
+
     def missing_nbytes(self, layout: Layout) -> int:
         """Return the bytes to allocate for a layout; 0 if there is enough memory."""
         held = 0 if self._buffers is None else self._buffers.staging.nbytes
@@ -180,7 +198,8 @@ class PooledContext:
 
     def is_captured(self, shape: Hashable, rows: int) -> bool:
         """Return whether batches of ``rows`` rows of this shape were captured."""
-        return (shape, rows) in self._captured
+        site = self._told.get(shape)
+        return (shape, rows) in self._captured if site is None else rows in site.captured
 
     @property
     def launches_slowly(self) -> bool:
@@ -258,8 +277,11 @@ class PooledContext:
 
     def _captured_of(self, source: RowSource) -> CapturedBatch | None:
         """Return the capture of such a batch, if its rows are where graphs read them."""
-        if not self._captured or source.inputs is not source.slab:
+        if source.inputs is not source.slab:
             return None
+        if self._told and (site := self._told.get(source.batch.key.shape)) is not None:
+            # A batch whose rows were staged before the shape was specialised lies elsewhere.
+            return site.captured.get(source.batch.rows_run) if source.slab is site.slab else None
         return self._captured.get((source.batch.key.shape, source.batch.rows_run))
 
     def _wait_for_turn(self, lane: Lane | None) -> None:
@@ -322,6 +344,10 @@ class PooledContext:
         if self.arena is not None and self.was_last_in_arena:
             self.arena.last_use = None
         self._forget()
+        sites = [site for site in self._told.values() if not site.close(timeout_s)]
+        if sites:
+            return False
+        self._told.clear()
         self.context.close()
         # Close the stream after graphs and the library's context, which may refer to it.
         return self.stream.close(timeout_s)
@@ -382,6 +408,8 @@ class ContextPool:
         """Whether slabs are created and grow while batches run."""
         self.captured = Captured()
         """The captured batch sizes, and the CPU time to launch one."""
+        self.specialised: dict[Hashable, Specialised] = {}
+        """The shapes with contexts of their own."""
         self.prepared: tuple[int, ...] = ()
         """The only batch sizes that are run, if changing the size takes long; empty if any size is run."""
         if arenas is not None:
@@ -451,7 +479,22 @@ class ContextPool:
 
     def missing_nbytes(self, batch: Batch) -> int:
         """Return the bytes to allocate for the slab of a batch; 0 if there is enough memory."""
-        return self.contexts[batch.context].missing_nbytes(self.layout(batch.key.shape))
+        return self._missing_nbytes(self.contexts[batch.context], batch.key.shape)
+
+    def _missing_nbytes(self, context: PooledContext, shape: Hashable) -> int:
+        return 0 if context.has_own_slab(shape) else context.missing_nbytes(self.layout(shape))
+
+    def adopt(self, made: Specialised) -> None:
+        """Run later batches of a shape in contexts of its own, which the pool closes."""
+        for context, site in zip(self.contexts, made.sites, strict=True):
+            context.adopt(made.shape, site)
+        self.specialised[made.shape] = made
+
+    def release(self, shape: Hashable) -> Specialised:
+        """Run later batches of a shape like any other. Close what is returned once no batch uses it."""
+        for context in self.contexts:
+            context.release(shape)
+        return self.specialised.pop(shape)
 
     def growth(self, batch: Batch) -> Callable[[], object]:
         """Return a function that allocates the missing memory of a batch's slab, in any thread."""
@@ -504,7 +547,7 @@ class ContextPool:
         :param request: the first request of the rows.
         """
         pooled = self.contexts[context]
-        if type(request.payload) is SharedRows or pooled.missing_nbytes(self.layout(key.shape)):
+        if type(request.payload) is SharedRows or self._missing_nbytes(pooled, key.shape):
             return None
         return pooled.slab(key.shape, self.layout)
 

@@ -35,7 +35,7 @@ from asynctrt.runtime.contexts import ContextPool, Lane
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 from asynctrt.runtime.spans import copy_out, outputs_of
-from asynctrt.runtime.staging import AheadRows, FilledSlab
+from asynctrt.runtime.staging import AheadRows, FilledSlab, Slab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
@@ -111,8 +111,8 @@ class Driver:
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.observe: Callable[[Batch, BatchRecord, int], None] | None = None
         """Called with each batch that is answered, and the time; it must not raise."""
-        self.on_answer: Callable[[InFlight], None] | None = None
-        """Called with each batch that is answered, before its callers are; it must not raise."""
+        self.on_answer: list[Callable[[InFlight], None]] = []
+        """Called with each batch that is answered, before its callers are; they must not raise."""
         self.on_launch: Callable[[Batch], None] | None = None
         """Called with each batch before anything is done with its rows; it must not raise."""
         # Requests of a batch that is being answered.
@@ -221,6 +221,13 @@ class Driver:
         self._idle_waiters.append(waiter)
         self._tell_if_idle()
         return waiter
+
+    def uses(self, slab: Slab) -> bool:
+        """Return whether a batch in flight uses a slab. Rows that were copied there ahead are forgotten."""
+        if self._ahead is not None and self._ahead.slab is slab:
+            self._ahead = None
+        flights = (*self._flights.values(), *self._given_up.values())
+        return any(flight.source.slab is slab for flight in flights)
 
     def refuse(self, why: AsynctrtError) -> None:
         """Take no new request; answer those that were taken."""
@@ -755,8 +762,8 @@ class Driver:
         )
         if self.observe is not None:
             self.observe(batch, record, now_ns)
-        if self.on_answer is not None:
-            self.on_answer(flight)
+        for notice in self.on_answer:
+            notice(flight)
         # The device gets its next batch before callers are answered; if that is done at once, in their order.
         if self._to_deliver is not None:
             self._deliver()

@@ -26,17 +26,42 @@ from asynctrt.devices.arenas import Arena, GrowingBuffer
 from asynctrt.devices.base import Buffer, Device, Event, Graph, Stream
 from asynctrt.errors import DeviceError, DeviceLostError
 from asynctrt.runtime.staging import Slab
-from asynctrt.runtime.trial import SAMPLES, NoTrial, Trial
+from asynctrt.runtime.trial import SAMPLES, Expected, NoTrial, Trial
 
 CAPTURE_S: Final = 60.0
 """The timeout of a batch during capture, in seconds."""
+
+
+class CallByCall:
+    """What is launched like a graph, where none can be captured: a binding enqueued call by call.
+
+    Its context works on a stream of its own, so the two streams wait for one another.
+    """
+
+    def __init__(self, device: Device, binding: Binding, rows: int, stream: Stream) -> None:
+        self._binding, self._rows, self._stream = binding, rows, stream
+        self._begun = device.create_event(is_timed=False)
+        self._done = device.create_event(is_timed=False)
+
+    def launch(self, *, stream: Stream) -> None:
+        """Enqueue the batch, in order with the work on ``stream``."""
+        stream.record(self._begun)
+        self._stream.wait(self._begun)
+        try:
+            self._binding.enqueue(self._rows, profile=None, stream=self._stream, arena=None)
+        finally:
+            self._stream.record(self._done)
+            stream.wait(self._done)
+
+    def close(self) -> None:
+        """Do nothing: its context holds all that it uses."""
 
 
 class CapturedBatch(NamedTuple):
     """A graph, and the context that belongs to it alone."""
 
     context: ExecutionContext
-    graph: Graph
+    graph: Graph | CallByCall
     launch_ns: int
     """The CPU time to launch it; 0 if not measured."""
 
@@ -64,6 +89,8 @@ class Capture:
     :param slab: the slab of the batches, laid out for ``shape``, the sizes of dynamic dimensions.
     :param end: an event of the stream to wait with.
     :param scratch: enqueue memory that nothing else uses meanwhile.
+    :param expected: the expected outputs of the trial. Default: those of its own batches.
+    :param is_direct: whether :meth:`finish` leaves the batch to be enqueued call by call.
     """
 
     def __init__(
@@ -79,7 +106,10 @@ class Capture:
         end: Event,
         arena: Arena | None,
         scratch: Buffer | None,
+        expected: Expected | None = None,
+        is_direct: bool = False,
     ) -> None:
+        self._device, self._is_direct = device, is_direct
         self._rows, self._profile = rows, profile
         self._stream, self._end = stream, end
         self._arena, self._scratch = arena, scratch
@@ -88,7 +118,7 @@ class Capture:
             self._context = cast("TracedModel", model).create_context_for(device, stream, shape, rows)
         else:
             self._context = create_context_on(model, device, stream)
-        self._trial = Trial(slab, rows, stream) if self._is_traced else NoTrial()
+        self._trial = Trial(slab, rows, stream, expected) if self._is_traced else NoTrial()
         self._direct_ns = 0
         try:
             self._binding = self._context.bind(slab.input_memory(), slab.output_memory())
@@ -120,6 +150,10 @@ class Capture:
         :raises ExecutionError: if a graph of a :class:`TracedModel` and the model compute different outputs.
         :raises AsynctrtError: if the model or the device refuses; the capture is closed then.
         """
+        if self._is_direct:
+            launched = CallByCall(self._device, self._binding, self._rows, self._stream)
+            costs = CaptureCosts(self._direct_ns, self._direct_ns)
+            return CapturedBatch(self._context, launched, self._direct_ns), costs
         graph: Graph | None = None
         try:
             memory = None if self._arena is None else self._arena.memory

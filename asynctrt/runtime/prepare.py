@@ -80,7 +80,7 @@ def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_
     sizes = model.batch_sizes
     try:
         if sizes is None:
-            sizes = _chosen(model, places[0], rows_max)
+            sizes = sizes_that_pay(model, places[0], rows_max)
         elif sizes:
             sizes = sizes_to_prepare(sizes, rows_max)
         if sizes:
@@ -172,7 +172,7 @@ def _keep_apart(
     return sizes
 
 
-def _chosen(model: PreparedModel, place: Place, rows_max: int) -> tuple[int, ...]:
+def sizes_that_pay(model: PreparedModel, place: Place, rows_max: int) -> tuple[int, ...]:
     """Return the sizes to keep apart; empty if that does not pay off."""
     if rows_max < 2:
         return ()

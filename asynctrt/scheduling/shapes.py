@@ -56,6 +56,9 @@ class Shapes:
         self._nbytes_max = nbytes_max
         self._row_nbytes = row_nbytes
         self._sizes: tuple[int, ...] = ()
+        self._sizes_of: dict[Hashable, tuple[int, ...]] = {}
+        self.may_specialise = False
+        """Whether :meth:`specialise` may be called later."""
         self._limits: dict[Hashable, int] = {}
         self._ranges: dict[Hashable, tuple[tuple[int, int], ...]] = {}
         self._chosen: dict[tuple[Hashable, int], int] = {}
@@ -78,11 +81,19 @@ class Shapes:
             and self._rows_fixed is None
             and not self._fills_batches
             and not self._sizes
+            and not self.may_specialise
         )
 
     def restrict(self, sizes: Sequence[int]) -> None:
         """Note the only batch sizes to run, rising, up to the most rows of a batch; none: all."""
         self._sizes = tuple(sizes)
+
+    def specialise(self, shape: Hashable, sizes: Sequence[int]) -> None:
+        """Note the only batch sizes to run of one shape, rising; none: as of any other shape."""
+        if sizes:
+            self._sizes_of[shape] = tuple(sizes)
+        else:
+            self._sizes_of.pop(shape, None)
 
     def limit(self, shape: Hashable) -> int:
         """Return the rows that one batch of this shape holds.
@@ -118,8 +129,12 @@ class Shapes:
             return self._rows_fixed
         if self._fills_batches:
             rows = self.limit(shape)
-        elif self._sizes and rows <= self._sizes[-1]:
-            rows = self._sizes[bisect_left(self._sizes, rows)]
+        else:
+            sizes = self._sizes_of.get(shape, self._sizes)
+            if sizes and rows <= sizes[-1]:
+                rows = sizes[bisect_left(sizes, rows)]
+                if self.limit_varies and self._profiles is None:
+                    rows = min(rows, self.limit(shape))
         if self._profiles is None:
             return rows
         return self._padded(shape, rows)

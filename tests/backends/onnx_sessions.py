@@ -10,7 +10,7 @@ import numpy as np
 from asynctrt.backends.onnxruntime import ort
 from asynctrt.backends.onnxruntime_streams import StreamedOnnxModel, StreamSession
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceUnavailableError
+from asynctrt.errors import DeviceMemoryError, DeviceUnavailableError, ModelError
 
 
 class HostSessions(StreamedOnnxModel):
@@ -62,7 +62,6 @@ class CapturableSessions(HostSessions):
     """Sessions that can be captured, and tell what each of them ran."""
 
     is_capturable = True
-    is_traced = True
 
     def __init__(self, path, **kw):
         super().__init__(path, **kw)
@@ -79,6 +78,51 @@ class CapturableSessions(HostSessions):
 
         session.put = noted
         self.sessions.append(session)
+        return session
+
+
+class SpecialisedSessions(CapturableSessions):
+    """Sessions that are worth telling the sizes of shapes that recur, as kind as the real ones and no more.
+
+    A session that was told a size refuses every other. Until then the model cannot be captured.
+
+    :param ways: what becomes of sessions that are told sizes, one after the other: ``good``, ``refused``
+        (they do not load), ``full`` (there is no memory), ``wrong`` (their answers differ), ``waits`` (they
+        cannot be captured).
+    :param held: waited for before each session that is told sizes is loaded.
+    """
+
+    is_specialisable = True
+    changes_slowly = True
+
+    def __init__(self, path, *, ways=("good",), held=None, **kw):
+        super().__init__(path, **kw)
+        self.is_capturable = False
+        self.ways, self.held = cycle(ways), held
+
+    def load_session(self, device, stream, sizes):
+        way = "good"
+        if sizes:
+            way = next(self.ways)
+            if self.held is not None:
+                self.held()
+        if way == "refused":
+            raise ModelError("it is not loaded")
+        if way == "full":
+            raise DeviceMemoryError("there is no room")
+        session = super().load_session(device, stream, sizes)
+        run = session.run
+
+        def changed(binding, options):
+            run(binding, options)
+            if way == "wrong":
+                for value in binding.get_outputs():
+                    found = ctypes.c_float.from_address(value.data_ptr())
+                    found.value = 1e9
+
+        session.run = changed
+        if way == "waits":
+            session.left_on_cpu = frozenset(spec.name for spec in self.outputs)
         return session
 
 

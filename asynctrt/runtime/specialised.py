@@ -1,0 +1,325 @@
+"""Shapes with contexts of their own: each is told all sizes of one batch, and captured if possible.
+
+A library that is told the sizes of all dimensions computes what depends on them alone when it loads a model,
+instead of on the CPU in each batch, and plans its kernels once. So a model whose dimensions are all symbolic
+runs like one whose shapes are fixed. Each batch size of each shape takes a context, beside each context of
+the engine. Its answers are compared with those of a context that was told nothing.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final, NamedTuple, cast
+
+from asynctrt._util import clock
+from asynctrt._util.cancellation import Cancellation, cancelled_by, current
+from asynctrt.backends.base import (
+    PreparedContext,
+    SpecialisableModel,
+    ToldContext,
+    create_context_on,
+)
+from asynctrt.devices.base import Device, mib
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError
+from asynctrt.runtime.capturing import Capturing
+from asynctrt.runtime.graphs import CAPTURE_S, Capture, CaptureCosts, CapturedBatch
+from asynctrt.runtime.prepare import SHARE_MAX, Place, sizes_that_pay
+from asynctrt.runtime.staging import Layout, Slab, StagingBuffers, lay_out
+from asynctrt.runtime.trial import SAMPLES, Expected, Trial
+from asynctrt.statistics import ShapeStatistics
+
+BUILD_S_MAX: Final = 60.0
+"""The longest time to spend on a shape while the engine serves, in seconds."""
+
+CLOSE_S: Final = 10.0
+"""How long to wait for the work of a stream that is no longer used, in seconds."""
+
+ROUNDS: Final = 3
+"""How often to time a batch; the least counts."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class Site:
+    """The contexts of one shape beside one context of the engine, with the slab that their batches use."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.stream = device.create_stream()
+        self.end = device.create_event(is_timed=False)
+        self.slab: Slab | None = None
+        self.captured: dict[int, CapturedBatch] = {}
+        """What is launched, by the rows of a batch."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the slab."""
+        return 0 if self.slab is None else self.slab.buffers.nbytes
+
+    def lay_out(self, layout: Layout) -> Slab:
+        """Allocate the slab."""
+        self.slab = Slab(layout, StagingBuffers(self._device, layout.nbytes))
+        return self.slab
+
+    def keep_captured(self, shape: Hashable, rows: int, capture: Capture) -> CaptureCosts:
+        """Finish a warmed-up capture, as for a :class:`~asynctrt.runtime.capturing.CapturingContext`."""
+        self.captured[rows], costs = capture.finish()
+        return costs
+
+    def forget_captured(self) -> None:
+        """Close all contexts."""
+        for captured in self.captured.values():
+            captured.close()
+        self.captured.clear()
+
+    def timed_ns(self, rows: int) -> int:
+        """Return how long it takes to launch a batch of what is in the slab, and to compute it."""
+        captured = self.captured[rows]
+        return least_ns(lambda: captured.graph.launch(stream=self.stream), self)
+
+    def close(self, timeout_s: float) -> bool:
+        """Release everything; if the stream's work does not end in time, keep it and return False."""
+        self._device.activate()
+        if not self.stream.drain(timeout_s):
+            return False
+        self.forget_captured()
+        if self.slab is not None:
+            self.slab.binding = None
+            self.slab.buffers.close()
+        return self.stream.close(timeout_s)
+
+
+def least_ns(launch: Callable[[], object], site: Site) -> int:
+    """Return the least time of several launches on an idle stream, with the work that they launch."""
+    taken_ns = []
+    for _ in range(ROUNDS):
+        start_ns = clock.now_ns()
+        launch()
+        site.stream.record(site.end)
+        if not site.end.synchronize(CAPTURE_S):
+            raise DeviceLostError(f"a batch did not end within {CAPTURE_S} s")
+        taken_ns.append(clock.now_ns() - start_ns)
+    return min(taken_ns)
+
+
+class Specialised(NamedTuple):
+    """A shape with contexts of its own."""
+
+    shape: Hashable
+    sites: tuple[Site, ...]
+    """One beside each context of the engine."""
+    statistics: ShapeStatistics
+    """What they took and gained."""
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Release all sites. Blocks. No batch may still use them."""
+        for site in self.sites:
+            site.close(timeout_s)
+
+
+class NoGainError(ExecutionError):
+    """The model would not run faster in contexts that were told their sizes."""
+
+
+class Deadline(Cancellation):
+    """A cancellation that cancels itself after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._until_ns = clock.now_ns() + int(seconds * 1e9)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return super().is_cancelled or self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether its time is over."""
+        return clock.now_ns() >= self._until_ns
+
+
+class Reference:
+    """A context that was told nothing, to compare answers and times with."""
+
+    def __init__(self, device: Device, model: SpecialisableModel, site: Site, slab: Slab) -> None:
+        self._device, self._site, self._slab = device, site, slab
+        self._context = create_context_on(model, device, site.stream)
+        self._binding = self._context.bind(slab.input_memory(), slab.output_memory())
+        self._expected: dict[int, Expected] = {}
+        self.times_ns: dict[int, int] = {}
+        """How long a batch of some rows took, run several times in a row."""
+
+    def expected(self, rows: int) -> Expected:
+        """Return the answers to the rows of a trial with ``rows`` rows."""
+        found = self._expected.get(rows)
+        if found is None:
+            trial = Trial(self._slab, rows, self._site.stream)
+            for number in range(SAMPLES):
+                trial.put_in(number)
+                self._run(rows)
+                trial.put_out()
+                self._wait()
+                trial.note(number)
+            found = self._expected[rows] = trial.expected
+            self.times_ns[rows] = least_ns(partial(self._run, rows), self._site)
+        return found
+
+    def sizes_that_pay(self, model: SpecialisableModel, rows_max: int) -> tuple[int, ...]:
+        """Return the sizes to keep apart; empty if changes of the size are fast."""
+        owner = cast("PreparedContext", self._context)
+        place = Place(owner, self._binding, self._site.stream, self._site.end, current())
+        return sizes_that_pay(model, place, rows_max)
+
+    def close(self) -> None:
+        """Close the context. Blocks until its work has ended."""
+        with suppress(Exception):
+            self._site.stream.drain(CLOSE_S)
+        self._context.close()
+
+    def _run(self, rows: int) -> None:
+        self._binding.enqueue(rows, profile=None, stream=self._site.stream, arena=None)
+
+    def _wait(self) -> None:
+        site = self._site
+        site.stream.record(site.end)
+        if not site.end.synchronize(CAPTURE_S):
+            raise DeviceLostError(f"a batch did not end within {CAPTURE_S} s")
+        if site.end.error is not None:
+            raise site.end.error
+
+
+class Builder:
+    """Builds the contexts of a shape, in the calling thread. It touches nothing that batches use.
+
+    :param contexts: how many contexts the engine has.
+    :param captures: whether to capture CUDA graphs where that can be done.
+    """
+
+    def __init__(self, device: Device, model: SpecialisableModel, contexts: int, *, captures: bool) -> None:
+        self._device, self._model = device, model
+        self._contexts = contexts
+        self._captures = captures
+
+    def build(
+        self, shape: Hashable, sizes: Sequence[int], *, threads_max: int, cancellation: Cancellation
+    ) -> Specialised:
+        """Build contexts of some batch sizes of a shape. Blocks.
+
+        :param sizes: rising; fewer of them are built if not all fit.
+        :param threads_max: how many threads build contexts at the same time.
+        :raises NoGainError: if it would not pay off.
+        :raises ExecutionError: if answers differ, or the model fails.
+        :raises DeviceMemoryError: if there is no room.
+        :raises UsageError: if it was cancelled.
+        """
+        start_ns = clock.now_ns()
+        self._device.activate()
+        room_nbytes = self._device.memory().room_nbytes
+        sites: list[Site] = []
+        reference: Reference | None = None
+        try:
+            with cancelled_by(cancellation):
+                sites += [Site(self._device) for _ in range(self._contexts)]
+                layout = self._layout(shape, sizes[-1], sites[0])
+                self._check_slabs(layout, room_nbytes)
+                slabs = [site.lay_out(layout) for site in sites]
+                reference = Reference(self._device, self._model, sites[0], slabs[0])
+                taken, is_captured = self._fill(shape, sizes, sites, reference, threads_max)
+            few = sorted({taken[0], taken[-1]})
+            before_ns = {rows: reference.times_ns[rows] for rows in few}
+            after_ns = {rows: sites[0].timed_ns(rows) for rows in few}
+            reference.close()
+        except BaseException:
+            if reference is not None:
+                reference.close()
+            for site in sites:
+                site.close(CLOSE_S)
+            raise
+        built_ns = clock.now_ns() - start_ns
+        nbytes = max(room_nbytes - self._device.memory().room_nbytes, 0)
+        statistics = ShapeStatistics(named(shape), taken, is_captured, built_ns, nbytes, before_ns, after_ns)
+        return Specialised(shape, tuple(sites), statistics)
+
+    def _layout(self, shape: Hashable, rows: int, site: Site) -> Layout:
+        """Return the layout of the slabs, with outputs whose sizes follow only from those of the inputs."""
+        model, given = self._model, symbols_of(shape)
+        context = cast("ToldContext", model.create_context_for(self._device, site.stream, given, rows))
+        try:
+            told = context.told_sizes()
+        finally:
+            context.close()
+        layout = lay_out(model.inputs, model.outputs, {**told, **given}, rows)
+        if None in layout.outputs:
+            raise NoGainError("the shape of an output depends on the data")
+        return layout
+
+    def _check_slabs(self, layout: Layout, room_nbytes: int) -> None:
+        taken_nbytes = layout.nbytes * self._contexts
+        if not self._device.unified and taken_nbytes > room_nbytes * SHARE_MAX:
+            raise DeviceMemoryError(
+                f"slabs for {layout.rows_max} rows take {mib(taken_nbytes)} in {self._contexts} contexts, "
+                f"more than half of the {mib(room_nbytes)} that are free"
+            )
+
+    def _fill(
+        self,
+        shape: Hashable,
+        sizes: Sequence[int],
+        sites: Sequence[Site],
+        reference: Reference,
+        threads_max: int,
+    ) -> tuple[tuple[int, ...], bool]:
+        """Fill the sites, by graphs if possible; return the sizes that fit, and whether they are graphs."""
+
+        def fit(sizes: Sequence[int], *, is_direct: bool) -> tuple[int, ...]:
+            begin = partial(self._begin, reference, is_direct=is_direct)
+            capturing = Capturing(self._device, self._model, sites, [shape], begin, threads_max=threads_max)
+            return capturing.fit(sizes)[0]
+
+        if self._captures:
+            try:
+                return fit(sizes, is_direct=False), True
+            except (DeviceLostError, DeviceMemoryError):
+                raise
+            except Exception as error:
+                if current().is_cancelled:
+                    raise
+                logger.debug("%r: %s is not captured: %s", self._model.name, named(shape), error)
+        apart = set(reference.sizes_that_pay(self._model, sizes[-1]))
+        if not apart:
+            raise NoGainError(
+                "it cannot be captured as a CUDA graph, and changes of the batch size take no time"
+            )
+        return fit(sizes, is_direct=True), False
+
+    def _begin(
+        self, reference: Reference, site: Site, shape: Hashable, rows: int, *, is_direct: bool
+    ) -> Capture:
+        assert site.slab is not None
+        # The first site, whose slab the reference uses as well, captures each size before any other does.
+        expected = reference.expected(rows)
+        return Capture(
+            self._device,
+            self._model,
+            site.slab,
+            symbols_of(shape),
+            rows,
+            profile=None,
+            stream=site.stream,
+            end=site.end,
+            arena=None,
+            scratch=None,
+            expected=expected,
+            is_direct=is_direct,
+        )
+
+
+def symbols_of(shape: Hashable) -> dict[str, int]:
+    """Return the sizes of dynamic dimensions by their names, from the shape of a key."""
+    return dict(cast("tuple[tuple[str, int], ...]", shape))
+
+
+def named(shape: Hashable) -> str:
+    """Return a shape in words."""
+    return " ".join(f"{name}={size}" for name, size in symbols_of(shape).items())

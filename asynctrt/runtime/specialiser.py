@@ -1,0 +1,201 @@
+"""The specialising of shapes while an engine serves: which recur is counted, and a thread builds for one.
+
+Everything that batches see changes on the loop, between two batches: see :meth:`ContextPool.adopt`.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final
+
+from asynctrt._util import clock
+from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceMemoryError, UsageError
+from asynctrt.runtime.contexts import ContextPool
+from asynctrt.runtime.inflight import InFlight
+from asynctrt.runtime.specialised import (
+    BUILD_S_MAX,
+    Builder,
+    Deadline,
+    NoGainError,
+    Specialised,
+    named,
+)
+from asynctrt.runtime.staging import Slab
+from asynctrt.scheduling.recurring import RecurringShapes
+from asynctrt.scheduling.shapes import Shapes
+
+REST: Final = 3
+"""After building for some time, build nothing for this many times as long."""
+
+FAILURES_MAX: Final = 3
+"""Give a model up after so many shapes in a row that could not be specialised."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class Specialiser:
+    """Gives shapes that recur contexts of their own, one shape at a time.
+
+    :param uses: whether a batch in flight, or rows copied ahead of one, use a slab.
+    :param sizes_of: the batch sizes to build for a shape, rising.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        pool: ContextPool,
+        shapes: Shapes,
+        builder: Builder,
+        *,
+        sizes_of: Callable[[Hashable], Sequence[int]],
+        uses: Callable[[Slab], bool],
+    ) -> None:
+        self._loop, self._name = loop, name
+        self._pool, self._shapes, self._builder = pool, shapes, builder
+        self._sizes_of, self._uses = sizes_of, uses
+        self._recurring = RecurringShapes()
+        self._failures = 0
+        self._rests_until_ns = 0
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+        self._deadline: Deadline | None = None
+        self._built: Specialised | None = None
+        # Shapes that gave way, whose slabs batches may still use.
+        self._leaving: list[Specialised] = []
+
+    def __repr__(self) -> str:
+        state = "over" if self._is_over else "idle" if self._thread is None else "building"
+        return f"<Specialiser {self._name} {state} shapes={len(self._pool.specialised)}>"
+
+    def answered(self, flight: InFlight) -> None:
+        """Note a batch that was answered, and begin to build for its shape if that recurs."""
+        if self._leaving:
+            self._close_unused()
+        shape = flight.batch.key.shape
+        if not self._recurring.note(shape) or self._is_over or self._thread is not None:
+            return
+        specialised = self._pool.specialised
+        if shape in specialised or clock.now_ns() < self._rests_until_ns:
+            return
+        if self._recurring.is_full(specialised):
+            victim = self._recurring.victim(shape, specialised)
+            if victim is not None:
+                self._release(victim)
+            return  # Its memory is free once no batch uses it any more.
+        self._begin(shape)
+
+    def stop(self) -> None:
+        """Begin and adopt nothing more."""
+        self._is_over = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def close(self, timeout_s: float) -> None:
+        """Release what was built and not adopted, after :meth:`stop`. Blocks."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        built, self._built = self._built, None
+        for made in (*self._leaving, *([] if built is None else [built])):
+            made.close(timeout_s)
+        self._leaving.clear()
+
+    def _begin(self, shape: Hashable) -> None:
+        self._deadline = deadline = Deadline(BUILD_S_MAX)
+        sizes = self._sizes_of(shape)
+        self._thread = threading.Thread(
+            target=self._build, args=(shape, sizes, deadline), name="asynctrt-specialise", daemon=True
+        )
+        self._thread.start()
+
+    def _build(self, shape: Hashable, sizes: Sequence[int], deadline: Deadline) -> None:
+        """Build in the thread, and tell the loop."""
+        error: Exception | None = None
+        start_ns = clock.now_ns()
+        try:
+            self._built = self._builder.build(shape, sizes, threads_max=1, cancellation=deadline)
+        except Exception as raised:
+            # Its frames refer to what was closed.
+            error = raised.with_traceback(None)
+        took_ns = clock.now_ns() - start_ns
+        try:
+            self._loop.call_soon_threadsafe(self._end, shape, error, took_ns, deadline)
+        except RuntimeError:
+            logger.debug("%s: the loop was closed while %s was built for", self._name, named(shape))
+
+    def _end(self, shape: Hashable, error: Exception | None, took_ns: int, deadline: Deadline) -> None:
+        """Adopt what was built, or note that it could not be."""
+        self._thread = None
+        self._rests_until_ns = clock.now_ns() + REST * took_ns
+        if self._is_over:
+            return  # What was built is closed with the engine.
+        made, self._built = self._built, None
+        if made is not None:
+            self._failures = 0
+            adopt(self._name, self._pool, self._shapes, made)
+            return
+        assert error is not None
+        is_late = deadline.is_over
+        self._recurring.refuse(shape)
+        self._failures += 1
+        if isinstance(error, NoGainError | DeviceLostError) or is_late or self._failures >= FAILURES_MAX:
+            self._is_over = True
+        said = f"it took more than {BUILD_S_MAX:g} s" if is_late else str(error)
+        log_refusal(self._name, shape, error, said, is_over=self._is_over)
+
+    def _release(self, shape: Hashable) -> None:
+        self._shapes.specialise(shape, ())
+        self._leaving.append(self._pool.release(shape))
+        logger.info("%s: batches of %s, which are rare by now, run like others", self._name, named(shape))
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        """Have a thread close what no batch uses any more."""
+        if self._thread is not None:
+            return
+        unused = [
+            made
+            for made in self._leaving
+            if not any(site.slab is not None and self._uses(site.slab) for site in made.sites)
+        ]
+        if unused:
+            self._leaving = [made for made in self._leaving if made not in unused]
+            self._thread = threading.Thread(
+                target=self._close_all, args=(unused,), name="asynctrt-specialise", daemon=True
+            )
+            self._thread.start()
+
+    def _close_all(self, unused: Sequence[Specialised]) -> None:
+        for made in unused:
+            try:
+                made.close()
+            except AsynctrtError as error:
+                logger.debug("%s: %s is not released: %s", self._name, named(made.shape), error)
+        try:
+            self._loop.call_soon_threadsafe(self._closed)
+        except RuntimeError:
+            logger.debug("%s: the loop was closed while a shape was released", self._name)
+
+    def _closed(self) -> None:
+        self._thread = None
+
+
+def adopt(name: str, pool: ContextPool, shapes: Shapes, made: Specialised) -> None:
+    """Run batches of a shape in the contexts that were built for it from now on."""
+    shapes.specialise(made.shape, made.statistics.batch_sizes)
+    pool.adopt(made)
+    logger.info("%s: batches of a shape that recurs have contexts of their own: %s", name, made.statistics)
+
+
+def log_refusal(name: str, shape: Hashable, error: Exception, said: str, *, is_over: bool) -> None:
+    """Log why a shape has no contexts of its own."""
+    is_usual = isinstance(error, NoGainError | DeviceMemoryError | UsageError)
+    logger.log(
+        logging.INFO if is_usual else logging.WARNING,
+        "%s: batches of %s have no contexts of their own%s: %s",
+        name,
+        named(shape),
+        ", nor will those of other shapes" if is_over else "",
+        said,
+    )

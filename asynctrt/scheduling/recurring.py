@@ -1,0 +1,80 @@
+"""The decision which shapes of rows are worth contexts of their own: those that recur often."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable
+from typing import Final
+
+SHAPES_MAX: Final = 8
+"""The most shapes that are specialised at once."""
+
+OFTEN: Final = 16
+"""A shape recurs if this many batches had it lately."""
+
+SHARE_MIN: Final = 1 / 16
+"""A shape recurs if at least this share of the latest batches had it."""
+
+WINDOW: Final = 512
+"""After this many batches, those before count for half."""
+
+SEEN_MAX: Final = 1024
+"""The most shapes that are remembered."""
+
+HYSTERESIS: Final = 2
+"""A shape takes the place of another one if it came this many times as often."""
+
+
+class RecurringShapes:
+    """Counts the shapes of batches. Pure: it decides which shape is specialised next, and which gives way.
+
+    :param shapes_max: the most shapes that are specialised at once.
+    """
+
+    def __init__(self, shapes_max: int = SHAPES_MAX) -> None:
+        self._shapes_max = shapes_max
+        # By when they came last, the latest at the end.
+        self._counts: OrderedDict[Hashable, float] = OrderedDict()
+        self._total = 0.0
+        self._refused: set[Hashable] = set()
+
+    def __repr__(self) -> str:
+        return f"<RecurringShapes {len(self._counts)} of {self._total:.0f} batches>"
+
+    def note(self, shape: Hashable) -> bool:
+        """Note a batch of a shape; return whether the shape recurs."""
+        count = self._counts[shape] = self._counts.get(shape, 0.0) + 1
+        self._counts.move_to_end(shape)
+        self._total += 1
+        if len(self._counts) > SEEN_MAX:
+            self._total -= self._counts.popitem(last=False)[1]
+        if self._total >= WINDOW:
+            self._forget()
+        return count >= OFTEN and count >= SHARE_MIN * self._total and shape not in self._refused
+
+    def refuse(self, shape: Hashable) -> None:
+        """Never again report a shape as recurring: it could not be specialised."""
+        if len(self._refused) >= SEEN_MAX:
+            self._refused.clear()
+        self._refused.add(shape)
+
+    def victim(self, shape: Hashable, specialised: Collection[Hashable]) -> Hashable | None:
+        """Return the shape that is to give way to another one; ``None`` if all others come as often.
+
+        It is the one that came last the longest time ago.
+        """
+        least = self._counts.get(shape, 0.0) / HYSTERESIS
+        order = [other for other in self._counts if other in specialised]
+        gone = [other for other in specialised if other not in self._counts]
+        return next((other for other in [*gone, *order] if self._counts.get(other, 0.0) <= least), None)
+
+    def is_full(self, specialised: Collection[Hashable]) -> bool:
+        """Return whether as many shapes are specialised as may be."""
+        return len(specialised) >= self._shapes_max
+
+    def _forget(self) -> None:
+        """Let all batches so far count for half."""
+        for shape, count in tuple(self._counts.items()):
+            if count < 1:
+                del self._counts[shape]
+            else:
+                self._counts[shape] = count / 2
+        self._total = sum(self._counts.values())

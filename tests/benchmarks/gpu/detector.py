@@ -1,0 +1,227 @@
+"""A detector whose dimensions are all symbolic, as people export them: how fast it is as it opens by default.
+
+``--model`` is the file, such as NudeNet's ``320n.onnx`` from its wheel; without it a small network with the
+same dimensions is made. In one run: ONNX Runtime alone, by a loop of single runs and told its sizes; how long
+it takes until the engine has contexts for the shape, and what others notice meanwhile; then callers who send
+one row again and again, and callers who wait at random between two requests.
+"""
+
+import argparse
+import asyncio
+import logging
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import uvloop
+from onnx import TensorProto
+
+import asynctrt
+from asynctrt._util import clock
+from asynctrt.devices.host import HostDevice
+from tests.benchmarks.common import save
+from tests.benchmarks.gpu.support import open_device, quantiles_us
+from tests.models import node
+from tests.models import save as save_model
+
+FLOAT = TensorProto.FLOAT
+CALLERS = (1, 8, 40, 128)
+RANDOM_CALLERS, RANDOM_S = 100, 0.05
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--side", type=int, default=320)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--callers", default=",".join(map(str, CALLERS)))
+    parser.add_argument("--random", type=int, default=RANDOM_CALLERS)
+    parser.add_argument("--graphs", default="auto")
+    parser.add_argument("--known", action="store_true", help="say the shape when the engine is opened")
+    parser.add_argument("--shapes", type=int, default=0, help="also send this many other sides, one each")
+    return parser.parse_args()
+
+
+def made_up(path):
+    """A network of four convolutions that halves its images, and gives each a row for every place."""
+    rng = np.random.default_rng(0)
+    nodes, weights, name = [], [], "images"
+    for number, (before, after) in enumerate([(3, 8), (8, 16), (16, 16), (16, 6)]):
+        weights.append((f"w{number}", rng.normal(0, 0.1, (after, before, 3, 3)).astype(np.float32)))
+        pads = {"pads": [1, 1, 1, 1], "strides": [2, 2]}
+        nodes.append(node("Conv", f"{name} w{number}", f"c{number}", **pads))
+        nodes.append(node("Relu", f"c{number}", f"r{number}"))
+        name = f"r{number}"
+    # The number of rows is computed on the CPU, as by a head of a YOLO, unless the sizes are told.
+    weights += [("zero", np.array([0])), ("rest", np.array([6, -1]))]
+    nodes += [
+        node("Shape", name, "shape"),
+        node("Gather", "shape zero", "rows"),
+        node("Concat", "rows rest", "target", axis=0),
+        node("Reshape", f"{name} target", "output0"),
+    ]
+    return save_model(
+        path,
+        nodes,
+        [("images", FLOAT, ["batch", 3, "height", "width"])],
+        [("output0", FLOAT, ["batch", 6, "anchors"])],
+        weights,
+    )
+
+
+def alone(path, given, images):
+    """Return images a second of ONNX Runtime: by single runs, and told its sizes, in batches of some rows."""
+    import onnxruntime as ort
+
+    name = "CUDAExecutionProvider" if given.device != "host" else "CPUExecutionProvider"
+    settings = {"cudnn_conv_algo_search": "HEURISTIC"} if given.device != "host" else {}
+
+    def rate(rows, *, told):
+        chosen = ort.SessionOptions()
+        chosen.log_severity_level = 3
+        declared = ort.InferenceSession(str(path), chosen, providers=["CPUExecutionProvider"]).get_inputs()[0]
+        if told:
+            for dim, size in zip(declared.shape, (rows, *images[0].shape[1:]), strict=True):
+                if isinstance(dim, str):
+                    chosen.add_free_dimension_override_by_name(dim, size)
+        session = ort.InferenceSession(str(path), chosen, providers=[(name, settings)])
+        sent = {declared.name: np.concatenate(images[:rows])}
+        session.run(None, sent)
+        session.run(None, sent)
+        start_ns, done = clock.now_ns(), 0
+        while clock.now_ns() - start_ns < given.seconds / 4 * 1e9:
+            session.run(None, sent)
+            done += rows
+        return done / (clock.now_ns() - start_ns) * 1e9
+
+    return {"single runs": rate(1, told=False)} | {
+        f"told, {rows} rows": rate(rows, told=True) for rows in (1, 8, 64)
+    }
+
+
+async def call(infer, images, count, seconds, wait_s=0.0):
+    """Return images a second and latencies of callers, who may wait at random before each request."""
+    latencies_ns, until_ns, start_ns = [], clock.now_ns() + int(seconds * 1e9), clock.now_ns()
+
+    async def one(number):
+        rng = np.random.default_rng(number)
+        while clock.now_ns() < until_ns:
+            if wait_s:
+                await asyncio.sleep(rng.exponential(wait_s))
+            sent_ns = clock.now_ns()
+            await infer(images[(number * 7 + len(latencies_ns)) % len(images)])
+            latencies_ns.append(clock.now_ns() - sent_ns)
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+    return {"per_s": len(latencies_ns) / (clock.now_ns() - start_ns) * 1e9, **quantiles_us(latencies_ns)}
+
+
+async def pauses(until):
+    """Return the longest time for which the loop did not run, in ms, until a future is done."""
+    longest_ns, last_ns = 0, clock.now_ns()
+    while not until.done():
+        await asyncio.sleep(0.0005)
+        now_ns = clock.now_ns()
+        longest_ns, last_ns = max(longest_ns, now_ns - last_ns), now_ns
+    return longest_ns / 1e6
+
+
+async def until_specialised(engine, infer, images, count=8, patience_s=90):
+    """Return after how many s a shape has contexts of its own, and what callers notice until then."""
+    start_ns, figures = clock.now_ns(), []
+    while not engine.statistics().specialised and clock.now_ns() - start_ns < patience_s * 1e9:
+        done = asyncio.get_running_loop().create_future()
+        watching = asyncio.ensure_future(pauses(done))
+        figures.append(await call(infer, images, count, 0.5))
+        done.set_result(None)
+        figures[-1]["pause_ms"] = await watching
+    return {
+        "after_s": (clock.now_ns() - start_ns) / 1e9,
+        "pause_ms": max((one["pause_ms"] for one in figures), default=0.0),
+        "p99_us": max((one["p99_us"] for one in figures), default=0.0),
+        "max_us": max((one["max_us"] for one in figures[1:]), default=0.0),
+        "per_s": [round(one["per_s"]) for one in figures],
+    }
+
+
+def line(name, found):
+    print(
+        f"  {name:22} {found['per_s']:8,.0f}/s  p50 {found['p50_us'] / 1e3:6.2f}  "
+        f"p99 {found['p99_us'] / 1e3:6.2f}  longest {found['max_us'] / 1e3:6.1f} ms",
+        flush=True,
+    )
+
+
+async def measure(path, given):
+    rng = np.random.default_rng(1)
+    images = [rng.random((1, 3, given.side, given.side), np.float32) for _ in range(64)]
+    print(f"{path.name}, rows of 3x{given.side}x{given.side}")
+    figures = {"alone": alone(path, given, images)}
+    for name, rate in figures["alone"].items():
+        print(f"  ONNX Runtime, {name:16} {rate:8,.0f}/s", flush=True)
+    is_host, settings = given.device == "host", {}
+    # The host's sessions tell the shape of an output only if they have run when they are asked.
+    device = HostDevice(in_place="always", unified=False) if is_host else open_device(given.device)
+    if given.graphs != "auto":
+        settings["graphs"] = given.graphs
+    if given.known:
+        settings["shapes"] = {"images": (3, given.side, given.side)}
+    if is_host:
+        from tests.backends.onnx_sessions import SpecialisedSessions
+
+        model = SpecialisedSessions(path)
+        settings |= {"contexts": 2, "max_rows": 8, "graphs": (1, 2, 4, 8)}
+    else:
+        model = path
+    start_ns = clock.now_ns()
+    async with asynctrt.open(model, device=device, **settings) as engine:
+        figures["opened_s"] = (clock.now_ns() - start_ns) / 1e9
+        print(f"  opened in {figures['opened_s']:.1f} s; padded to {engine.statistics().batch_sizes}")
+        expected = [await engine.infer(image) for image in images[:4]]
+        figures["general at random"] = await call(engine.infer, images, given.random, 0.5, RANDOM_S)
+        line("until then, at random", figures["general at random"])
+        figures["specialising"] = await until_specialised(engine, engine.infer, images)
+        print(f"  specialised: {figures['specialising']}")
+        for shape in engine.statistics().specialised:
+            print(f"  {shape}", flush=True)
+        for count in map(int, given.callers.split(",")):
+            await call(engine.infer, images, count, given.seconds / 10)
+            found = figures[f"{count} callers"] = await call(engine.infer, images, count, given.seconds)
+            line(f"{count} callers", found)
+        found = figures["at random"] = await call(engine.infer, images, given.random, given.seconds, RANDOM_S)
+        line(f"{given.random} at random", found)
+        off = 0.0
+        for image, before in zip(images, expected, strict=False):
+            answers = await asyncio.gather(*(engine.infer(image) for _ in range(5)))
+            for name, values in before.items():
+                most = max(float(np.abs(values).max()), 1e-6)
+                off = max([off, *(float(np.abs(one[name] - values).max()) / most for one in answers)])
+        figures["off_by"] = off
+        print(f"  answers are off by {off:.2g} of the largest at most")
+        if given.shapes:
+            sides = [32 * (1 + number % 40) + 32 * (number // 40) for number in range(given.shapes)]
+            others = [rng.random((1, 3, 32, 32 * (1 + n)), np.float32) for n in range(len(sides))]
+            start_ns = clock.now_ns()
+            for number in range(0, len(others), 8):
+                await asyncio.gather(*(engine.infer(one) for one in others[number : number + 8]))
+            figures["ever new"] = len(others) / (clock.now_ns() - start_ns) * 1e9
+            print(f"  {len(others)} shapes, each new: {figures['ever new']:,.0f}/s")
+    return figures, device
+
+
+async def main():
+    given = options()
+    logging.basicConfig(level=logging.INFO, format="  %(message)s")
+    logging.getLogger("asynctrt").setLevel(logging.INFO)
+    with tempfile.TemporaryDirectory() as folder:
+        path = given.model or Path(made_up(Path(folder) / "detector.onnx"))
+        figures, device = await measure(path, given)
+    settings = {name: str(value) for name, value in vars(given).items()}
+    save(given.json, "a detector with symbolic dimensions", {"settings": settings, **figures}, device)
+    device.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
