@@ -109,6 +109,36 @@ def unnamed_output_onnx(path):
     )
 
 
+def detector_onnx(path):
+    """Images of any size, which four convolutions halve, to six values for each place that is left.
+
+    As in a YOLO, nodes that work on shapes compute the shape of the output, and the number of places
+    has a name that no input has.
+    """
+    rng = np.random.default_rng(0)
+    nodes, weights, name = [], [], "images"
+    for number, (before, after) in enumerate([(3, 8), (8, 16), (16, 16), (16, 6)]):
+        weights.append((f"w{number}", rng.normal(0, 0.1, (after, before, 3, 3)).astype(np.float32)))
+        nodes.append(node("Conv", f"{name} w{number}", f"c{number}", pads=[1, 1, 1, 1], strides=[2, 2]))
+        nodes.append(node("Relu", f"c{number}", f"r{number}"))
+        name = f"r{number}"
+    nodes += [
+        node("Shape", name, "shape"),
+        node("Gather", "shape first", "rows"),
+        node("Concat", "rows rest", "target", axis=0),
+        node("Reshape", f"{name} target", "output0"),
+    ]
+    weights += [("first", np.array([0])), ("rest", np.array([6, -1]))]
+    sides = ["batch", 3, "height", "width"]
+    return save(
+        path,
+        nodes,
+        [("images", TensorProto.FLOAT, sides)],
+        [("output0", TensorProto.FLOAT, ["batch", 6, "places"])],
+        weights,
+    )
+
+
 def refusing_onnx(path):
     """Takes whole numbers from 1000 to 1002, and fails with any other."""
     return save(

@@ -47,6 +47,28 @@ def test_options_with_mappings_can_be_compared_hashed_and_sent():
         first.pad["n"] = (1,)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"images": (3, 64, 32), "scale": ()},
+        [{"images": [3, 64, 32], "scale": []}],
+        ["images=3x64x32 scale="],
+        ({"images": "3,64,32", "scale": ()},),
+    ],
+)
+def test_shapes_are_written_in_several_ways(given):
+    options = Options(shapes=given)
+    assert options.shapes == ({"images": (3, 64, 32), "scale": ()},)
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert len({options, Options(shapes=given)}) == 1
+
+
+@pytest.mark.parametrize("given", [(), {}, {"a": 3}, {"a": (-1,)}, {"a": ("x",)}, 3, ["a"], {"a": (1.5,)}])
+def test_shapes_that_are_none(given):
+    with pytest.raises(OptionsError, match="shapes must be"):
+        Options(shapes=given)
+
+
 def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().max_rows = 3

@@ -13,6 +13,7 @@ from asynctrt.statistics import (
     BatchStatistics,
     FrozenDict,
     PaddingStatistics,
+    ShapeStatistics,
     Statistics,
 )
 from tests.models import double_model, rows
@@ -31,6 +32,7 @@ def snapshot(**changes):
             "lanes": {7: 2},
             "by_batch_rows": sizes,
             "padding": (),
+            "specialised": (),
         }
         | changes
     )
@@ -141,6 +143,19 @@ def test_the_share_of_busy_time():
     assert after.busy_share_since(before, 10**9) == 0.5
     assert after.busy_share_since(before, 4 * 10**9) == 0.125
     assert after.busy_share_since(before, 10**8) == 1.0
+
+
+def test_shapes_that_were_specialised_are_told_once_each():
+    small = ShapeStatistics("side=32", (1, 4), True, 3 * 10**9, 2**20, {1: 9 * 10**6}, {1: 3 * 10**6})
+    large = dataclasses.replace(small, shape="side=64", is_captured=False)
+    first, second = snapshot(specialised=(small,)), snapshot(specialised=(small, large))
+    assert set(first.joined(second).specialised) == {small, large}
+    assert second.without_gauges().specialised == ()
+    assert pickle.loads(pickle.dumps(second)) == second
+    assert str(small) == (
+        "side=32: CUDA graphs of 1, 4 rows (1 rows 3.00 instead of 9.00 ms; built in 3.0 s, 1 MiB)"
+    )
+    assert str(large).startswith("side=64: sessions of 1, 4 rows")
 
 
 def test_the_sizes_that_several_engines_pad_to_are_told_together():

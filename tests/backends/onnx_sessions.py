@@ -1,6 +1,7 @@
 """Sessions for each stream, as on a GPU, on the host device: the CPU provider on a slab's memory."""
 
 import ctypes
+import time
 import weakref
 from functools import partial
 from itertools import cycle
@@ -90,40 +91,54 @@ class SpecialisedSessions(CapturableSessions):
         (they do not load), ``full`` (there is no memory), ``wrong`` (their answers differ), ``waits`` (they
         cannot be captured).
     :param held: waited for before each session that is told sizes is loaded.
+    :param change_s: how long a session that was told nothing takes for a batch of another size, besides.
     """
 
     is_specialisable = True
     changes_slowly = True
 
-    def __init__(self, path, *, ways=("good",), held=None, **kw):
+    def __init__(self, path, *, ways=("good",), held=None, change_s=0.0, **kw):
         super().__init__(path, **kw)
         self.is_capturable = False
-        self.ways, self.held = cycle(ways), held
+        self.ways, self.held, self.change_s = cycle(ways), held, change_s
+        self.told = 0
+        """How many sessions were to be told sizes."""
 
     def load_session(self, device, stream, sizes):
-        way = "good"
-        if sizes:
-            way = next(self.ways)
-            if self.held is not None:
-                self.held()
+        way = self._next_way() if sizes else "good"
+        session = super().load_session(device, stream, sizes)
+        run, put = session.run, session.put
+        session.rows = None
+
+        def planned(binding, stream, batch):
+            if not sizes and session.rows != batch.rows:
+                time.sleep(self.change_s)
+            session.rows = batch.rows
+            put(binding, stream, batch)
+
+        def wrong(binding, options):
+            run(binding, options)
+            for value in binding.get_outputs():
+                kind = ctypes.c_float * int(np.prod(value.shape()))
+                np.ctypeslib.as_array(kind.from_address(value.data_ptr()))[...] = 1e9
+
+        session.put = planned
+        if way == "wrong":
+            session.run = wrong
+        if way == "waits":
+            session.left_on_cpu = frozenset(spec.name for spec in self.outputs)
+        return session
+
+    def _next_way(self):
+        self.told += 1
+        if self.held is not None:
+            self.held()
+        way = next(self.ways)
         if way == "refused":
             raise ModelError("it is not loaded")
         if way == "full":
             raise DeviceMemoryError("there is no room")
-        session = super().load_session(device, stream, sizes)
-        run = session.run
-
-        def changed(binding, options):
-            run(binding, options)
-            if way == "wrong":
-                for value in binding.get_outputs():
-                    found = ctypes.c_float.from_address(value.data_ptr())
-                    found.value = 1e9
-
-        session.run = changed
-        if way == "waits":
-            session.left_on_cpu = frozenset(spec.name for spec in self.outputs)
-        return session
+        return way
 
 
 class CopyingSessions(HostSessions):

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto
 
 import asynctrt
-from asynctrt.backends.base import StreamModel
+from asynctrt.backends.base import SpecialisableModel, StreamModel, TracedModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError, InputError, OptionsError, UsageError
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
@@ -74,6 +74,14 @@ async def test_each_context_has_a_session_and_all_are_ended(model):
         for number, answer in enumerate(answers, 1):
             np.testing.assert_array_equal(answer["output"], 2 * rows(number))
     assert model.alive == 0
+
+
+def test_graphs_of_its_sessions_are_compared_with_batches(model):
+    """On a GPU as well: the CUDA provider's model inherits it."""
+    assert isinstance(model, TracedModel)
+    assert isinstance(model, SpecialisableModel)
+    assert model.is_traced
+    assert not model.is_specialisable
 
 
 async def test_graphs_that_are_named_for_it_are_warned_of(model, caplog):

@@ -205,3 +205,26 @@ def test_a_failure_is_not_remembered():
             rules.profile(SHAPE, 1)
     profiles.ranges, profiles.profile = ((1, 4),), 2
     assert (rules.limit(SHAPE), rules.profile(SHAPE, 1)) == (4, 2)
+
+
+def test_a_shape_may_have_batch_sizes_of_its_own():
+    rules, other = shapes(), (("n", 9),)
+    rules.restrict((1, 2, 4, 8))
+    rules.specialise(SHAPE, (3, 6, 8))
+    assert [rules.padded_rows(SHAPE, rows) for rows in (1, 3, 4, 7)] == [3, 3, 6, 8]
+    assert [rules.padded_rows(other, rows) for rows in (1, 3, 4, 7)] == [1, 4, 4, 8]
+    rules.specialise(SHAPE, ())
+    assert rules.padded_rows(SHAPE, 3) == 4
+
+
+def test_no_batch_is_padded_beyond_what_a_shape_holds():
+    rules = Shapes(rows_max=8, profiles=None, nbytes_max=50, row_nbytes=lambda _: 10)
+    rules.restrict((1, 2, 4, 8))
+    assert (rules.limit(SHAPE), rules.padded_rows(SHAPE, 5), rules.rows_held(SHAPE)) == (5, 5, 5)
+
+
+def test_a_model_whose_shapes_may_be_specialised_runs_other_rows_than_it_is_given():
+    rules = shapes()
+    assert rules.runs_as_many_as_it_takes
+    rules.may_specialise = True
+    assert not rules.runs_as_many_as_it_takes

@@ -14,17 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import uvloop
-from onnx import TensorProto
 
 import asynctrt
 from asynctrt._util import clock
 from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import save
 from tests.benchmarks.gpu.support import open_device, quantiles_us
-from tests.models import node
-from tests.models import save as save_model
+from tests.models import detector_onnx
 
-FLOAT = TensorProto.FLOAT
 CALLERS = (1, 8, 40, 128)
 RANDOM_CALLERS, RANDOM_S = 100, 0.05
 
@@ -42,33 +39,6 @@ def options():
     parser.add_argument("--known", action="store_true", help="say the shape when the engine is opened")
     parser.add_argument("--shapes", type=int, default=0, help="also send this many other sides, one each")
     return parser.parse_args()
-
-
-def made_up(path):
-    """A network of four convolutions that halves its images, and gives each a row for every place."""
-    rng = np.random.default_rng(0)
-    nodes, weights, name = [], [], "images"
-    for number, (before, after) in enumerate([(3, 8), (8, 16), (16, 16), (16, 6)]):
-        weights.append((f"w{number}", rng.normal(0, 0.1, (after, before, 3, 3)).astype(np.float32)))
-        pads = {"pads": [1, 1, 1, 1], "strides": [2, 2]}
-        nodes.append(node("Conv", f"{name} w{number}", f"c{number}", **pads))
-        nodes.append(node("Relu", f"c{number}", f"r{number}"))
-        name = f"r{number}"
-    # The number of rows is computed on the CPU, as by a head of a YOLO, unless the sizes are told.
-    weights += [("zero", np.array([0])), ("rest", np.array([6, -1]))]
-    nodes += [
-        node("Shape", name, "shape"),
-        node("Gather", "shape zero", "rows"),
-        node("Concat", "rows rest", "target", axis=0),
-        node("Reshape", f"{name} target", "output0"),
-    ]
-    return save_model(
-        path,
-        nodes,
-        [("images", FLOAT, ["batch", 3, "height", "width"])],
-        [("output0", FLOAT, ["batch", 6, "anchors"])],
-        weights,
-    )
 
 
 def alone(path, given, images):
@@ -154,13 +124,8 @@ def line(name, found):
     )
 
 
-async def measure(path, given):
-    rng = np.random.default_rng(1)
-    images = [rng.random((1, 3, given.side, given.side), np.float32) for _ in range(64)]
-    print(f"{path.name}, rows of 3x{given.side}x{given.side}")
-    figures = {"alone": alone(path, given, images)}
-    for name, rate in figures["alone"].items():
-        print(f"  ONNX Runtime, {name:16} {rate:8,.0f}/s", flush=True)
+def opening(path, given):
+    """Return a device, and an engine on it that is to be opened."""
     is_host, settings = given.device == "host", {}
     # The host's sessions tell the shape of an output only if they have run when they are asked.
     device = HostDevice(in_place="always", unified=False) if is_host else open_device(given.device)
@@ -168,15 +133,45 @@ async def measure(path, given):
         settings["graphs"] = given.graphs
     if given.known:
         settings["shapes"] = {"images": (3, given.side, given.side)}
-    if is_host:
-        from tests.backends.onnx_sessions import SpecialisedSessions
+    if not is_host:
+        return device, asynctrt.open(path, device=device, **settings)
+    from tests.backends.onnx_sessions import SpecialisedSessions
 
-        model = SpecialisedSessions(path)
-        settings |= {"contexts": 2, "max_rows": 8, "graphs": (1, 2, 4, 8)}
-    else:
-        model = path
+    settings |= {"contexts": 2, "max_rows": 8, "graphs": (1, 2, 4, 8)}
+    return device, asynctrt.open(SpecialisedSessions(path), device=device, **settings)
+
+
+async def ever_new(engine, count, rng):
+    """Return images a second of images that each have another shape."""
+    images = [rng.random((1, 3, 32 * (1 + n % 8), 32 * (1 + n // 8)), np.float32) for n in range(count)]
     start_ns = clock.now_ns()
-    async with asynctrt.open(model, device=device, **settings) as engine:
+    for number in range(0, count, 8):
+        await asyncio.gather(*(engine.infer(image) for image in images[number : number + 8]))
+    return count / (clock.now_ns() - start_ns) * 1e9
+
+
+async def differences(engine, images, expected):
+    """Return how far answers are from those before the shape was specialised, as shares of the largest."""
+    off = 0.0
+    for image, before in zip(images, expected, strict=False):
+        answers = await asyncio.gather(*(engine.infer(image) for _ in range(5)))
+        for name, values in before.items():
+            most = max(float(np.abs(values).max()), 1e-6)
+            off = max([off, *(float(np.abs(one[name] - values).max()) / most for one in answers)])
+    return off
+
+
+async def measure(path, given):
+    """Print and return all figures of a model, and the device."""
+    rng = np.random.default_rng(1)
+    images = [rng.random((1, 3, given.side, given.side), np.float32) for _ in range(64)]
+    print(f"{path.name}, rows of 3x{given.side}x{given.side}")
+    figures = {"alone": alone(path, given, images)}
+    for name, rate in figures["alone"].items():
+        print(f"  ONNX Runtime, {name:16} {rate:8,.0f}/s", flush=True)
+    device, opened = opening(path, given)
+    start_ns = clock.now_ns()
+    async with opened as engine:
         figures["opened_s"] = (clock.now_ns() - start_ns) / 1e9
         print(f"  opened in {figures['opened_s']:.1f} s; padded to {engine.statistics().batch_sizes}")
         expected = [await engine.infer(image) for image in images[:4]]
@@ -192,22 +187,11 @@ async def measure(path, given):
             line(f"{count} callers", found)
         found = figures["at random"] = await call(engine.infer, images, given.random, given.seconds, RANDOM_S)
         line(f"{given.random} at random", found)
-        off = 0.0
-        for image, before in zip(images, expected, strict=False):
-            answers = await asyncio.gather(*(engine.infer(image) for _ in range(5)))
-            for name, values in before.items():
-                most = max(float(np.abs(values).max()), 1e-6)
-                off = max([off, *(float(np.abs(one[name] - values).max()) / most for one in answers)])
-        figures["off_by"] = off
-        print(f"  answers are off by {off:.2g} of the largest at most")
+        figures["off_by"] = await differences(engine, images, expected)
+        print(f"  answers are off by {figures['off_by']:.2g} of the largest at most")
         if given.shapes:
-            sides = [32 * (1 + number % 40) + 32 * (number // 40) for number in range(given.shapes)]
-            others = [rng.random((1, 3, 32, 32 * (1 + n)), np.float32) for n in range(len(sides))]
-            start_ns = clock.now_ns()
-            for number in range(0, len(others), 8):
-                await asyncio.gather(*(engine.infer(one) for one in others[number : number + 8]))
-            figures["ever new"] = len(others) / (clock.now_ns() - start_ns) * 1e9
-            print(f"  {len(others)} shapes, each new: {figures['ever new']:,.0f}/s")
+            figures["ever new"] = await ever_new(engine, given.shapes, rng)
+            print(f"  {given.shapes} shapes, each new: {figures['ever new']:,.0f}/s")
     return figures, device
 
 
@@ -216,7 +200,7 @@ async def main():
     logging.basicConfig(level=logging.INFO, format="  %(message)s")
     logging.getLogger("asynctrt").setLevel(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
-        path = given.model or Path(made_up(Path(folder) / "detector.onnx"))
+        path = given.model or Path(detector_onnx(Path(folder) / "detector.onnx"))
         figures, device = await measure(path, given)
     settings = {name: str(value) for name, value in vars(given).items()}
     save(given.json, "a detector with symbolic dimensions", {"settings": settings, **figures}, device)

@@ -1,0 +1,150 @@
+"""Contexts that are told the sizes of a shape: what they compute, what they hold, and when there are none."""
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from asynctrt._util.cancellation import Cancellation
+from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError, UsageError
+from asynctrt.runtime.specialised import Builder, Deadline, NoGainError, named
+from tests.backends.onnx_sessions import SpecialisedSessions, in_place
+from tests.models import detector_onnx, unnamed_output_onnx
+
+SHAPE = (("height", 32), ("width", 64))
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture
+def device():
+    with_memory = in_place()
+    yield with_memory
+    assert with_memory.memory().held_nbytes == 0
+    with_memory.close()
+
+
+def model_of(tmp_path, **settings):
+    return SpecialisedSessions(detector_onnx(tmp_path / "detector.onnx"), **settings)
+
+
+def build(device, model, *, captures=True, sizes=SIZES, cancellation=None, threads_max=1):
+    builder = Builder(device, model, 2, captures=captures)
+    return builder.build(SHAPE, sizes, threads_max=threads_max, cancellation=cancellation or Cancellation())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_each_size_is_captured_beside_each_context(tmp_path, device, threads):
+    model = model_of(tmp_path)
+    made = build(device, model, threads_max=threads)
+    told = made.statistics
+    assert (told.shape, told.batch_sizes, told.is_captured) == ("height=32 width=64", SIZES, True)
+    assert set(told.before_ns) == set(told.after_ns) == {1, 4}
+    assert min(*told.before_ns.values(), *told.after_ns.values(), told.built_ns) > 0
+    assert [sorted(site.captured) for site in made.sites] == [[1, 2, 4]] * 2
+    assert model.alive == 2 * 3, "what was told nothing, or only asked for its shapes, is closed"
+    for site in made.sites:
+        rows = np.random.default_rng(1).random((2, 3, 32, 64), np.float32)
+        site.slab.inputs[0][:2] = rows
+        site.slab.put_in(site.stream, 2)
+        site.captured[2].graph.launch(stream=site.stream)
+        site.slab.put_out(site.stream, 2)
+        alone = ort.InferenceSession(str(model.path), providers=["CPUExecutionProvider"])
+        expected = alone.run(None, {"images": rows})[0]
+        np.testing.assert_allclose(site.slab.outputs["output0"][:2], expected, rtol=1e-4, atol=1e-5)
+    made.close()
+    assert model.alive == 0
+
+
+def test_without_graphs_batches_are_put_on_the_device_call_by_call_if_changes_take_long(tmp_path, device):
+    model = model_of(tmp_path, ways=("waits",), change_s=0.01)
+    made = build(device, model)
+    assert (made.statistics.batch_sizes, made.statistics.is_captured) == (SIZES, False)
+    site = made.sites[1]
+    site.slab.inputs[0][...] = 0.5
+    site.slab.put_in(site.stream, 4)
+    stream = device.create_stream()
+    site.captured[4].graph.launch(stream=stream)
+    site.slab.put_out(stream, 4)
+    assert np.ptp(site.slab.outputs["output0"][:4], axis=0).max() < 1e-5
+    stream.close(1)
+    made.close()
+    assert model.alive == 0
+
+
+@pytest.mark.parametrize("settings", [{"captures": False}, {"captures": True}])
+def test_nothing_is_kept_if_it_would_not_be_faster(tmp_path, device, settings):
+    model = model_of(tmp_path, ways=("waits",))
+    with pytest.raises(NoGainError, match="cannot be captured"):
+        build(device, model, **settings)
+    assert model.alive == 0
+
+
+def test_an_output_whose_shape_depends_on_the_data(tmp_path, device):
+    model = model_of(tmp_path)
+    create = model.create_context_for
+
+    def untold(*args):
+        context = create(*args)
+        context.told_sizes = dict  # As if ONNX Runtime knew none.
+        return context
+
+    model.create_context_for = untold
+    with pytest.raises(NoGainError, match="depends on the data"):
+        build(device, model)
+    assert model.alive == 0
+
+
+@pytest.mark.parametrize(
+    ("ways", "error", "said"),
+    [
+        (("refused",), ModelError, "not loaded"),
+        (("good", "good", "refused"), ModelError, "not loaded"),
+        (("good", "good", "full"), DeviceMemoryError, "no room"),
+        (("good", "wrong"), ExecutionError, "does not compute what the model does"),
+        (("good",) * 5 + ("wrong",), ExecutionError, "does not compute what the model does"),
+    ],
+)
+def test_a_build_that_fails_leaves_nothing(tmp_path, device, ways, error, said):
+    """Whatever the number of contexts that there were by then."""
+    model = model_of(tmp_path, ways=ways, change_s=0.01)
+    with pytest.raises((error, NoGainError), match=said):
+        build(device, model)
+    assert model.alive == 0
+
+
+def test_as_many_sizes_as_fit(tmp_path, device):
+    model = model_of(tmp_path, ways=("good",) * 4 + ("full",) + ("good",) * 100)
+    made = build(device, model, sizes=(1, 2, 3, 4))
+    assert made.statistics.batch_sizes == (2, 4)
+    made.close()
+
+
+@pytest.mark.parametrize("make", [Cancellation, lambda: Deadline(60)])
+def test_a_build_that_is_cancelled_leaves_nothing(tmp_path, device, make):
+    cancellation = make()
+    model = model_of(tmp_path, held=lambda: model.told == 3 and cancellation.cancel())
+    with pytest.raises(UsageError):
+        build(device, model, cancellation=cancellation)
+    assert model.alive == 0
+    assert model.told == 3
+
+
+def test_a_deadline_cancels_itself():
+    assert Deadline(0).is_cancelled
+    assert Deadline(0).is_over
+    later = Deadline(60)
+    assert not later.is_cancelled
+    later.cancel()
+    assert (later.is_cancelled, later.is_over) == (True, False)
+
+
+def test_the_sizes_of_outputs_follow_from_those_of_inputs(tmp_path, device):
+    model = SpecialisedSessions(unnamed_output_onnx(tmp_path / "joined.onnx"))
+    stream = device.create_stream()
+    context = model.create_context_for(device, stream, {"length": 5}, 2)
+    assert context.told_sizes() == {"joined_length": 10}
+    context.close()
+    stream.close(1)
+
+
+def test_the_name_of_a_shape():
+    assert named(SHAPE) == "height=32 width=64"

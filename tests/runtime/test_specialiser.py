@@ -1,0 +1,231 @@
+"""Shapes that recur get contexts of their own while an engine serves, and nobody has to wait for that."""
+
+import asyncio
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import OptionsError
+from asynctrt.scheduling.recurring import OFTEN, SHAPES_MAX
+from tests.backends.onnx_sessions import CapturableSessions, HostSessions, SpecialisedSessions, in_place
+from tests.helpers import WAIT_S
+from tests.models import detector_onnx, double_onnx, unnamed_output_onnx
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def path(tmp_path):
+    return unnamed_output_onnx(tmp_path / "joined.onnx")
+
+
+def opened(model, **settings):
+    return asynctrt.open(
+        model, device=in_place(), **{"contexts": 2, "max_rows": 4, "graphs": (1, 2, 4), **settings}
+    )
+
+
+async def check(engine, length, rows=1, value=1.0):
+    """Send rows of a length, and check the answer."""
+    sent = np.full((rows, length), value, np.float32)
+    answer = await engine.infer(sent)
+    np.testing.assert_array_equal(answer["joined"], np.concatenate([sent, sent], axis=1))
+
+
+async def until(engine, condition, length=3):
+    """Send rows until a condition holds."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.gather(*(check(engine, length, 1 + n % 3, n) for n in range(4)))
+            await asyncio.sleep(0)
+
+
+def shapes_of(engine):
+    return {one.shape for one in engine.statistics().specialised}
+
+
+async def test_a_shape_that_recurs_runs_in_contexts_of_its_own(path, caplog):
+    caplog.set_level(logging.INFO)
+    model = SpecialisedSessions(path)
+    async with opened(model) as engine:
+        general = tuple(model.sessions)
+        assert engine.statistics().specialised == ()
+        await until(engine, lambda: shapes_of(engine))
+        (found,) = engine.statistics().specialised
+        assert (found.shape, found.batch_sizes, found.is_captured) == ("length=3", (1, 2, 4), True)
+        assert model.alive == 2 + 2 * 3
+        runs = [len(session.runs) for session in general]
+        for number in range(40):
+            await asyncio.gather(*(check(engine, 3, 1 + n % 4, number + n) for n in range(5)))
+        assert [len(session.runs) for session in general] == runs, "all were replayed"
+        padded = engine.statistics().rows_padded
+        await check(engine, 3, rows=3)
+        assert engine.statistics().rows_padded == padded + 1
+        await check(engine, 7, rows=3)
+        assert sum(len(session.runs) for session in general) == sum(runs) + 1, "another shape is not"
+        assert sum("a shape that recurs" in record.getMessage() for record in caplog.records) == 1
+    assert model.alive == 0
+
+
+async def test_until_then_batches_have_few_sizes(path):
+    """So that no more of them are planned anew than need be."""
+    async with opened(SpecialisedSessions(path), max_rows=6, graphs="auto") as engine:
+        assert engine.statistics().batch_sizes == (1, 2, 4, 6)
+        await check(engine, 3, rows=3)
+        assert engine.statistics().rows_padded == 1
+    model = SpecialisedSessions(path)
+    model.changes_slowly = False
+    async with opened(model) as engine:
+        assert engine.statistics().batch_sizes == ()
+
+
+async def test_requests_are_answered_while_contexts_are_built(path):
+    begun, go = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        assert go.wait(WAIT_S)
+
+    model = SpecialisedSessions(path, held=hold)
+    async with opened(model) as engine:
+        await until(engine, begun.is_set)
+        for number in range(50):
+            await check(engine, 3, 1 + number % 4, number)
+        assert not shapes_of(engine)
+        assert model.told == 1, "one shape is built for at a time"
+        go.set()
+        await until(engine, lambda: shapes_of(engine))
+    assert model.alive == 0
+
+
+async def test_an_engine_that_is_closed_while_it_builds_leaves_nothing(path):
+    begun, go = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        assert go.wait(WAIT_S)
+
+    model = SpecialisedSessions(path, held=hold)
+    async with opened(model) as engine:
+        await until(engine, begun.is_set)
+        asyncio.get_running_loop().call_later(0.05, go.set)
+    assert model.alive == 0
+    assert not [thread for thread in threading.enumerate() if "specialise" in thread.name]
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("refused", "it is not loaded"),
+        ("full", "there is no room"),
+        ("wrong", "does not compute what the model does"),
+        ("waits", "cannot be captured as a CUDA graph"),
+    ],
+)
+async def test_what_cannot_be_built_is_not_tried_for_ever(path, way, said, caplog):
+    caplog.set_level(logging.INFO)
+    # Enough good ones for the shapes of outputs to be known.
+    ways = ("good", way, *[way] * 3) if way == "wrong" else (way,)
+    change_s = 0.003 if way == "wrong" else 0
+    model = SpecialisedSessions(path, ways=ways, change_s=change_s)
+    async with opened(model) as engine:
+        for length in (3, 4, 5, 6, 7):
+            for _ in range(3 * OFTEN):
+                await check(engine, length)
+                await asyncio.sleep(0.001)
+        assert engine.statistics().specialised == ()
+        assert engine.statistics().failed == 0
+        found = [text for text in caplog.messages if "have no contexts of their own" in text]
+        assert 1 <= len(found) <= 3
+        assert said in found[0]
+        assert "nor will those of other shapes" in found[-1]
+        assert model.alive == 2
+    assert model.alive == 0
+
+
+async def test_shapes_are_bounded_and_what_is_rare_gives_way(path):
+    model = SpecialisedSessions(path)
+    async with opened(model) as engine:
+        for length in range(1, SHAPES_MAX + 1):
+            await until(engine, lambda length=length: f"length={length}" in shapes_of(engine), length)
+        held = engine._device.memory().held_nbytes
+        await until(engine, lambda: "length=9" in shapes_of(engine), length=9)
+        assert len(shapes_of(engine)) == SHAPES_MAX
+        await until(engine, lambda: model.alive == 2 + SHAPES_MAX * 2 * 3, length=9)
+        assert engine._device.memory().held_nbytes < 2 * held, "what gave way was freed"
+        for length in range(1, 12):
+            await asyncio.gather(*(check(engine, length, 1 + n % 4, n) for n in range(6)))
+    assert model.alive == 0
+
+
+async def test_nothing_is_built_for_shapes_that_are_ever_new(path):
+    model = SpecialisedSessions(path)
+    async with opened(model) as engine:
+        for length in range(1, 300):
+            await check(engine, length)
+        assert model.told == 0
+
+
+async def test_shapes_that_are_named_are_ready_when_the_engine_opens(tmp_path):
+    model = SpecialisedSessions(detector_onnx(tmp_path / "detector.onnx"))
+    shapes = [{"images": (3, 32, 32)}, {"images": (3, 64, 32)}]
+    async with opened(model, shapes=shapes) as engine:
+        found = engine.statistics().specialised
+        assert [one.shape for one in found] == ["height=32 width=32", "height=64 width=32"]
+        ran = len(model.sessions[0].runs) + len(model.sessions[1].runs)
+        answer = await engine.infer(np.ones((3, 3, 64, 32), np.float32))
+        assert answer["output0"].shape == (3, 6, 8)
+        assert len(model.sessions[0].runs) + len(model.sessions[1].runs) == ran
+        async with engine.slot(rows=2, dims={"images": (3, 32, 32)}) as slot:
+            slot["images"][...] = 1
+            assert (await slot.infer())["output0"].shape == (2, 6, 4)
+    assert model.alive == 0
+
+
+async def test_a_shape_that_is_named_and_cannot_be_built_for_runs_like_any_other(path, caplog):
+    model = SpecialisedSessions(path, ways=("refused",))
+    async with opened(model, shapes={"tokens": (3,)}) as engine:
+        assert engine.statistics().specialised == ()
+        await check(engine, 3)
+    assert "it is not loaded" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [{"tokens": (3, 4)}, {"images": (3,)}])
+async def test_a_shape_that_the_model_does_not_take(path, shape):
+    model = SpecialisedSessions(path)
+    with pytest.raises(OptionsError, match="shapes names"):
+        await opened(model, shapes=shape)
+    assert model.alive == 0
+
+
+async def test_a_model_that_gains_nothing_is_warned_of(tmp_path, caplog):
+    model = HostSessions(double_onnx(tmp_path / "double.onnx"))
+    async with asynctrt.open(model, device=HostDevice(unified=False), shapes={"input": (4,)}) as engine:
+        assert engine.statistics().specialised == ()
+    assert caplog.text.count("shapes names shapes") == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{"deterministic": True, "graphs": "auto", "contexts": 1}, {"batching": "off"}]
+)
+async def test_engines_that_gain_nothing_build_nothing(path, settings):
+    model = SpecialisedSessions(path)
+    async with opened(model, **settings) as engine:
+        for _ in range(3 * OFTEN):
+            await check(engine, 3)
+        assert model.told == 0
+
+
+async def test_an_engine_that_knows_its_shapes_builds_nothing_more(tmp_path):
+    model = CapturableSessions(double_onnx(tmp_path / "double.onnx"))
+    model.is_specialisable = True
+    async with opened(model) as engine:
+        assert engine.statistics().graphs == (1, 2, 4)
+        before = len(model.sessions)
+        for _ in range(3 * OFTEN):
+            await engine.infer(np.ones((1, 4), np.float32))
+        assert len(model.sessions) == before
