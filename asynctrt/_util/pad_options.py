@@ -82,8 +82,10 @@ def _sizes(given: Any) -> tuple[int, ...]:
 
 
 def _dims(given: Any) -> tuple[int, ...]:
-    parts = given.strip("()[] ").replace("x", ",").split(",") if isinstance(given, str) else given
-    dims = tuple(int(part) if isinstance(part, str) else as_int(part) for part in parts)
+    if isinstance(given, str):
+        text = given.strip("()[] ").rstrip(",").replace("x", ",")
+        given = text.split(",") if text else ()
+    dims = tuple(int(part) if isinstance(part, str) else as_int(part) for part in given)
     if any(size < 0 for size in dims):
         raise ValueError
     return dims

@@ -133,10 +133,16 @@ async def test_what_cannot_be_built_is_not_tried_for_ever(path, way, said, caplo
     change_s = 0.003 if way == "wrong" else 0
     model = SpecialisedSessions(path, ways=ways, change_s=change_s)
     async with opened(model) as engine:
-        for length in (3, 4, 5, 6, 7):
-            for _ in range(3 * OFTEN):
-                await check(engine, length)
-                await asyncio.sleep(0.001)
+        length = 2
+        async with asyncio.timeout(WAIT_S):
+            while "nor will those of other shapes" not in caplog.text:
+                length += 1
+                for _ in range(2 * OFTEN):
+                    await check(engine, length)
+        told = model.told
+        for _ in range(3 * OFTEN):
+            await check(engine, length + 1)
+        assert model.told == told
         assert engine.statistics().specialised == ()
         assert engine.statistics().failed == 0
         found = [text for text in caplog.messages if "have no contexts of their own" in text]
@@ -210,7 +216,8 @@ async def test_a_model_that_gains_nothing_is_warned_of(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"deterministic": True, "graphs": "auto", "contexts": 1}, {"batching": "off"}]
+    "settings",
+    [{"deterministic": True, "graphs": "auto", "contexts": 1}, {"batching": "off", "graphs": "auto"}],
 )
 async def test_engines_that_gain_nothing_build_nothing(path, settings):
     model = SpecialisedSessions(path)
