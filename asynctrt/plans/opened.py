@@ -12,7 +12,7 @@ from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt.details import EngineDetails
 from asynctrt.backends.tensorrt.model import TensorRTModel
 from asynctrt.backends.tensorrt_options import TensorRTOptions
-from asynctrt.core.assembly import build_on
+from asynctrt.core.assembly import build_on, is_specialisable
 from asynctrt.core.loading import find_device, load_model
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, OptionsError
@@ -92,6 +92,8 @@ class Opened:
     """Outputs whose sizes depend on the data."""
     is_capturable: bool | None = None
     """Whether batches can be captured into CUDA graphs, as far as the library says without trying."""
+    specialises: bool = False
+    """Whether shapes of rows that recur get contexts of their own, which are told all sizes."""
     engine: EngineDetails | None = None
     memory: Memory | None = None
 
@@ -141,7 +143,10 @@ def open_file(
         )
         try:
             found_out = _try_batching(model, found, options)
-            return dataclasses.replace(describe(model, found, contexts, arenas), batching=found_out)
+            description = describe(model, found, contexts, arenas)
+            varies = not all(spec.is_fixed for spec in model.inputs)
+            specialises = varies and is_specialisable(model)
+            return dataclasses.replace(description, batching=found_out, specialises=specialises)
         finally:
             model.close()
     finally:
@@ -152,7 +157,7 @@ def open_file(
 def _try_batching(model: Model, device: Device, options: Options) -> str:
     """Run made-up rows, as opening an engine does; return the conclusion about batching."""
     try:
-        settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None)
+        settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None, shapes=None)
         parts = build_on(model, device, settings, None)
     except AsynctrtError as error:
         return f"could not be tried: {error}"

@@ -75,6 +75,12 @@ def lines_of_opened(opened: Opened) -> Iterator[str]:
         )
     if opened.is_capturable is not None:
         yield from _row("CUDA graphs", "can be captured" if opened.is_capturable else "cannot be captured")
+    if opened.specialises:
+        yield from _row(
+            "shapes",
+            "those that recur get sessions that are told their sizes, as CUDA graphs where possible; "
+            "shapes={...} names some beforehand",
+        )
     if opened.memory is not None:
         yield from _memory(opened.memory)
 

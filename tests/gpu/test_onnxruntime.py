@@ -15,7 +15,7 @@ from onnx import TensorProto
 import asynctrt
 from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError
 from tests.gpu.support import gpu_is_here, memory_of_process
-from tests.models import double_onnx, node, rows, save, sequence_onnx
+from tests.models import detector_onnx, double_onnx, node, rows, save, sequence_onnx
 
 ort = pytest.importorskip("onnxruntime")
 pytestmark = [
@@ -157,6 +157,43 @@ async def test_graphs_of_convolutions_hold_beside_sessions_that_plan_anew(tmp_pa
             for right, *found in zip(expected, answers[::2], answers[1::2], strict=True):
                 for answer in found:
                     np.testing.assert_allclose(answer["output"], right, rtol=1e-3, atol=1e-3)
+    assert held(device) == 0
+
+
+async def test_a_detector_whose_dimensions_are_all_symbolic(tmp_path, device):
+    """A shape that recurs is built for while requests are answered, and one that is named before."""
+    path = detector_onnx(tmp_path / "detector.onnx")
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(1)
+    sent = {
+        side: [rng.random((1 + n % 5, 3, side, 64), np.float32) for n in range(20)] for side in (32, 64, 96)
+    }
+    expected = {side: [session.run(None, {"images": one})[0] for one in rows] for side, rows in sent.items()}
+
+    async def check(engine, side):
+        answers = await asyncio.gather(*(engine.infer(one) for one in sent[side]))
+        for answer, right in zip(answers, expected[side], strict=True):
+            np.testing.assert_allclose(answer["output0"], right, rtol=1e-3, atol=1e-3)
+
+    opened = asynctrt.open(
+        model_on(device, path),
+        device=device,
+        contexts=3,
+        max_rows=12,
+        shapes={"images": (3, 32, 64)},
+    )
+    async with opened as engine:
+        assert engine.statistics().batch_sizes == (1, 2, 4, 8, 12)
+        async with asyncio.timeout(60):
+            while len(engine.statistics().specialised) < 2:
+                for side in (32, 64, 64, 64):
+                    await check(engine, side)
+        for one in engine.statistics().specialised:
+            assert one.is_captured
+            assert one.batch_sizes == (1, 2, 3, 4, 6, 8, 12)
+        for _ in range(5):
+            await asyncio.gather(*(check(engine, side) for side in (32, 64, 96)))
+        assert engine.statistics().failed == 0
     assert held(device) == 0
 
 

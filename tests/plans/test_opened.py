@@ -1,5 +1,7 @@
 """What a runtime tells of a model: the double of TensorRT, and ONNX Runtime."""
 
+import dataclasses
+
 import pytest
 
 from asynctrt.devices.host import HostDevice
@@ -92,6 +94,9 @@ def test_an_onnx_model(tmp_path):
     assert "1 to any number" in text(found)
     fixed = open_file(double_onnx(tmp_path / "fixed.onnx", rows=4))
     assert "exactly 4" in text(fixed)
+    assert not found.specialises, "on the host one session runs all shapes"
+    assert "recur" not in text(found)
+    assert "those that recur" in text(dataclasses.replace(found, specialises=True))
 
 
 def test_what_cannot_be_opened(tmp_path):

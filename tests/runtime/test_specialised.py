@@ -7,8 +7,10 @@ import pytest
 from asynctrt._util.cancellation import Cancellation
 from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError, UsageError
 from asynctrt.runtime.specialised import Builder, Deadline, NoGainError, named
+from asynctrt.scheduling.key import BatchKey
 from tests.backends.onnx_sessions import SpecialisedSessions, in_place
-from tests.models import detector_onnx, unnamed_output_onnx
+from tests.models import detector_onnx, sequence_onnx, unnamed_output_onnx
+from tests.runtime.support import WAIT_S, make_batch, make_pool, make_request
 
 SHAPE = (("height", 32), ("width", 64))
 SIZES = (1, 2, 4)
@@ -148,3 +150,40 @@ def test_the_sizes_of_outputs_follow_from_those_of_inputs(tmp_path, device):
 
 def test_the_name_of_a_shape():
     assert named(SHAPE) == "height=32 width=64"
+
+
+def test_batches_that_were_staged_before_or_after_a_change_are_right(tmp_path, device):
+    """Their rows stay where they were put, which is where they have to be computed."""
+    model = SpecialisedSessions(sequence_onnx(tmp_path / "sequence.onnx"))
+    key = BatchKey((("length", 3),))
+    pool = make_pool(model, device, contexts=2)
+    pooled = pool.contexts[1]
+
+    def staged(value):
+        request = make_request(np.full((2, 3), value, np.float32), key=key)
+        source = pool.source(make_batch(request, key=key, context=1))
+        source.stage()
+        return source
+
+    def run(source, value):
+        pooled.enqueue(source, pooled.untimed)
+        assert pooled.untimed.copied_out.synchronize(WAIT_S)
+        np.testing.assert_array_equal(source.slab.outputs["doubled"][:2], np.full((2, 3), 2 * value))
+        return sum(len(session.runs) for session in model.sessions)
+
+    before = staged(1)
+    builder = Builder(device, model, 2, captures=True)
+    made = builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation())
+    ran = sum(len(session.runs) for session in model.sessions)
+    pool.adopt(made)
+    assert pool.missing_nbytes(before.batch) == 0
+    assert run(before, 1) == ran + 1
+    assert run(staged(2), 2) == ran + 1, "it was replayed"
+    after = staged(3)
+    assert pool.release(key.shape) is made
+    assert run(after, 3) == ran + 2
+    assert run(staged(4), 4) == ran + 3
+    made.close()
+    pool.adopt(builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation()))
+    assert pool.close(WAIT_S) == 0
+    assert model.alive == 0
