@@ -37,7 +37,7 @@ from asynctrt.runtime.prepare import sizes_to_prepare
 from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.sizes import SizeChooser
 from asynctrt.runtime.specialised import Builder
-from asynctrt.runtime.specialiser import Specialiser, adopt, log_refusal
+from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
@@ -447,7 +447,13 @@ def _specialise(parts: EngineParts, options: Options) -> None:
     for shape in dict.fromkeys(key.shape for key in keys):
         sizes = sizes_of_shape(parts.capacity, model, parts.shapes, shape)
         try:
-            made = builder.build(shape, sizes, threads_max=parts.capacity.contexts, cancellation=current())
+            made = builder.build(
+                shape,
+                sizes,
+                threads_max=parts.capacity.contexts,
+                cancellation=current(),
+                held_nbytes=held_nbytes(parts.pool),
+            )
         except DeviceLostError:
             raise
         except AsynctrtError as error:

@@ -45,6 +45,7 @@ class Capturing(Generic[C]):
     :param shapes: the shapes of batches, rising; each size is captured for each shape.
     :param begin: begins the capture of a size of a shape on a context.
     :param threads_max: how many contexts warm up at the same time.
+    :param limit_nbytes: the device memory that all of it may take. Default: half of what is free.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Capturing(Generic[C]):
         begin: Callable[[C, Hashable, int], Capture],
         *,
         threads_max: int = 64,
+        limit_nbytes: int | None = None,
     ) -> None:
         self._device = device
         self._model = model
@@ -63,6 +65,7 @@ class Capturing(Generic[C]):
         self._shapes = shapes
         self._begin = begin
         self._threads_max = threads_max
+        self._limit_nbytes = limit_nbytes
         self._cancellation = current()
 
     def run(self, sizes: Sequence[int]) -> tuple[Sequence[int], list[CaptureCosts]]:
@@ -133,6 +136,7 @@ class Capturing(Generic[C]):
                 len(self._contexts),
                 f"graphs of {len(sizes)} batch sizes of {self._model.name!r}",
                 "Name the sizes that matter most in graphs",
+                self._limit_nbytes,
             )
             if others:
                 threads = min(len(others), self._threads_max)

@@ -128,18 +128,22 @@ def as_many_as_fit(
             sizes = fewer
 
 
-def check_share(device: Device, room_nbytes: int, contexts: int, what: str, fix: str) -> None:
+def check_share(
+    device: Device, room_nbytes: int, contexts: int, what: str, fix: str, limit_nbytes: int | None = None
+) -> None:
     """Check that all contexts together fit into their share of memory, after one has allocated its part.
 
     :param room_nbytes: the free memory before.
     :param what: the subject of the error message; ``fix`` is its advice.
+    :param limit_nbytes: their share. Default: :data:`SHARE_MAX` of what was free.
     :raises DeviceMemoryError: if they would take more than their share.
     """
     taken_nbytes = max(room_nbytes - device.memory().room_nbytes, 0)
-    if not device.unified and taken_nbytes * contexts > room_nbytes * SHARE_MAX:
+    limit_nbytes = int(room_nbytes * SHARE_MAX) if limit_nbytes is None else limit_nbytes
+    if not device.unified and taken_nbytes * contexts > limit_nbytes:
         raise DeviceMemoryError(
-            f"{what} take {mib(taken_nbytes)} in one context, and in {contexts} of them more than half of "
-            f"the {mib(room_nbytes)} that were free. {fix}, or use fewer contexts"
+            f"{what} take {mib(taken_nbytes)} in one context, and in {contexts} of them more than their "
+            f"share, {mib(limit_nbytes)} of {mib(room_nbytes)} that were free. {fix}, or use fewer contexts"
         )
 
 

@@ -197,17 +197,25 @@ class Builder:
     """
 
     def __init__(self, device: Device, model: SpecialisableModel, contexts: int, *, captures: bool) -> None:
+        self._share_nbytes = int(device.memory().room_nbytes * SHARE_MAX)
         self._device, self._model = device, model
         self._contexts = contexts
         self._captures = captures
 
     def build(
-        self, shape: Hashable, sizes: Sequence[int], *, threads_max: int, cancellation: Cancellation
+        self,
+        shape: Hashable,
+        sizes: Sequence[int],
+        *,
+        threads_max: int,
+        cancellation: Cancellation,
+        held_nbytes: int = 0,
     ) -> Specialised:
         """Build contexts of some batch sizes of a shape. Blocks.
 
         :param sizes: rising; fewer of them are built if not all fit.
         :param threads_max: how many threads build contexts at the same time.
+        :param held_nbytes: the device memory that other shapes hold, of the half of what was free at first.
         :raises NoGainError: if it would not pay off.
         :raises ExecutionError: if answers differ, or the model fails.
         :raises DeviceMemoryError: if there is no room.
@@ -216,16 +224,18 @@ class Builder:
         start_ns = clock.now_ns()
         self._device.activate()
         room_nbytes = self._device.memory().room_nbytes
+        limit_nbytes = min(self._share_nbytes - held_nbytes, room_nbytes)
         sites: list[Site] = []
         reference: Reference | None = None
         try:
             with cancelled_by(cancellation):
                 sites += [Site(self._device) for _ in range(self._contexts)]
                 layout = self._layout(shape, sizes[-1], sites[0])
-                self._check_slabs(layout, room_nbytes)
+                self._check_slabs(layout, limit_nbytes)
                 slabs = [site.lay_out(layout) for site in sites]
                 reference = Reference(self._device, self._model, sites[0], slabs[0])
-                taken, is_captured = self._fill(shape, sizes, sites, reference, threads_max)
+                fit = partial(self._fit, shape, sites, reference, threads_max, limit_nbytes)
+                taken, is_captured = self._fill(shape, sizes, reference, fit)
             few = sorted({taken[0], taken[-1]})
             before_ns = {rows: reference.times_ns[rows] for rows in few}
             after_ns = {rows: sites[0].timed_ns(rows) for rows in few}
@@ -254,29 +264,42 @@ class Builder:
             raise NoGainError("the shape of an output depends on the data")
         return layout
 
-    def _check_slabs(self, layout: Layout, room_nbytes: int) -> None:
+    def _check_slabs(self, layout: Layout, limit_nbytes: int) -> None:
         taken_nbytes = layout.nbytes * self._contexts
-        if not self._device.unified and taken_nbytes > room_nbytes * SHARE_MAX:
+        if not self._device.unified and taken_nbytes > limit_nbytes:
             raise DeviceMemoryError(
                 f"slabs for {layout.rows_max} rows take {mib(taken_nbytes)} in {self._contexts} contexts, "
-                f"more than half of the {mib(room_nbytes)} that are free"
+                f"and {mib(limit_nbytes)} are left to shapes with contexts of their own"
             )
 
-    def _fill(
+    def _fit(
         self,
         shape: Hashable,
-        sizes: Sequence[int],
         sites: Sequence[Site],
         reference: Reference,
         threads_max: int,
+        limit_nbytes: int,
+        sizes: Sequence[int],
+        *,
+        is_direct: bool,
+    ) -> tuple[int, ...]:
+        """Fill the sites with contexts of as many sizes as fit, and return these."""
+        begin = partial(self._begin, reference, is_direct=is_direct)
+        capturing = Capturing(
+            self._device,
+            self._model,
+            sites,
+            [shape],
+            begin,
+            threads_max=threads_max,
+            limit_nbytes=limit_nbytes,
+        )
+        return capturing.fit(sizes)[0]
+
+    def _fill(
+        self, shape: Hashable, sizes: Sequence[int], reference: Reference, fit: Callable[..., tuple[int, ...]]
     ) -> tuple[tuple[int, ...], bool]:
         """Fill the sites, by graphs if possible; return the sizes that fit, and whether they are graphs."""
-
-        def fit(sizes: Sequence[int], *, is_direct: bool) -> tuple[int, ...]:
-            begin = partial(self._begin, reference, is_direct=is_direct)
-            capturing = Capturing(self._device, self._model, sites, [shape], begin, threads_max=threads_max)
-            return capturing.fit(sizes)[0]
-
         if self._captures:
             try:
                 return fit(sizes, is_direct=False), True
@@ -286,8 +309,7 @@ class Builder:
                 if current().is_cancelled:
                     raise
                 logger.debug("%r: %s is not captured: %s", self._model.name, named(shape), error)
-        apart = set(reference.sizes_that_pay(self._model, sizes[-1]))
-        if not apart:
+        if not reference.sizes_that_pay(self._model, sizes[-1]):
             raise NoGainError(
                 "it cannot be captured as a CUDA graph, and changes of the batch size take no time"
             )

@@ -80,8 +80,7 @@ class Specialiser:
         if shape in specialised or clock.now_ns() < self._rests_until_ns:
             return
         if self._recurring.is_full(specialised):
-            victim = self._recurring.victim(shape, specialised)
-            if victim is not None:
+            if (victim := self._victim(shape)) is not None:
                 self._release(victim)
             return  # Its memory is free once no batch uses it any more.
         self._begin(shape)
@@ -114,7 +113,9 @@ class Specialiser:
         error: Exception | None = None
         start_ns = clock.now_ns()
         try:
-            self._built = self._builder.build(shape, sizes, threads_max=1, cancellation=deadline)
+            self._built = self._builder.build(
+                shape, sizes, threads_max=1, cancellation=deadline, held_nbytes=held_nbytes(self._pool)
+            )
         except Exception as raised:
             # Its frames refer to what was closed.
             error = raised.with_traceback(None)
@@ -136,6 +137,9 @@ class Specialiser:
             adopt(self._name, self._pool, self._shapes, made)
             return
         assert error is not None
+        if isinstance(error, DeviceMemoryError) and (victim := self._victim(shape)) is not None:
+            self._release(victim)
+            return  # It is tried again once that has left.
         is_late = deadline.is_over
         self._recurring.refuse(shape)
         self._failures += 1
@@ -143,6 +147,9 @@ class Specialiser:
             self._is_over = True
         said = f"it took more than {BUILD_S_MAX:g} s" if is_late else str(error)
         log_refusal(self._name, shape, error, said, is_over=self._is_over)
+
+    def _victim(self, shape: Hashable) -> Hashable | None:
+        return self._recurring.victim(shape, self._pool.specialised)
 
     def _release(self, shape: Hashable) -> None:
         self._shapes.specialise(shape, ())
@@ -179,6 +186,11 @@ class Specialiser:
 
     def _closed(self) -> None:
         self._thread = None
+
+
+def held_nbytes(pool: ContextPool) -> int:
+    """Return the device memory that shapes with contexts of their own hold."""
+    return sum(made.statistics.nbytes for made in tuple(pool.specialised.values()))
 
 
 def adopt(name: str, pool: ContextPool, shapes: Shapes, made: Specialised) -> None:

@@ -187,3 +187,15 @@ def test_batches_that_were_staged_before_or_after_a_change_are_right(tmp_path, d
     pool.adopt(builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation()))
     assert pool.close(WAIT_S) == 0
     assert model.alive == 0
+
+
+def test_what_other_shapes_hold_counts(tmp_path, device):
+    """All of them together may hold half of what was free at first."""
+    model = model_of(tmp_path)
+    builder = Builder(device, model, 2, captures=True)
+    share_nbytes = device.memory().room_nbytes // 2
+    given = {"threads_max": 1, "cancellation": Cancellation()}
+    with pytest.raises(DeviceMemoryError, match="left to shapes with contexts of their own"):
+        builder.build(SHAPE, SIZES, held_nbytes=share_nbytes - 1000, **given)
+    assert model.alive == 0
+    builder.build(SHAPE, SIZES, held_nbytes=share_nbytes - (1 << 30), **given).close()

@@ -168,6 +168,15 @@ async def test_shapes_are_bounded_and_what_is_rare_gives_way(path):
     assert model.alive == 0
 
 
+async def test_a_rare_shape_gives_way_if_there_is_no_room_for_a_frequent_one(path):
+    model = SpecialisedSessions(path, ways=(*["good"] * 7, "full", *["good"] * 7))
+    async with opened(model) as engine:
+        await until(engine, lambda: shapes_of(engine) == {"length=3"}, length=3)
+        await until(engine, lambda: shapes_of(engine) == {"length=4"}, length=4)
+        await check(engine, 3)
+    assert model.alive == 0
+
+
 async def test_nothing_is_built_for_shapes_that_are_ever_new(path):
     model = SpecialisedSessions(path)
     async with opened(model) as engine:
