@@ -33,7 +33,7 @@ from asynctrt.errors import AsynctrtError, DeviceLostError, InputError, ModelErr
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
-from asynctrt.runtime.prepare import sizes_to_prepare
+from asynctrt.runtime.prepare import few_sizes, sizes_to_prepare
 from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.sizes import SizeChooser
 from asynctrt.runtime.specialised import Builder
@@ -268,7 +268,10 @@ class EngineParts:
         return SizeChooser(self.model.name, self.padding, self.capacity.contexts, call_soon)
 
     def create_specialiser(
-        self, loop: asyncio.AbstractEventLoop, uses: Callable[[Slab], bool]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        uses: Callable[[Slab], bool],
+        forget_times: Callable[[Hashable], object],
     ) -> Specialiser | None:
         """Create what gives shapes that recur contexts of their own; ``None`` if the model gains nothing."""
         if self.builder is None:
@@ -277,7 +280,14 @@ class EngineParts:
         assert isinstance(model, PreparedModel)
         sizes_of = partial(sizes_of_shape, self.capacity, model, self.shapes)
         return Specialiser(
-            loop, repr(model.name), self.pool, self.shapes, self.builder, sizes_of=sizes_of, uses=uses
+            loop,
+            repr(model.name),
+            self.pool,
+            self.shapes,
+            self.builder,
+            sizes_of=sizes_of,
+            uses=uses,
+            forget_times=forget_times,
         )
 
     def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
@@ -300,7 +310,7 @@ def sizes_of_shape(
     capacity: Capacity, model: PreparedModel, shapes: Shapes, shape: Hashable
 ) -> tuple[int, ...]:
     """Return the batch sizes to build for a shape, rising."""
-    return sizes_to_prepare(capacity.graphs_named or model.batch_sizes, shapes.limit(shape))
+    return few_sizes(capacity.graphs_named or model.batch_sizes, shapes.limit(shape))
 
 
 class ModelProfiles:
@@ -573,16 +583,10 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
 
 
 def _few_sizes(model: Model, rows_max: int) -> tuple[int, ...]:
-    """Return the few sizes that batches of any shape are padded to; empty if changes of the size are fast.
-
-    They are fewer than those of a shape with contexts of its own: a context has one session for all of them.
-    """
+    """Return the few sizes that batches of any shape are padded to; empty if changes of the size are fast."""
     if not (isinstance(model, SpecialisableModel) and model.changes_slowly) or is_alone(model):
         return ()
-    sizes = model.batch_sizes
-    if sizes is None:
-        return (*[1 << bits for bits in range((rows_max - 1).bit_length())], rows_max)
-    return sizes_to_prepare(sizes, rows_max) if sizes else ()
+    return () if model.batch_sizes == () else few_sizes(model.batch_sizes, rows_max)
 
 
 def _builder(

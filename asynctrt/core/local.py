@@ -103,7 +103,7 @@ class LocalEngine(DrivenEngine):
         chooser = parts.create_size_chooser(loop.call_soon)
         if chooser is not None:
             driver.on_answer.append(chooser.answered)
-        self._specialiser = parts.create_specialiser(loop, driver.uses)
+        self._specialiser = parts.create_specialiser(loop, driver.uses, scheduler.forget_times)
         if self._specialiser is not None:
             driver.on_answer.append(self._specialiser.answered)
         self._state = "open"

@@ -62,6 +62,16 @@ def sizes_up_to(rows_max: int) -> tuple[int, ...]:
     return (*sizes, rows_max)
 
 
+def few_sizes(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
+    """Return the sizes below ``rows_max`` that are given, and ``rows_max``; by default powers of two.
+
+    They are for models whose shapes vary: there each size takes memory for each shape.
+    """
+    if not given:
+        return (*[1 << bits for bits in range((rows_max - 1).bit_length())], rows_max)
+    return sizes_to_prepare(given, rows_max)
+
+
 def sizes_to_prepare(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
     """Return the sizes below ``rows_max`` that a model names, and ``rows_max``; if it names none, ours."""
     if not given:

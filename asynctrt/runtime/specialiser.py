@@ -39,6 +39,7 @@ class Specialiser:
 
     :param uses: whether a batch in flight, or rows copied ahead of one, use a slab.
     :param sizes_of: the batch sizes to build for a shape, rising.
+    :param forget_times: called with a shape whose batches take other times from now on.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class Specialiser:
         *,
         sizes_of: Callable[[Hashable], Sequence[int]],
         uses: Callable[[Slab], bool],
+        forget_times: Callable[[Hashable], object],
     ) -> None:
         self._loop, self._name = loop, name
         self._pool, self._shapes, self._builder = pool, shapes, builder
         self._sizes_of, self._uses = sizes_of, uses
+        self._forget_times = forget_times
         self._recurring = RecurringShapes()
         self._failures = 0
         self._rests_until_ns = 0
@@ -80,7 +83,8 @@ class Specialiser:
         if shape in specialised or clock.now_ns() < self._rests_until_ns:
             return
         if self._recurring.is_full(specialised):
-            if (victim := self._victim(shape)) is not None:
+            victim = self._recurring.victim(shape, specialised)
+            if victim is not None:
                 self._release(victim)
             return  # Its memory is free once no batch uses it any more.
         self._begin(shape)
@@ -135,11 +139,14 @@ class Specialiser:
         if made is not None:
             self._failures = 0
             adopt(self._name, self._pool, self._shapes, made)
+            self._forget_times(shape)
             return
         assert error is not None
-        if isinstance(error, DeviceMemoryError) and (victim := self._victim(shape)) is not None:
-            self._release(victim)
-            return  # It is tried again once that has left.
+        if isinstance(error, DeviceMemoryError) and self._pool.specialised:
+            # It is tried again once another shape has given way.
+            self._recurring.limit(len(self._pool.specialised))
+            logger.info("%s: no more shapes have contexts of their own: %s", self._name, error)
+            return
         is_late = deadline.is_over
         self._recurring.refuse(shape)
         self._failures += 1
@@ -148,12 +155,10 @@ class Specialiser:
         said = f"it took more than {BUILD_S_MAX:g} s" if is_late else str(error)
         log_refusal(self._name, shape, error, said, is_over=self._is_over)
 
-    def _victim(self, shape: Hashable) -> Hashable | None:
-        return self._recurring.victim(shape, self._pool.specialised)
-
     def _release(self, shape: Hashable) -> None:
         self._shapes.specialise(shape, ())
         self._leaving.append(self._pool.release(shape))
+        self._forget_times(shape)
         logger.info("%s: batches of %s, which are rare by now, run like others", self._name, named(shape))
         self._close_unused()
 

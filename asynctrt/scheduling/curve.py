@@ -143,6 +143,10 @@ class ServiceCurve:
             self._shapes.move_to_end(shape)
         times.observe(rows, took_ns)
 
+    def forget(self, shape: Hashable) -> None:
+        """Forget all batches of a shape."""
+        self._shapes.pop(shape, None)
+
     def late_ns(self, shape: Hashable, rows: int) -> int | None:
         """Return what a batch takes at most, as a rule; ``None`` until enough were seen."""
         times = self._shapes.get(shape)

@@ -88,6 +88,10 @@ class LatencyHistory:
         window.known_ns = None
         self.seen += 1
 
+    def forget(self, shape: Hashable) -> None:
+        """Forget all batches of a shape."""
+        self._shapes.pop(shape, None)
+
     def expected_ns(self, shape: Hashable, rows: int) -> int | None:
         """Return a lower bound of how long such a batch will take; ``None`` before any was seen.
 
@@ -307,6 +311,12 @@ class CompletionEstimator:
                 del ahead[number]
             copy_out_ns = self._copy_out.expected_ns(batch.key.copy_key, batch.rows_run) or 0
             self._computed_ns[line] = max(self._computed_ns[line], now_ns - copy_out_ns)
+
+    def forget_times(self, copies: Hashable) -> None:
+        """Forget how long it takes to put such batches on the device."""
+        self._staging.forget(copies)
+        self._gathering.forget(copies)
+        self._service_key = None
 
     def forget(self, batch: Batch) -> None:
         """Drop a batch that failed: none waits for it any more, and it says nothing about others."""

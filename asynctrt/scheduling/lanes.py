@@ -651,6 +651,12 @@ class Lanes:
             self._to_learn = max(self._to_learn - 1, 0)
         self.ended(batch)
 
+    def forget_times(self, shape: Hashable) -> None:
+        """Forget what batches of a shape take alone; the next ones show that anew."""
+        self._shapes.pop(shape, None)
+        self._volumes.pop(shape, None)
+        self._seen = {kind for kind in self._seen if kind[1] != shape}
+
     def _leave(self, number: int, now_ns: int) -> bool:
         inside = self._inside.pop(number, None)
         if inside is None:

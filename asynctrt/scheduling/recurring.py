@@ -66,6 +66,10 @@ class RecurringShapes:
         gone = [other for other in specialised if other not in self._counts]
         return next((other for other in [*gone, *order] if self._counts.get(other, 0.0) <= least), None)
 
+    def limit(self, shapes_max: int) -> None:
+        """Specialise at most so many shapes from now on: there is no room for more."""
+        self._shapes_max = shapes_max
+
     def is_full(self, specialised: Collection[Hashable]) -> bool:
         """Return whether as many shapes are specialised as may be."""
         return len(specialised) >= self._shapes_max

@@ -5,7 +5,7 @@ nor differ between two runs with the same inputs.
 """
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -652,6 +652,15 @@ class Scheduler:
         """Note what batches took before the first request came, in ns, by their rows."""
         for rows, took_ns in compute_ns.items():
             self._latency.observe(key.cost_key, rows, took_ns)
+
+    def forget_times(self, shape: Hashable) -> None:
+        """Forget what batches of a shape took: from now on they run in another way."""
+        self._latency.forget(shape)
+        self._estimator.forget_times(shape)
+        if self._lanes is not None:
+            self._lanes.forget_times(shape)
+        if self._curve is not None:
+            self._curve.forget(shape)
 
     def usual_ns(self, batch: Batch) -> tuple[int, int, int]:
         """Return how long such a batch usually takes to be copied in, to compute and to be copied out."""

@@ -91,16 +91,18 @@ class SpecialisedSessions(CapturableSessions):
         (they do not load), ``full`` (there is no memory), ``wrong`` (their answers differ), ``waits`` (they
         cannot be captured).
     :param held: waited for before each session that is told sizes is loaded.
+    :param batch_s: how long each batch takes, besides.
     :param change_s: how long a session that was told nothing takes for a batch of another size, besides.
     """
 
     is_specialisable = True
     changes_slowly = True
 
-    def __init__(self, path, *, ways=("good",), held=None, change_s=0.0, **kw):
+    def __init__(self, path, *, ways=("good",), held=None, change_s=0.0, batch_s=0.0, **kw):
         super().__init__(path, **kw)
         self.is_capturable = False
         self.ways, self.held, self.change_s = cycle(ways), held, change_s
+        self.batch_s = batch_s
         self.told = 0
         """How many sessions were to be told sizes."""
 
@@ -113,6 +115,7 @@ class SpecialisedSessions(CapturableSessions):
         def planned(binding, stream, batch):
             if not sizes and session.rows != batch.rows:
                 time.sleep(self.change_s)
+            time.sleep(self.batch_s)
             session.rows = batch.rows
             put(binding, stream, batch)
 

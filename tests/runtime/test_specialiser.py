@@ -130,8 +130,8 @@ async def test_what_cannot_be_built_is_not_tried_for_ever(path, way, said, caplo
     caplog.set_level(logging.INFO)
     # Enough good ones for the shapes of outputs to be known.
     ways = ("good", way, *[way] * 3) if way == "wrong" else (way,)
-    change_s = 0.003 if way == "wrong" else 0
-    model = SpecialisedSessions(path, ways=ways, change_s=change_s)
+    times = {"wrong": {"change_s": 0.003}, "waits": {"batch_s": 0.005}}.get(way, {})
+    model = SpecialisedSessions(path, ways=ways, **times)
     async with opened(model) as engine:
         length = 2
         async with asyncio.timeout(WAIT_S):
@@ -173,6 +173,7 @@ async def test_a_rare_shape_gives_way_if_there_is_no_room_for_a_frequent_one(pat
     async with opened(model) as engine:
         await until(engine, lambda: shapes_of(engine) == {"length=3"}, length=3)
         await until(engine, lambda: shapes_of(engine) == {"length=4"}, length=4)
+        assert model.told == 7 + 1 + 7
         await check(engine, 3)
     assert model.alive == 0
 

@@ -332,3 +332,13 @@ def test_what_a_batch_takes_is_by_what_was_seen_last():
     for _ in range(WINDOW):
         compute.observe(key.cost_key, 4, 500)
     assert estimator.service_ns(key, 4) == 535
+
+
+def test_what_batches_of_a_shape_took_can_be_forgotten():
+    history = LatencyHistory()
+    for shape in ("a", "b"):
+        history.observe(shape, 1, 100)
+    history.forget("a")
+    history.forget("never seen")
+    assert history.expected_ns("a", 1) is None
+    assert history.expected_ns("b", 1) == 100

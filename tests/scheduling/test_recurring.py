@@ -65,3 +65,10 @@ def test_no_shape_gives_way_to_one_that_comes_as_often():
     recurring = RecurringShapes()
     noted(recurring, *[shape for _ in range(30) for shape in range(9)])
     assert recurring.victim(8, set(range(8))) is None
+
+
+def test_there_may_be_room_for_fewer():
+    recurring = RecurringShapes()
+    recurring.limit(2)
+    assert recurring.is_full(range(2))
+    assert not recurring.is_full(range(1))

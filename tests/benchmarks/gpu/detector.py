@@ -17,6 +17,7 @@ import uvloop
 
 import asynctrt
 from asynctrt._util import clock
+from asynctrt._util.process import freeze_gc
 from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import save
 from tests.benchmarks.gpu.support import open_device, quantiles_us
@@ -36,6 +37,7 @@ def options():
     parser.add_argument("--callers", default=",".join(map(str, CALLERS)))
     parser.add_argument("--random", type=int, default=RANDOM_CALLERS)
     parser.add_argument("--graphs", default="auto")
+    parser.add_argument("--contexts", type=int, default=0)
     parser.add_argument("--known", action="store_true", help="say the shape when the engine is opened")
     parser.add_argument("--shapes", type=int, default=0, help="also send this many other sides, one each")
     return parser.parse_args()
@@ -84,8 +86,16 @@ async def call(infer, images, count, seconds, wait_s=0.0):
             await infer(images[(number * 7 + len(latencies_ns)) % len(images)])
             latencies_ns.append(clock.now_ns() - sent_ns)
 
+    done = asyncio.get_running_loop().create_future()
+    watching = asyncio.ensure_future(pauses(done))
     await asyncio.gather(*(one(number) for number in range(count)))
-    return {"per_s": len(latencies_ns) / (clock.now_ns() - start_ns) * 1e9, **quantiles_us(latencies_ns)}
+    done.set_result(None)
+    pause_ms = await watching
+    return {
+        "pause_ms": pause_ms,
+        "per_s": len(latencies_ns) / (clock.now_ns() - start_ns) * 1e9,
+        **quantiles_us(latencies_ns),
+    }
 
 
 async def pauses(until):
@@ -102,11 +112,7 @@ async def until_specialised(engine, infer, images, count=8, patience_s=90):
     """Return after how many s a shape has contexts of its own, and what callers notice until then."""
     start_ns, figures = clock.now_ns(), []
     while not engine.statistics().specialised and clock.now_ns() - start_ns < patience_s * 1e9:
-        done = asyncio.get_running_loop().create_future()
-        watching = asyncio.ensure_future(pauses(done))
         figures.append(await call(infer, images, count, 0.5))
-        done.set_result(None)
-        figures[-1]["pause_ms"] = await watching
     return {
         "after_s": (clock.now_ns() - start_ns) / 1e9,
         "pause_ms": max((one["pause_ms"] for one in figures), default=0.0),
@@ -119,7 +125,8 @@ async def until_specialised(engine, infer, images, count=8, patience_s=90):
 def line(name, found):
     print(
         f"  {name:22} {found['per_s']:8,.0f}/s  p50 {found['p50_us'] / 1e3:6.2f}  "
-        f"p99 {found['p99_us'] / 1e3:6.2f}  longest {found['max_us'] / 1e3:6.1f} ms",
+        f"p99 {found['p99_us'] / 1e3:6.2f}  longest {found['max_us'] / 1e3:6.1f}  "
+        f"pause of the loop {found['pause_ms']:5.1f} ms",
         flush=True,
     )
 
@@ -131,6 +138,8 @@ def opening(path, given):
     device = HostDevice(in_place="always", unified=False) if is_host else open_device(given.device)
     if given.graphs != "auto":
         settings["graphs"] = given.graphs
+    if given.contexts:
+        settings["contexts"] = given.contexts
     if given.known:
         settings["shapes"] = {"images": (3, given.side, given.side)}
     if not is_host:
@@ -141,13 +150,30 @@ def opening(path, given):
     return device, asynctrt.open(SpecialisedSessions(path), device=device, **settings)
 
 
-async def ever_new(engine, count, rng):
-    """Return images a second of images that each have another shape."""
+async def ever_new(engine, path, given, rng):
+    """Return images a second of images that each have another shape: by ONNX Runtime alone, by the engine."""
+    count = given.shapes
     images = [rng.random((1, 3, 32 * (1 + n % 8), 32 * (1 + n // 8)), np.float32) for n in range(count)]
+    run, name = single_runs(path, given)
+    start_ns = clock.now_ns()
+    for image in images:
+        run({name: image})
+    alone_ns = clock.now_ns() - start_ns
     start_ns = clock.now_ns()
     for number in range(0, count, 8):
         await asyncio.gather(*(engine.infer(image) for image in images[number : number + 8]))
-    return count / (clock.now_ns() - start_ns) * 1e9
+    return {"alone": count / alone_ns * 1e9, "engine": count / (clock.now_ns() - start_ns) * 1e9}
+
+
+def single_runs(path, given):
+    """Return a session of ONNX Runtime that was told nothing, as a function, and the name of its input."""
+    import onnxruntime as ort
+
+    is_host = given.device == "host"
+    settings = {} if is_host else {"cudnn_conv_algo_search": "HEURISTIC"}
+    provider = "CPUExecutionProvider" if is_host else "CUDAExecutionProvider"
+    session = ort.InferenceSession(str(path), providers=[(provider, settings)])
+    return lambda feeds: session.run(None, feeds), session.get_inputs()[0].name
 
 
 async def differences(engine, images, expected):
@@ -175,6 +201,7 @@ async def measure(path, given):
         figures["opened_s"] = (clock.now_ns() - start_ns) / 1e9
         print(f"  opened in {figures['opened_s']:.1f} s; padded to {engine.statistics().batch_sizes}")
         expected = [await engine.infer(image) for image in images[:4]]
+        freeze_gc()  # As in an application that is careful.
         figures["general at random"] = await call(engine.infer, images, given.random, 0.5, RANDOM_S)
         line("until then, at random", figures["general at random"])
         figures["specialising"] = await until_specialised(engine, engine.infer, images)
@@ -190,8 +217,11 @@ async def measure(path, given):
         figures["off_by"] = await differences(engine, images, expected)
         print(f"  answers are off by {figures['off_by']:.2g} of the largest at most")
         if given.shapes:
-            figures["ever new"] = await ever_new(engine, given.shapes, rng)
-            print(f"  {given.shapes} shapes, each new: {figures['ever new']:,.0f}/s")
+            found = figures["ever new"] = await ever_new(engine, path, given, rng)
+            print(
+                f"  {given.shapes} shapes, each new: {found['engine']:,.1f}/s, by ONNX Runtime alone "
+                f"{found['alone']:,.1f}/s"
+            )
     return figures, device
 
 
