@@ -152,6 +152,21 @@ class TestJustInTime:
         assert plan.next_batch(free_ns) is None, "there is one that computes now"
         assert plan.next_wakeup() == free_ns + COMPUTE_NS - LEAD_NS
 
+    @pytest.mark.parametrize("lanes_max", [1, 4])
+    def test_what_batches_of_a_shape_took_is_forgotten_when_they_run_in_another_way(self, lanes_max):
+        plan, now_ns = pipelined(lanes_max=lanes_max)
+        before, free_ns = in_flight(plan, now_ns)
+        assert plan.usual_ns(before)[1] == COMPUTE_NS
+        plan.forget_times(("another",))
+        assert plan.usual_ns(before)[1] == COMPUTE_NS
+        plan.forget_times(KEY.cost_key)
+        assert plan.usual_ns(before)[1] == 0
+        end(plan, before, free_ns)
+        for number in range(2 * WARM_UP):
+            submit(plan, rows=1 + number % 8, now_ns=free_ns)
+            free_ns = run(plan, plan.next_batch(free_ns), free_ns)
+        assert plan.usual_ns(before)[1] == COMPUTE_NS
+
     def test_with_nothing_in_flight_nothing_waits(self):
         plan, now_ns = pipelined()
         submit(plan, now_ns=now_ns)
