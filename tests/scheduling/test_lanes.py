@@ -159,7 +159,7 @@ class TestJustInTime:
         assert plan.usual_ns(before)[1] == COMPUTE_NS
         plan.forget_times(("another",))
         assert plan.usual_ns(before)[1] == COMPUTE_NS
-        plan.forget_times(KEY.cost_key)
+        plan.forget_times(before.key.cost_key)
         assert plan.usual_ns(before)[1] == 0
         end(plan, before, free_ns)
         for number in range(2 * WARM_UP):
