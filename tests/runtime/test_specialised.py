@@ -3,13 +3,14 @@
 import numpy as np
 import onnxruntime as ort
 import pytest
+from onnx import TensorProto
 
 from asynctrt._util.cancellation import Cancellation
 from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError, UsageError
 from asynctrt.runtime.specialised import Builder, Deadline, NoGainError, named
 from asynctrt.scheduling.key import BatchKey
 from tests.backends.onnx_sessions import SpecialisedSessions, in_place
-from tests.models import detector_onnx, sequence_onnx, unnamed_output_onnx
+from tests.models import detector_onnx, node, save, sequence_onnx, unnamed_output_onnx
 from tests.runtime.support import WAIT_S, make_batch, make_pool, make_request
 
 SHAPE = (("height", 32), ("width", 64))
@@ -81,17 +82,22 @@ def test_nothing_is_kept_if_it_would_not_be_faster(tmp_path, device, settings):
 
 
 def test_an_output_whose_shape_depends_on_the_data(tmp_path, device):
-    model = model_of(tmp_path)
-    create = model.create_context_for
-
-    def untold(*args):
-        context = create(*args)
-        context.told_sizes = dict  # As if ONNX Runtime knew none.
-        return context
-
-    model.create_context_for = untold
+    path = save(
+        tmp_path / "found.onnx",
+        [
+            node("ReduceMax", "input", "most", axes=[0], keepdims=0),
+            node("NonZero", "most", "where"),
+            node("Squeeze", "where first", "which"),
+            node("Gather", "input which", "output", axis=1),
+        ],
+        [("input", TensorProto.FLOAT, ["batch", "length"])],
+        [("output", TensorProto.FLOAT, ["batch", "found"])],
+        [("first", np.array([0]))],
+    )
+    model = SpecialisedSessions(path)
+    builder = Builder(device, model, 2, captures=True)
     with pytest.raises(NoGainError, match="depends on the data"):
-        build(device, model)
+        builder.build((("length", 3),), SIZES, threads_max=1, cancellation=Cancellation())
     assert model.alive == 0
 
 
