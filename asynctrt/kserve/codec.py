@@ -81,6 +81,7 @@ class RequestLayout:
         "inputs",
         "is_simple",
         "outputs",
+        "plain",
         "priority",
         "raw_numbers",
         "rows",
@@ -95,6 +96,7 @@ class RequestLayout:
         priority: int,
         timeout: float | None,
         wanted: Literal["host"] | tuple[str, ...] = "host",
+        plain: str = "",
     ) -> None:
         self.inputs = inputs
         self.binary_nbytes = sum([nbytes for _, _, nbytes, _ in inputs])
@@ -106,6 +108,8 @@ class RequestLayout:
         """The spec of each wanted output, and whether it is wanted as raw bytes."""
         self.wanted = wanted
         """The outputs to request from the engine: their names, or ``host`` for all."""
+        self.plain = plain
+        """``predictions`` or ``outputs`` if the answer is plain JSON of that name; empty for KServe V2."""
         self.answer_nbytes = nbytes_of(inputs, [spec for spec, _ in outputs], symbols_of(inputs, {}))
         """Raw bytes of the wanted outputs, as far as the inputs' shapes determine them."""
         self.is_simple = all(binary and spec.dtype.kind not in TEXT for spec, binary in outputs)
@@ -184,6 +188,8 @@ class ModelCodec:
         """Return whether encoding an answer would block the event loop for a millisecond or more."""
         if layout.is_simple:
             return False
+        if layout.plain and layout.rows * len(layout.outputs) > PIECE:
+            return True  # The answer may have an object for each row.
         return any(
             _is_much(result[spec.name])
             for spec, binary in layout.outputs
@@ -196,6 +202,7 @@ class ModelCodec:
         outputs: tuple[tuple[TensorSpec, bool], ...],
         priority: int = 0,
         timeout: float | None = None,
+        plain: str = "",
     ) -> RequestLayout:
         """Return the layout of a request, unless its tensors would be too large.
 
@@ -217,7 +224,7 @@ class ModelCodec:
                 "accepted in one request. Send fewer rows or smaller ones, or raise max_answer"
             )
         if len(outputs) == len(self._outputs):
-            return RequestLayout(placed, outputs, priority, timeout)
+            return RequestLayout(placed, outputs, priority, timeout, plain=plain)
         return RequestLayout(placed, outputs, priority, timeout, tuple([spec.name for spec, _ in outputs]))
 
     def _check_count(self, side: str, count: int) -> None:

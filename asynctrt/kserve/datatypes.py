@@ -40,11 +40,20 @@ LENGTH_NBYTES: Final = 4
 """Bytes of the little-endian length before each element of a BYTES tensor."""
 LENGTH: Final = struct.Struct("<I")
 
+NUMBERS: Final = {bool, int, float}
+"""The types of JSON's numbers and booleans."""
+
 PIECE: Final = 4096
 """The number of values or byte strings converted at a time: it takes 0.2 to 0.8 ms."""
 
 DIMS_MAX: Final = 32
 """The largest number of dimensions of a tensor, and of nesting levels in one given as JSON."""
+
+BINARY_FIX: Final = (
+    'use binary_data, in the parameters of an output of KServe V2 ({"name": ..., "parameters": '
+    '{"binary_data": true}})'
+)
+"""What to do about an output that JSON cannot hold."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -306,33 +315,47 @@ def _converted(spec: TensorSpec, values: list[Any]) -> Array:
     """Convert a flat list from JSON."""
     if spec.dtype.kind in TEXT:
         return strings(spec, [_encoded(spec, item) for item in values])
-    if str in set(map(type, values)):
+    if not set(map(type, values)) <= NUMBERS:
         # Without this check, NumPy would widen every element to the longest string before refusing any.
-        raise InputError(f"input {spec.name!r} is {spec.dtype.name}, so its values must not be strings")
+        odd = next(value for value in values if type(value) not in NUMBERS)
+        kind = "booleans" if spec.dtype.kind == "b" else "numbers"
+        raise InputError(
+            f"input {spec.name!r} is {spec.dtype.name}, so its values must be {kind}, not {brief(odd)}"
+        )
     if spec.dtype.name == "bfloat16":
         return _bfloats(spec, values)
     return convert(spec, values)
 
 
-def to_json(array: Array) -> Any:
-    """Return a tensor's values as a flat sequence that JSON can hold. NaN becomes null.
+def to_json(array: Array, *, is_nested: bool = False) -> Any:
+    """Return a tensor's values as a sequence that JSON can hold. NaN becomes null.
 
+    :param is_nested: whether to return lists as deep as the tensor has axes, and a scalar's value alone; if
+        not, the sequence is flat.
     :raises RequestError: if JSON cannot hold them.
     :raises ExecutionError: for objects that are not strings.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind in TEXT:
         try:
-            return [_utf8(item).decode() for item in flat.tolist()]
+            values = [_utf8(item).decode() for item in flat.tolist()]
         except UnicodeDecodeError as error:
             raise RequestError(
-                "a tensor holds bytes that are not UTF-8 text, which JSON cannot carry: use binary_data"
+                f"a tensor holds bytes that are not UTF-8 text, which JSON cannot carry: {BINARY_FIX}"
             ) from error
+        if not is_nested:
+            return values
+        flat = np.array(values, object)
+        return flat.reshape(array.shape).tolist()
     if flat.dtype.name == "bfloat16":
         flat = flat.astype(np.float32)
     if flat.dtype.kind == "f" and np.isinf(flat).any():
-        raise RequestError("a tensor holds infinities, which JSON cannot carry: use binary_data")
-    return flat
+        raise RequestError(f"a tensor holds infinities, which JSON cannot carry: {BINARY_FIX}")
+    if not is_nested:
+        return flat
+    if not array.size:
+        return array.tolist()
+    return flat.reshape(array.shape) if array.ndim else flat[0]
 
 
 def brief(value: object) -> str:

@@ -38,7 +38,16 @@ from asynctrt.kserve.datatypes import (
     to_json,
     write_tensor,
 )
-from asynctrt.tensors import Array, InferResult, TensorSpec
+from asynctrt.kserve.plain_json import (
+    ANSWERS,
+    ROWS,
+    check_rows,
+    nested_shape,
+    plain_values,
+    read_form,
+    read_values,
+)
+from asynctrt.tensors import Array, InferResult, TensorSpec, shape_of
 
 try:
     import orjson
@@ -179,6 +188,34 @@ class JsonCodec(ModelCodec):
         layout = self._checked_layout(((spec, shape, len(body), None),), outputs)
         return DecodedRequest(layout, "", read_inputs(layout, body, 0, pause))
 
+    def decode_plain(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
+        """Decode a request in plain JSON: see :mod:`asynctrt.kserve.plain_json`. It wants all outputs.
+
+        :raises AsynctrtError: as :meth:`decode` does.
+        """
+        content = parse_object(body, "the request", self.json_max)
+        form = read_form(content)
+        values = read_values(form, content[form], list(self._inputs))
+        self._check_count("inputs", len(values))
+        placed = tuple([self._plain_input(form, *item, pause) for item in values.items()])
+        outputs = tuple([(spec, False) for spec, _ in self._outputs.values()])
+        scheduling = read_scheduling(mapping(content, "parameters", "the request"))
+        layout = self._checked_layout(placed, outputs, *scheduling, plain=ANSWERS[form])
+        self._check_written(placed, outputs)
+        return DecodedRequest(layout, "", read_inputs(layout, body, 0, pause))
+
+    def _plain_input(self, form: str, name: str, data: Any, pause: Pause) -> PlacedTensor:
+        """Return an input given by its values; in the form of rows, they come first."""
+        spec, _ = self._named(name, "inputs", self._inputs, {})
+        given = nested_shape(name, data)
+        if form != ROWS:
+            shape = self._shape(spec, given)
+            return spec, shape, 0, from_json(spec, data, shape, pause)
+        rows, *row = given
+        check_rows(rows, [spec for side in (self._inputs, self._outputs) for spec, _ in side.values()])
+        shape = self._shape(spec, list(shape_of(row, spec.axis, rows)))
+        return spec, shape, 0, spec.as_given(from_json(spec, data, tuple(given), pause))
+
     def encode(
         self, request: DecodedRequest, result: InferResult, pause: Pause = no_pause
     ) -> tuple[bytes, list[Buffer]]:
@@ -190,6 +227,8 @@ class JsonCodec(ModelCodec):
         layout = request.layout
         outputs = layout.outputs
         values = [result[spec.name] for spec, _ in outputs]
+        if layout.plain:
+            return self._plain_answer(layout, values), []
         tensors: list[Buffer] = []
         key = tuple([value.shape for value in values])
         for (_, binary), value in zip(outputs, values, strict=True):
@@ -225,18 +264,30 @@ class JsonCodec(ModelCodec):
         if not outputs:
             outputs = tuple([(spec, binary_default) for spec, _ in self._outputs.values()])
         layout = self._checked_layout(placed, outputs, *read_scheduling(parameters))
+        self._check_written(placed, outputs)
+        return layout
+
+    def _check_written(
+        self, placed: tuple[PlacedTensor, ...], outputs: tuple[tuple[TensorSpec, bool], ...]
+    ) -> None:
+        """Refuse a request whose answer will have too much JSON, as far as its shapes tell."""
         written = [spec for spec, binary in outputs if not binary and spec.dtype.kind not in TEXT]
         if written:
             self._check_answer(NUMBER_FACTOR * nbytes_of(placed, written, symbols_of(placed, {})))
-        return layout
 
     def _check_answer(self, nbytes: int) -> None:
         """Refuse an answer with too much JSON; if its size is known early, before it is computed."""
         if nbytes > self.json_max:
             raise TooLargeError(
-                f"the outputs take about {nbytes} bytes of JSON; at most {self.json_max} are sent: ask for "
-                'them as binary data ("parameters": {"binary_data_output": true}), or raise max_json'
+                f"the outputs take about {nbytes} bytes of JSON; at most {self.json_max} are sent: ask "
+                'KServe V2 for them as binary data ("parameters": {"binary_data_output": true}), or raise '
+                "max_json"
             )
+
+    def _plain_answer(self, layout: RequestLayout, values: list[Array]) -> bytes:
+        self._check_answer(sum(map(_json_nbytes_of, values)))
+        specs = [spec for spec, _ in layout.outputs]
+        return dump({layout.plain: plain_values(layout.plain, specs, values, layout.rows)})
 
     def _items(
         self, content: dict[str, Any], side: str, specs: Specs

@@ -62,10 +62,17 @@ EXTENSIONS: Final = (
 
 HEALTH: Final = b"/v2/health/"
 MODELS: Final = b"/v2/models/"
+PLAIN_MODELS: Final = b"/v1/models/"
 REPOSITORY: Final = b"/v2/repository/models/"
-ELSEWHERE: Final = ("/trace/setting", "/generate", "/generate_stream")
-"""Triton's routes of a model that this server does not implement."""
+ELSEWHERE: Final = (
+    *("/trace/setting", "/generate", "/generate_stream"),
+    *("/metadata", ":classify", ":regress", ":explain"),
+)
+"""Routes of models in Triton, TensorFlow Serving and KServe V1 that this server does not implement."""
 VERBS: Final = frozenset({"infer", "ready", "config", "stats", "ws"})
+PREDICT: Final = ":predict"
+INFERENCES: Final = frozenset({"infer", "predict"})
+"""The verbs of an inference: in the form of KServe V2, and in plain JSON."""
 HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::[0-9]*)?", re.ASCII)
 """A ``Host`` header: an IPv6 address in brackets, or another name, and optionally a port."""
 HOSTS_MAX: Final = 64
@@ -99,6 +106,14 @@ RAW_TENSORS: Final = (
     "the body is one raw tensor alone"
 )
 
+STATES: Final = {
+    "READY": "AVAILABLE",
+    "LOADING": "LOADING",
+    "UNLOADING": "UNLOADING",
+    "UNAVAILABLE": "END",
+}
+"""TensorFlow Serving's names for Triton's states of a model."""
+
 Headers = Mapping[bytes, bytes]
 logger = logging.getLogger("asynctrt.serving")
 
@@ -112,7 +127,11 @@ class Answer(NamedTuple):
 
 
 class ModelRoute(NamedTuple):
-    """A parsed path of a model: ``/v2/models/NAME[/versions/VERSION][/VERB]``."""
+    """A parsed path of a model: ``/v2/models/NAME[/versions/VERSION][/VERB]``.
+
+    Those of plain JSON, ``/v1/models/NAME[/versions/VERSION][:predict]``, have the verbs ``status`` and
+    ``predict``.
+    """
 
     name: str
     version: str
@@ -231,9 +250,12 @@ class Api:
         known = self._routes.get(path)
         if known is not None:
             return known
-        if not path.startswith(MODELS):
+        if path.startswith(MODELS):
+            route = _route(path)
+        elif path.startswith(PLAIN_MODELS):
+            route = _plain_route(path)
+        else:
             return None
-        route = _route(path)
         if route is not None and len(self._routes) < 1024:
             try:
                 self.repository.find(route.name, route.version)
@@ -250,7 +272,7 @@ class Api:
             codec = self.repository.find(route.name, route.version).codec
         except AsynctrtError:
             return False
-        return codec.is_slow(body, _json_nbytes_of(headers, body))
+        return codec.is_slow(body, _json_nbytes_of(route, headers, body))
 
     async def begin_slow(
         self,
@@ -269,8 +291,8 @@ class Api:
         hold = hold or Hold(self.account(caller), caller.received_nbytes)
         served = self.repository.find(route.name, route.version)
         try:
-            decoding = partial(_decoded, served, headers, body, pause)
-            nbytes = parsed_nbytes(min(_json_nbytes_of(headers, body), self.settings.max_json))
+            decoding = partial(_decoded, served, route, headers, body, pause)
+            nbytes = parsed_nbytes(min(_json_nbytes_of(route, headers, body), self.settings.max_json))
             del body  # Nothing else may keep it while the request waits.
             running = self.worker.run(decoding, self.client(caller, headers), hold, nbytes)
             del decoding, hold
@@ -290,7 +312,7 @@ class Api:
         began_ns = clock.now_ns()
         served = self.repository.find(route.name, route.version)
         try:
-            request = _decoded(served, headers, body, no_pause)
+            request = _decoded(served, route, headers, body, no_pause)
             return self.submit(served, request, began_ns, headers, caller, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
@@ -527,9 +549,9 @@ class Api:
         if route is not None:
             return await self._model(method, route, headers, body, caller, hold)
         match text:
-            case "/v2":
+            case "/v2" | "/v1/models":
                 _allow(method, "GET")
-                return json_answer(self.server_metadata())
+                return json_answer(self.server_metadata() if text == "/v2" else self.names())
             case "/v2/health/live" | "/v2/health/ready":
                 _allow(method, "GET")
                 return self._health(text[len("/v2/health/") :])
@@ -547,7 +569,9 @@ class Api:
             return await self._control(text, body)
         if text.startswith(("/v2/systemsharedmemory", "/v2/cudasharedmemory", "/v2/trace", "/v2/logging")):
             raise UnsupportedError(f"this server does not implement {text:.200}")
-        raise UnknownModelError(f"no page at {text:.200}; the inference protocol is under /v2")
+        raise UnknownModelError(
+            f"no page at {text:.200}; KServe V2 is under /v2, and plain JSON at /v1/models/NAME:predict"
+        )
 
     def _health(self, what: str) -> Answer:
         holds = self.repository.is_live if what == "live" else self.repository.is_ready
@@ -562,10 +586,10 @@ class Api:
         caller: Caller,
         hold: Hold | None,
     ) -> Answer:
-        if not route.verb and route.name.endswith(ELSEWHERE):
+        if route.verb in ("", "status") and route.name.endswith(ELSEWHERE):
             self._refuse_elsewhere(route)
-        _allow(method, "POST" if route.verb == "infer" else "GET")
-        if route.verb == "infer":
+        _allow(method, "POST" if route.verb in INFERENCES else "GET")
+        if route.verb in INFERENCES:
             if self.is_slow(route, headers, body):
                 inference = await self.begin_slow(route, headers, body, caller, hold=hold)
             else:
@@ -583,14 +607,40 @@ class Api:
                 # Clients read 400 as "not ready", and any other status as a broken server.
                 return Answer(400, (("Content-Type", "application/json"),), (dump({"error": str(error)}),))
             return json_answer({"name": route.name, "ready": True})
+        if route.verb == "status":
+            return self._status(route)
         if route.verb == "ws":
             raise UpgradeError(NO_WEBSOCKET)
         if route.verb == "stats":
             return json_answer({"model_stats": await self.all_statistics(route.name, route.version)})
         return json_answer(self.describe(route.verb, route.name, route.version))
 
+    def _status(self, route: ModelRoute) -> Answer:
+        """Return a model's status as KServe V1 and TensorFlow Serving state it."""
+        entries = [
+            item
+            for item in self.repository.index()
+            if item["name"] == route.name and route.version in ("", item["version"])
+        ]
+        if not entries:
+            self.repository.find(route.name, route.version)  # It says what is unknown.
+        is_ready = any(item["state"] == "READY" for item in entries)
+        versions = [
+            {
+                "version": item["version"],
+                "state": STATES[item["state"]],
+                "status": {
+                    "error_code": "UNKNOWN" if item["reason"] else "OK",
+                    "error_message": item["reason"],
+                },
+            }
+            for item in entries
+        ]
+        content = {"name": route.name, "ready": is_ready, "model_version_status": versions}
+        return json_answer(content, 200 if is_ready else 503)
+
     def _refuse_elsewhere(self, route: ModelRoute) -> None:
-        """Refuse Triton routes that look like a model's metadata, unless a model has that name."""
+        """Refuse routes that look like a model's metadata or status, unless a model has that name."""
         try:
             self.repository.find(route.name, route.version)
         except UnknownModelError:
@@ -602,6 +652,10 @@ class Api:
         if verb == "config":
             return served.config()
         return served.metadata(self.repository.versions(name))
+
+    def names(self) -> dict[str, list[str]]:
+        """Return KServe V1's list of models."""
+        return {"models": list(dict.fromkeys(served.name for served in self.repository))}
 
     def server_metadata(self) -> dict[str, Any]:
         """Return KServe's server metadata."""
@@ -707,15 +761,28 @@ class Api:
         return Answer(answer.status, answer.headers + added, (body,))
 
 
-def _json_nbytes_of(headers: Headers, body: Body) -> int:
+def _json_nbytes_of(route: ModelRoute, headers: Headers, body: Body) -> int:
     """Return the size of a body's JSON part in bytes."""
     length = headers.get(b"inference-header-content-length", b"")
-    return int(length) if length.isdigit() and len(length) < 19 else len(body)
+    is_stated = route.verb != "predict" and length.isdigit() and len(length) < 19
+    return int(length) if is_stated else len(body)
 
 
-def _decoded(served: ServedModel, headers: Headers, body: Body, between: Pause) -> DecodedRequest:
-    """Decode an inference request according to its headers. ``between`` is called between pieces of work."""
+def _decoded(
+    served: ServedModel, route: ModelRoute, headers: Headers, body: Body, between: Pause
+) -> DecodedRequest:
+    """Decode an inference request as its route and headers say.
+
+    :param between: called between pieces of work.
+    """
     length = headers.get(b"inference-header-content-length")
+    if route.verb == "predict":
+        if length is not None:
+            raise RequestError(
+                "plain JSON is not followed by raw tensors: leave out Inference-Header-Content-Length, or "
+                "use KServe V2 (/v2/models/NAME/infer)"
+            )
+        return served.codec.decode_plain(body, between)
     if length is None:
         try:
             return served.codec.decode(body, len(body), between)
@@ -835,6 +902,17 @@ def _route(path: bytes) -> ModelRoute | None:
     """Parse a model's path from both ends, since names may hold slashes, quoted or not."""
     parts = path[len(MODELS) :].decode("latin-1").rstrip("/").split("/")
     verb = parts.pop() if len(parts) > 1 and parts[-1] in VERBS else ""
+    return _model_route(parts, verb)
+
+
+def _plain_route(path: bytes) -> ModelRoute | None:
+    """Parse a model's path of plain JSON."""
+    text = path[len(PLAIN_MODELS) :].decode("latin-1").rstrip("/")
+    verb = "predict" if text.endswith(PREDICT) else "status"
+    return _model_route(text.removesuffix(PREDICT).split("/"), verb)
+
+
+def _model_route(parts: list[str], verb: str) -> ModelRoute | None:
     version = ""
     if len(parts) > 2 and parts[-2] == "versions":
         version = unquote(parts.pop())

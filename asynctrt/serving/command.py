@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import ipaddress
-import json
 import logging
 import os
 import shlex
@@ -12,10 +11,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import prod
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 from asynctrt._util.cgroup import memory_nbytes
 from asynctrt._util.files import read_regular
@@ -31,18 +28,17 @@ from asynctrt._util.validation import check_names
 from asynctrt.backends.onnx_options import relative_to
 from asynctrt.core.loading import ATTRIBUTE, is_attribute
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
-from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.options import Options
 from asynctrt.serving.entries import Place
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.notify import notify_ready
+from asynctrt.serving.openapi import ask_of
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server import Server
 from asynctrt.serving.server_log import ESCAPES, set_up_logging
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.warmup import filled
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
@@ -59,9 +55,6 @@ HURRIED_S: Final = 0.6
 
 TRIED_MAX: Final = 8
 """Models for which the start shows how to ask them: the lines of a terminal."""
-
-TRIED_SIZE_MAX: Final = 16
-"""Elements of an input that such a line can show."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -377,6 +370,7 @@ async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) 
         say(f"gRPC                        {server.grpc_target}")
     if settings.fronts > 1:
         return  # The parent has the metrics of all fronts, and says what there is to warn of.
+    say(f"the API, to read and try    {server.http_url}/docs")
     say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
     for served in islice(server.repository, TRIED_MAX):
         say(f"try                         {curl_line(server, served)}")
@@ -392,22 +386,9 @@ def curl_line(server: Server, served: ServedModel) -> str:
         words.append("-k")
     if settings.tokens or settings.tokens_file is not None:
         words += ["-H", "Authorization: Bearer TOKEN"]
-    url = f"{server.http_url}/v2/models/{quote(served.name, safe='')}/versions/{served.version}"
-    inputs = [
-        {
-            "name": spec.name,
-            "datatype": datatype_of(spec),
-            "shape": shape,
-            "data": filled(spec, shape).tolist(),
-        }
-        for spec in served.engine.inputs
-        if prod(shape := [1 if isinstance(size, str) else size for size in spec.shape(1)]) <= TRIED_SIZE_MAX
-    ]
-    if len(inputs) == len(served.engine.inputs):
-        words += [f"{url}/infer", "-d", json.dumps({"inputs": inputs}, default=bytes.decode)]
-    else:
-        words.append(url)
-    return shlex.join(words)
+    ask = ask_of(served)
+    words.append(server.http_url + ask["path"])
+    return shlex.join([*words, "-d", ask["body"]] if ask["body"] else words)
 
 
 async def _load_models(server: Server, say: Callable[[str], None]) -> None:

@@ -1,6 +1,7 @@
 """Serve the dashboard: its page, script and style, and the figures that it draws."""
 
 import hashlib
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -44,20 +45,27 @@ RECENT: Final = 10
 """Samples that a page polls for; a page that has missed more fetches all."""
 
 
-def dashboard_pages(repository: Repository, sampler: Sampler) -> dict[str, Page]:
+Ask = Callable[[ServedModel], Mapping[str, str]]
+
+
+def dashboard_pages(repository: Repository, sampler: Sampler, ask: Ask | None = None) -> dict[str, Page]:
     """Return the dashboard's pages by path.
 
     The page, its script and style need no token, since only the page can ask the user for one.
     ``/dashboard/data`` returns all samples, ``/dashboard/recent`` the newest; both need the token.
+
+    :param ask: returns the path and body of a request to a model, where the server also answers requests.
     """
-    pages = {
-        path: _static((STATIC / name).read_bytes(), content_type)
-        for path, (name, content_type) in FILES.items()
-    }
+    pages = {path: static_page(*file) for path, file in FILES.items()}
     pages["/dashboard/icon.svg"] = _static(ICON, "image/svg+xml")
-    pages["/dashboard/data"] = Page(partial(_figures, repository, sampler, None))
-    pages["/dashboard/recent"] = Page(partial(_figures, repository, sampler, RECENT))
+    pages["/dashboard/data"] = Page(partial(_figures, repository, sampler, ask, None))
+    pages["/dashboard/recent"] = Page(partial(_figures, repository, sampler, ask, RECENT))
     return pages
+
+
+def static_page(name: str, content_type: str) -> Page:
+    """Return the page of a file in ``static``, which needs no token."""
+    return _static((STATIC / name).read_bytes(), content_type)
 
 
 def _static(content: bytes, content_type: str) -> Page:
@@ -73,12 +81,14 @@ def _static(content: bytes, content_type: str) -> Page:
     return Page(respond, is_open=True)
 
 
-def _figures(repository: Repository, sampler: Sampler, count: int | None, _: Headers) -> Answer:
+def _figures(
+    repository: Repository, sampler: Sampler, ask: Ask | None, count: int | None, _: Headers
+) -> Answer:
     content = {
         "version": asynctrt.__version__,
         "is_draining": repository.is_draining,
         "index": repository.index(),
-        "models": [_described(served) for served in repository],
+        "models": [_described(served, ask) for served in repository],
         **(sampler.history() if count is None else sampler.recent(count)),
     }
     headers = (
@@ -89,7 +99,7 @@ def _figures(repository: Repository, sampler: Sampler, count: int | None, _: Hea
     return Answer(200, headers, (dump(content),))
 
 
-def _described(served: ServedModel) -> dict[str, Any]:
+def _described(served: ServedModel, ask: Ask | None) -> dict[str, Any]:
     """Return a model's description, and its counts since it was loaded."""
     done = served.engine.statistics()
     return {
@@ -109,4 +119,5 @@ def _described(served: ServedModel) -> dict[str, Any]:
         "failures": served.failures,
         "contexts_quarantined": done.contexts_quarantined,
         "worker_deaths": done.worker_deaths,
+        "ask": None if ask is None else ask(served),
     }

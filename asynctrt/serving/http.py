@@ -26,7 +26,15 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.codec import FAST_NBYTES
 from asynctrt.serving.admission import Caller, address_of
-from asynctrt.serving.api import Answer, Api, Headers, ModelRoute, encoded_answer, error_answer
+from asynctrt.serving.api import (
+    INFERENCES,
+    Answer,
+    Api,
+    Headers,
+    ModelRoute,
+    encoded_answer,
+    error_answer,
+)
 from asynctrt.serving.coding import COMPRESS_NBYTES_MIN, accepted_coding
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
@@ -676,7 +684,7 @@ class HttpConnection(asyncio.Protocol):
                 return
         if request.method == b"POST" and b"content-encoding" not in request.headers:
             route = self._api.route(path)
-            if route is not None and route.verb == "infer":
+            if route is not None and route.verb in INFERENCES:
                 self._infer(route, request)
                 return
         self._task = self._hub.loop.create_task(self._respond(request))

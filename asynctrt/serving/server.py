@@ -37,6 +37,7 @@ from asynctrt.serving.listener import Listener
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.monitoring import metrics_alone
+from asynctrt.serving.openapi import ask_of, docs_pages
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.server_log import Failures, Refusals
@@ -166,7 +167,8 @@ class Server:
                 memory=self.api.memory,
                 gpus=self._gpus.read,
             )
-            self.api.pages.update(dashboard_pages(self.repository, sampler))
+            self.api.pages.update(dashboard_pages(self.repository, sampler, ask_of))
+            self.api.pages.update(docs_pages(self.api))
             self.api.pages["/metrics"] = metrics.page()
             self.api.observe = find_tracing()
             self._failures = Failures()

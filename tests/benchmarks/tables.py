@@ -436,21 +436,9 @@ def gpu_sharing():
         yield arenas, f"{case['rows_per_s']:,.0f}", f"{case['p99_us'] / 1e3:.1f}", memory
 
 
-MACHINES = {"host": "no GPU (CI)", "h200": "one H200", "two-h200": "two H200"}
-
-
-def ran_in_brief():
-    """Yield how many tests passed on each machine, and how many of them ran kernels."""
-    yield "", "tests that passed", "of them with kernels on the GPU"
-    for machine, words in MACHINES.items():
-        passed = results(f"ran-{machine}")["passed"]
-        on_gpu = sum(number for _, where, number in passed if where == "cuda")
-        yield words, f"{sum(number for *_, number in passed):,}", f"{on_gpu:,}" if on_gpu else ""
-
-
 def ran():
     """Yield how many tests of each kind passed on each machine."""
-    machines = MACHINES
+    machines = {"host": "no GPU (CI)", "h200": "one H200", "two-h200": "two H200"}
     yield "", *machines.values()
     found = {machine: results(f"ran-{machine}") for machine in machines}
     for kind, _ in KINDS:
@@ -706,7 +694,6 @@ TABLES = {
     "gpu-onnx": gpu_onnx,
     "gpu-onnx-poisson": gpu_onnx_poisson,
     "gpu-kills": gpu_kills,
-    "ran-in-brief": ran_in_brief,
     "gpu-faults": gpu_faults,
     "scale": scale,
     "gpu-sharing": gpu_sharing,

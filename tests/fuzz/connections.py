@@ -69,6 +69,7 @@ def double(inputs, outputs):
 SPECS = {name: TensorSpec(f"{name[:-1]}", "float32", (4,)) for name in ("inputs", "outputs")}
 MODELS = {"double": FunctionModel(double, **SPECS, name="double")}
 INFER = "/v2/models/double/infer"
+PREDICT = "/v1/models/double:predict"
 KEY = "dGhlIHNhbXBsZSBub25jZQ=="
 HELD = (http.HttpConnection, http.RequestReader)
 
@@ -95,7 +96,7 @@ def chunked(rng, body):
 
 def valid_request(rng):
     """Return a valid request and what is due: its method, a status, and values if it is an inference."""
-    kind = rng.randrange(8)
+    kind = rng.randrange(10)
     if kind < 3:
         value = rng.randrange(1000)
         body, values = tensor(value)
@@ -114,6 +115,12 @@ def valid_request(rng):
         return request("/v2", method="HEAD"), ("HEAD", 200, None)
     if kind == 5:
         return request("/v2/models/none"), ("GET", 404, None)
+    if kind == 8:
+        body = rng.choice((b"{}", b'{"instances":[["a",{},[]]]}', b'{"instances":[]}', b'{"inputs":{"x":1}}'))
+        return request(PREDICT, body), ("POST", 400, None)
+    if kind == 9:
+        value = rng.randrange(1000)
+        return request(PREDICT, b'{"instances":[[%d,%d,%d,%d]]}' % ((value,) * 4)), ("POST", 200, None)
     if kind == 6:
         return request(INFER, b"{}", X_Filler="y" * rng.choice((1, 900))), ("POST", 400, None)
     return request("/v2/models/double/stats", method="GET"), ("GET", 200, None)

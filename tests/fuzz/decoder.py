@@ -85,6 +85,29 @@ def check_message(body, head_nbytes):
     return first[0]
 
 
+def check_plain(body):
+    """Check that plain JSON is decoded to the values that it holds, or is the caller's error."""
+    try:
+        call = make_codec().decode_plain(body)
+    except CallerError as error:
+        check_error(error)
+        return "error"
+    content = orjson.loads(body)
+    assert ("instances" in content) != ("inputs" in content)
+    if "instances" in content:
+        rows = content["instances"]
+        assert call.layout.rows == len(rows)
+        given = {name: [row[name] for row in rows] for name in rows[0]}
+    else:
+        given = content["inputs"]
+    assert list(call.inputs) == list(given)
+    for name, array in call.inputs.items():
+        assert array.dtype == BY_NAME[name].dtype
+        assert _are_same(array, given[name]), (array, given[name])
+    assert call.layout.plain in ("predictions", "outputs")
+    return "call"
+
+
 def check_raw(spec, body):
     """Check that a body without a header is decoded to a row of the model's only input."""
     codec = JsonCodec("raw", "1", [spec], OUTPUTS[:2])
@@ -242,7 +265,7 @@ def built_message(reader):
 def test_one_input(data):
     """Give one input to the decoder; its first byte chooses the entry point. The fuzzer calls this."""
     reader = Reader(data)
-    kind = reader.number() % 5
+    kind = reader.number() % 6
     if kind == 0:  # As on a websocket: the length comes first, and may be wrong.
         nbytes = reader.number(4)
         check_message(reader.rest(), nbytes)
@@ -254,6 +277,8 @@ def test_one_input(data):
     elif kind == 3:
         count = reader.number(2) % 300
         check_bytes(reader.rest(), count)
+    elif kind == 4:
+        check_plain(reader.rest())
     else:
         try:
             message = built_message(reader)
@@ -279,14 +304,17 @@ def seeds():
         yield b"\1" + json.dumps(whole).encode() + b"\0"
         sized = {"inputs": [described | {"parameters": {"binary_data_size": len(raw)}}], "id": "x"}
         yield b"\1" + json.dumps(sized).encode() + b"\0" + raw
+        for content in ({"inputs": {spec.name: values}}, {"instances": [{spec.name: values[0]}] * 2}):
+            yield b"\4" + json.dumps(content | {"parameters": {"priority": 1}}).encode()
     for number, spec in enumerate(RAW_INPUTS):
         yield bytes([2, number]) + (b"abc" if spec.dtype.kind == "S" else bytes(4 * spec.dtype.itemsize))
     yield b"\3\3\0" + wire_of(np.array([b"a", b"", b"\0b"], "S8"))
     for number in range(len(INPUTS)):
-        yield bytes([4, 1, number, 0, 2, 1, 2, 0]) + bytes(64)
+        yield bytes([5, 1, number, 0, 2, 1, 2, 0]) + bytes(64)
 
 
 WORDS = [
+    *("instances", "signature_name", "serving_default"),
     *("id", "inputs", "outputs", "parameters", "name", "datatype", "shape", "data", "binary_data_size"),
     *("binary_data", "binary_data_output", "priority", "timeout", "classification", "shared_memory_region"),
     *(datatype_of(spec) for spec in INPUTS),

@@ -99,6 +99,25 @@ SCHEMAS = {
             )
         ),
     ),
+    "PlainRequest": record(
+        instances=listed({"anyOf": [listed(VALUE), record(input=ref("Data"))]}),
+        inputs={"anyOf": [ref("Data"), record(input=ref("Data"), in9=ref("Data"))]},
+        signature_name={"enum": ["serving_default", ""]},
+        parameters=record(priority=COUNT, timeout=COUNT),
+    ),
+    "PlainResponse": record(predictions=listed({}), more=False, outputs={}),
+    "PlainModels": exact(models=listed(STRING)),
+    "ModelStatus": exact(
+        name=STRING,
+        ready={"type": "boolean"},
+        model_version_status=listed(
+            exact(
+                version={"type": "string", "pattern": "^[0-9]+$"},
+                state={"type": "string", "enum": ["AVAILABLE", "LOADING", "UNLOADING", "END"]},
+                status=exact(error_code=STRING, error_message=STRING),
+            )
+        ),
+    ),
     "InferInput": record(
         ["name", "shape", "datatype", "data"],
         name={"anyOf": [{"enum": ["input", "in0", "in9", "in10", "in13"]}, STRING]},
@@ -124,6 +143,8 @@ EXAMPLE = {
     "id": "1",
     "inputs": [{"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1.5, 2, 3, 4]}],
 }
+
+PLAIN_EXAMPLE = {"instances": [[1.5, 2, 3, 4]]}
 
 HEAD_LENGTH = {
     "name": "Inference-Header-Content-Length",
@@ -173,6 +194,23 @@ def infer():
     return {"post": {"requestBody": body, "parameters": [HEAD_LENGTH], "responses": responses}}
 
 
+def predict(*parameters):
+    """The path of an inference in plain JSON."""
+    content = {JSON: {"schema": ref("PlainRequest"), "example": PLAIN_EXAMPLE}}
+    responses = answers("PlainResponse", 400, 404, 413, 501, 503)
+    return {
+        "post": {"requestBody": {"required": True, "content": content}, "responses": responses},
+        "parameters": list(parameters),
+    }
+
+
+def status(*parameters):
+    """The path of a model's status."""
+    path = got("ModelStatus", 404, 501)
+    path["get"]["responses"]["503"] = path["get"]["responses"]["200"]
+    return path | {"parameters": list(parameters)}
+
+
 def got(schema=None, *errors, media=JSON):
     """A path that is got."""
     return {"get": {"responses": answers(schema, *errors, media=media)}}
@@ -210,6 +248,11 @@ DESCRIPTION = {
         "/metrics": got(STRING, media="text/plain"),
         **of_model("/v2/models/{model}", MODEL),
         **of_model("/v2/models/{model}/versions/{version}", MODEL, VERSION),
+        "/v1/models": got("PlainModels"),
+        "/v1/models/{model}": status(MODEL),
+        "/v1/models/{model}/versions/{version}": status(MODEL, VERSION),
+        "/v1/models/{model}:predict": predict(MODEL),
+        "/v1/models/{model}/versions/{version}:predict": predict(MODEL, VERSION),
         "/v2/repository/index": posted("RepositoryIndex", 400, body=record(ready={"type": "boolean"})),
         "/v2/repository/models/{model}/load": posted(None, 404) | {"parameters": [SPARE]},
         "/v2/repository/models/{model}/unload": posted(None, 404) | {"parameters": [SPARE]},

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shlex
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -16,6 +17,7 @@ from asynctrt.serving import dashboard
 from asynctrt.serving.api import Api
 from asynctrt.serving.dashboard import FILES, RECENT, STATIC, dashboard_pages
 from asynctrt.serving.metrics import Metrics
+from asynctrt.serving.openapi import ask_of, docs_pages
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import MODEL_FIELDS, Sampler
 from asynctrt.serving.settings import ServerSettings
@@ -67,7 +69,8 @@ class Site:
             in_flight=lambda: self.api.in_flight,
             cpu_ns=self.clock,
         )
-        self.api.pages.update(dashboard_pages(self.repository, self.sampler))
+        self.api.pages.update(dashboard_pages(self.repository, self.sampler, ask_of))
+        self.api.pages.update(docs_pages(self.api))
         self.api.pages["/metrics"] = Metrics(self.repository).page()
 
     @property
@@ -361,7 +364,7 @@ class TestInABrowser:
             await expect(first).to_have_text("0", timeout=WAIT_MS)
             assert not wrong
 
-    async def test_several_models_have_a_picker(self, chromium):
+    async def test_several_models_have_an_overview_whose_names_choose_one(self, chromium):
         async with (
             asynctrt.open(double_model()) as one,
             asynctrt.open(double_model()) as two,
@@ -373,13 +376,50 @@ class TestInABrowser:
             await page.goto(site.url)
             await shows(page, "#model-title", "one")
             await shows(page, "#tiles-rate .value", "1")
-            await page.get_by_label("Model", exact=True).select_option("two: <b>bold</b>/é:1")
+            table = page.get_by_role("table", name="Models")
+            await expect(table.get_by_role("row")).to_have_count(3)
+            await expect(table.get_by_role("row", name="one, version 1")).to_contain_text("open")
+            cells = table.get_by_role("row", name="one, version 1").get_by_role("cell")
+            assert await cells.all_text_contents() == ["1", "2", "2", "2", "0", "0", "0", "open"]
+            link = table.get_by_role("link", name="two: <b>bold</b>/é, version 1")
+            await expect(link).not_to_have_attribute("aria-current", "true")
+            await link.click()
             await shows(page, "#model-title", "two: <b>bold</b>/é")
+            await expect(link).to_have_attribute("aria-current", "true")
             await shows(page, "#tiles-rate .value", "0")
             await is_there(page, "#quiet")
             await page.reload()
             await shows(page, "#model-title", "two: <b>bold</b>/é")
             assert not wrong
+
+    async def test_a_line_for_curl_asks_the_model(self, chromium):
+        async with (
+            asynctrt.open(double_model()) as engine,
+            Site(("it's", engine)) as site,
+            browser(chromium) as (page, wrong),
+        ):
+            site.second()
+            await page.goto(site.url)
+            await is_there(page, "#ask")
+            link = page.get_by_role("link", name="All requests, to read and try")
+            assert (await site.get("/" + await link.get_attribute("href"))).status == 200
+            words = shlex.split(await page.locator("#curl").text_content())
+            assert words[:2] == ["curl", "-s"]
+            assert words[2] == f"{site.url}v1/models/it%27s/versions/1:predict"
+            assert json.loads(words[4]) == {"instances": [[0, 0, 0, 0]]}
+            path = "/" + words[2].removeprefix(site.url)
+            answer = await site.api.respond("POST", path.encode(), {}, words[4].encode())
+            assert (answer.status, json.loads(answer.body[0])) == (200, {"predictions": [[0, 0, 0, 0]]})
+            assert not wrong
+
+    async def test_where_nothing_is_asked_there_is_no_line(self, chromium):
+        async with asynctrt.open(double_model()) as engine, Site(("double", engine)) as site:
+            site.api.pages.update(dashboard_pages(site.repository, site.sampler))
+            async with browser(chromium) as (page, _):
+                site.second()
+                await page.goto(site.url)
+                await is_there(page, "#model")
+                await is_there(page, "#ask", there=False)
 
     async def test_no_model_then_one_that_is_loaded(self, chromium):
         broken = True
@@ -404,9 +444,8 @@ class TestInABrowser:
             await is_there(page, "#model")
             await is_there(page, "#none", there=False)
             await shows(page, "#tiles-p50 .value", "\u2013")
-            await shows(
-                page, "#quiet", "No request has been answered yet. Send one to POST /v2/models/double/infer."
-            )
+            await shows(page, "#quiet", "No request has been answered yet.")
+            await is_there(page, "#overview", there=False)
             await site.infer(1)
             site.second()
             await is_there(page, "#quiet", there=False)

@@ -37,6 +37,7 @@ from tests.fuzz.decoder import (
     RAW_INPUTS,
     check_bytes,
     check_message,
+    check_plain,
     check_raw,
     good_message,
     make_codec,
@@ -152,7 +153,7 @@ ODD = [
 KEYS = [
     *("id", "inputs", "outputs", "parameters", "name", "shape", "datatype", "data", "binary_data_size"),
     *("binary_data", "binary_data_output", "priority", "timeout", "shared_memory_region", "classification"),
-    *("model_name", "model_version", "ping", "cancel", "", "\0"),
+    *("model_name", "model_version", "ping", "cancel", "instances", "signature_name", "", "\0"),
 ]
 
 odd = st.one_of(
@@ -338,6 +339,40 @@ def broken_messages(draw, requests=None):
 @fuzzed(1000, message=broken_messages())
 def test_what_is_decoded_is_what_was_sent_and_all_else_is_the_callers_error(message):
     check_message(*message)
+
+
+@st.composite
+def plain_requests(draw):
+    """Good requests in plain JSON, as rows or as whole tensors."""
+    request = draw(good_requests())
+    given = {name: _values(finite(array)) for name, array in request.arrays.items()}
+    if draw(st.booleans()):
+        return {"inputs": given}
+    rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
+    return {"instances": rows, "parameters": {"priority": 1}}
+
+
+@fuzzed(300, content=plain_requests())
+def test_good_plain_json_is_decoded_to_what_it_holds(content):
+    raw = emit(content)
+    assume(b"[]" not in raw)  # An empty list does not tell the sizes within it.
+    assert check_plain(raw) == "call"
+
+
+@st.composite
+def broken_plain_requests(draw):
+    """Plain JSON in which something may be wrong."""
+    content = draw(plain_requests())
+    for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
+        mutate(draw, content)
+    raw = emit(content)
+    return lie(draw, raw, len(raw))[0] if draw(st.integers(0, 5)) == 0 else raw
+
+
+@pytest.mark.tier2
+@fuzzed(1000, raw=broken_plain_requests())
+def test_broken_plain_json_is_decoded_to_what_it_holds_or_the_callers_error(raw):
+    check_plain(raw)
 
 
 @fuzzed(300, request=good_requests())
@@ -848,6 +883,7 @@ def served():
 BODY = orjson.dumps(
     {"inputs": [{"name": "input", "datatype": "FP32", "shape": [1, 4], "data": [1.0, 2.0, 3.0, 4.0]}]}
 )
+PLAIN = b'{"instances":[[1,2,3,4]]}'
 GOOD = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (
     len(BODY),
     BODY,
@@ -997,10 +1033,9 @@ VERSIONS = [
 @st.composite
 def http_requests(draw):
     """Requests of which any part may be wrong."""
-    valid = st.sampled_from([BODY, b"", good_message()[0]])
-    body = draw(
-        st.one_of(valid, broken_messages(whole_requests).map(lambda it: it[0]), st.binary(max_size=60))
-    )
+    valid = st.sampled_from([BODY, PLAIN, b"", good_message()[0]])
+    broken = broken_messages(whole_requests).map(lambda it: it[0])
+    body = draw(st.one_of(valid, broken, broken_plain_requests(), st.binary(max_size=60)))
     headers = [(b"Host", b"t"), (b"Content-Length", b"%d" % len(body))]
     for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
         action = draw(st.sampled_from(["add", "add", "replace", "drop", "double"]))
@@ -1013,7 +1048,8 @@ def http_requests(draw):
         else:
             headers.append(draw(st.sampled_from(headers)))
     if draw(st.booleans()):
-        line = [b"POST", b"/v2/models/%b/infer" % draw(st.sampled_from([b"double", b"all"])), b"HTTP/1.1"]
+        path = draw(st.sampled_from([b"/v2/models/%b/infer", b"/v1/models/%b:predict"]))
+        line = [b"POST", path % draw(st.sampled_from([b"double", b"all"])), b"HTTP/1.1"]
     else:
         line = [draw(st.sampled_from([b"GET", b"POST"])), draw(st.sampled_from(PATHS)), b"HTTP/1.1"]
     if draw(st.integers(0, 4)) == 0:
@@ -1054,6 +1090,8 @@ WEBSOCKET = [
     b"Sec-WebSocket-Version: 13",
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
 ]
+PREDICT = b"POST /v1/models/double:predict HTTP/1.1"
+PLAIN_DEEP = b'{"instances":%b}' % nested(1000)
 INDEX = b"POST /v2/repository/index HTTP/1.1"
 DEEP = b'{"ready":%b}' % nested(1000)
 SOCKET_CASES = {
@@ -1097,6 +1135,15 @@ SOCKET_CASES = {
         http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET, b"Origin: http://["),
         403,
     ),
+    "plain JSON so deep that it has no repr": (
+        http(PREDICT, b"Host: localhost", b"Content-Length: %d" % len(PLAIN_DEEP), body=PLAIN_DEEP),
+        400,
+    ),
+    "plain JSON": (
+        http(PREDICT, b"Host: localhost", b"Content-Length: %d" % len(PLAIN), body=PLAIN),
+        200,
+    ),
+    "tensors of KServe V2 as plain JSON": (http(PREDICT, b"Host: localhost", LENGTH, body=BODY), 400),
     "a header so deep that it has no repr": (
         http(INDEX, b"Host: localhost", b"Content-Length: %d" % len(DEEP), body=DEEP),
         400,

@@ -297,7 +297,7 @@
   }
 
   /** Rows of a table: an id, a name, and figures. Rows that are there already are written over. */
-  function setRows(home, rows) {
+  function setRows(home, rows, named) {
     const body = $(home);
     while (body.rows.length > rows.length) body.deleteRow(-1);
     rows.forEach(([id, name, ...figures], at) => {
@@ -308,7 +308,8 @@
       }
       row.cells[0].scope = "row";
       [name, ...figures].forEach((content, column) => {
-        if (row.cells[column].textContent !== content) row.cells[column].textContent = content;
+        if (named && column === 0) named(row.cells[0], id, name);
+        else if (row.cells[column].textContent !== content) row.cells[column].textContent = content;
       });
     });
   }
@@ -414,15 +415,41 @@
     }
   }
 
-  function drawPicker(models) {
+  /** Lists the models if there are several; the name of each is a link that chooses it. */
+  function drawOverview(models, newest) {
     const keys = models.map(({ key }) => key);
     if (!keys.includes(chosen)) chosen = keys.includes(wanted()) ? wanted() : keys[0] || "";
-    show("picker", models.length > 1);
-    const select = $("models");
-    if ([...select.options].map(({ value }) => value).join("\n") !== keys.join("\n")) {
-      select.replaceChildren(...models.map(({ key, name, version }) => new Option(`${name}, version ${version}`, key)));
-    }
-    select.value = chosen;
+    show("overview", models.length > 1 && newest !== undefined);
+    if (models.length < 2 || newest === undefined) return;
+    const rows = models.map(({ key, name, version, state }) => {
+      const figures = newest.models[key] || [];
+      const now = (field) => figures[fields.model[field]];
+      return [key, `${name}, version ${version}`, figure(now("answers_per_s")), figure(now("p50_ms")), figure(now("p99_ms")),
+        figure(now("batch_rows")), count(now("queued_requests")), count(now("in_flight_batches")),
+        figure(now("failures_per_s")), state];
+    });
+    setRows("models", rows, link);
+  }
+
+  /** Makes the name in a row of the overview a link. */
+  function link(cell, key, name) {
+    const anchor = cell.firstElementChild || cell.appendChild(element("a"));
+    if (anchor.textContent !== name) anchor.textContent = name;
+    anchor.href = `#model=${encodeURIComponent(key)}`;
+    if (key === chosen) anchor.setAttribute("aria-current", "true");
+    else anchor.removeAttribute("aria-current");
+  }
+
+  const quoted = (words) => `'${words.replaceAll("'", "'\\''")}'`;
+
+  /** Shows how to ask a model with curl, if the server takes requests where this page is. */
+  function drawAsk({ ask }) {
+    show("ask", Boolean(ask));
+    if (!ask) return;
+    $("docs").href = "docs";
+    const token = sessionStorage.getItem(TOKEN) === null ? "" : " -H 'Authorization: Bearer TOKEN'";
+    const base = new URL(".", location.href).href.replace(/\/$/, "");
+    text("curl", `curl -s${token} ${base}${ask.path}${ask.body ? ` -d ${quoted(ask.body)}` : ""}`);
   }
 
   function wanted() {
@@ -448,7 +475,7 @@
   function draw() {
     if (answer === null) return;
     const newest = samples[samples.length - 1];
-    drawPicker(answer.models);
+    drawOverview(answer.models, newest);
     const model = answer.models.find(({ key }) => key === chosen);
     text("release", answer.version);
     show("none", model === undefined);
@@ -462,7 +489,7 @@
       text("batching", model.batching ?? "");
       show("batching", Boolean(model.batching));
       show("quiet", model.answered === 0);
-      text("quiet", `No request has been answered yet. Send one to POST /v2/models/${encodeURIComponent(model.name)}/infer.`);
+      drawAsk(model);
       drawTiles(model, newest);
       drawCharts();
       drawBatches(model);
@@ -490,7 +517,7 @@
     isLocked = true;
     const had = sessionStorage.getItem(TOKEN) !== null;
     sessionStorage.removeItem(TOKEN);
-    for (const id of ["none", "model", "server", "unserved"]) show(id, false);
+    for (const id of ["none", "overview", "model", "server", "unserved"]) show(id, false);
     show("locked", true);
     setState("locked", "Waiting for a token", "");
     text("token-error", had ? "The server refused that token." : "");
@@ -557,10 +584,15 @@
     isLocked = false;
     turn();
   });
-  $("models").addEventListener("change", (event) => {
-    chosen = event.target.value;
-    history.replaceState(null, "", `#model=${encodeURIComponent(chosen)}`);
+  addEventListener("hashchange", () => {
+    chosen = wanted();
     draw();
+  });
+  $("copy").hidden = !navigator.clipboard;
+  $("copy").addEventListener("click", async () => {
+    await navigator.clipboard.writeText($("curl").textContent).then(
+      () => text("copied", "Copied"), () => text("copied", "The browser does not allow it: select the line"));
+    setTimeout(() => text("copied", ""), 4000);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     for (const chart of [...charts, ...ownCharts]) chart.forget();
