@@ -85,6 +85,7 @@ LEAST_ON_GPU = {
     "weights": ["--seconds", "0.2", "--repeats", "1"],
     "million": ["--batches", "2000"],
     "plans": ["--seconds", "0.02", "--repeats", "1"],
+    "function_sizes": ["--seconds", "0.2"],
 }
 """Without a GPU they run on the host device."""
 PARTS = {
