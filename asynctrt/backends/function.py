@@ -124,6 +124,9 @@ class FunctionModel(ModelBase):
         function or spec, and for a function that is a generator or accepts neither one argument nor two.
     """
 
+    batch_sizes: tuple[int, ...]
+    """The only batch sizes; only a model that has some is a ``PreparedModel``."""
+
     def __init__(
         self,
         function: BatchFunction,
@@ -151,7 +154,6 @@ class FunctionModel(ModelBase):
                 )
         self.rows_fixed = rows_fixed
         self.rows_max = rows_max
-        self.batch_sizes: tuple[int, ...] = ()
         if batch_sizes is not None:
             self._size(BATCH_SIZES("batch_sizes", batch_sizes))
         self.platform = "python"
@@ -182,7 +184,7 @@ class FunctionModel(ModelBase):
         :raises OptionsError: if ``rows_fixed`` or ``rows_max`` contradicts them.
         """
         model = copy(self)
-        if self.batch_sizes:
+        if self.needs_sizes:
             model.rows_max = None  # The largest of its former sizes.
         model._size(sizes)
         return model

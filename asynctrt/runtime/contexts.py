@@ -584,9 +584,11 @@ class ContextPool:
             self.prepared = self.captured.sizes
         elif getattr(model, "needs_sizes", False):
             self.prepared = model.batch_sizes or ()
+            if getattr(self._device, "holds_batches", False):
+                return
             for shape in (*self._shapes, *getattr(model, "shapes_beforehand", ())):
                 self._prepare(model, shape, rows_max)
-        elif is_fixed and model.batch_sizes != ():
+        elif is_fixed:
             self.prepared = self._prepare(model, FIXED_SHAPE.shape, rows_max)
 
     def _prepare(self, model: PreparedModel, shape: Hashable, rows_max: int) -> tuple[int, ...]:

@@ -240,7 +240,9 @@ class TestBatch:
             return [f"{model}{one}{other}" for one, other in zip(first, second, strict=True)]
 
         async with joined:
-            answers = await asyncio.gather(joined("a", "b", "m"), joined("c", "d", "m"), joined("e", "f", "n"))
+            answers = await asyncio.gather(
+                joined("a", "b", "m"), joined("c", "d", "m"), joined("e", "f", "n")
+            )
         assert answers == ["mab", "mcd", "nef"]
         assert all(len(first) == len(second) == 3 for first, second, _ in seen)
         assert (["a", "c", "c"], ["b", "d", "d"], "m") in seen
@@ -280,3 +282,14 @@ class TestBatch:
         async with short:
             with pytest.raises(ExecutionError, match="1 results for 4 items"):
                 await short("a")
+
+
+async def test_a_device_that_holds_batches_is_opened_and_pads():
+    seen, device = Seen(), asynctrt.testing.LatchDevice()
+    async with asynctrt.open(model_of(seen), device=device, batch_sizes=(4,)) as engine:
+        assert not seen.batches
+        answer = asyncio.create_task(answered(engine, [3]))
+        await device.wait_held(1)
+        device.open()
+        await answer
+    assert seen.sizes() == [4]

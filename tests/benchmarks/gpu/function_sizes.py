@@ -2,9 +2,9 @@
 
 A network of the size of ResNet-50 (half precision, channels last, random weights), 100 callers who each send
 an image, wait for the answer and then for 50 ms on average, so that batches have all sizes. With
-`cudnn.benchmark` and then with `torch.compile`, each with and without `batch_sizes`: how long the engine took to
-open, and images per second and latencies in the first seconds after that. Then 64 callers without pauses, as
-a bound. Each case is a process of its own, since PyTorch keeps what it has prepared.
+`cudnn.benchmark` and then with `torch.compile`, each with and without `batch_sizes`: how long the engine
+took to open, and images per second and latencies in the first seconds after that. Then 64 callers without
+pauses, as a bound. Each case is a process of its own, since PyTorch keeps what it has prepared.
 
 On the host device a function that sleeps at each new size in each thread stands in for it.
 """
