@@ -235,6 +235,8 @@ def test_metrics_and_spans_of_an_application(tmp_path, monkeypatch):
         async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
             async with client.post("/predict", json=[1, 2, 3, 4]) as answer:
                 assert await answer.json() == [2.0, 4.0, 6.0, 8.0]
+            async with client.post("/predict", json=[1, 2]) as answer:
+                assert answer.status == 400
             async with client.get("/metrics/") as answer:
                 return await answer.text()
 
