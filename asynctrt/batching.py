@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import Context
 from types import AsyncGeneratorType, MethodType, TracebackType
@@ -77,6 +77,7 @@ class BatchSettings(TypedDict, total=False):
     """The options of :func:`batch`; see :class:`asynctrt.Options`."""
 
     max_rows: int | None
+    batch_sizes: Sequence[int] | None
     max_delay: float
     max_queue_rows: int
     timeout: float | None
@@ -223,6 +224,14 @@ def batch(
     ``__cause__``. If the function itself raises, or returns a wrong number of results, every caller of the
     batch gets an :class:`ExecutionError`.
 
+    With ``batch_sizes=(1, 4, 16)`` the function sees no other number of items: the last item is repeated up
+    to the next size, in every list and array, and the results of the copies are dropped. ``max_rows`` is the
+    largest size. The first call opens the engine, also within ``async with``, and before it is answered each
+    context calls the function twice for each size with copies of its item, in the thread that runs all of
+    its batches later (a coroutine function, and ``run_on="loop"``: on the event loop). So make a first call
+    at startup, for libraries that prepare each size separately, and only if extra calls do no harm. Items of
+    another shape or key are padded as well, but their sizes are not run beforehand.
+
     The engine belongs to the event loop of the first call, and is closed with that loop (by
     ``asyncio.run``, a ``Runner``, pytest's plugins). On another loop the function has another engine.
 
@@ -241,10 +250,11 @@ def batch(
         is logged.
     :param settings: ``max_rows`` (items in the largest batch, 64 by default), ``max_delay`` (seconds that a
         batch which is not full may wait for more items while another one runs, 0 by default),
-        ``max_queue_rows``, ``timeout``, ``batch_timeout``, ``close_timeout``: see :class:`asynctrt.Options`.
-        ``contexts`` is the number of batches that run at once; 1 by default, so that the function need not be
-        thread-safe. ``isolate_failures`` calls the function again with each half of a batch that raised; it
-        is off by default, because a function may have effects that must not happen twice.
+        ``batch_sizes``, ``max_queue_rows``, ``timeout``, ``batch_timeout``, ``close_timeout``: see
+        :class:`asynctrt.Options`. ``contexts`` is the number of batches that run at once; 1 by default, so
+        that the function need not be thread-safe. ``isolate_failures`` calls the function again with each
+        half of a batch that raised; it is off by default, because a function may have effects that must not
+        happen twice.
     :returns: a :class:`Batched`; or, if called with options, a decorator that makes one.
     :raises OptionsError: if an option or parameter is unknown, or a value is not valid.
     :raises ModelError: for a generator function.
@@ -376,7 +386,7 @@ class Batched(Generic[P, R]):
             if len(args) + len(kwargs) > 1 and args and self._is_method_of(args[0]):
                 method: Batched[..., R] = self.__get__(args[0], type(args[0]))
                 return await method(*args[1:], **kwargs)
-            engine = await self._engines.open()
+            engine = await self._engines.open(self._engines.example_of(args, kwargs))
         try:
             return cast("R", await engine.compute(args, kwargs))
         except (DeviceLostError, EngineClosedError):
@@ -384,7 +394,8 @@ class Batched(Generic[P, R]):
             raise
 
     async def __aenter__(self) -> Self:
-        await self._engines.open()
+        if self._options.batch_sizes is None:  # Otherwise the first call brings the item to begin with.
+            await self._engines.open()
         return self
 
     async def __aexit__(
@@ -575,7 +586,17 @@ class Engines:
         if engine.engine.state != "open":
             self._forget(engine)
 
-    async def open(self) -> "TicketEngine":
+    def example_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
+        """Return the item of a call, to call the function with before the engine is open, if it needs one.
+
+        :raises InputError: if the call's key cannot be hashed, or its arguments cannot be stacked.
+        """
+        if self._options.batch_sizes is None or self.find(running_loop()) is not None:
+            return None
+        args, kwargs, group = Groups(self._key, items=self._items).enter(args, dict(kwargs))
+        return Item(args, kwargs, group)
+
+    async def open(self, example: Item | None = None) -> "TicketEngine":
         """Return the engine on the running loop. The first call opens it; concurrent calls wait for that."""
         loop = running_loop()
         found = self.find(loop)
@@ -583,7 +604,7 @@ class Engines:
             task = self._opening.get(loop)
             if task is None:
                 # In an empty context: all later calls would otherwise be served in this call's context.
-                task = self._opening[loop] = Context().run(loop.create_task, self._open(loop))
+                task = self._opening[loop] = Context().run(loop.create_task, self._open(loop, example))
                 # Retrieve the exception here, because by then every waiting caller may have been cancelled.
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
             # A cancelled caller does not stop the opening, because others wait for it too.
@@ -610,14 +631,17 @@ class Engines:
         elif (closing := self._closing.get(loop)) is not None:
             await closing.aclose()
 
-    async def _open(self, loop: asyncio.AbstractEventLoop) -> "TicketEngine":
+    async def _open(self, loop: asyncio.AbstractEventLoop, example: Item | None) -> "TicketEngine":
         try:
-            isolates = self._options.isolate_failures
-            tickets = Tickets(self._function, self._key, items=self._items, isolates=isolates)
+            isolates, sizes = self._options.isolate_failures, tuple(map(int, self._options.batch_sizes or ()))
+            tickets = Tickets(self._function, self._key, items=self._items, isolates=isolates, sizes=sizes)
             model = FunctionModel(tickets, inputs=TICKET, outputs=DONE, name=self._name, run_on=self._run_on)
+            if example is not None:
+                tickets.example, model.shapes_beforehand = example, ((("group", 1),),)
             if self._waits:
                 model.await_results()
             engine = await open_engine(model, options=self._options)
+            tickets.example = None
             opened = TicketEngine(loop, engine, tickets, Groups(self._key, items=self._items))
             await opened.attach(weakref.WeakMethod(self._forget))
             engines_on(loop)[self] = opened

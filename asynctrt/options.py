@@ -22,6 +22,7 @@ from asynctrt._util.validation import (
     duration,
     number,
     removed,
+    rising_sizes,
     setting,
     validate,
 )
@@ -66,6 +67,7 @@ class Settings(TypedDict, total=False):
     shared: Iterable[str] | None
     ignore_extra: bool
     max_rows: int | None
+    batch_sizes: str | Sequence[int] | None
     max_batch_bytes: int
     max_delay: float
     max_queue_rows: int
@@ -255,6 +257,15 @@ class Options:
         default=None,
         check=count(1).or_none,
         doc="Rows that one batch holds at most. Default: 64, or the model's own limit if that is lower.",
+    )
+    batch_sizes: str | Sequence[int] | None = setting(
+        default=None,
+        check=rising_sizes().or_none,
+        doc="""The only batch sizes that a function sees, rising, such as ``(1, 4, 16, 64)`` or
+        ``"1,4,16,64"``: batches are padded to the next one with copies of a row, and each context runs each
+        size in its own thread before the engine is ready. ``max_rows`` is then the largest of them. For
+        libraries that prepare each size separately, such as PyTorch on a GPU. Default: as the
+        ``FunctionModel`` says, or any size.""",
     )
     max_batch_bytes: int = setting(
         default=256 << 20,
@@ -489,6 +500,16 @@ class Options:
             raise OptionsError(
                 "batch_axis and shared say how requests share batches, and with batching='off' each runs "
                 "alone. Leave them out"
+            )
+        if self.batching == "off" and self.batch_sizes is not None:
+            raise OptionsError(
+                "batch_sizes are sizes of batches of several requests, and with batching='off' each runs "
+                "alone. Leave one of them out"
+            )
+        if self.batch_sizes is not None and (self.runtime == "tensorrt" or self.build is not None):
+            raise OptionsError(
+                "batch_sizes is for functions, and runtime and build are for TensorRT plans, whose batches "
+                f"graphs={self.batch_sizes} pads. Leave batch_sizes out"
             )
         if self.onnx is not None and self.runtime == "tensorrt":
             raise OptionsError(

@@ -89,6 +89,7 @@ LEAST_ON_GPU = {
         *("--seconds", "0.2", "--side", "64", "--callers", "1,8"),
         *("--random", "4", "--shapes", "8"),
     ],
+    "function_sizes": ["--seconds", "0.2"],
 }
 """Without a GPU they run on the host device."""
 PARTS = {

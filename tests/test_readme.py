@@ -158,7 +158,7 @@ def test_a_websocket_by_hand_and_with_the_client(tmp_path):
     assert with_client.tolist() == rows(8).tolist()
 
 
-@pytest.mark.parametrize("page", ["README.md", "embedding.md"])
+@pytest.mark.parametrize("page", ["README.md", "embedding.md", "howto-models.md"])
 def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
     import aiohttp
 
@@ -171,10 +171,12 @@ def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
         async with running(names["app"]) as where, aiohttp.ClientSession(f"http://{where}") as client:
             async with client.post("/predict", json=[1, 2, 3, 4]) as answer:
                 assert (answer.status, await answer.json()) == (200, [2.0, 4.0, 6.0, 8.0])
-            if page == "README.md":
-                return
             async with client.post("/predict", json=[1, 2]) as answer:
                 assert (answer.status, "4" in (await answer.json())["error"]) == (400, True)
+            async with client.post("/predict", json=["a"]) as answer:
+                assert answer.status == 422
+            if page != "embedding.md":
+                return
             async with client.get("/monitoring/metrics") as answer:
                 assert "asynctrt_" in await answer.text()
             async with client.get("/kserve/v2/health/ready") as answer:
@@ -233,6 +235,8 @@ def test_metrics_and_spans_of_an_application(tmp_path, monkeypatch):
         async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
             async with client.post("/predict", json=[1, 2, 3, 4]) as answer:
                 assert await answer.json() == [2.0, 4.0, 6.0, 8.0]
+            async with client.post("/predict", json=[1, 2]) as answer:
+                assert answer.status == 400
             async with client.get("/metrics/") as answer:
                 return await answer.text()
 
@@ -377,6 +381,83 @@ def test_the_commands_name_extras_that_there_are():
             assert set(named.split(",")) <= set(extras)
     for extra in extras:
         assert f"`{extra}`" in DOCUMENTS["installing.md"]
+
+
+def test_an_estimator_as_a_model():
+    class Estimator:
+        """Has the method of scikit-learn's classifiers."""
+
+        def predict_proba(self, features):
+            return np.stack([features[:, 0], 1 - features[:, 0]], axis=1)
+
+    served = names_of("howto-models.md", "predict_proba")["served"]
+
+    async def run():
+        async with asynctrt.open(served(Estimator(), 3, 2)) as engine:
+            return await engine.infer(np.full((1, 3), 0.25))
+
+    assert bounded(run())["probabilities"].tolist() == [[0.25, 0.75]]
+
+
+def test_a_detector_in_an_endpoint():
+    names = names_of("howto-models.md", "boxes_of")
+    seen = []
+
+    def detector(inputs):
+        seen.append((inputs["images"].shape[1:], inputs["images"].max()))
+        output = np.zeros((len(inputs["images"]), 4 + 2, 3), np.float32)
+        output[:, :4, 1] = 1, 2, 3, 4
+        output[:, 5, 1] = 0.75
+        return output
+
+    model = asynctrt.FunctionModel(
+        detector,
+        inputs=asynctrt.TensorSpec("images", "float32", (3, 640, 640)),
+        outputs=asynctrt.TensorSpec("output0", "float32", (6, 3)),
+    )
+
+    async def run():
+        async with asynctrt.open(model) as engine:
+            return await names["detect"](engine, np.full((640, 640, 3), 255, np.uint8))
+
+    boxes, classes, scores = bounded(run())
+    assert (boxes.tolist(), classes.tolist(), scores.tolist()) == ([[1, 2, 3, 4]], [1], [0.75])
+    assert seen == [((3, 640, 640), 1)]
+
+
+def test_an_encoder_in_an_endpoint():
+    names = names_of("howto-models.md", "embedding")
+
+    def tokenizer(text, **given):
+        ids = np.array([[len(word) for word in text.split()]], np.int64)
+        return {"input_ids": ids, "token_type_ids": 0 * ids}
+
+    model = asynctrt.FunctionModel(
+        lambda inputs: np.stack([inputs["input_ids"].astype(np.float32)] * 2, axis=-1),
+        inputs=asynctrt.TensorSpec("input_ids", "int64", ("sequence",)),
+        outputs=asynctrt.TensorSpec("last_hidden_state", "float32", ("sequence", 2)),
+    )
+
+    async def run():
+        async with names["encoder"](model) as engine:
+            texts = ("three short words", "one")
+            return await asyncio.gather(*[names["embedding"](engine, tokenizer, text) for text in texts])
+
+    assert [found.tolist() for found in bounded(run())] == [[5, 5], [3, 3]]
+
+
+def test_recordings_share_a_call_of_their_pipeline():
+    def pipe(recordings, batch_size):
+        assert len(recordings) == batch_size
+        return [{"text": f"{len(samples)} samples"} for samples in recordings]
+
+    transcribe = names_of("howto-models.md", "transcriber")["transcriber"](pipe)
+
+    async def run():
+        async with transcribe:
+            return await asyncio.gather(*[transcribe(np.zeros(count, np.float32)) for count in (3, 5)])
+
+    assert bounded(run()) == ["3 samples", "5 samples"]
 
 
 def test_options_of_onnxruntime(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from asyncio import _get_running_loop
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import partial
 from threading import Thread
 from typing import Any, Final, TypeVar, cast
@@ -79,15 +79,24 @@ async def in_lost_thread(function: Callable[[], T]) -> T:
     return await future
 
 
+_OPENING: ContextVar[asyncio.AbstractEventLoop | None] = ContextVar("asynctrt-opening", default=None)
+
+
+def opening_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that waits for this thread's function, if :func:`in_thread` runs it."""
+    return _OPENING.get()
+
+
 async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Run a blocking function in a thread that ends with it.
 
     A cancelled caller asks the function to end (:func:`asynctrt._util.cancellation.current`) and still waits
     for it. If the function returns a result all the same, ``undo`` gets it, so that nothing leaks.
     """
-    cancellation = Cancellation()
+    cancellation, loop = Cancellation(), asyncio.get_running_loop()
 
     def run() -> T:
+        _OPENING.set(loop)  # The thread, and its context, end with the function.
         with cancelled_by(cancellation):
             return function()
 

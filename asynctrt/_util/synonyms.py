@@ -10,6 +10,7 @@ from typing import Final
 
 SYNONYMS: Final = {
     "max_batch_size": "max_rows",
+    "batch_size": "max_rows",
     "preferred_batch_size": "max_rows",
     "batch_timeout_micros": "max_delay",
     "batch_wait_timeout_s": "max_delay",

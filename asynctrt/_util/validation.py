@@ -221,6 +221,25 @@ def count(least: int, most: int | None = None) -> Check:
     return Check(f"a whole number {limits}", convert)
 
 
+def rising_sizes() -> Check:
+    """Return a check for batch sizes in rising order, from a sequence or a text such as ``1,4,16``."""
+
+    def convert(given: Any) -> tuple[int, ...]:
+        if isinstance(given, str):
+            given = [int(part) for part in given.strip("()[] ").rstrip(",").split(",")]
+        sizes = tuple(map(as_int, given))
+        if not sizes or min(sizes) < 1:
+            raise ValueError
+        rising = tuple(sorted(set(sizes)))
+        if sizes != rising:
+            what = "has a size twice" if len(rising) < len(sizes) else "does not rise"
+            given, fix = bounded(str(sizes), SHOWN_MAX), bounded(str(rising), SHOWN_MAX)
+            raise OptionsError(f"batch_sizes is {given}, which {what}. Write {fix}")
+        return sizes
+
+    return Check("batch sizes ≥ 1 in rising order, such as (1, 4, 16) or '1,4,16'", convert)
+
+
 def number(
     least: float = 0.0, most: float = math.inf, *, above: bool = False, unit: str = "", fix: str = ""
 ) -> Check:

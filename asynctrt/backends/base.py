@@ -202,7 +202,8 @@ def create_context_on(model: Model, device: Device, stream: Stream) -> Execution
 class PreparedModel(Model, Protocol):
     """A model whose contexts may be slow on a batch of a different size than the previous one.
 
-    Each of its contexts is a :class:`PreparedContext`.
+    Each of its contexts is a :class:`PreparedContext`. If it also has ``needs_sizes``, see
+    :class:`ModelBase`.
     """
 
     @property
@@ -311,3 +312,8 @@ class ModelBase:
     """Whether inputs may disagree on the size of a dimension that they both name."""
     contexts_max: int | None = None
     """The maximum number of contexts at once; ``None`` for no limit."""
+    needs_sizes: bool = False
+    """Whether a :class:`PreparedModel` must see its batch sizes only, and each in the thread that ran it
+    beforehand."""
+    shapes_beforehand: tuple[tuple[tuple[str, int], ...], ...] = ()
+    """If dimensions vary, the shapes to run each batch size of beforehand, as sizes of dimensions by name."""

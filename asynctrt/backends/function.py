@@ -7,17 +7,27 @@ import sys
 from asyncio import _get_running_loop
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 import numpy as np
 
 from asynctrt._util import clock
-from asynctrt._util.validation import choice
+from asynctrt._util.loops import opening_loop
+from asynctrt._util.validation import choice, rising_sizes
 from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream, RunOn, Unfinished, Work, warn_if_held
-from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe, show
+from asynctrt.errors import (
+    AsynctrtError,
+    DeviceUnavailableError,
+    ExecutionError,
+    ModelError,
+    OptionsError,
+    describe,
+    show,
+)
 from asynctrt.tensors import Array, TensorSpec, as_numpy, is_array
 
 BatchFunction = Callable[..., Any]
@@ -26,6 +36,7 @@ FunctionRunsOn = Literal["thread", "loop"]
 """Where a plain function runs."""
 
 RUN_ON: Final = choice(*get_args(FunctionRunsOn))
+BATCH_SIZES: Final = rising_sizes()
 
 FILL: Final = 0xFF
 """The fill for unmarked bytes: NaN as a float, -1 or the largest value as an integer, so that it stands
@@ -89,16 +100,32 @@ class FunctionModel(ModelBase):
     occupies no thread, so all contexts of the engine can have batches in flight. It is cancelled when its
     batch is given up (``batch_timeout``, ``close_timeout``).
 
+    ``batch_sizes`` is for libraries that prepare each batch size separately, such as PyTorch on a GPU
+    (``torch.compile``, ``cudnn.benchmark``). A batch is padded to the next of these sizes with copies of its
+    first row, in every input, strings and Python values included; the outputs of the copies are dropped. The
+    largest size is the engine's ``max_rows``. Before the engine is ready, each context runs two batches of
+    zeros of each size (empty strings, or ``None`` for Python values), the largest size first, in the thread
+    that runs all of its batches later; there are at most as many such contexts as the device has threads. A
+    coroutine function, and a function with ``run_on="loop"``, runs them on the event loop. If inputs have
+    dimensions that vary, batches are padded, but only the shapes that ``pad`` names, up to 8, run
+    beforehand. If the function raises, a warning is logged, and batches are padded nevertheless. With
+    ``deterministic`` the largest size is the only one, and with ``batching="off"`` none is used.
+
     :param function: called with the inputs of the batch, or with its inputs and outputs.
     :param inputs: one or several specs; likewise ``outputs``.
     :param rows_fixed: the only batch size that the function accepts; ``None`` if it accepts any.
     :param rows_max: the largest batch that the function accepts; ``None`` for no limit.
     :param run_on: where a plain function runs: ``thread`` or ``loop``. A coroutine function is awaited on the
         loop regardless.
-    :raises OptionsError: for any other ``run_on``.
+    :param batch_sizes: the only batch sizes that the function is to see, rising, such as ``(1, 4, 16, 64)``.
+    :raises OptionsError: for any other ``run_on``, and for batch sizes that are not whole numbers in rising
+        order or that ``rows_fixed`` or ``rows_max`` contradicts.
     :raises ModelError: for an output dimension that no input determines, for an argument that is not a
         function or spec, and for a function that is a generator or accepts neither one argument nor two.
     """
+
+    batch_sizes: tuple[int, ...]
+    """The only batch sizes; only a model that has some is a ``PreparedModel``."""
 
     def __init__(
         self,
@@ -110,6 +137,7 @@ class FunctionModel(ModelBase):
         rows_fixed: int | None = None,
         rows_max: int | None = None,
         run_on: FunctionRunsOn = "thread",
+        batch_sizes: Sequence[int] | None = None,
     ) -> None:
         if not callable(function):
             raise ModelError(f"{show(function)} is not a function: a FunctionModel calls one for each batch")
@@ -126,6 +154,8 @@ class FunctionModel(ModelBase):
                 )
         self.rows_fixed = rows_fixed
         self.rows_max = rows_max
+        if batch_sizes is not None:
+            self._size(BATCH_SIZES("batch_sizes", batch_sizes))
         self.platform = "python"
         refuse_generators(function)
         # A key for durations: batches take about equally long on all contexts of a model, and other models
@@ -148,6 +178,30 @@ class FunctionModel(ModelBase):
     def __repr__(self) -> str:
         return f"<FunctionModel {self.name}>"
 
+    def sized(self, sizes: tuple[int, ...]) -> Self:
+        """Return a model of the same function that sees only these batch sizes.
+
+        :raises OptionsError: if ``rows_fixed`` or ``rows_max`` contradicts them.
+        """
+        model = copy(self)
+        if self.needs_sizes:
+            model.rows_max = None  # The largest of its former sizes.
+        model._size(sizes)
+        return model
+
+    def _size(self, sizes: tuple[int, ...]) -> None:
+        if self.rows_fixed is not None:
+            raise OptionsError(
+                f"batch_sizes is {sizes}, and rows_fixed says that {self.name!r} accepts only batches of "
+                f"{self.rows_fixed} rows. Leave one of them out"
+            )
+        if self.rows_max not in (None, sizes[-1]):
+            raise OptionsError(
+                f"rows_max of {self.name!r} is {self.rows_max}, and the largest of batch_sizes {sizes} is "
+                f"{sizes[-1]}, which is the largest batch. Leave rows_max out"
+            )
+        self.batch_sizes, self.rows_max, self.needs_sizes = sizes, sizes[-1], True
+
     def create_context(self, device: Device) -> "FunctionContext":
         if device.name != "host":
             raise DeviceUnavailableError(
@@ -159,6 +213,7 @@ class FunctionModel(ModelBase):
             kind=self._kind,
             name=repr(self.name),
             run_on=self._run_on,
+            loop=opening_loop(),
         )
 
     def await_results(self) -> None:
@@ -172,16 +227,30 @@ class FunctionModel(ModelBase):
 
 
 class FunctionContext:
-    """A context of a :class:`FunctionModel`. It has no state, so any number can exist."""
+    """A context of a :class:`FunctionModel`. It has no state, so any number can exist.
+
+    :param loop: the event loop that opens the engine, for batches that run before it is ready.
+    """
 
     def __init__(
-        self, function: BatchFunction, *, takes_outputs: bool, kind: object, name: str, run_on: RunOn
+        self,
+        function: BatchFunction,
+        *,
+        takes_outputs: bool,
+        kind: object,
+        name: str,
+        run_on: RunOn,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._function = function
         self._takes_outputs = takes_outputs
         self._kind = kind
         self._name = name
         self._run_on = run_on
+        self._loop = loop
+
+    def keep_apart(self, sizes: Sequence[int]) -> None:
+        """Do nothing: the libraries that the function uses keep what they prepare for a size."""
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
@@ -194,6 +263,7 @@ class FunctionContext:
             kind=self._kind,
             name=self._name,
             run_on=self._run_on,
+            loop=self._loop,
         )
 
     def close(self) -> None:
@@ -213,6 +283,7 @@ class FunctionBinding:
         kind: object = None,
         name: str = "the function",
         run_on: RunOn = "thread",
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._function = function
         self._takes_outputs = takes_outputs
@@ -225,7 +296,7 @@ class FunctionBinding:
         self._rows = 0
         self._call: Work = lambda: None
         self._label: Hashable = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = loop
 
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         assert isinstance(stream, HostStream)
@@ -235,7 +306,7 @@ class FunctionBinding:
             self._rows = rows
         if self._loop is None:
             self._loop = _get_running_loop()
-        stream.launch(self._call, label=self._label, run_on=self._run_on)
+        stream.launch(self._call, label=self._label, run_on=self._run_on, loop=self._loop)
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         return {}

@@ -18,6 +18,7 @@ from asynctrt.backends.base import (
     ReservingModel,
     SpecialisableModel,
 )
+from asynctrt.backends.function import FunctionModel
 from asynctrt.backends.onnx_axes import RowSettings
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
@@ -76,6 +77,8 @@ class Capacity:
         )
         if options.deterministic:
             contexts = 1
+        if getattr(model, "needs_sizes", False) and model.occupies_device:
+            contexts = min(contexts, device.concurrency)  # Two in one thread would wait for each other.
         asked, contexts = contexts, min(contexts, getattr(model, "contexts_max", None) or contexts)
         arenas = min(options.arenas or contexts, contexts)
         if shared is not None:
@@ -126,6 +129,8 @@ class Capacity:
         if fixed is not None:
             return fixed
         limit = model.rows_max
+        if getattr(model, "needs_sizes", False):
+            return _largest(model, options)
         if limit is not None and (options.max_rows or 0) > limit:
             raise OptionsError(
                 f"max_rows is {options.max_rows}, but {model.name!r} takes at most {limit} rows. "
@@ -161,6 +166,27 @@ class Capacity:
 def is_specialisable(model: Model) -> bool:
     """Return whether shapes of a model that recur get contexts of their own."""
     return isinstance(model, SpecialisableModel) and model.is_specialisable and not is_alone(model)
+
+
+def _largest(model: Model, options: Options) -> int:
+    """Return the largest of the only batch sizes of a model.
+
+    :raises OptionsError: if the options contradict it.
+    """
+    assert isinstance(model, PreparedModel)
+    assert model.batch_sizes
+    sizes, largest = model.batch_sizes, model.batch_sizes[-1]
+    if options.max_rows not in (None, largest):
+        raise OptionsError(
+            f"max_rows is {options.max_rows}, and the largest of batch_sizes {sizes} of {model.name!r} is "
+            f"{largest}. Leave max_rows out, or let batch_sizes end with {options.max_rows}"
+        )
+    if largest > options.max_queue_rows:
+        raise OptionsError(
+            f"max_queue_rows ({options.max_queue_rows}) must be ≥ the largest of batch_sizes {sizes} of "
+            f"{model.name!r}, or no batch could ever fill"
+        )
+    return largest
 
 
 class Closable(Protocol):
@@ -391,11 +417,26 @@ def _load(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, op
     if options.runtime != "tensorrt" and options.build is None:
         shared = frozenset(options.shared or ())
         rows = RowSettings(options.batching == "on", options.batch_axis or {}, shared)
-        return load_model(model, device, options.flavour, tensorrt, options.runtime, rows, onnx)
+        loaded = load_model(model, device, options.flavour, tensorrt, options.runtime, rows, onnx)
+        return loaded if options.batch_sizes is None else _sized(loaded, tuple(map(int, options.batch_sizes)))
     # Imported only when needed: few engines build their plans.
     from asynctrt.plans.cached import load_for  # noqa: PLC0415
 
     return load_for(model, device, options)
+
+
+def _sized(model: Model, sizes: tuple[int, ...]) -> Model:
+    """Return a model of the same function that sees only these batch sizes.
+
+    :raises OptionsError: for any model but that of a function.
+    """
+    if isinstance(model, FunctionModel):
+        return model.sized(sizes)
+    raise OptionsError(
+        f"batch_sizes is for functions (asynctrt.FunctionModel, @asynctrt.batch), and {model.name!r} "
+        f"({model.platform}) is none. For an ONNX model on a GPU write onnx={{'batch_sizes': {sizes}}}, and "
+        f"for a TensorRT plan graphs={sizes}"
+    )
 
 
 def _made_as_proven(given: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
@@ -492,11 +533,12 @@ def _make_on_host(options: Options, model: Model) -> EngineParts:
 def _shapes_to_capture(
     model: Model, padding: Padding | None, capacity: Capacity, shapes: Shapes
 ) -> tuple[Hashable, ...]:
-    """Return all shapes of batches, if they are few and a batch of each holds ``rows_max`` rows.
+    """Return all shapes to run beforehand, if they are few and a batch of each holds ``rows_max`` rows.
 
     Return no shapes for plans: graphs of several shapes do not support profiles and arenas.
     """
-    if padding is None or not capacity.graphs or model.enqueue_nbytes or isinstance(model, ProfiledModel):
+    is_run = capacity.graphs or getattr(model, "needs_sizes", False)
+    if padding is None or not is_run or model.enqueue_nbytes or isinstance(model, ProfiledModel):
         return ()
     known = padding.shapes
     is_right = len(known) <= SHAPES_MAX and all(

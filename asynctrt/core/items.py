@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -300,14 +301,26 @@ class Tickets:
     :param key: names the arguments that the function gets once.
     :param items: whether the function takes lists, whatever the items are.
     :param isolates: whether a failed batch is retried in halves.
+    :param sizes: the only numbers of items that the function is called with, rising; empty for any.
     """
 
-    def __init__(self, function: Callable[..., Any], key: Key, *, items: bool, isolates: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        key: Key,
+        *,
+        items: bool,
+        isolates: bool,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
         self._function = function
         self._once = key.once
         self._items = items
         self._isolates = isolates
+        self._sizes = sizes
         self.waiting: dict[int, Item] = {}
+        self.example: Item | None = None
+        """The item that batches consist of until the engine is open."""
 
     def __call__(self, inputs: dict[str, Array]) -> Any:
         """Compute the items of one batch; may return an awaitable."""
@@ -319,7 +332,7 @@ class Tickets:
                 given = self._compute(group)
                 if isinstance(given, Awaitable):
                     return self._await(given, groups, index, done)
-                distribute(given, group, keeps=self._items)
+                self._distribute(given, group)
             except (KeyboardInterrupt, GeneratorExit):
                 raise
             except BaseException as error:
@@ -336,7 +349,7 @@ class Tickets:
                 if isinstance(given, Awaitable):
                     given = await self._waited(given, group)
                 if not all_left(group):
-                    distribute(given, group, keeps=self._items)
+                    self._distribute(given, group)
             except (KeyboardInterrupt, GeneratorExit):
                 raise
             except BaseException as error:
@@ -373,6 +386,10 @@ class Tickets:
 
         Items stay in ``waiting`` until their callers remove them: a failed batch may be retried in halves.
         """
+        if self.example is not None:
+            return [[self.example] * len(tickets)]
+        if self._sizes:
+            tickets = list(dict.fromkeys(tickets))  # The engine has padded them with copies.
         get = self.waiting.get
         items = [item for ticket in tickets if (item := get(ticket)) is not None]
         groups = {item.group for item in items}
@@ -380,7 +397,23 @@ class Tickets:
             return [items] if items else []
         return [[item for item in items if item.group is group] for group in groups]
 
+    def _padded(self, group: list[Item]) -> list[Item]:
+        """Return the items that the function is called with: the last one is repeated up to a size."""
+        if not self._sizes:
+            return group
+        return group + group[-1:] * (self._sizes[bisect_left(self._sizes, len(group))] - len(group))
+
+    def _distribute(self, given: object, group: list[Item]) -> None:
+        """Give each item of a group its result, and drop those of copies.
+
+        :raises ExecutionError: if there is not one result per item that the function was called with.
+        """
+        results = results_of(given, len(self._padded(group)), keeps=self._items)
+        for item, result in zip(group, results, strict=False):
+            item.result = result
+
     def _compute(self, group: list[Item]) -> Any:
+        group = self._padded(group)
         first, once = group[0], self._once
         stack = list if self._items else stacked
         args = [
@@ -455,16 +488,6 @@ def fail(group: list[Item], error: BaseException) -> None:
     """Fail one of the groups that share a batch, and no other."""
     for item in group:
         item.result = copy_for(own_error(error))
-
-
-def distribute(given: object, group: list[Item], *, keeps: bool) -> None:
-    """Give each item of a batch its result.
-
-    :param keeps: whether to keep arrays of other libraries as they are.
-    :raises ExecutionError: if there is not one result per item.
-    """
-    for item, result in zip(group, results_of(given, len(group), keeps=keeps), strict=True):
-        item.result = result
 
 
 def results_of(given: object, count: int, *, keeps: bool = False) -> list[Any]:

@@ -94,8 +94,7 @@ class PooledContext:
     """An execution context and everything it needs to run one batch at a time.
 
     :param runs: the engine's runs. On the host device they include all work on the stream.
-    :param is_only: whether it is the engine's only context. Its work then keeps to one thread on the host
-        device.
+    :param keeps_thread: whether its work keeps to one thread on the host device.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class PooledContext:
         arena: Arena | None,
         runs: Runs | None = None,
         *,
-        is_only: bool = False,
+        keeps_thread: bool = False,
     ) -> None:
         self._device = device
         self._model = model
@@ -119,7 +118,7 @@ class PooledContext:
         """The latest job, running or done, of a thread that reads or writes its slabs."""
         self.stream = device.create_stream()
         if isinstance(self.stream, HostStream):
-            self.stream.belong_to(model.name, runs or Runs(model.name), keeps_thread=is_only)
+            self.stream.belong_to(model.name, runs or Runs(model.name), keeps_thread=keeps_thread)
         self.timed = BatchEvents(device, are_timed=True)
         self.untimed = BatchEvents(device, are_timed=False)
         try:
@@ -421,11 +420,8 @@ class ContextPool:
                 self._make_slabs()
                 if graphs and model.is_capturable and self._may_capture:
                     self._capture(graphs)
-                if prepares and model.rows_fixed is None and isinstance(model, PreparedModel):
-                    if are_dense(self.captured.sizes, rows_max):
-                        self.prepared = self.captured.sizes
-                    elif is_fixed:
-                        self._prepare(model, rows_max)
+            if prepares and model.rows_fixed is None and isinstance(model, PreparedModel):
+                self._restrict(model, rows_max, is_fixed=is_fixed)
         except BaseException:
             self.close(UNDO_S)
             raise
@@ -591,11 +587,12 @@ class ContextPool:
 
     def _make_contexts(self, contexts: int) -> None:
         """Create one to measure its memory, and the others only if enough is left for each."""
+        keeps_thread = contexts == 1 or getattr(self._model, "needs_sizes", False)
         for index in range(contexts):
             arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
             self.contexts.append(
-                PooledContext(self._device, self._model, arena, self.runs, is_only=contexts == 1)
+                PooledContext(self._device, self._model, arena, self.runs, keeps_thread=keeps_thread)
             )
             if index == 0 and contexts > 1 and not self._device.unified:
                 each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
@@ -624,15 +621,32 @@ class ContextPool:
                 slab = context.slab(shape, self.layout)
                 slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
 
-    def _prepare(self, model: PreparedModel, rows_max: int) -> None:
-        """Prepare some batch sizes, if changing the size takes long."""
+    def _restrict(self, model: PreparedModel, rows_max: int, *, is_fixed: bool) -> None:
+        """Restrict batches to a few sizes, if the model asks for it or changing the size takes long."""
+        if are_dense(self.captured.sizes, rows_max):
+            self.prepared = self.captured.sizes
+        elif getattr(model, "needs_sizes", False):
+            self.prepared = model.batch_sizes or ()
+            if getattr(self._device, "holds_batches", False):
+                return
+            for shape in (*self._shapes, *getattr(model, "shapes_beforehand", ())):
+                self._prepare(model, shape, rows_max)
+        elif is_fixed:
+            self.prepared = self._prepare(model, FIXED_SHAPE.shape, rows_max)
+
+    def _prepare(self, model: PreparedModel, shape: Hashable, rows_max: int) -> tuple[int, ...]:
+        """Prepare batch sizes of a shape in each context; return them."""
         places = []
         for context in self.contexts:
-            binding = context.slab(FIXED_SHAPE.shape, self.layout).binding
-            assert binding is not None
+            slab = context.slab(shape, self.layout)
+            if slab.binding is None:
+                slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
             owner = cast("PreparedContext", context.context)
-            places.append(Place(owner, binding, context.stream, context.untimed.computed, current()))
-        self.prepared = prepare(self._device, model, places, rows_max)
+            inputs = (*slab.inputs, *slab.shared) if getattr(model, "needs_sizes", False) else ()
+            numbers = tuple(array for array in inputs if not array.dtype.hasobject)
+            end = context.untimed.computed
+            places.append(Place(owner, slab.binding, context.stream, end, current(), numbers))
+        return prepare(self._device, model, places, rows_max)
 
     def _capture(self, sizes: Sequence[int]) -> None:
         """Capture the sizes on every context, or no size: without graphs, batches run call by call.

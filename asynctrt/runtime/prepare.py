@@ -17,9 +17,10 @@ from asynctrt._util.cancellation import Cancellation
 from asynctrt.backends.base import Binding, PreparedContext, PreparedModel
 from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, UsageError
+from asynctrt.tensors import Array
 
-PREPARE_S: Final = 120.0
-"""The timeout of a batch, in seconds."""
+PREPARE_S: Final = 600.0
+"""The timeout of a batch, in seconds. ``torch.compile`` may search for minutes."""
 
 CHANGE_NS_MIN: Final = 1_000_000
 CHANGE_SHARE_MIN: Final = 0.5
@@ -49,6 +50,8 @@ class Place(NamedTuple):
     """An event of the stream to wait with."""
     cancellation: Cancellation
     """Whether the opening of the engine was cancelled."""
+    inputs: tuple[Array, ...] = ()
+    """The inputs to set to zero before each batch, because a batch may change them."""
 
 
 def sizes_up_to(rows_max: int) -> tuple[int, ...]:
@@ -84,10 +87,12 @@ def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_
 
     :param places: one for each context.
     :returns: the sizes that batches are padded to from now on, rising; empty if batches may have any size.
+        A model with ``needs_sizes`` always gets its sizes.
     :raises DeviceLostError: if the device is lost. Other errors are logged.
     :raises UsageError: if the work of this thread was cancelled.
     """
     sizes = model.batch_sizes
+    must_pad = sizes if getattr(model, "needs_sizes", False) else None
     try:
         if sizes is None:
             sizes = sizes_that_pay(model, places[0], rows_max)
@@ -103,12 +108,13 @@ def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_
         for place in places:
             place.context.keep_apart(())
         logger.warning(
-            "%r: batches of zeros could not be run beforehand, so each batch of another size than the one "
-            "before may take long: %s",
+            "%r: batches of zeros could not be run beforehand, so each batch of another size than %s may "
+            "take long: %s",
             model.name,
+            "the one before" if must_pad is None else "those before",
             error,
         )
-        return ()
+        return must_pad or ()
     return sizes
 
 
@@ -227,6 +233,8 @@ def _timed(place: Place, rows: int) -> int:
     """
     if place.cancellation.is_cancelled:
         raise UsageError("batches of zeros are not run any more, since the opening was cancelled")
+    for array in place.inputs:
+        array[:rows] = 0
     start_ns = clock.now_ns()
     place.binding.enqueue(rows, profile=None, stream=place.stream, arena=None)
     place.stream.record(place.end)

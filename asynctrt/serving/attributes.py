@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
 from os import PathLike
 from types import UnionType
@@ -15,7 +15,7 @@ import asynctrt
 from asynctrt._util.loops import in_thread
 from asynctrt.core.loading import Made, make, owned
 from asynctrt.engine import Engine
-from asynctrt.errors import AsynctrtError, ModelError, OptionsError, describe, show
+from asynctrt.errors import AsynctrtError, ExecutionError, ModelError, OptionsError, describe, show
 from asynctrt.options import Options
 from asynctrt.tensors import TensorSpec
 
@@ -90,6 +90,9 @@ async def _pipeline_of(batched: "asynctrt.Batched[..., Any]", stack: AsyncExitSt
     inputs = [_spec(batched, name, hints.get(name)) for name in inspect.signature(batched).parameters]
     output = _spec(batched, "output", hints.get("return"))
     await stack.enter_async_context(batched)
+    if not hasattr(batched, "engine"):  # With batch_sizes, a first call opens it.
+        with suppress(ExecutionError):  # The function refuses zeros, or empty texts, and a warning said so.
+            await batched(*["" if spec.is_text else np.zeros(1, spec.dtype).tolist()[0] for spec in inputs])
 
     async def stage(given: Mapping[str, Any]) -> dict[str, Any]:
         items = zip(*(given[spec.name].tolist() for spec in inputs), strict=True)

@@ -60,9 +60,16 @@ class LatchStream(HostStream):
     has_batch = False
     """Whether the end of its work has been recorded. Until then a thread may still be adding work."""
 
-    def launch(self, work: Work, *, label: Hashable = None, run_on: RunOn = "thread") -> None:
+    def launch(
+        self,
+        work: Work,
+        *,
+        label: Hashable = None,
+        run_on: RunOn = "thread",
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         self.has_batch = False
-        super().launch(work, label=label, run_on=run_on)
+        super().launch(work, label=label, run_on=run_on, loop=loop)
 
     def record(self, event: Event) -> None:
         super().record(event)

@@ -255,6 +255,20 @@ def gpu_faults():
             )
 
 
+def gpu_function_sizes():
+    """Yield what a PyTorch function does in its first seconds, with few batch sizes and with any."""
+    yield "", "opens in, s", "images/s, the first seconds", "p50 ms", "p99 ms", "images/s, the next"
+    for name, case in figures("gpu-function_sizes").items():
+        first = case["first"]
+        yield (
+            name,
+            f"{case['open_s']:.1f}",
+            f"{first['images_per_s']:,.0f}",
+            *(f"{first[what] / 1e3:,.0f}" for what in ("p50_us", "p99_us")),
+            f"{case['later']['images_per_s']:,.0f}",
+        )
+
+
 def gpu_shapes():
     """Yield the latency of kernels of one and of several shapes on a GPU, over the best possible."""
     measured = figures("gpu-shapes")
@@ -700,6 +714,7 @@ TABLES = {
     "gpu-urgent": gpu_urgent,
     "gpu-resnet": gpu_resnet,
     "gpu-shapes": gpu_shapes,
+    "gpu-function-sizes": gpu_function_sizes,
     "zoo": zoo,
 }
 

@@ -42,6 +42,15 @@ def scale(x, factor: float) -> float:
     return factor * x
 
 
+sizes = []
+
+
+@asynctrt.batch(batch_sizes=(2, 4))
+def sized(x: float) -> float:
+    sizes.append(len(x))
+    return 2 * x
+
+
 class Own:
     pass
 
@@ -178,6 +187,16 @@ async def test_a_decorated_function_is_closed_with_its_pipeline(module):
     assert within.statistics().rows == 1
     await engine.aclose()
     assert within.state == "closed"
+
+
+@pytest.mark.anyio
+async def test_a_decorated_function_runs_its_batch_sizes_before_it_is_served(module):
+    engine = await open_attribute("things:sized", "host", {})
+    sizes = sys.modules["things"].sizes
+    assert sizes == [4, 4, 2, 2, 2]
+    assert (await engine.infer(np.array([1.0, 2, 3])))["output"].tolist() == [2, 4, 6]
+    assert sizes[5:] == [4]
+    await engine.aclose()
 
 
 @pytest.mark.anyio

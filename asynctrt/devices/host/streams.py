@@ -274,7 +274,14 @@ class HostStream:
         if keeps_thread:
             self.threads.settle(self)
 
-    def launch(self, work: Work, *, label: Hashable = None, run_on: RunOn = "thread") -> None:
+    def launch(
+        self,
+        work: Work,
+        *,
+        label: Hashable = None,
+        run_on: RunOn = "thread",
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         """Run ``work`` after everything launched earlier.
 
         :param label: with ``auto``, a key for its duration: runs with the same label take about equally long,
@@ -283,7 +290,8 @@ class HostStream:
             the stream is idle. ``auto``: in place if runs with its label were measured to be shorter than a
             hand-over, otherwise in a thread; use it only for work that never waits for the loop or for
             anything else. A device with ``in_place="always"`` runs everything in place.
-        :raises ExecutionError: for ``loop``, if no event loop is running.
+        :param loop: the event loop for ``loop`` if none is running in this thread; it must be free to run it.
+        :raises ExecutionError: for ``loop``, if there is no event loop.
 
         An exception from the work becomes the error of the next event recorded here, and the stream goes on.
         Work that runs in place is called by the launching thread, so KeyboardInterrupt and SystemExit also
@@ -291,20 +299,21 @@ class HostStream:
         loop they are raised here.
         """
         if self._captured is not None:
-            self._captured.add(partial(HostStream.launch, work=work, label=label, run_on=run_on))
+            self._captured.add(partial(HostStream.launch, work=work, label=label, run_on=run_on, loop=loop))
             return
         is_measured = run_on == "auto" == self._in_place
         if not is_measured:
             label = None
         in_place = self._in_place == "always"
         if run_on == "loop" and not in_place:
-            loop = _get_running_loop()
+            running = _get_running_loop()
+            loop = running or loop
             if loop is None:
                 raise ExecutionError(
                     f"{self._name} runs on the event loop (run_on='loop'), and none is running in the thread "
                     "that launched it"
                 )
-            in_place = self._in_place == "auto"
+            in_place = self._in_place == "auto" and running is not None
             if self._is_served or not in_place:
                 work = partial(OnLoop, work, loop, self._name)
         if not self._is_served and (in_place or (is_measured and self.threads.paces.is_short(label))):
