@@ -110,16 +110,12 @@ HEAD_NBYTES: Final = 64 << 10
 """Room in a message for names and parameters, besides tensors."""
 
 NBYTES_MAX: Final = 2**31 - 1
-"""gRPC's own limit for a message."""
+"""gRPC's own limit for a message. In an option that is a time, it means that there is none."""
 DETAILS_LENGTH_MAX: Final = 2000
 """Characters sent of an error message; clients refuse trailers over 8 KiB."""
 
 HANDSHAKE_MS: Final = 10_000
 """Time limit for a new connection's handshake: TLS, and HTTP/2's first frame."""
-
-PING_MS: Final = 5_000
-"""Clients may ping this often, with or without calls. The shortest interval of clients in Go is 10 s, and
-others are often configured the same."""
 
 FIELDS_MAX: Final = 64
 """Fields that a large request may have besides those of its tensors."""
@@ -326,8 +322,13 @@ class GrpcServer:
             # A client whose machine has failed sends nothing; a failed ping cancels its requests.
             ("grpc.keepalive_time_ms", idle_ms),
             # By default, clients that ping more often than every 5 min, or 2 h without a call, are cut off.
-            ("grpc.http2.min_ping_interval_without_data_ms", PING_MS),
+            (
+                "grpc.http2.min_ping_interval_without_data_ms",
+                settings.grpc_http2_min_recv_ping_interval_without_data,
+            ),
             ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.max_connection_age_ms", settings.grpc_max_connection_age or NBYTES_MAX),
+            ("grpc.max_connection_age_grace_ms", settings.grpc_max_connection_age_grace or NBYTES_MAX),
         ]
 
     def _credentials(self) -> Any:

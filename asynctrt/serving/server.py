@@ -16,6 +16,7 @@ import signal
 import ssl
 from types import TracebackType
 from typing import Final, Self
+from weakref import WeakSet
 
 import anyio
 
@@ -40,6 +41,7 @@ from asynctrt.serving.monitoring import metrics_alone
 from asynctrt.serving.openapi import ask_of, docs_pages
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server_log import Failures, Refusals
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.signals import StopSignals
@@ -84,6 +86,7 @@ class Server:
         self._listeners: list[Listener] = []
         self._addresses: list[str] = []
         self._grpc: GrpcServer | None = None
+        self._sized: WeakSet[ServedModel] = WeakSet()
         self._grpc_port = 0
         self._log: AccessLog | None = None
         self._gpus = Gpus()
@@ -211,13 +214,22 @@ class Server:
             await grpc.start(self._grpc_port)
             if self.is_stopping:
                 await grpc.stop(0)
+        self._warn_of_sizes()
+
+    def _warn_of_sizes(self) -> None:
+        """Log a warning, once, for each model whose full batch exceeds gRPC's fixed limit."""
+        if self._grpc is None:
+            return
+        limit = self._grpc.message_nbytes_max
         for served in self.repository:
-            if served.batch_nbytes > grpc.message_nbytes_max:
-                logger.warning(
-                    "model %s: a full batch has %d bytes, but a message over gRPC at most %d: use HTTP or a "
-                    "websocket, or raise max_grpc_message",
-                    *(served.name, served.batch_nbytes, grpc.message_nbytes_max),
-                )
+            if served not in self._sized:
+                self._sized.add(served)
+                if served.batch_nbytes > limit:
+                    logger.warning(
+                        "model %s: a full batch has %d bytes, but a message over gRPC at most %d: use HTTP "
+                        "or a websocket, or start the server with a larger max_grpc_message",
+                        *(served.name, served.batch_nbytes, limit),
+                    )
 
     def freeze(self) -> None:
         """Collect garbage rarely, and never what exists once models are loaded: see :func:`calm_gc`.
@@ -389,6 +401,8 @@ class Server:
             await asyncio.sleep(SAMPLE_S)
             sampler.sample()
             self._look_for_losses()
+            if not self.repository.is_starting:  # Then fit_grpc() may still raise the limit.
+                self._warn_of_sizes()
             if self._failures is not None and self._refusals is not None:
                 self._failures.tick()
                 self._refusals.tick()

@@ -22,6 +22,8 @@ from asynctrt._util.validation import (
 from asynctrt.errors import OptionsError
 
 SECONDS_MAX: Final = 1e6
+TIMER_MS_MAX: Final = 2**31 - 2
+"""gRPC's own limit for a time in ms; one more would mean none."""
 ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 """A page's origin, as browsers send it."""
 OnDeviceLost = Literal["report", "exit"]
@@ -151,6 +153,23 @@ class ServerSettings:
         answer. While gRPC copies a message, no other request is served: 1 ms with 4 MiB, 4 ms with 16 MiB,
         90 ms with 60 MiB, so send large tensors over HTTP or websockets. Default: 4 MiB, or up to 16 MiB if a
         full batch of a model that is loaded at the start has that many bytes.""",
+    )
+    grpc_http2_min_recv_ping_interval_without_data: int = setting(
+        default=5_000,
+        check=count(0, TIMER_MS_MAX),
+        doc="""How many ms apart the pings of a gRPC client must be, as in Triton; a client that pings more
+        often is cut off. The shortest interval of clients in Go is 10 s.""",
+    )
+    grpc_max_connection_age: int | None = setting(
+        default=None,
+        check=count(1, TIMER_MS_MAX).or_none,
+        doc="""After how many ms a gRPC connection is asked to end, as in Triton, so that clients behind a
+        balancer of connections find new servers. Calls in progress finish. Default: never.""",
+    )
+    grpc_max_connection_age_grace: int | None = setting(
+        default=None,
+        check=count(1, TIMER_MS_MAX).or_none,
+        doc="""How many ms calls in progress may then still take, as in Triton. Default: any time.""",
     )
     max_json: int = setting(
         default=4 << 20,

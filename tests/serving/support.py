@@ -48,7 +48,7 @@ async def serving(models=None, *, engine=None, **settings):
         if isinstance(model, tuple):
             model, own = model
             options |= own
-        repository.add(name, version=version, opener=_opener(model, options))
+        repository.add(name, version=version, opener=opener_of(model, options))
     try:
         async with Server(repository, ServerSettings(**settings)) as server:
             await repository.load_all()
@@ -58,7 +58,7 @@ async def serving(models=None, *, engine=None, **settings):
             await settle_grpc()
 
 
-def _opener(model, options):
+def opener_of(model, options):
     async def opened():
         return await asynctrt.open(model, **options)
 

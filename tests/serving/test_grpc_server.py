@@ -885,12 +885,10 @@ class TestConnections:
         return reader, writer
 
     @pytest.mark.parametrize(("at_once", "is_cut_off"), [(1, False), (8, True)])
-    async def test_a_client_may_ping_though_it_has_no_call_and_may_not_flood(
-        self, monkeypatch, at_once, is_cut_off
-    ):
-        assert 2 * grpc_server.PING_MS <= 10_000, "as often as clients in Go, with some that come early"
-        monkeypatch.setattr(grpc_server, "PING_MS", 100)
-        async with serving() as served:
+    async def test_a_client_may_ping_though_it_has_no_call_and_may_not_flood(self, at_once, is_cut_off):
+        usual = ServerSettings().grpc_http2_min_recv_ping_interval_without_data
+        assert 2 * usual <= 10_000, "as often as clients in Go, with some that come early"
+        async with serving(grpc_http2_min_recv_ping_interval_without_data=100) as served:
             reader, writer = await self.opened(served, PREFACE + SETTINGS)
             for _ in range(8 // at_once):
                 await asyncio.sleep(0.2)
@@ -920,6 +918,21 @@ class TestConnections:
             await channel.close()
             for _, writer in silent:
                 writer.close()
+
+    async def test_an_old_connection_is_asked_to_end_and_its_client_opens_another(self):
+        async with serving(grpc_max_connection_age=200) as served:
+            reader, writer = await self.opened(served, PREFACE + SETTINGS)
+            async with asyncio.timeout(WAIT_S):
+                heard = b""
+                while piece := await reader.read(1 << 16):
+                    heard += piece
+            assert b"max_age" in heard  # The reason in its GOAWAY.
+            writer.close()
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
+                call = channel.unary_unary(f"/{SERVICE}/ServerLive")
+                for _ in range(5):
+                    assert await call(b"", timeout=WAIT_S) == b"\x08\x01"
+                    await asyncio.sleep(0.1)
 
     async def test_connections_without_a_call_are_closed_after_a_while(self):
         async with serving(idle_timeout=1) as served:

@@ -27,7 +27,7 @@ from asynctrt.serving import Repository, Server, ServerSettings
 from asynctrt.testing import LatchDevice
 from tests.helpers import free_port, until
 from tests.models import double_model, double_onnx, rows, scale_onnx
-from tests.serving.support import WAIT_S, ask, connected, engine_of, request, serving
+from tests.serving.support import WAIT_S, ask, connected, engine_of, opener_of, request, serving
 from tests.serving.test_http import infer
 from tests.serving.tls import certificate
 
@@ -484,6 +484,21 @@ class TestMessagesOverGrpc:
             started = server._grpc
             await server.fit_grpc()
             assert server._grpc is started, "once is enough"
+
+    async def test_a_model_that_is_loaded_later_is_warned_of_once(self, caplog, monkeypatch):
+        monkeypatch.setattr("asynctrt.serving.server.SAMPLE_S", 0.01)
+        async with serving(grpc=True, engine={"max_rows": 16}) as server:
+            await server.fit_grpc()
+            server.repository.add(
+                "wide",
+                version="1",
+                opener=opener_of(double_model(dims=self.WIDE), {"max_rows": 16}),
+            )
+            await server.repository.load("wide")
+            await asyncio.sleep(0.1)
+            (line,) = [item.getMessage() for item in caplog.records if "full batch" in item.getMessage()]
+        assert line.startswith("model wide: a full batch has ")
+        assert line.endswith("or start the server with a larger max_grpc_message")
 
     @pytest.mark.parametrize("settings", [{"max_grpc_message": 4 << 20}, {"max_body": 1 << 20}])
     async def test_stated_limits_stay(self, settings):
