@@ -68,6 +68,7 @@ EXAMPLES: Final = {
         "asynctrt load model.onnx --callers 64 --seconds 30",
         "asynctrt load http://127.0.0.1:8000/v2/models/m --rate 500 --slo 'p99<20ms'",
         "asynctrt load model.onnx --search --slo 'p99<20ms' --json -",
+        "asynctrt load test.toml --report run.html",
     ),
 }
 """Examples at the end of each command's help, in lines that fit 80 columns."""
@@ -559,8 +560,10 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
 
     TARGET is a model to open, model.onnx or module:attribute; a server's model,
     http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws; or demo, the
-    model of `asynctrt demo` with files of this machine. Of any other address, http://HOST:PORT/PATH or
-    ws://HOST:PORT/PATH, --body says what to send; a coroutine function, module:function, is called.
+    model of `asynctrt demo` with files of this machine. Several addresses, separated by commas, get requests
+    in turn. Of any other address, http://HOST:PORT/PATH or ws://HOST:PORT/PATH, --body says what to send; a
+    coroutine function, module:function, is called. A .toml file has the target and flags under the same
+    names; a flag wins over it.
 
     Times are in seconds, or have a unit: 0.5, 500ms, 1m30s. The words of other load testers are understood:
     --users, --duration, --rps.
@@ -569,12 +572,15 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     load generator was the bottleneck, and 5 if there were too few requests to judge an --slo or --fail-if.
     """
     # They need the extra `load`, which the other commands do not.
-    from asynctrt.loadtest import command, saving, terminal  # noqa: PLC0415
+    from asynctrt.loadtest import command, plan_file, saving, terminal  # noqa: PLC0415
 
     check_values(os.environ, _variables())
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     for line in misspelt(os.environ, _variables()):
         err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
+    if target.endswith(".toml"):
+        target, settings = plan_file.read_plan_file(Path(target), settings)
+        given |= settings
     planned = command.plan(target, settings)
     command.check_baseline(planned, saving.describe_machine(), any_machine=given["any_machine"])
     reports: list[Any] = []
@@ -590,10 +596,7 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     shown_on = err if planned.prints_json else out
     terminal.show(shown_on, report, uncorrected=given["uncorrected"])
     failed, not_checked = command.gate(planned, report)
-    for why in failed:
-        err.print(f"[bold red]Failed[/]: {escape(why)}", highlight=False, soft_wrap=True)
-    for why in not_checked:
-        err.print(f"[bold yellow]Not judged[/]: {escape(why)}", highlight=False, soft_wrap=True)
+    _show_gate(failed, not_checked)
     if given["fail_if"] and report.complete and not failed and not not_checked:
         passed = escape(", ".join(given["fail_if"]))
         err.print(f"[green]Passed[/]: none is true of {passed}", highlight=False, soft_wrap=True)
@@ -602,6 +605,14 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     if not report.complete and not report.void:
         _end(was_interrupted=True)
     raise typer.Exit(command.exit_status(report, failed, not_checked))
+
+
+def _show_gate(failed: Iterable[str], not_checked: Iterable[str]) -> None:
+    """Show which criteria of --fail-if are true, and which cannot be checked."""
+    for why in failed:
+        err.print(f"[bold red]Failed[/]: {escape(why)}", highlight=False, soft_wrap=True)
+    for why in not_checked:
+        err.print(f"[bold yellow]Not judged[/]: {escape(why)}", highlight=False, soft_wrap=True)
 
 
 LOAD_FLAGS: Final = (
@@ -617,6 +628,10 @@ LOAD_FLAGS: Final = (
         None,
         "What tells the last message of a websocket's answer: 3, done=true, /regex/ or a text. Default: 1.",
     ),
+    ("ca", Path | None, None, "PEM certificates to trust over TLS, instead of the system's."),
+    ("cert", Path | None, None, "The client's certificate over TLS, as PEM, for servers that ask for one."),
+    ("key", Path | None, None, "Its key as PEM. Default: it is in --cert."),
+    ("insecure", bool, False, "Do not check the server's certificate."),
     (
         "sweep",
         list[str] | None,
@@ -632,7 +647,7 @@ LOAD_FLAGS: Final = (
         "Compare with another value, such as max_delay=0.002, in turns: A B A B.",
     ),
     ("json", Path | None, None, "Write the report to this file as JSON; - is standard output."),
-    ("report", Path | None, None, "Write the report to this file as an HTML page with charts."),
+    ("report", Path | None, None, "Write the report to this file: .html with charts, or .csv."),
     ("baseline", Path | None, None, "A JSON report for --fail-if to compare with."),
     (
         "fail_if",
@@ -661,6 +676,28 @@ def _load_signature() -> inspect.Signature:
 
 
 _load.__signature__ = _load_signature()  # type: ignore[attr-defined]  # Typer reads it.
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="The first report.", show_default=False)],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="The second report.", show_default=False)],
+    fail_if: Annotated[
+        list[str] | None, typer.Option(help="Exit with status 3 if this is true of B: 'p99>+10%'.")
+    ] = None,
+) -> None:
+    """Compare two reports that asynctrt load wrote with --json.
+
+    For a sweep, a search or a comparison, the means over all runs of a report are compared. To compare two
+    configurations with confidence intervals, run them in turn: asynctrt load --compare.
+    """
+    from asynctrt.loadtest import command, comparing, terminal  # noqa: PLC0415
+
+    reports = [command.read_report(path) for path in (before, after)]
+    terminal.show_lines(out, comparing.differences(*reports), str(before), str(after))
+    failed, not_checked = comparing.gate(fail_if or (), *reports)
+    _show_gate(failed, not_checked)
+    raise typer.Exit(command.NOT_GOOD if failed else command.UNJUDGED if not_checked else 0)
 
 
 def _in_own_words(flag: str) -> str:

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from asynctrt.loadtest.api import run
     from asynctrt.loadtest.report import Report, Run
     from asynctrt.loadtest.saving import LoadReport
+    from asynctrt.loadtest.steps import step
     from asynctrt.loadtest.targets import Target, TargetSpec
+    from asynctrt.loadtest.tls import Tls
 
-__all__ = ["LoadReport", "LoadSettings", "Report", "Run", "Target", "TargetSpec", "run"]
+__all__ = ["LoadReport", "LoadSettings", "Report", "Run", "Target", "TargetSpec", "Tls", "run", "step"]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,6 +30,14 @@ def __getattr__(name: str) -> Any:
         from asynctrt.loadtest.api import run  # noqa: PLC0415
 
         return run
+    if name == "step":
+        from asynctrt.loadtest.steps import step  # noqa: PLC0415
+
+        return step
+    if name == "Tls":
+        from asynctrt.loadtest.tls import Tls  # noqa: PLC0415
+
+        return Tls
     if name == "LoadReport":
         from asynctrt.loadtest.saving import LoadReport  # noqa: PLC0415
 

@@ -15,6 +15,7 @@ from asynctrt.loadtest.saving import LoadReport
 from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
 from asynctrt.loadtest.settings import LoadSettings, in_own_words
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
+from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options
 
 
@@ -29,6 +30,7 @@ async def run(
     headers: Mapping[str, str] | Sequence[str] | None = None,
     method: str | None = None,
     until_message: str | int | None = None,
+    tls: Tls | None = None,
     sweep: Mapping[str, Sequence[Any]] | None = None,
     search: bool = False,
     compare: Mapping[str, Any] | None = None,
@@ -53,6 +55,7 @@ async def run(
     :param until_message: how to recognise the last message of a websocket's answer: the number of messages,
         ``"done=true"`` for a JSON field, ``"/regex/"``, or text that the message contains. Default: an
         answer is one message.
+    :param tls: whom to trust over TLS, and the client's own certificate.
     :param sweep: settings or engine options by name, with the values to try in every combination.
     :param search: find the highest rate that holds the ``slo``, to within ``precision``.
     :param compare: settings or engine options of a second configuration; the two run in turn, A B A B.
@@ -77,11 +80,12 @@ async def run(
             _lines(headers or ()),
             method,
             None if until_message is None else str(until_message),
+            tls or Tls(),
         )
-    elif any(one is not None for one in (model, token, options, body, headers, method, until_message)):
+    elif any(one is not None for one in (model, token, options, body, headers, method, until_message, tls)):
         raise UsageError(
-            "model, token, options, body, headers, method and until_message apply to paths and addresses "
-            "only: this target is open already"
+            "model, token, options, body, headers, method, until_message and tls apply to paths and "
+            "addresses only: this target is open already"
         )
     job = LoadJob(target, LoadSettings(**given), sweep or {}, search, compare or {}, precision)
     async with LoadSession(apart=job.settings.processes > 1, watch=None) as session:

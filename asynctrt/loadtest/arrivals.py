@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from asynctrt._util.validation import seconds_of
 from asynctrt.errors import OptionsError, UsageError
 
 Floats = npt.NDArray[np.float64]
@@ -50,27 +51,35 @@ class LoadProfile:
 
     @classmethod
     def parse(cls, text: str, seconds: float) -> "LoadProfile":
-        """Parse ``1000``, a ramp ``100..2000``, or steps of equal length, ``100,500,1000``.
+        """Parse ``1000``, a ramp ``100..2000``, or stages, ``100,500..1000,50``.
+
+        Stages have equal lengths, or each its own: ``100@30s,100..500@1m``. If ``seconds`` is longer than
+        these together, the time before them is a warm-up at the first level.
 
         :raises OptionsError: for anything else, and for a level that is 0 or too high.
         """
-        ramp = text.split("..")
-        parts = ramp if len(ramp) == 2 else text.split(",")
-        if not all(LEVELS.fullmatch(part.strip()) for part in parts):
-            raise OptionsError(
-                f"{text!r} is not a rate or a number of callers: write 1000, a ramp 100..2000, or steps "
-                "100,500,1000"
-            )
-        levels = [float(part) for part in parts]
-        if not 0 < max(levels) <= RATE_MAX:
+        stages = [_stage(part, text) for part in text.split(",")]
+        if not 0 < max(max(levels) for levels, _ in stages) <= RATE_MAX:
             raise OptionsError(
                 f"{text!r}: a rate or a number of callers must be above 0 and at most {RATE_MAX:,.0f}"
             )
-        if len(ramp) == 2:
-            ends = np.linspace(0, seconds, KNOTS + 1)[1:]
-            middles = ends - seconds / KNOTS / 2
-            return cls(ends, np.interp(middles, (0, seconds), levels))
-        return cls(seconds * np.arange(1, len(levels) + 1) / len(levels), np.array(levels))
+        total_s = stages_seconds(text)
+        now_s, ends, found = 0.0, [], []
+        if total_s is not None and total_s < seconds:
+            levels, own_s = stages[0]
+            stages.insert(0, (levels[:1], seconds - total_s))
+            if len(levels) == 1:  # One constant level stays one.
+                stages[:2] = [(levels, seconds - total_s + (own_s or 0.0))]
+        for levels, own_s in stages:
+            length_s = seconds / len(stages) if own_s is None else own_s
+            pieces = KNOTS if len(levels) == 2 else 1
+            pieces_s = np.linspace(0, length_s, pieces + 1)
+            ends.append(now_s + pieces_s[1:])
+            found.append(
+                np.interp((pieces_s[1:] + pieces_s[:-1]) / 2, (0, length_s), (levels[0], levels[-1]))
+            )
+            now_s += length_s
+        return cls(np.concatenate(ends), np.concatenate(found))
 
     @property
     def seconds(self) -> float:
@@ -129,6 +138,34 @@ class LoadProfile:
         pieces = max(1, int(np.ceil((end_s - start_s) / piece_s)))
         ends = np.concatenate((np.linspace(start_s, end_s, pieces + 1)[1:], self.ends_s))
         return np.unique(ends[(ends > start_s) & (ends <= end_s)])
+
+
+def stages_seconds(text: str) -> float | None:
+    """Return the length of all stages; ``None`` if they have no lengths of their own.
+
+    :raises OptionsError: if only some of them have one, or the text is not a profile.
+    """
+    lengths = [length_s for _, length_s in (_stage(part, text) for part in text.split(","))]
+    known = [length_s for length_s in lengths if length_s is not None]
+    if known and len(known) < len(lengths):
+        raise OptionsError(f"{text!r}: give every stage a length, as in 100@30s,500@1m, or none")
+    return sum(known) if known else None
+
+
+def _stage(part: str, text: str) -> tuple[list[float], float | None]:
+    """Parse ``100``, ``100..500`` or either with its length, ``100@30s``."""
+    shown, mark, length = part.partition("@")
+    levels = [level.strip() for level in shown.split("..")]
+    try:
+        length_s = seconds_of(length.strip()) if mark else None
+        if len(levels) > 2 or not all(LEVELS.fullmatch(level) for level in levels) or length_s == 0:
+            raise ValueError(part)
+    except ValueError as error:
+        raise OptionsError(
+            f"{text!r} is not a rate or a number of callers: write 1000, a ramp 100..2000, stages "
+            "100,500,1000, or with lengths, 100@30s,100..500@1m"
+        ) from error
+    return [float(level) for level in levels], length_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """``asynctrt load`` without its display: parsing flags, handling Ctrl-C, writing files, and the CI gate."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -20,9 +21,11 @@ from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.opening import find_modules
 from asynctrt.loadtest.page import interactive
 from asynctrt.loadtest.report import FORMAT, Report, mean_figures, saved_figures
+from asynctrt.loadtest.saving import as_csv
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
+from asynctrt.loadtest.tls import Tls
 from asynctrt.loadtest.views import main_run
 from asynctrt.options import Options
 
@@ -42,6 +45,8 @@ ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 FAILED_SHARE: Final = 0.5
 """If more than this share of a run's requests fail, the exit status is always ``NOT_GOOD``."""
+
+TLS_NAMES: Final = tuple(item.name for item in dataclasses.fields(Tls))
 
 SAME_TEST: Final = ("rate", "callers", "arrivals", "rows", "dims", "think", "burst", "swing")
 """Settings that must be the same in a run and its baseline."""
@@ -97,6 +102,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         tuple(given.get("header") or ()),
         given.get("method"),
         given.get("until_message"),
+        Tls(**{name: given[name] for name in TLS_NAMES if name in given}),
     )
     if spec.is_server and options:
         raise OptionsError(
@@ -117,7 +123,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
     if fail_if and sweep:
         raise OptionsError("fail-if applies to one load, and a sweep has several: leave one of them out")
     if given.get("baseline") is not None:
-        baseline = read_report(given["baseline"])
+        baseline = read_report(given["baseline"], "baseline")
     elif any(item.is_relative for item in fail_if) and not compare:
         raise OptionsError(
             "a relative --fail-if needs a --baseline: give one, or an absolute value such as p99>20ms"
@@ -182,7 +188,8 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
     elif planned.json is not None:
         pages.append((planned.json, report.as_text))
     if planned.report is not None:
-        pages.append((planned.report, lambda: interactive(report)))
+        is_table = planned.report.suffix == ".csv"
+        pages.append((planned.report, lambda: as_csv(report) if is_table else interactive(report)))
     for path, make in pages:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -234,7 +241,7 @@ def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str
     return UNJUDGED if is_unjudged or not_checked else 0
 
 
-def read_report(path: Path) -> dict[str, Any]:
+def read_report(path: Path, what: str = "report") -> dict[str, Any]:
     """Read a report that was saved as JSON.
 
     :raises UsageError: if the file cannot be read, or is not a report.
@@ -242,7 +249,7 @@ def read_report(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"the baseline {str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"the {what} {str(path)!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("runs"):
         raise UsageError(f"{str(path)!r} is not the report of a load test: make one with --json")
     return content
@@ -314,7 +321,7 @@ def _check_writable(path: Path) -> None:
     folder = path if path.is_dir() else path.parent
     while not folder.exists():
         folder = folder.parent
-    if path.is_dir() and path.suffix in (".json", ".html"):
+    if path.is_dir() and path.suffix in (".json", ".html", ".csv"):
         raise UsageError(f"{str(path)!r} is a folder, not a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(

@@ -20,6 +20,7 @@ from asynctrt.loadtest.report import (
     Moment,
     Resources,
     Run,
+    StepFigures,
     StreamFigures,
 )
 from asynctrt.loadtest.runner import OWN_ERROR, Outcome
@@ -98,8 +99,8 @@ def make_run(
     if held_back is not None:
         notes = (*notes, held_back)
     counters = next((item.batches for item in outcomes if item.batches), None)
-    batches = batch_figures(counters)
-    unbelievable = _unbelievable(counters, sum(item.answered for item in outcomes))
+    batches = batch_figures(counters, _requests_counted(counted, count))
+    unbelievable = _unbelievable(counters, _counted_and_answered(counted))
     if unbelievable is not None:
         batches, notes = None, (*notes, unbelievable)
     level = plan.is_level
@@ -134,6 +135,7 @@ def make_run(
         parameters=parameters,
         kept=_kept(plan, windows),
         stream=_stream(whole, seconds),
+        steps=_steps(whole, counted.windows),
     )
 
 
@@ -322,27 +324,58 @@ def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
     return half.completed / ((len(windows) - len(windows) // 2) * plan.window_ns / 1e9)
 
 
-def _unbelievable(counters: BatchCounters | None, answered: int) -> str | None:
+def _counted_and_answered(counted: Counted) -> tuple[int, int]:
+    """Return the target's count of requests, and that of the answers in the same time.
+
+    This is the whole run with its warm-up, if the target's count is known from its beginning.
+    """
+    outcomes = counted.outcomes
+    known = [outcome.requests for outcome in outcomes if outcome.requests is not None]
+    if known:  # The process that ended last has read the most.
+        return max(known), sum(window.answered for window in counted.windows.values())
+    batches = next((outcome.batches for outcome in outcomes if outcome.batches), None)
+    return batches.requests if batches else 0, sum(outcome.answered for outcome in outcomes)
+
+
+def _unbelievable(counters: BatchCounters | None, both: tuple[int, int]) -> str | None:
     """Return a note that the target's own statistics are implausible; ``None`` if they may be right."""
+    requests, answered = both
     if counters is None or not answered:
         return None
-    is_all = COUNTED_SHARE * answered <= counters.requests <= answered / COUNTED_SHARE
+    is_all = COUNTED_SHARE * answered <= requests <= answered / COUNTED_SHARE
     if is_all and min(counters.batches, counters.queue_ns) >= 0:
         return None
     return (
-        f"the target's own statistics are left out: they rose by {counters.requests:,} requests, and "
+        f"the target's own statistics are left out: they rose by {requests:,} requests, and "
         f"{answered:,} were answered. It has other clients too, or began anew, or has several processes of "
         "which each tells its own"
     )
 
 
-def batch_figures(counters: BatchCounters | None) -> BatchFigures | None:
-    """Return the figures of a target's batches; ``None`` if it has no statistics, or computed nothing."""
+def _requests_counted(counted: Counted, count: int) -> int | None:
+    """Return the target's own count of the measured requests; ``None`` if it is unknown.
+
+    No request is in flight before a run and after it, so its count of the whole run is exact. Subtract the
+    answers to requests that are not measured. A reading at the end of the warm-up could not be exact.
+    """
+    known = [outcome.requests for outcome in counted.outcomes if outcome.requests is not None]
+    if not known:
+        return None
+    windows = counted.windows.items()
+    others = sum(window.answered for number, window in windows if not 0 <= number < count)
+    return max(known) - others  # The process that ended last has read the most.
+
+
+def batch_figures(counters: BatchCounters | None, measured: int | None = None) -> BatchFigures | None:
+    """Return the figures of a target's batches; ``None`` if it has no statistics, or computed nothing.
+
+    :param measured: the number of requests if it is known better than from the counters.
+    """
     if counters is None or not counters.batches or not counters.requests:
         return None
     requests = counters.requests
     return BatchFigures(
-        requests=requests,
+        requests=requests if measured is None else measured,
         batches=counters.batches,
         mean_rows=counters.rows / counters.batches,
         queue=counters.queue_ns / requests / 1e6,
@@ -358,6 +391,16 @@ def _stream(whole: Window, seconds: float) -> StreamFigures | None:
     if not len(whole.first):
         return None
     return StreamFigures(whole.pieces / seconds, latencies(whole.first), latencies(whole.between))
+
+
+def _steps(whole: Window, windows: Windows) -> dict[str, StepFigures]:
+    """Return the figures of the steps, in the order in which they first ended, also in the warm-up."""
+    names = dict.fromkeys(name for number in sorted(windows) for name in windows[number].steps)
+    return {
+        name: StepFigures(len(step.latency) + step.failed, step.failed, latencies(step.latency))
+        for name in names
+        if (step := whole.steps.get(name)) is not None
+    }
 
 
 def _moments(windows: Sequence[Window], window_s: float, seconds: float) -> tuple[Moment, ...]:
@@ -380,6 +423,7 @@ def _moments(windows: Sequence[Window], window_s: float, seconds: float) -> tupl
                 p99=figures.get("p99"),
                 max=figures.get("max"),
                 errors=part.failed,
+                answered=part.answered,
                 late_p99=late.get("p99"),
             )
         )

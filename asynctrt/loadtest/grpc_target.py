@@ -41,6 +41,7 @@ from asynctrt.loadtest.kserve import (
     read_specs,
 )
 from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.tls import Tls
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
@@ -82,7 +83,7 @@ async def open_grpc_target(spec: TargetSpec) -> Target:
     :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
     :raises OptionsError: if the address names no model, and the server has several.
     """
-    target = GrpcTarget(read_grpc_address(spec), headers_of(spec))
+    target = GrpcTarget(read_grpc_address(spec), headers_of(spec), spec.tls)
     try:
         async with asyncio.timeout(OPEN_S):
             await target.read()
@@ -115,7 +116,7 @@ class GrpcTarget:
     kind = "grpc"
     in_flight_max = None
 
-    def __init__(self, address: Address, headers: Headers) -> None:
+    def __init__(self, address: Address, headers: Headers, tls: Tls) -> None:
         self.name = address.model
         self._address = address
         host = next((value for name, value in headers if name.lower() == "host"), None)
@@ -127,7 +128,7 @@ class GrpcTarget:
             ("grpc.max_receive_message_length", ANSWER_NBYTES_MAX),
         )
         scheme, _, where = address.server.partition("://")
-        credentials = grpc.ssl_channel_credentials() if scheme == "grpcs" else None
+        credentials = grpc.ssl_channel_credentials(*tls.credentials()) if scheme == "grpcs" else None
         if host is not None:
             options += (("grpc.default_authority", host),)
         self._connect = partial(_Connection, where, credentials, options)

@@ -38,6 +38,7 @@ from asynctrt.loadtest.kserve import (
     read_specs,
 )
 from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.tls import Tls
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
@@ -65,17 +66,17 @@ async def open_http_target(spec: TargetSpec) -> Target:
     :raises TargetError: if the server cannot be reached, or does not speak KServe.
     :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
     """
-    return HttpTarget(await open_pages(read_address(spec), headers_of(spec)))
+    return HttpTarget(await open_pages(read_address(spec), headers_of(spec), spec.tls))
 
 
-async def open_pages(address: Address, headers: Headers) -> "Pages":
+async def open_pages(address: Address, headers: Headers, tls: Tls) -> "Pages":
     """Read a server's description of a model. If the address names no model, read that of the only one.
 
     Raises what :func:`open_http_target` raises.
 
     :raises OptionsError: if the address names no model, and the server has several.
     """
-    pages = Pages(address, headers)
+    pages = Pages(address, headers, tls)
     try:
         await pages.read()
     except ConnectionLostError as error:
@@ -90,14 +91,16 @@ async def open_pages(address: Address, headers: Headers) -> "Pages":
 class Pages:
     """Read a server's description and statistics of one model, and own the connections to the server."""
 
-    def __init__(self, address: Address, headers: Headers) -> None:
+    def __init__(self, address: Address, headers: Headers, tls: Tls) -> None:
         self.address = address
         if has(headers, "Accept-Encoding"):
             raise OptionsError("the header 'Accept-Encoding' cannot be given: answers are read as they are")
         self.session = aiohttp.ClientSession(
             # Do not limit the connections, because a request that waits for one would be late. Resolve the
             # host name only once.
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
+            connector=aiohttp.TCPConnector(
+                limit=0, ttl_dns_cache=None, ssl=tls.used_by(address.server.partition(":")[0])
+            ),
             headers=CIMultiDict([*headers, ("Accept-Encoding", "identity")]),
             skip_auto_headers=("Accept", "User-Agent"),
             cookie_jar=aiohttp.DummyCookieJar(),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
+from asynctrt.core.loading import is_attribute
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.criteria import FIGURES
 from asynctrt.loadtest.report import Comparison, Interval, Run
@@ -14,7 +15,7 @@ from asynctrt.loadtest.search import Search
 from asynctrt.loadtest.session import LoadCase, LoadSession
 from asynctrt.loadtest.settings import Arrays, LoadSettings
 from asynctrt.loadtest.statistics import interval, ratio_interval
-from asynctrt.loadtest.targets import TargetSpec
+from asynctrt.loadtest.targets import SEND_APART, TargetSpec
 
 Kind = Literal["run", "repeats", "sweep", "search", "compare"]
 
@@ -58,10 +59,10 @@ class LoadJob:
                 raise OptionsError(f"a search begins at one constant rate, not {settings.rate!r}")
         if not 0.001 <= self.precision <= 1:
             raise OptionsError(f"precision must be a share from 0.001 to 1, not {self.precision!r}")
-        if settings.processes > 1 and not (isinstance(self.target, TargetSpec) and self.target.is_server):
-            raise OptionsError(
-                "several processes can only send to a server: serve the engine, and give its address"
-            )
+        if settings.processes > 1 and not (
+            isinstance(self.target, TargetSpec) and (self.target.is_server or is_attribute(self.target.where))
+        ):
+            raise OptionsError(SEND_APART)
         if settings.trace_batches and isinstance(self.target, TargetSpec) and self.target.is_server:
             raise OptionsError(
                 "trace_batches needs an engine in the same process: the batches of a server cannot be traced "

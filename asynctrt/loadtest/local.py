@@ -1,6 +1,7 @@
 """Sends from this process, on this event loop."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt._util import clock
-from asynctrt.errors import AsynctrtError, TargetError, describe
+from asynctrt.errors import AsynctrtError, OptionsError, TargetError, describe
 from asynctrt.loadtest.arrivals import read_trace
 from asynctrt.loadtest.limits import room
 from asynctrt.loadtest.opening import opened
@@ -18,7 +19,7 @@ from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import Outcome, Runner
 from asynctrt.loadtest.samples import Sample, make_samples
 from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.loadtest.targets import Target, TargetSpec
+from asynctrt.loadtest.targets import SEND_APART, BatchCounters, Target, TargetSpec
 
 LEAD_NS: Final = 20_000_000
 """Delay between the call and the start of a run, to set everything up."""
@@ -36,6 +37,7 @@ class Local:
         self._samples = samples
         self._prepared = [target.prepare(sample.inputs, sample.priority) for sample in samples]
         self._runner: Runner | None = None
+        self._first: BatchCounters | None = None
 
     @classmethod
     @asynccontextmanager
@@ -46,6 +48,8 @@ class Local:
         :raises AsynctrtError: the target's own error, if it refuses the first requests.
         """
         async with opened(target, trace_batches=settings.trace_batches) as found:
+            if settings.processes > 1 and found.kind == "engine":
+                raise OptionsError(SEND_APART)
             shapes = trace_shapes(read_trace(settings.trace)) if settings.trace is not None else ()
             if settings.inputs is None and getattr(found, "is_self_contained", False):
                 samples = [Sample({}, settings.rows)]
@@ -76,11 +80,19 @@ class Local:
             room=has_room if is_server else None,
         )
 
+    async def count(self) -> None:
+        """Read the target's counters while no request of the next run has been sent."""
+        self._first = None
+        with contextlib.suppress(Exception):  # Without them, the run has no figures of batches.
+            self._first = await self.target.batches()
+
     async def run(
         self, plan: ProcessPlan, emit: Callable[[Windows], None], start_ns: int | None = None
     ) -> Outcome:
-        """Perform one run; see :meth:`Runner.run`."""
-        self._runner = Runner(self.target, self._samples, self._prepared, plan)
+        """Perform one run; see :meth:`Runner.run`. For a set start, call :meth:`count` before."""
+        if start_ns is None:
+            await self.count()
+        self._runner = Runner(self.target, self._samples, self._prepared, plan, self._first)
         try:
             return await self._runner.run(clock.now_ns() + LEAD_NS if start_ns is None else start_ns, emit)
         finally:

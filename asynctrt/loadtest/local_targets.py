@@ -2,14 +2,16 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from typing import Any
 
 import numpy as np
 
 from asynctrt.engine import Engine
 from asynctrt.errors import TargetError
+from asynctrt.loadtest.steps import STEPS, StepTime
 from asynctrt.loadtest.targets import BatchCounters
 from asynctrt.statistics import BatchTrace, Statistics
 from asynctrt.tensors import Array, InferResult, TensorSpec
@@ -82,7 +84,10 @@ async def _awaited(made: Awaitable[Any]) -> Any:
 
 
 class CallTarget:
-    """Call an async function of the application, and measure whatever it does."""
+    """Call an async function of the application, and measure whatever it does.
+
+    An async generator function makes users: each request resumes an idle user, or a new one, until it yields.
+    """
 
     kind = "function"
     inputs: tuple[TensorSpec, ...] = ()
@@ -92,19 +97,25 @@ class CallTarget:
         self.name = getattr(call, "__qualname__", type(call).__name__)
         self.is_self_contained = _takes_nothing(call)
         """Whether the function takes no arguments, so that no inputs are needed."""
+        self.steps: list[StepTime] = []
+        """The steps that have ended; whoever counts them empties the list."""
         self._call = call
-        self._create_task = asyncio.get_running_loop().create_task
+        self._has_users = inspect.isasyncgenfunction(call)
+        self._idle: list[AsyncGenerator[Any, Any]] = []
+        self._loop = asyncio.get_running_loop()
+        self._context = copy_context()
+        self._context.run(STEPS.set, self.steps)
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
         return dict(inputs)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
-        made = self._call() if self.is_self_contained else self._call(prepared)
+        made = self._resume(prepared) if self._has_users else self._called(prepared)
         if inspect.iscoroutine(made):
-            return self._create_task(made)
+            return self._loop.create_task(made, context=self._context.copy())
         if inspect.isawaitable(made):
             # Wrap even a future in a new task, because two calls may return the same future.
-            return self._create_task(_awaited(made))
+            return self._loop.create_task(_awaited(made), context=self._context.copy())
         raise TargetError(
             f"{self.name} is not an async function: it returned {type(made).__name__}, not an awaitable"
         )
@@ -117,6 +128,27 @@ class CallTarget:
             )
         return {name: np.asarray(value) for name, value in answer.items()}
 
+    def _called(self, prepared: Any) -> Any:
+        return self._call() if self.is_self_contained else self._call(prepared)
+
+    async def _resume(self, prepared: Any) -> Any:
+        """Resume an idle user until it yields. After an exception, or at its end, a new one replaces it."""
+        if self._idle:
+            user = self._idle.pop()
+            with suppress(StopAsyncIteration):  # Its session is over, and another begins.
+                answer = await user.asend(None if self.is_self_contained else prepared)
+                self._idle.append(user)
+                return answer
+        user = self._called(prepared)
+        try:
+            answer = await anext(user)
+        except StopAsyncIteration:
+            raise TargetError(
+                f"{self.name} ended before its first yield: yield at the end of each request"
+            ) from None
+        self._idle.append(user)
+        return answer
+
     async def batches(self) -> BatchCounters | None:
         return None
 
@@ -124,4 +156,7 @@ class CallTarget:
         return []
 
     async def aclose(self) -> None:
-        return
+        """End the users, so that they can close their connections."""
+        while self._idle:
+            with suppress(Exception):  # Their errors no longer matter to the results.
+                await self._idle.pop().aclose()

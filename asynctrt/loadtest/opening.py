@@ -1,8 +1,8 @@
 """Opens the target of a load test. The only module that knows every kind of target."""
 
 import inspect
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -13,7 +13,9 @@ from asynctrt.engine import Engine
 from asynctrt.errors import OptionsError, UsageError, show
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
 from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.several import SeveralTargets
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
+from asynctrt.loadtest.tls import Tls
 from asynctrt.opening import open as open_engine
 
 
@@ -30,7 +32,7 @@ async def opened(
     :raises AsynctrtError: if an engine cannot be opened.
     """
     if isinstance(target, TargetSpec):
-        made = await _open(target, trace_batches=trace_batches)
+        made = await _open_all(target.parts, trace_batches=trace_batches)
     elif isinstance(target, Engine):
         made = EngineTarget(target, owns=False, trace_batches=trace_batches)
     elif isinstance(target, Target):
@@ -55,7 +57,8 @@ def find_modules(spec: TargetSpec, settings: LoadSettings) -> None:
 
 
 def _coroutine_function(where: str) -> Call | None:
-    """Return the coroutine function ``module:name``; ``None`` if it is something else, such as a model."""
+    """Return the coroutine function or async generator function ``module:name``; ``None`` if it is something
+    else, such as a model."""
     module, _, name = where.partition(":")
     if not is_attribute(where):
         return None
@@ -63,13 +66,33 @@ def _coroutine_function(where: str) -> Call | None:
         found: Any = attrgetter(name)(import_module(module))
     except (ImportError, AttributeError):
         return None  # Opening it as a model reports the error.
-    return found if inspect.iscoroutinefunction(found) else None
+    return found if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found) else None
+
+
+async def _open_all(specs: Sequence[TargetSpec], *, trace_batches: bool) -> Target:
+    """Open each address. All must be of the same kind, so that their figures belong together."""
+    kinds = {(spec.scheme, spec.is_plain) for spec in specs}
+    if len(kinds) > 1:
+        raise UsageError("several addresses are of the same scheme, and all or none of models")
+    async with AsyncExitStack() as stack:
+        made = []
+        for spec in specs:
+            made.append(await _open(spec, trace_batches=trace_batches))
+            stack.push_async_callback(made[-1].aclose)
+        if any(target.inputs != made[0].inputs for target in made):
+            raise UsageError("the models at several addresses have different inputs: test them apart")
+        stack.pop_all()
+        return made[0] if len(made) == 1 else SeveralTargets(made)
 
 
 async def _open(spec: TargetSpec, *, trace_batches: bool) -> Target:
     if spec.until_message is not None and not (spec.is_plain and spec.scheme in ("ws", "wss")):
         raise OptionsError(
             "until_message is for websockets that do not speak KServe: what ends any other answer is known"
+        )
+    if spec.tls != Tls() and spec.scheme not in ("https", "wss", "grpcs"):
+        raise OptionsError(
+            "ca, cert, key and insecure are for addresses with TLS: https://, wss:// and grpcs://"
         )
     if not spec.scheme:
         call = _coroutine_function(spec.where)

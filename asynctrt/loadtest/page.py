@@ -119,7 +119,9 @@ def render(report: Report, charts: Sequence[Chart] = ()) -> str:
         chart_style=(UPLOT / "uPlot.min.css").read_text("utf-8") if charts else "",
         scripts=[Script(path.read_text("utf-8")) for path in SCRIPTS] if charts else [],
         tables=[
-            table for table in (_runs(report), _streams(report), _inside(report), _errors(report)) if table
+            table
+            for table in (_runs(report), _streams(report), _steps(report), _inside(report), _errors(report))
+            if table
         ],
         facts=[
             ("Target", list(flat(report.target))),
@@ -404,6 +406,22 @@ def _streams(report: Report) -> Table | None:
     }
     note = "Times are in ms: from when a request was due to its answer's first piece, and between its pieces."
     return _table("Answers in pieces", columns, report, note)
+
+
+def _steps(report: Report) -> Table | None:
+    """Return a table with a row for each step of each run."""
+    names = (*PERCENTILES, "mean", "max")
+    rows = []
+    for run in report.runs:
+        for name, found in run.steps.items():
+            known = [found.latency.get(figure) for figure in names]
+            times = [Cell(DASH, TOO_FEW) if value is None else Cell(number(value)) for value in known]
+            failed = Cell(f"{found.failed:,}", level="bad" if found.failed else "")
+            labels = [Cell(run.label)] if len(report.runs) > 1 else []
+            rows.append((*labels, Cell(name), Cell(f"{found.count:,}"), failed, *times))
+    note = "Times are in ms, from the beginning to the end of a step; those of failed steps do not count."
+    head = (*["Run"] * (len(report.runs) > 1), "Step", "Count", "Failed", *names)
+    return Table("Steps", head, tuple(rows), note) if rows else None
 
 
 def _inside(report: Report) -> Table | None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from array import array
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +28,7 @@ from asynctrt.loadtest.targets import (
     TargetSpec,
     without_password,
 )
-from asynctrt.loadtest.templates import Template
+from asynctrt.loadtest.templates import Line, Template
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array, TensorSpec
 
@@ -80,18 +80,29 @@ async def open_plain_target(spec: TargetSpec) -> Target:
                 "said: set body to a text or to JSON"
             )
         is_last = None if spec.until_message is None else ending(spec.until_message)
-        return PlainWebsocketTarget(url, template, _session(headers), is_last)
+        if "${" in spec.where or any("${" in text for text in spec.headers):
+            raise OptionsError(
+                "a websocket is opened once for many requests, so its address and headers cannot have "
+                "placeholders"
+            )
+        return PlainWebsocketTarget(url, template, _session(headers, spec), is_last)
     if template is not None and not has(headers, "Content-Type"):
         kind = "text/plain; charset=utf-8" if template.is_text else "application/octet-stream"
         headers.append(("Content-Type", "application/json" if template.is_json else kind))
     method = (spec.method or ("GET" if template is None else "POST")).upper()
-    return PlainHttpTarget(url, method, template, _session(headers))
+    lines = [(name, Line(value)) for name, value in headers]
+    varied = [(name, line) for name, line in lines if line.names]
+    same = [pair for pair, (_, line) in zip(headers, lines, strict=True) if not line.names]
+    address = Line(spec.where, is_address=True)
+    return PlainHttpTarget(
+        url, method, template, _session(same, spec), address if address.names else None, varied
+    )
 
 
-def _session(headers: Headers) -> aiohttp.ClientSession:
+def _session(headers: Headers, spec: TargetSpec) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         # Do not limit the connections, because a request that waits for one would be late.
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, ssl=spec.tls.used_by(spec.scheme)),
         headers=CIMultiDict(headers),
         # The limits of browsers and curl; the library's defaults are meant for servers.
         max_line_size=HEADERS_NBYTES_MAX,
@@ -171,18 +182,39 @@ class PlainHttpTarget(_PlainTarget):
     kind = "http"
 
     def __init__(
-        self, url: URL, method: str, template: Template | None, session: aiohttp.ClientSession
+        self,
+        url: URL,
+        method: str,
+        template: Template | None,
+        session: aiohttp.ClientSession,
+        address: Line | None = None,
+        headers: Sequence[tuple[str, Line]] = (),
     ) -> None:
         super().__init__(url, template, session)
         self._method = method
+        self._address = address
+        self._headers = headers
+        if address is not None or headers:
+            self.is_self_contained = False
+
+    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+        """Fill a request's arrays into the address, the headers and the body."""
+        url, headers = self._url, None
+        if self._address is not None:
+            url = URL(self._address.fill(inputs), encoded=True)
+        if self._headers:
+            headers = CIMultiDict([(name, line.fill(inputs)) for name, line in self._headers])
+        return url, headers, super().prepare(inputs, priority)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
         """Send a request."""
-        return self._create_task(self._send(prepared))
+        return self._create_task(self._send(*prepared))
 
-    async def _send(self, body: bytes | None) -> bytes | Streamed:
+    async def _send(self, url: URL, headers: Any, body: bytes | None) -> bytes | Streamed:
         try:
-            response = await self._session.request(self._method, self._url, data=body, allow_redirects=False)
+            response = await self._session.request(
+                self._method, url, headers=headers, data=body, allow_redirects=False
+            )
             try:
                 if response.content_type == EVENT_STREAM and 200 <= response.status < 300:
                     return await self._read_events(response)

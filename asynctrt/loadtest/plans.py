@@ -68,7 +68,7 @@ class ProcessPlan:
 
 def resolve(settings: LoadSettings) -> tuple[float, float]:
     """Return the lengths of the warm-up and the measurement in seconds, with defaults filled in."""
-    seconds = SECONDS_DEFAULT if settings.seconds is None else settings.seconds
+    seconds = settings.seconds or settings.stages_s or SECONDS_DEFAULT
     # A trace is sent only once, so it has no warm-up.
     return (0.0 if settings.trace is not None else settings.warmup), seconds
 

@@ -122,6 +122,7 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
         connection.send(Ready(local.target.name, local.target.kind))
         while isinstance(order := await orders.get(), Order):
             plan = local.plan(order.settings, share, order.settings.processes)
+            await local.count()
             connection.send(Planned(plan))
             start = await orders.get()
             if not isinstance(start, Start):

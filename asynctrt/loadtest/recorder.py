@@ -5,13 +5,14 @@ source of the throughput, and ``pieces`` count answers when they come.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from asynctrt.loadtest.histogram import Counts, Ints, merged
+from asynctrt.loadtest.steps import StepTime
 
 WARM_UP: Final = -1
 """The number of the window for everything before measuring starts."""
@@ -34,6 +35,14 @@ class ErrorCount:
 
 
 @dataclass(slots=True)
+class StepCount:
+    """Count the steps of one name: the latency of those that succeeded, and the number that failed."""
+
+    latency: Counts = field(default_factory=Counts)
+    failed: int = 0
+
+
+@dataclass(slots=True)
 class Window:
     """Hold the counts of one window of time."""
 
@@ -52,6 +61,8 @@ class Window:
     pieces: int = 0
     """Number of pieces that came in this window."""
     errors: dict[str, ErrorCount] = field(default_factory=dict)
+    steps: dict[str, StepCount] = field(default_factory=dict)
+    """Steps by their name that began in this window."""
 
     @property
     def answered(self) -> int:
@@ -67,6 +78,8 @@ class Window:
         """Compact the counts, so that they take less memory."""
         for counts in (self.latency, self.uncorrected, self.lateness, self.first, self.between):
             counts.compact()
+        for step in self.steps.values():
+            step.latency.compact()
 
     def merge(self, other: "Window") -> None:
         """Add counts of the same window: another process's, or later ones."""
@@ -80,6 +93,10 @@ class Window:
         self.pieces += other.pieces
         for kind, error in other.errors.items():
             _count(self.errors, kind, error.count, error.example)
+        for name, step in other.steps.items():
+            mine = _step(self.steps, name)
+            mine.latency.merge(step.latency)
+            mine.failed += step.failed
 
 
 Windows = dict[int, Window]
@@ -113,6 +130,10 @@ def total(windows: Iterable[Window]) -> Window:
     for item in items:
         for kind, error in item.errors.items():
             _count(whole.errors, kind, error.count, error.example)
+    for name in dict.fromkeys(name for item in items for name in item.steps):
+        steps = [item.steps[name] for item in items if name in item.steps]
+        latency = merged(step.latency for step in steps)
+        whole.steps[name] = StepCount(latency, sum(step.failed for step in steps))
     return whole
 
 
@@ -157,6 +178,19 @@ class RunRecorder:
         self._pieces += len(came_ns)
         if self._pieces >= BLOCK:
             self.flush_pieces()
+
+    def stepped(self, steps: Sequence[StepTime]) -> None:
+        """Count steps that have ended."""
+        taken: dict[tuple[int, str], list[int]] = {}
+        for step in steps:
+            if step.has_failed:
+                _step(self._window(step.began_ns).steps, step.name).failed += 1
+            else:
+                key = self._number(step.began_ns), step.name
+                taken.setdefault(key, []).append(step.ended_ns - step.began_ns)
+        for (number, name), times_ns in taken.items():
+            window = self._windows.setdefault(number, Window())
+            _step(window.steps, name).latency.add(np.array(times_ns, np.int64))
 
     def failed(self, due_ns: int, kind: str, example: str) -> None:
         """Count a request that was due at ``due_ns`` and ended with an error."""
@@ -212,8 +246,10 @@ class RunRecorder:
         return windows
 
     def _window(self, due_ns: int) -> Window:
-        number = max(WARM_UP, (due_ns - self._from_ns) // self._window_ns)
-        return self._windows.setdefault(number, Window())
+        return self._windows.setdefault(self._number(due_ns), Window())
+
+    def _number(self, due_ns: int) -> int:
+        return max(WARM_UP, (due_ns - self._from_ns) // self._window_ns)
 
     def _by_window(self, times_ns: Ints) -> Iterator[tuple[Window, Any]]:
         """Yield each window that contains some of the times, with the indices of these times."""
@@ -224,6 +260,12 @@ class RunRecorder:
         numbers = np.maximum((times_ns - self._from_ns) // self._window_ns, WARM_UP)
         for number in sorted(set(numbers.tolist())):  # Not np.unique, whose first call imports numpy.ma.
             yield self._windows.setdefault(number, Window()), numbers == number
+
+
+def _step(steps: dict[str, StepCount], name: str) -> StepCount:
+    if name not in steps and len(steps) >= KINDS_MAX:
+        name = "others"
+    return steps.setdefault(name, StepCount())
 
 
 def _taken(times: "array[int]") -> Ints:

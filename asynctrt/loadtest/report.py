@@ -61,6 +61,8 @@ class Moment:
     errors: int
     late_p99: float | None
     """The generator's lateness, in ms."""
+    answered: int = 0
+    """Answered requests that were due in it. They add up to those of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,13 @@ class BatchFigures:
     """Hold the figures of the batches computed during a run. Times are means per request, in ms.
 
     They cover everything computed after the last request of the warm-up had ended, including requests of
-    other callers. If a GPU times only a sample of the batches, the others count with the usual time for their
-    size.
+    other callers; a few measured requests may have been answered before. If a GPU times only a sample of the
+    batches, the others count with the usual time for their size.
     """
 
     requests: int
-    """Answered requests, as counted by the target: if an engine splits a request, it counts each part."""
+    """Answers to all measured requests, as counted by the target: if it has no other callers, the run's
+    ``answered``. If an engine splits a request, it counts each part."""
     batches: int
     mean_rows: float
     queue: float
@@ -97,6 +100,17 @@ class StreamFigures:
     """Time from when a request was due to its answer's first piece."""
     between: Mapping[str, float]
     """Time from each piece of an answer to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Hold the figures of the steps of one name (:func:`asynctrt.loadtest.step`)."""
+
+    count: int
+    """Number of steps that began in the measured time."""
+    failed: int
+    latency: Mapping[str, float]
+    """Time from the beginning to the end of a step, in ms by name, like a run's latencies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +200,8 @@ class Run:
     """Figures of answers in pieces; ``None`` if they came whole."""
     unjudged: Mapping[str, str] = field(default_factory=dict)
     """Criteria of the slo that cannot be judged from so few requests, and why."""
+    steps: Mapping[str, StepFigures] = field(default_factory=dict)
+    """Figures of the steps by name, in the order in which they first ended."""
 
     def __repr__(self) -> str:
         told = [f"{self.answered:,} of {self.requests:,} answered", f"{self.throughput:,.6g} requests/s"]

@@ -24,6 +24,7 @@ from asynctrt.loadtest.arrivals import Arrivals
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import BLOCK, RunRecorder, Windows
 from asynctrt.loadtest.samples import Sample, differs
+from asynctrt.loadtest.steps import StepTime
 from asynctrt.loadtest.streams import Streamed
 from asynctrt.loadtest.targets import BatchCounters, Target
 from asynctrt.statistics import BatchTrace
@@ -80,12 +81,15 @@ class Outcome:
     """The target's own counters, starting when the last request due in the warm-up has ended."""
     answered: int = 0
     """Answers that came in the same time."""
+    requests: int | None = None
+    """Requests that the target counted in the whole run with its warm-up; ``None`` if it counts none."""
     trace: tuple[BatchTrace, ...] = ()
 
 
 class Runner:
     """Perform one run of one process against one target. :meth:`stop` ends it early.
 
+    :param first: the target's counters from before anything is sent; ``None`` if it has none.
     :param now_ns: the clock, in ns.
     """
 
@@ -95,6 +99,7 @@ class Runner:
         samples: Sequence[Sample],
         prepared: Sequence[Any],
         plan: ProcessPlan,
+        first: BatchCounters | None = None,
         now_ns: Callable[[], int] = clock.now_ns,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -104,6 +109,7 @@ class Runner:
         self._prepared = prepared
         self._plan = plan
         self._start = target.start
+        self._steps: list[StepTime] = getattr(target, "steps", [])
         self._timeout_ns = plan.timeout_ns
         self._room = max(1, plan.in_flight_max // plan.shares)
         self._requests_max = NEVER
@@ -124,6 +130,7 @@ class Runner:
         self._answers = self._answers_before = 0
         self._callers = 0
         self._outcome = Outcome()
+        self._first = first
         self._before: BatchCounters | None = None
         self._handle: asyncio.TimerHandle | None = None
         self._sent_of = self._choices()
@@ -149,6 +156,7 @@ class Runner:
         plan = self._plan
         self._start_ns = start_ns
         self._from_ns = start_ns + plan.warmup_ns
+        self._steps.clear()  # Those of the first requests, which are tries.
         self._recorder = RunRecorder(start_ns + plan.warmup_ns, plan.window_ns)
         self._end_ns = start_ns + plan.warmup_ns + plan.measured_ns
         self._alarm = create_alarm(self._loop, self._tick, self._now_ns)
@@ -179,6 +187,7 @@ class Runner:
             if self._stopped_ns is not None:
                 outcome.stopped_ns = self._stopped_ns - start_ns
             outcome.sent = self._sent
+            self._take_steps()
             emit(self._recorder.take())
             await self._take_batches(counting)
             return outcome
@@ -385,6 +394,7 @@ class Runner:
         elif self._sending and now_ns - self._due[self._next] > BEHIND_NS_MAX:
             self._outcome.is_overwhelmed = True
             self.stop()
+        self._take_steps()
         if now_ns - self._emitted_ns >= EMIT_NS:
             self._emitted_ns = now_ns
             try:
@@ -395,6 +405,12 @@ class Runner:
         self._end_if_idle()
         if not self._ended.done():
             self._handle = self._loop.call_later(TICK_S, self._look)
+
+    def _take_steps(self) -> None:
+        """Count the steps that have ended."""
+        if self._steps:
+            self._recorder.stepped(self._steps)
+            self._steps.clear()
 
     def _give_up_late(self, now_ns: int) -> None:
         """Give up requests that timed out, in flight or in the backlog, and count them as errors."""
@@ -474,6 +490,8 @@ class Runner:
         if self._before is not None and after is not None:
             self._outcome.batches = after.since(self._before)
             self._outcome.answered = self._answers - self._answers_before
+            if self._first is not None:
+                self._outcome.requests = after.requests - self._first.requests
 
 
 def _described(error: BaseException) -> tuple[str, str]:

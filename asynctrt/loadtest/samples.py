@@ -1,6 +1,8 @@
 """Makes the requests to send, from random rows, files, or a folder and a reader; and checks answers."""
 
+import csv
 import importlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,9 @@ class Sample:
     group: str = ""
     expected: Mapping[str, Array] | None = None
 
+
+COLUMNS: Final = (".csv", ".jsonl", ".ndjson")
+"""Suffixes of files that hold a table."""
 
 Reader = Callable[[Path], Any]
 Shape = tuple[tuple[str, int], ...]
@@ -144,11 +149,10 @@ def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator
     elif settings.reader is not None:
         yield from _read_folder(path, find_reader(settings.reader), settings, specs)
         return
-    elif path.suffix not in (".npy", ".npz"):
+    elif path.suffix not in (".npy", ".npz", *COLUMNS):
         raise UsageError(
-            f"{str(path)!r} is neither an .npz nor an .npy: set a reader, module:function, which turns a "
-            "file "
-            "into arrays"
+            f"{str(path)!r} is neither .npz nor .npy, .csv nor .jsonl: set a reader, module:function, which "
+            "turns a file into arrays"
         )
     arrays = _named(_load(given), specs, str(path))
     expected = _load(settings.expect) if settings.expect is not None else None
@@ -183,6 +187,8 @@ def _load(path: Any) -> Any:
     """
     if not isinstance(path, Path):
         return path[""] if list(path) == [""] else dict(path)
+    if path.suffix in COLUMNS:
+        return _columns(path)
     try:
         with path.open("rb") as file:  # NumPy leaves a damaged file open.
             content = np.load(file, allow_pickle=False)
@@ -194,6 +200,29 @@ def _load(path: Any) -> Any:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
     except Exception as error:  # A damaged archive raises errors of zipfile and of zlib.
         raise UsageError(f"{str(path)!r} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _columns(path: Path) -> dict[str, Array]:
+    """Read a table: CSV, whose values stay text as they are written, or JSON Lines, an object each line."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".csv":
+                rows: list[Any] = list(csv.DictReader(file, strict=True))
+            else:
+                rows = [json.loads(line) for line in file if line.strip()]
+    except (OSError, ValueError, csv.Error, RecursionError) as error:
+        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+    names = list(rows[0]) if rows and isinstance(rows[0], dict) else []
+    for number, row in enumerate(rows, 1):
+        # The reader of CSV gives too many values the name None, and missing ones the value None.
+        if not isinstance(row, dict) or list(row) != names or None in row or None in row.values():
+            raise UsageError(
+                f"row {number} of {str(path)!r} does not have a value for each of {names}, and no others"
+            )
+    try:
+        return {name: np.array([row[name] for row in rows]) for name in names}
+    except ValueError as error:
+        raise UsageError(f"{str(path)!r} has lists of different lengths in one column: {error}") from error
 
 
 def find_reader(where: str) -> Reader:
@@ -269,6 +298,8 @@ def _array(value: Any, spec: TensorSpec | None, where: str) -> Array:
         if spec is not None and spec.dtype.kind in "biufc" and isinstance(value, list | tuple | int | float):
             return convert(spec, value)
         array = np.asarray(value)
+        if spec is not None and array.ndim and array.dtype.kind == "U" and spec.dtype.kind in "biuf":
+            array = array.astype(spec.dtype)  # Numbers of a CSV file.
     except ValueError as error:
         raise UsageError(f"{where!r} has a value that cannot become an array: {error}") from error
     return array if spec is None else _with_name(array, spec.dtype)

@@ -1,5 +1,7 @@
 """The result of a load test from Python: a report that can be saved to files and shown in a notebook."""
 
+import csv
+import io
 import platform
 import shlex
 import sys
@@ -14,6 +16,7 @@ from typing import Any, Final
 from asynctrt._util.files import write_whole
 from asynctrt.devices.host import cores
 from asynctrt.errors import UsageError
+from asynctrt.loadtest.criteria import LATENCIES
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.targets import without_password
 
@@ -47,7 +50,7 @@ class LoadReport(Report):
         return head + "".join(warnings) + f"<table>{''.join(rows)}</table>"
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write the report in the format of the file's suffix: ``.json``, or ``.html`` with charts.
+        """Write the report in the format of the file's suffix: ``.json``, ``.html`` with charts, or ``.csv``.
 
         :returns: the files.
         :raises UsageError: for another suffix, or if the file cannot be written; an existing file is then
@@ -56,13 +59,15 @@ class LoadReport(Report):
         path = Path(path)
         if path.suffix == ".json":
             text = self.as_text()
+        elif path.suffix == ".csv":
+            text = as_csv(self)
         elif path.suffix == ".html":
             from asynctrt.loadtest.page import interactive  # noqa: PLC0415
 
             text = interactive(self)
         else:
             raise UsageError(
-                f"{str(path)!r} is not a .json or .html file: a report is written as one of these"
+                f"{str(path)!r} is not a .json, .html or .csv file: a report is written as one of these"
             )
         try:
             write_whole(path, text)
@@ -77,6 +82,29 @@ class LoadReport(Report):
         from asynctrt.loadtest import page  # noqa: PLC0415
 
         return page.headline(self)
+
+
+def as_csv(report: Report) -> str:
+    """Return a table with a row for each run, and for each of its steps.
+
+    Latencies are in ms, throughput and goodput in requests/s. An unknown figure is an empty field.
+    """
+    text = io.StringIO()
+    names = [f"{name}_ms" for name in LATENCIES]
+    head = ["run", "step", "seconds", "requests", "answered", "failed", "throughput", "goodput", *names]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*head, "complete", "void"])
+    for run in report.runs:
+        failed = sum(error.count for error in run.errors.values())
+        last = [run.complete, "; ".join(run.void)]
+        figures = [run.requests, run.answered, failed, run.throughput, run.goodput]
+        latency = [run.latency.get(name) for name in LATENCIES]
+        writer.writerow([run.label, "", run.seconds, *figures, *latency, *last])
+        for name, step in run.steps.items():
+            figures = [step.count, step.count - step.failed, step.failed, None, None]
+            latency = [step.latency.get(figure) for figure in LATENCIES]
+            writer.writerow([run.label, name, run.seconds, *figures, *latency, *last])
+    return text.getvalue()
 
 
 def describe_machine() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from asynctrt._util.validation import (
     validate,
 )
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import LoadProfile
+from asynctrt.loadtest.arrivals import LoadProfile, stages_seconds
 from asynctrt.loadtest.criteria import Criterion, latency_target_ms, parse_slo
 from asynctrt.tensors import Array
 
@@ -95,12 +95,12 @@ class LoadSettings:
     rate: str | float | None = setting(
         default=None,
         doc="""Open loop: requests per second, sent whether or not answers arrive. A number, a ramp such as
-        100..2000, or steps such as 100,500,1000.""",
+        100..2000, or stages such as 100,500,1000, with lengths 100@30s,100..500@1m.""",
     )
     callers: str | int | None = setting(
         default=None,
         doc="""Closed loop: how many callers send, wait for the answer, and send again. A number, a ramp or
-        steps. Default, without a rate: 64.""",
+        stages. Default, without a rate: 64.""",
     )
     think: float = setting(
         default=0.0,
@@ -149,7 +149,7 @@ class LoadSettings:
     seconds: float | None = setting(
         default=None,
         check=duration(0, 1e6, above=True).or_none,
-        doc="How long to measure. Default: 10; for a trace, its own length.",
+        doc="How long to measure. Default: 10; for a trace, or stages with lengths, their own length.",
     )
     warmup: float = setting(
         default=1.0,
@@ -204,8 +204,8 @@ class LoadSettings:
     inputs: Path | None = setting(
         default=None,
         check=PATH_OR_ARRAYS.or_none,
-        doc="""What to send: an .npz with an array for each input, an .npy, or a folder whose files a reader
-        takes. Default: random values.""",
+        doc="""What to send: an .npz with an array for each input, an .npy, a .csv or .jsonl with a column for
+        each, or a folder whose files a reader takes. Default: random values.""",
     )
     reader: str | None = setting(
         default=None,
@@ -281,6 +281,13 @@ class LoadSettings:
         """The parsed SLO."""
         return parse_slo(self.slo)
 
+    @property
+    def stages_s(self) -> float | None:
+        """The length of the stages in seconds, if they have lengths of their own."""
+        if self.trace is not None:
+            return None
+        return stages_seconds(_text((self.rate if self.is_open else self.callers) or CALLERS_DEFAULT))
+
     def profile(self, seconds: float) -> LoadProfile:
         """Return the rate or the number of callers over a run of ``seconds``.
 
@@ -346,6 +353,8 @@ class LoadSettings:
                 raise OptionsError(why)
         if self.trace is None:
             self.profile(1.0)
+        if self.seconds is not None and self.stages_s is not None:
+            raise OptionsError("the stages have lengths of their own: leave seconds out")
         parse_slo(self.slo)
 
 

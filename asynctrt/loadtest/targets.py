@@ -6,6 +6,7 @@
     ws://HOST:PORT/v2/models/NAME/ws        asynctrt's websocket
     http://HOST:PORT/v2/models/NAME         any KServe V2 server over HTTP
     grpc://HOST:PORT/NAME                   any KServe V2 server over gRPC
+    ADDRESS,ADDRESS                         several servers of the same, in turn
     http://HOST:PORT/PATH                   any HTTP server: an optional body, and an answer
     ws://HOST:PORT/PATH                     any websocket: a message, and an answer of one or several
     package.module:coroutine_function       any coroutine function
@@ -14,11 +15,12 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from asynctrt.errors import UsageError
+from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array, TensorSpec
@@ -27,6 +29,14 @@ ANSWER_NBYTES_MAX: Final = 256 << 20
 """Limit on the bytes of one answer, so that a server cannot exhaust the memory of a load test."""
 
 SCHEMES: Final = ("http", "https", "grpc", "grpcs", "ws", "wss")
+
+SEND_APART: Final = (
+    "several processes can only send to a server or call a coroutine function module:name: serve the engine, "
+    "and give its address"
+)
+
+BETWEEN: Final = re.compile(r",(?=\w+://)")
+"""Matches the comma between two addresses."""
 
 PASSWORD: Final = re.compile(r"(://)[^/?#@\s]*@")
 """Matches the user and the password before the host of an address."""
@@ -119,6 +129,7 @@ class TargetSpec:
     :param method: the HTTP method. Default: POST with a body, GET without.
     :param until_message: how to recognise the last message of a websocket's answer; see
         :func:`asynctrt.loadtest.streams.ending`. Default: an answer is one message.
+    :param tls: whom to trust over TLS, and the client's own certificate.
     """
 
     where: str
@@ -130,6 +141,12 @@ class TargetSpec:
     headers: tuple[str, ...] = field(default=(), repr=False)
     method: str | None = None
     until_message: str | None = None
+    tls: Tls = field(default_factory=Tls)
+
+    @property
+    def parts(self) -> "list[TargetSpec]":
+        """A spec for each of several addresses."""
+        return [replace(self, where=where) for where in BETWEEN.split(self.where)]
 
     @property
     def scheme(self) -> str:
@@ -171,7 +188,14 @@ class TargetSpec:
             if getattr(self.options, name) != getattr(Options(), name)
         }
         where = without_password(self.where)
-        described = {"where": where, "model": self.model, "device": self.device, "options": options}
+        described: dict[str, Any] = {
+            "where": where,
+            "model": self.model,
+            "device": self.device,
+            "options": options,
+        }
+        if self.tls.insecure:
+            described["insecure"] = True
         if self.is_plain:  # Leave out the headers, which may be secret.
             body = f"{len(self.body)} bytes" if isinstance(self.body, bytes) else self.body
             described |= {"body": body, "method": self.method, "until_message": self.until_message}

@@ -1,4 +1,4 @@
-"""Templates of the bodies sent to servers that do not speak KServe, with placeholders for arrays.
+"""Templates of what is sent to servers that do not speak KServe, with placeholders for arrays.
 
 In JSON, the string ``"${name}"`` stands for the array of that name as nested lists, and ``"${name[0]}"`` for
 its first row. Within a longer string, or outside JSON, a placeholder is replaced by the text of its value.
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import numpy as np
 
@@ -67,6 +68,32 @@ class Template:
         return pattern.sub(shown, self._text).encode()
 
 
+class Line:
+    """An address or a header with placeholders, which are replaced by the text of their values."""
+
+    def __init__(self, text: str, *, is_address: bool = False) -> None:
+        self._text = text
+        self._is_address = is_address
+        self.names = tuple(dict.fromkeys(name for name, _ in PLACE.findall(text)))
+        """The names of the arrays in the placeholders."""
+
+    def fill(self, inputs: Mapping[str, Array]) -> str:
+        """Return the line for one request. In an address, values are percent-encoded.
+
+        :raises OptionsError: if an array or a row is missing, or a value has a character that ends a header.
+        """
+
+        def shown(place: re.Match[str]) -> str:
+            text = _as_text(_value(place[1], place[2], inputs))
+            if self._is_address:
+                return quote(text, safe="")
+            if not text.isprintable():
+                raise OptionsError(f"the value of {place[0]} has a character that cannot be in a header")
+            return text
+
+        return PLACE.sub(shown, self._text)
+
+
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
@@ -94,12 +121,12 @@ def _value(name: str, row: str | None, inputs: Mapping[str, Array]) -> Any:
         known = (
             f"the arrays are {', '.join(map(repr, inputs))}" if inputs else "there are no arrays: set inputs"
         )
-        raise OptionsError(f"the body names {place}, and {known}")
+        raise OptionsError(f"the request names {place}, and {known}")
     array = inputs[name]
     if array.dtype.kind == "S":
         array = np.char.decode(array, "utf-8")
     if row is None:
         return array.tolist()
     if int(row) >= len(array):
-        raise OptionsError(f"the body names {place}, and {name!r} has {len(array)} row(s) in a request")
+        raise OptionsError(f"the request names {place}, and {name!r} has {len(array)} row(s) in a request")
     return array[int(row)].tolist()

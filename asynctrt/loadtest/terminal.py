@@ -6,6 +6,7 @@ from typing import Final, Self
 from asynctrt._util import clock
 from asynctrt._util.validation import printable
 from asynctrt.errors import MissingExtraError
+from asynctrt.loadtest.comparing import Line
 from asynctrt.loadtest.criteria import PERCENTILES
 from asynctrt.loadtest.figures import latencies
 from asynctrt.loadtest.recorder import Window, total
@@ -127,6 +128,7 @@ def show(console: Console, report: Report, *, uncorrected: bool) -> None:
                 f"{name}: {_interval(made, name)} over {made.count} repetitions, with 95% confidence"
             )
     _show_streams(console, runs[-RUNS_MAX:])
+    _show_steps(console, runs[-RUNS_MAX:])
     _show_inside(console, runs[-1])
     _show_errors(console, runs)
     if report.search is not None:
@@ -139,6 +141,23 @@ def show(console: Console, report: Report, *, uncorrected: bool) -> None:
     for note in dict.fromkeys(note for run in runs for note in run.notes):
         console.print(f"[dim]Note: {_clean(note)}.[/]")
     _show_verdict(console, report)
+
+
+def show_lines(console: Console, found: tuple[list[Line], list[str]], a: str, b: str) -> None:
+    """Show the figures of two reports beside each other, and notes about what else differs."""
+    lines, notes = found
+    table = Table("", title="Two reports; latencies in ms", box=box.SIMPLE_HEAD)
+    for column in ("A", "B", "B over A"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, before, after in lines:
+        form = "{:.2%}".format if name == "errors" else _ms
+        ratio = f"{after / before:.3f}" if before and after is not None else MISSING
+        cells = [MISSING if value is None else form(value) for value in (before, after)]
+        table.add_row(_clean(name), *cells, ratio)
+    console.print(f"A: {_clean(a)}\nB: {_clean(b)}", soft_wrap=True, highlight=False)
+    console.print(table)
+    for note in notes:
+        console.print(f"[dim]Differs: {_clean(note)}.[/]", soft_wrap=True)
 
 
 def _show_behind(console: Console, report: Report) -> None:
@@ -214,6 +233,23 @@ def _show_streams(console: Console, runs: Sequence[Run]) -> None:
                 _ms(part.get(name)) for part in (run.stream.first, run.stream.between) for name in STREAM
             )
             table.add_row(_clean(run.label), f"{run.stream.pieces:,.0f}", *times)
+    console.print(table)
+
+
+def _show_steps(console: Console, runs: Sequence[Run]) -> None:
+    """Show the figures of the steps, if there are any."""
+    if not any(run.steps for run in runs):
+        return
+    labels = [""] if len(runs) > 1 else []
+    table = Table(*labels, "step", title="Steps, in ms from beginning to end", box=box.SIMPLE_HEAD)
+    names = ("mean", "p50", "p99", "max")
+    for column in ("count", "failed", *names):
+        table.add_column(column, justify="right", no_wrap=True)
+    for run in runs:
+        for name, found in run.steps.items():
+            times = (_ms(found.latency.get(figure)) for figure in names)
+            cells = [_clean(run.label)] * len(labels) + [_clean(name)]
+            table.add_row(*cells, f"{found.count:,}", f"{found.failed:,}", *times)
     console.print(table)
 
 

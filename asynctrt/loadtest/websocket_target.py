@@ -40,10 +40,11 @@ async def open_websocket_target(spec: TargetSpec) -> Target:
     address = read_address(spec)
     about = Address(address.server.replace("ws", "http", 1), address.model, address.version)
     headers = headers_of(spec)
-    pages = await open_pages(about, headers)
+    pages = await open_pages(about, headers, spec.tls)
     stack = AsyncExitStack()
     stack.push_async_callback(pages.aclose)
     try:
+        tls: dict[str, Any] = {"ssl": spec.tls.context()} if spec.scheme == "wss" else {}
         url = f"{address.server}{pages.address.path}/ws"
         clients = []
         open_one = partial(
@@ -53,6 +54,7 @@ async def open_websocket_target(spec: TargetSpec) -> Target:
             max_in_flight=IN_FLIGHT_MAX,
             max_size=ANSWER_NBYTES_MAX,
             proxy=None,
+            **tls,
         )
         for _ in range(CONNECTIONS):
             client = open_one()

@@ -1,8 +1,10 @@
 """Targets whose answers come when the test says so, and the plans of short runs."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import numpy as np
+from aiohttp import web
 
 from asynctrt._util import clock
 from asynctrt.loadtest.local import Local
@@ -79,6 +81,19 @@ async def run(target, samples=None, *, share=0, shares=1, started=None, **settin
     async with asyncio.timeout(30):
         outcome = await task
     return plan, outcome, windows, total(windows.values())
+
+
+@asynccontextmanager
+async def serving_app(application, **site):
+    """The address of an aiohttp application."""
+    runner = web.AppRunner(application, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, **site).start()
+        scheme = "https" if site.get("ssl_context") else "http"
+        yield f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 async def turns(count=50):

@@ -25,6 +25,7 @@ from asynctrt.loadtest.arrivals import (
     Schedule,
     TraceEntry,
     read_trace,
+    stages_seconds,
 )
 
 SIGMAS = 5
@@ -203,9 +204,14 @@ def test_a_rate_that_is_none_or_too_high(text):
         "1..",
         "..1",
         "1..2..3",
-        "1..2,3",
-        "1,2..3",
+        "1..2..3,4",
         "True",
+        "1@",
+        "1@5",
+        "1@0s",
+        "1@x",
+        "@5s",
+        "1@5s@5s",
     ],
 )
 def test_what_is_no_rate(text):
@@ -214,6 +220,34 @@ def test_what_is_no_rate(text):
     ) as caught:
         LoadProfile.parse(text, 10)
     assert repr(text) in str(caught.value)
+
+
+def test_stages_may_have_lengths_of_their_own():
+    profile = LoadProfile.parse("100@30s, 100..500@1m,500@500ms", 90.5)
+    assert stages_seconds("100@30s,100..500@1m,500@500ms") == 90.5
+    assert profile.seconds == pytest.approx(90.5)
+    assert [profile.at(time) for time in (0, 29.9, 90.2)] == [100, 100, 500]
+    assert profile.at(60) == pytest.approx(300, rel=0.01)
+    assert profile.total == pytest.approx(30 * 100 + 60 * 300 + 0.5 * 500)
+
+
+def test_the_warm_up_before_stages_is_at_their_first_level():
+    profile = LoadProfile.parse("100..200@10s,50@10s", 21)
+    assert [profile.at(time) for time in (0.0, 0.9, 20.9)] == [100, 100, 50]
+    assert profile.at(6) == pytest.approx(150, rel=0.01)
+    assert profile.seconds == pytest.approx(21)
+    assert LoadProfile.parse("100@10s", 11).levels.tolist() == [100.0]  # One level, which may become steady.
+
+
+def test_stages_of_equal_length_may_be_ramps():
+    profile = LoadProfile.parse("1..2,3", 10)
+    assert (profile.at(2.5), profile.at(7)) == (pytest.approx(1.5, rel=0.01), 3)
+    assert stages_seconds("1..2,3") is None
+
+
+def test_every_stage_has_a_length_or_none():
+    with pytest.raises(OptionsError, match="give every stage a length, as in 100@30s,500@1m, or none"):
+        LoadProfile.parse("1@5s,2", 10)
 
 
 @settings(deadline=None)

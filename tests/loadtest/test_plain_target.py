@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from aiohttp import web
 from aiohttp.connector import Connection
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -16,6 +17,7 @@ from asynctrt import loadtest
 from asynctrt.errors import OptionsError, TargetError, UsageError
 from asynctrt.loadtest.plain_target import open_plain_target
 from asynctrt.loadtest.targets import TargetSpec
+from tests.loadtest.support import serving_app
 from tests.serving.test_asgi import running
 
 pytestmark = pytest.mark.anyio
@@ -110,7 +112,7 @@ async def test_an_answer_with_many_and_long_headers():
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
-        assert await target.start(None) == b"{}"
+        assert await target.start(target.prepare({}, 0)) == b"{}"
         await target.aclose()
 
 
@@ -256,3 +258,43 @@ async def test_misuse():
         await loadtest.run("http://127.0.0.1:9/x", duration="soon")
     with pytest.raises(OptionsError, match="inputs must be a path, or arrays by name"):
         await loadtest.run("http://127.0.0.1:9/x", inputs=3)
+
+
+async def test_placeholders_in_the_address_and_the_headers():
+    seen = []
+
+    async def item(request):
+        seen.append((request.raw_path, request.headers["X-User"], request.headers["X-Same"]))
+        return web.json_response({"id": request.match_info["id"]})
+
+    application = web.Application()
+    application.router.add_get("/items/{id}", item)
+    async with serving_app(application) as url:
+        report = await loadtest.run(
+            f"{url}/items/${{id}}?q=${{id}}&n=1",
+            headers={"X-User": "${name}", "X-Same": "s"},
+            inputs={"id": np.array(["a b/c", "ü"]), "name": np.array(["Anna", "Bob"])},
+            callers=2,
+            **QUICK,
+        )
+    (run,) = report.runs
+    assert set(seen) == {
+        ("/items/a%20b%2Fc?q=a%20b%2Fc&n=1", "Anna", "s"),
+        ("/items/%C3%BC?q=%C3%BC&n=1", "Bob", "s"),
+    }
+    assert run.answered > 4
+
+
+async def test_placeholders_that_cannot_be_filled():
+    with pytest.raises(OptionsError, match=r"the request names \$\{id\}, and the arrays are 'x'"):
+        await loadtest.run("http://127.0.0.1:9/${id}", inputs={"x": np.ones(3)}, **QUICK)
+    with pytest.raises(OptionsError, match="has a character that cannot be in a header"):
+        await loadtest.run(
+            "http://127.0.0.1:9/",
+            method="GET",
+            headers=["X: ${x}"],
+            inputs={"x": np.array(["a\r\nY: b"])},
+            **QUICK,
+        )
+    with pytest.raises(OptionsError, match="a websocket is opened once for many requests"):
+        await loadtest.run("ws://127.0.0.1:9/${id}", body="x", **QUICK)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from asynctrt import loadtest
 from asynctrt.errors import ModelNotFoundError, TargetError
 from asynctrt.loadtest.plans import make_plan
 from asynctrt.loadtest.processes import Fleet
@@ -60,6 +61,17 @@ async def test_two_runs_of_one_process(tmp_path):
                 assert plan.measured_ns == 5 * 10**8
             assert fleet.pids == pids
     assert not any(_is_alive(pid) for pid in pids)
+
+
+async def test_the_counts_of_a_server_are_those_of_the_report():
+    """Also where measured requests are answered before the counters are read after the warm-up."""
+    async with serving() as server, asyncio.timeout(WAIT_S):
+        for settings in ({"callers": 16}, {"rate": 2000}):
+            report = await loadtest.run(
+                f"{server.http_url}/v2/models/double", seconds=0.4, warmup=0.1, **settings
+            )
+            (run,) = report.runs
+            assert run.batches.requests == run.answered == sum(moment.answered for moment in run.moments)
 
 
 async def test_processes_share_the_load_of_a_server():

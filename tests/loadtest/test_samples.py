@@ -419,7 +419,7 @@ def test_files_that_are_not_there(tmp_path, place):
 @pytest.mark.parametrize("name", ["photo.jpg", "rows", "rows.npz.gz"])
 def test_other_files_need_a_reader(tmp_path, name):
     (tmp_path / name).write_bytes(b"?")
-    with pytest.raises(UsageError, match="is neither an .npz nor an .npy: set a reader"):
+    with pytest.raises(UsageError, match="is neither .npz nor .npy, .csv nor .jsonl: set a reader"):
         make_samples(told(inputs=tmp_path / name), [X])
 
 
@@ -679,3 +679,55 @@ def test_how_far_off_an_answer_may_be(value, right, rtol, atol):
     is_near = abs(value - right) <= atol + rtol * abs(right)
     found = differs({"y": array([value], np.float64)}, {"y": array([right], np.float64)}, rtol, atol)
     assert (found is None) is is_near
+
+
+def test_a_table_of_text_is_sent_as_it_is_written(tmp_path):
+    path = tmp_path / "users.csv"
+    path.write_bytes('\ufeffid,name,price\r\n007,"Bär, Anna",1.50\r\n008,Bob,2\r\n'.encode())
+    made = make_samples(LoadSettings(inputs=path), ())
+    assert [{name: array.tolist() for name, array in item.inputs.items()} for item in made] == [
+        {"id": ["007"], "name": ["Bär, Anna"], "price": ["1.50"]},
+        {"id": ["008"], "name": ["Bob"], "price": ["2"]},
+    ]
+
+
+def test_a_table_of_numbers_for_a_model(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("x\n1.5\n2\n")
+    first, second = make_samples(LoadSettings(inputs=path), (TensorSpec("x", "float32", ()),))
+    assert (first.inputs["x"].dtype, first.inputs["x"].tolist()) == (np.float32, [1.5])
+    assert second.inputs["x"].tolist() == [2.0]
+    path.write_text("x\nmany\n")
+    with pytest.raises(UsageError, match="has a value that cannot become an array"):
+        make_samples(LoadSettings(inputs=path), (TensorSpec("x", "float32", ()),))
+
+
+def test_json_lines_keep_their_types(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"x": [1, 2], "name": "a"}\n\n{"name": "b", "x": [3, 4.5]}\n')
+    with pytest.raises(UsageError, match="row 2 of .* does not have a value for each of"):
+        make_samples(LoadSettings(inputs=path), ())
+    path.write_text('{"x": [1, 2], "name": "a"}\n\n{"x": [3, 4.5], "name": "b"}\n')
+    first, second = make_samples(LoadSettings(inputs=path), ())
+    assert first.inputs["x"].tolist() == [[1, 2]]
+    assert second.inputs["x"].tolist() == [[3, 4.5]]
+    assert second.inputs["name"].tolist() == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", "", "has 0 rows"),
+        ("a.csv", "x,y\n1\n", "row 1 of .* does not have a value for each"),
+        ("a.csv", "x\n1,2\n", "row 1 of .* does not have a value for each"),
+        ("a.csv", 'x\n"1', "cannot be read"),
+        ("a.jsonl", "{", "cannot be read"),
+        ("a.jsonl", "[1]", "row 1 of"),
+        ("a.jsonl", '{"x": [1]}\n{"x": [1, 2]}', "lists of different lengths"),
+    ],
+)
+def test_tables_that_are_refused(tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(UsageError, match=says):
+        make_samples(LoadSettings(inputs=path), ())

@@ -35,7 +35,7 @@ async def test_files_of_every_kind(report, tmp_path):
     text = page.read_text()
     assert content["made"]["host"] in text
     assert content["made"]["at"] in text
-    with pytest.raises(UsageError, match=r"'r.pdf' is not a \.json or \.html file"):
+    with pytest.raises(UsageError, match=r"'r.pdf' is not a \.json, \.html or \.csv file"):
         report.save("r.pdf")
     with pytest.raises(UsageError, match="cannot be written"):
         report.save(tmp_path / "none" / "r.json")
@@ -55,8 +55,10 @@ async def test_in_a_notebook_and_in_one_line(report):
 @pytest.mark.tier2
 async def test_the_page_about_it_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parent.parent.parent / "docs" / "load-tests-of-anything.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    with_users, block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
+    await asyncio.to_thread(exec, with_users, {"__name__": "page"})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["login", "search", "buy"]
     await asyncio.to_thread(exec, block, {"__name__": "page"})
     assert "<LoadReport run of ask, in the application" in capsys.readouterr().out
     assert json.loads((tmp_path / "report.json").read_text())["runs"][0]["error_share"] == 0
