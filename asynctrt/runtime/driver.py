@@ -299,7 +299,11 @@ class Driver:
                 # What came since the last pump gets its chance to be launched before its deadline counts.
                 self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
-            while (decided := scheduler.next_batch(now_ns)) is not None:
+            while scheduler.has_to_launch:
+                if (decided := scheduler.next_batch(now_ns)) is None:
+                    if scheduler.early_key is not None:
+                        self._copy_ahead(scheduler.early_key)
+                    break
                 if isinstance(decided, Batch):
                     self._start(decided)
                 else:
@@ -308,8 +312,6 @@ class Driver:
                 if now_ns - started_ns > PUMP_NS_MAX:
                     self.pump_soon()
                     return
-            if scheduler.has_to_launch and scheduler.early_key is not None:
-                self._copy_ahead(scheduler.early_key)
             if scheduler.has_to_expire:
                 self._give_up_waiting(now_ns)
             if scheduler.has_to_launch and (wakeup_ns := scheduler.next_wakeup()) is not None:

@@ -363,7 +363,7 @@ class Scheduler:
         """
         in_flight = len(self._in_flight)
         self._due_ns = self._early = None
-        if not self._contexts.free or in_flight >= self._in_flight_max or not self.has_to_launch:
+        if not self._contexts.free or in_flight >= self._in_flight_max:
             return None
         if self.share is not None and self._is_left_to_others(self.share, now_ns):
             return None
