@@ -255,7 +255,7 @@ class PooledContext:
             source.slab.put_shared_in(stream)
             if events.copied_in is not None:
                 stream.record(events.copied_in)
-        if scratch is None:
+        if arena is not None or lane is not None:
             self._wait_for_turn(lane)
         if (arena is not None or lane is not None) and events.started is not None:
             stream.record(events.started)

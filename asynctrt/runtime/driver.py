@@ -99,12 +99,12 @@ class Driver:
         self._pump_is_scheduled = False
         self._in_pump = False
         self._pumped_ns = 0
-        self._flights: dict[int, InFlight] = {}
+        self._flights: dict[InFlight, None] = {}  # In the order of their launch.
         # Batches for which a thread allocates memory, and the slab of slots that each one's rows lie in.
-        self._growing: dict[int, tuple[Batch, FilledSlab | None]] = {}
+        self._growing: list[tuple[Batch, FilledSlab | None]] = []
         self._lanes = [Lane() for _ in range(scheduler.lanes_max)]
         # Batches that were given up: what they use may still be read and written.
-        self._given_up: dict[int, InFlight] = {}
+        self._given_up: set[InFlight] = set()
         # What was copied for the next batch, which may still grow.
         self._ahead: AheadRows | None = None
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
@@ -226,7 +226,7 @@ class Driver:
         """Return whether a batch in flight uses a slab. Rows that were copied there ahead are forgotten."""
         if self._ahead is not None and self._ahead.slab is slab:
             self._ahead = None
-        flights = (*self._flights.values(), *self._given_up.values())
+        flights = (*self._flights, *self._given_up)
         return any(flight.source.slab is slab for flight in flights)
 
     def refuse(self, why: AsynctrtError) -> None:
@@ -249,15 +249,15 @@ class Driver:
         self._forget_arenas.clear()
         if self._scheduler.share is not None:
             self._scheduler.share.leave()
-        for batch, owner in tuple(self._growing.values()):
-            del self._growing[batch.number]
+        while self._growing:
+            batch, owner = self._growing.pop()
             self._fail(batch, EngineClosedError(f"{self._name} is closed"))
             if owner is not None:
                 owner.ended()
-        for flight in self._flights.values():
+        for flight in self._flights:
             # First of all: what is freed from now on must not wait for them.
             self._device.abandon(flight.context.stream)
-        for flight in tuple(self._flights.values()):
+        for flight in tuple(self._flights):
             flight.context.stream.abandon()
             arena = flight.context.arena
             if arena is not None and flight.context.is_enqueueing:
@@ -267,7 +267,7 @@ class Driver:
                 "engine. What it uses stays allocated until it does; if that is never, only a new process "
                 "helps"
             )
-            self._fail(flight.batch, error, quarantine=True)
+            self._fail(flight.batch, error, flight, quarantine=True)
 
     def end_threads(self, timeout_s: float) -> None:
         """After :meth:`close`: end the threads that copied and enqueued. Blocks, up to ``timeout_s`` each."""
@@ -295,10 +295,15 @@ class Driver:
             self._in_pump = True
             self._pump_is_scheduled = False
             started_ns = now_ns = self._now_ns()
-            # What came since the last pump gets its chance to be launched before its deadline counts.
-            self._give_up_waiting(now_ns, self._pumped_ns)
+            if scheduler.has_to_expire:
+                # What came since the last pump gets its chance to be launched before its deadline counts.
+                self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
-            while (decided := scheduler.next_batch(now_ns)) is not None:
+            while scheduler.has_to_launch:
+                if (decided := scheduler.next_batch(now_ns)) is None:
+                    if scheduler.early_key is not None:
+                        self._copy_ahead(scheduler.early_key)
+                    break
                 if isinstance(decided, Batch):
                     self._start(decided)
                 else:
@@ -307,12 +312,9 @@ class Driver:
                 if now_ns - started_ns > PUMP_NS_MAX:
                     self.pump_soon()
                     return
-            if scheduler.early_key is not None:
-                self._copy_ahead(scheduler.early_key)
             if scheduler.has_to_expire:
                 self._give_up_waiting(now_ns)
-            wakeup_ns = scheduler.next_wakeup()
-            if wakeup_ns is not None:
+            if scheduler.has_to_launch and (wakeup_ns := scheduler.next_wakeup()) is not None:
                 self._alarm.set(wakeup_ns)
         except Exception:
             raise
@@ -381,7 +383,7 @@ class Driver:
             if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
                 self._ahead = None  # Its memory is the batch's now, whatever it was for.
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
-            self._flights[batch.number] = flight
+            self._flights[flight] = None
             self._scheduler.taken = ()
             nbytes = source.staged_nbytes
             if nbytes > STAGE_ON_LOOP_NBYTES_MAX and self._hand_over_unstaged(flight):
@@ -394,12 +396,12 @@ class Driver:
                 source.stage()
                 self._staged(flight)
         except Exception as error:
-            self._fail(batch, error)
+            self._fail(batch, error, flight)
         except BaseException as error:
-            if flight is None or flight.is_out_of_hand or batch.number not in self._flights:
+            if flight is None or flight.is_out_of_hand or flight not in self._flights:
                 raise  # What it uses may stay in use for a while, without word of when that ends.
             # Ctrl-C while it was staged here, where most of the time goes, fails this batch alone.
-            self._fail(batch, error)
+            self._fail(batch, error, flight)
             raise_on_loop(error)
 
     def _grow(self, batch: Batch) -> bool:
@@ -407,37 +409,39 @@ class Driver:
         nbytes = self._pool.missing_nbytes(batch)
         if not nbytes or (nbytes <= GROW_ON_LOOP_NBYTES_MAX and self._device.unified):
             return False
-        self._copiers.copy(self._pool.growth(batch), nbytes, partial(self._grown, batch))
         owner = batch.requests[0].payload.owner if batch.key.slab is not None else None
+        growing = batch, owner
+        self._copiers.copy(self._pool.growth(batch), nbytes, partial(self._grown, growing))
         if owner is not None:
             owner.launched()  # From now on no slot may join, and it stays though all callers leave.
-        self._growing[batch.number] = batch, owner
+        self._growing.append(growing)
         return True
 
-    def _grown(self, batch: Batch, error: BaseException | None) -> None:
+    def _grown(self, growing: tuple[Batch, FilledSlab | None], error: BaseException | None) -> None:
         """Go on with a batch for which there is a slab now."""
-        growing = self._growing.pop(batch.number, None)
-        if growing is None:
+        if growing not in self._growing:
             return
+        self._growing.remove(growing)
+        batch, owner = growing
         try:
             if error is not None:
                 self._fail(batch, error)
             else:
                 self._start(batch, has_grown=True)
         finally:
-            if growing[1] is not None:
-                growing[1].ended()
+            if owner is not None:
+                owner.ended()
 
     def _staged_off_loop(self, flight: InFlight, parts: int, error: BaseException | None) -> None:
         """Go on with a batch whose rows were copied by other threads."""
-        if flight.batch.number not in self._flights:
+        if flight not in self._flights:
             return
         if error is not None and parts > 1:
             source = flight.source
             done = partial(self._staged_off_loop, flight, 1)
             self._copiers.copy(source.stage, source.staged_nbytes, done, flight.hold)
         elif error is not None:
-            self._fail(flight.batch, error)
+            self._fail(flight.batch, error, flight)
         else:
             self._staged(flight)
 
@@ -445,7 +449,8 @@ class Driver:
         """Put a batch whose rows are in the slab on its stream, here or in a thread, and wait for its end."""
         batch = flight.batch
         flight.record.copy_in_ns = self._now_ns() - batch.launched_ns
-        self._tell_refused(flight)
+        if flight.source.refused:
+            self._tell_refused(flight)
         if not flight.context.is_direct and self._hand_over(flight):
             return
         self._enqueue(flight)
@@ -506,13 +511,14 @@ class Driver:
 
     def _staged_and_enqueued(self, flight: InFlight, error: BaseException | None) -> None:
         """Go on with a batch that a thread has staged and put on its stream, if it could."""
-        if flight.put_ns is None and flight.batch.number in self._flights:
+        if flight.put_ns is None and flight in self._flights:
             self._fail(
                 flight.batch,
                 flight.take_error() or error or InternalError(f"{flight.batch!r} was not staged"),
+                flight,
             )
             return
-        if flight.batch.number in self._flights:
+        if flight in self._flights:
             self._tell_refused(flight)
         self._enqueued(flight, error)
 
@@ -562,7 +568,7 @@ class Driver:
 
     def _go_on(self, flight: InFlight) -> None:
         """Put a batch on its stream that others in its arena held up."""
-        if flight.batch.number not in self._flights or self._hand_over(flight):
+        if flight not in self._flights or self._hand_over(flight):
             return
         self._enqueue(flight)
         self._await_end(flight)
@@ -592,7 +598,7 @@ class Driver:
     def _enqueued(self, flight: InFlight, error: BaseException | None) -> None:
         """Wait for the end of a batch that a thread has put on its stream, and let those behind it go."""
         flight.error = flight.error or error
-        if flight.batch.number in self._flights:
+        if flight in self._flights:
             self._await_end(flight)
         else:
             # It was given up before. What it uses is let go of once it has run after all.
@@ -622,15 +628,16 @@ class Driver:
                 on_hung=partial(self._hung, flight),
                 order_group=batch.arena,
             )
-        if not self._in_pump and self._scheduler.has_lanes and self._scheduler.queued_rows:
+        if not self._in_pump and self._lanes and self._scheduler.queued_rows:
             self.pump_soon()  # It can be told now when the next one is to be launched.
 
     def _landed(self, flight: InFlight) -> None:
         """Copy the outputs of a batch out that the device is done with, off the loop if they are large."""
         batch = flight.batch
-        if batch.number not in self._flights:
+        if flight not in self._flights:
             # It was given up before, and has ended after all: let go of what it held.
-            if self._given_up.pop(batch.number, None) is not None:
+            if flight in self._given_up:
+                self._given_up.remove(flight)
                 flight.ended()
                 self._device.ended(flight.context.stream)
             return
@@ -641,12 +648,12 @@ class Driver:
         source = flight.source
         try:
             landed_ns = self._now_ns()
-            copies = flight.note_times()
-            if copies is None:
-                self._note_usual_times(flight)
-            else:
-                self._note_device_times(flight, *copies)
-            self._computed(flight, landed_ns)
+            self._note_times(flight)
+            if self._scheduler.share is not None:
+                self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
+            if batch.lane is not None or batch.arena is not None:
+                self._leave_lane(flight)
+                self._scheduler.landed(batch, landed_ns)
             if source.device_outputs is not None:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return
@@ -665,7 +672,7 @@ class Driver:
                 return
             values = copy_out(outputs, source.spans, batch.rows)
         except Exception as raised:
-            self._fail(batch, raised)
+            self._fail(batch, raised, flight)
             return
         self._answer(flight, landed_ns, values)
 
@@ -682,19 +689,6 @@ class Driver:
             flight.hold,
         )
 
-    def _computed(self, flight: InFlight, landed_ns: int) -> None:
-        """Tell those that it concerns that a batch has computed."""
-        batch = flight.batch
-        self._charge(flight, landed_ns)
-        if batch.lane is not None or batch.arena is not None:
-            self._leave_lane(flight)
-            self._scheduler.landed(batch, landed_ns)
-
-    def _charge(self, flight: InFlight, ended_ns: int) -> None:
-        """Charge what a batch had of the device, if engines divide that."""
-        if self._scheduler.share is not None:
-            self._scheduler.ran(flight.batch, ended_ns, flight.ran_ns(ended_ns))
-
     def _leave_lane(self, flight: InFlight) -> None:
         """Let no batch wait for the event of one that is over, which may be recorded for another one next."""
         number = flight.batch.lane
@@ -703,33 +697,33 @@ class Driver:
 
     def _end_failed(self, flight: InFlight, error: BaseException) -> None:
         """Let the halves of a batch that the model failed be tried again, or fail it."""
-        self._charge(flight, self._now_ns())
+        if self._scheduler.share is not None:
+            now_ns = self._now_ns()
+            self._scheduler.ran(flight.batch, now_ns, flight.ran_ns(now_ns))
         # What the model raises has no type of ours, and fewer rows may find the memory that they need. Other
         # types say that trying is no use: the device is lost, or the engine closed.
         may_help = not isinstance(error, AsynctrtError) or type(error) in (ExecutionError, DeviceMemoryError)
         if self._bisects and may_help and self._device.lost is None and self._scheduler.bisect(flight.batch):
-            del self._flights[flight.batch.number]
+            del self._flights[flight]
             self._leave_lane(flight)
             flight.ended()
             self.pump_soon()
             self._tell_if_idle()
         else:
-            self._fail(flight.batch, error)
+            self._fail(flight.batch, error, flight)
 
-    def _note_usual_times(self, flight: InFlight) -> None:
-        """Note the times of others of its size for a batch that the device did not time."""
-        record = flight.record
-        usual_ns = self._scheduler.usual_ns(flight.batch)
-        record.copy_in_ns += usual_ns[0]
-        record.compute_ns, record.copy_out_ns = usual_ns[1:]
-
-    def _note_device_times(self, flight: InFlight, copy_in_ns: int, copy_out_ns: int) -> None:
-        """Let what follows be decided by what the device measured."""
-        batch, scheduler = flight.batch, self._scheduler
-        if copy_in_ns or copy_out_ns:
-            scheduler.observe_copies(batch, copy_in_ns=copy_in_ns, copy_out_ns=copy_out_ns)
+    def _note_times(self, flight: InFlight) -> None:
+        """Note what the device measured of a batch; if it was not timed, what others of its size took."""
+        batch, record, scheduler = flight.batch, flight.record, self._scheduler
+        copies = flight.note_times()
+        if copies is None:
+            copy_in_ns, record.compute_ns, record.copy_out_ns = scheduler.usual_ns(batch)
+            record.copy_in_ns += copy_in_ns
+            return
+        if any(copies):
+            scheduler.observe_copies(batch, copy_in_ns=copies[0], copy_out_ns=copies[1])
         if batch.lane is not None:
-            scheduler.observe_wait(batch, flight.record.arena_wait_ns)
+            scheduler.observe_wait(batch, record.arena_wait_ns)
 
     def _copied_out(
         self,
@@ -739,10 +733,10 @@ class Driver:
         error: BaseException | None,
     ) -> None:
         """Answer a batch whose outputs were copied by another thread."""
-        if flight.batch.number not in self._flights:
+        if flight not in self._flights:
             return
         if error is not None:
-            self._fail(flight.batch, error)
+            self._fail(flight.batch, error, flight)
         else:
             self._answer(flight, landed_ns, copied)
 
@@ -755,7 +749,7 @@ class Driver:
         now_ns = self._now_ns()
         record.copy_out_ns += now_ns - landed_ns
         self._answering = batch.requests
-        del self._flights[batch.number]
+        del self._flights[flight]
         flight.ended()
         self._scheduler.finished(
             batch, now_ns, record.copy_in_ns, record.compute_ns, record.copy_out_ns, record.arena_wait_ns
@@ -770,7 +764,8 @@ class Driver:
         if self._in_pump or not self._scheduler.has_to_launch:
             staging.deliver(batch.requests, outputs, record)
             self._answering = ()
-            self._tell_if_idle()
+            if self._idle_waiters:
+                self._tell_if_idle()
             return
         self._to_deliver = batch.requests, outputs, record
         self._answering = ()
@@ -784,17 +779,19 @@ class Driver:
             staging.deliver(*self._to_deliver)
             self._to_deliver = None
 
-    def _fail(self, batch: Batch, error: BaseException, *, quarantine: bool = False) -> None:
+    def _fail(
+        self, batch: Batch, error: BaseException, flight: InFlight | None = None, *, quarantine: bool = False
+    ) -> None:
         """End a batch with an error for each caller that still waits; the next batch goes on."""
-        flight = self._flights.pop(batch.number, None)
         if flight is not None:
+            self._flights.pop(flight, None)
             self._leave_lane(flight)
         self._scheduler.failed(batch, quarantine=quarantine)
         make = typed_errors(self._name, batch.requests, error)
         for request in batch.requests:
             answer_error(request, make())
         if flight is not None and quarantine:
-            self._given_up[batch.number] = flight
+            self._given_up.add(flight)
         elif flight is not None:
             flight.ended()
         lost = self._device.lost
@@ -809,7 +806,7 @@ class Driver:
     def _hung(self, flight: InFlight) -> None:
         """Give up a batch that does not end, on the GPU or while it is enqueued, and go on with others."""
         batch = flight.batch
-        if batch.number not in self._flights:
+        if flight not in self._flights:
             return  # Another one that hangs took it along.
         assert self._batch_timeout_ns is not None
         self._give_up(
@@ -826,7 +823,7 @@ class Driver:
         logger.error("%s", error)
         self._device.abandon(flight.context.stream)
         flight.context.stream.abandon()
-        self._fail(flight.batch, error, quarantine=True)
+        self._fail(flight.batch, error, flight, quarantine=True)
         if flight.context.arena is not None:
             flight.context.arena.give_up()
         self._lose_if_stuck()
@@ -856,8 +853,8 @@ class Driver:
             self._scheduler.share.leave()
         for request in self._scheduler.close(why):
             answer_error(request, copy_for(why))
-        for flight in tuple(self._flights.values()):
-            self._fail(flight.batch, why, quarantine=True)
+        for flight in tuple(self._flights):
+            self._fail(flight.batch, why, flight, quarantine=True)
         self._tell_if_idle()
 
     def _interrupted(self, error: BaseException) -> None:
@@ -873,8 +870,8 @@ class Driver:
             "which can go on no more. Open it again"
         )
         logger.error("%s", why)
-        flights = tuple(self._flights.values())
-        grown = [batch.requests for batch, _ in self._growing.values()]
+        flights = tuple(self._flights)
+        grown = [batch.requests for batch, _ in self._growing]
         ready = () if self._to_deliver is None else self._to_deliver[0]
         waiting = [self._scheduler.taken, self._answering, ready, *grown]
         waiting += [flight.batch.requests for flight in flights]
@@ -889,8 +886,7 @@ class Driver:
         for requests in waiting:
             for request in requests:
                 answer_error(request, copy_for(why))
-        for flight in flights:
-            self._given_up.setdefault(flight.batch.number, flight)
+        self._given_up.update(flights)
         self._flights.clear()
         self._tell_if_idle()
 

@@ -131,7 +131,8 @@ class Scheduler:
         self._forecast.punctuality = self._punctuality
         # Requests that are too late for any batch, to be told at the next `expire`.
         self._late: list[Request] = []
-        self._share: Share | None = None
+        self.share: Share | None = None
+        """Its part of a device that it divides with others; ``None`` if it takes what it can get."""
         # Whether what is queued waits for company, not for the device.
         self._bides = False
         # From the first request with a deadline on.
@@ -162,23 +163,13 @@ class Scheduler:
         """Return how many batches compute side by side, if more than one, by the rows up to which they do."""
         return {} if self._lanes is None else self._lanes.chosen()
 
-    @property
-    def share(self) -> Share | None:
-        """Its part of a device that it divides with others; ``None`` if it takes what it can get."""
-        return self._share
-
     def divide(self, share: Share) -> None:
         """Launch no more from now on than is left to it of the device that it shares."""
-        self._share = share
+        self.share = share
         if self._lanes is not None:
             self._lanes.is_in_haste = False
         share.wants = self._wants_device
         share.is_full = self._is_full
-
-    @property
-    def has_lanes(self) -> bool:
-        """Return whether batches are launched just in time, so that the start of one may let another go."""
-        return self._lanes is not None
 
     @property
     def wants_one_alone(self) -> bool:
@@ -213,8 +204,8 @@ class Scheduler:
 
     @property
     def has_to_expire(self) -> bool:
-        """Return whether :meth:`expire` may have something to tell after the batches of an instant."""
-        return self._queued_rows > 0 or bool(self._late)
+        """Return whether a deadline is to be watched, or callers are to be told that they left the queue."""
+        return bool(self._deadlines.line or self._late or self.displaced)
 
     @property
     def is_stuck(self) -> bool:
@@ -374,7 +365,7 @@ class Scheduler:
         self._due_ns = self._early = None
         if not self._contexts.free or in_flight >= self._in_flight_max:
             return None
-        if self._share is not None and self._is_left_to_others(self._share, now_ns):
+        if self.share is not None and self._is_left_to_others(self.share, now_ns):
             return None
         if self._again and not (self._was_part and len(self._again) <= self._parts_max):
             decided = self._next_again(now_ns)
@@ -515,8 +506,8 @@ class Scheduler:
             lanes.launched(batch)
             self._being_staged.add(number)
         self._counters.launched[reason] += 1
-        if self._share is not None:
-            self._share.launched(
+        if self.share is not None:
+            self.share.launched(
                 number,
                 now_ns,
                 (key.cost_key, rows_run),
@@ -616,7 +607,7 @@ class Scheduler:
         wakeup_ns = self._deadlines.earliest_ns() if self._deadlines.line else None
         if self._due_ns is not None and (wakeup_ns is None or self._due_ns < wakeup_ns):
             wakeup_ns = self._due_ns
-        if self._share is not None and self._share.is_held:
+        if self.share is not None and self.share.is_held:
             return wakeup_ns  # The end of a delay changes nothing.
         if self._policy.delay_ns_max and self._contexts.free and len(self._in_flight) < self._in_flight_max:
             delay_ns = self._buckets.wakeup_ns(len(self._in_flight))
@@ -676,8 +667,8 @@ class Scheduler:
 
     def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
         """Note how long a batch ran on the device, which others share, once it is done there."""
-        if self._share is not None:
-            self._share.ran(batch.number, now_ns, took_ns)
+        if self.share is not None:
+            self.share.ran(batch.number, now_ns, took_ns)
 
     def finished(
         self,
@@ -697,8 +688,8 @@ class Scheduler:
         self._contexts.release(batch.context, batch.arena)
         if self._lanes is not None:
             self._left_lane(batch, now_ns)
-        if self._share is not None:
-            self._share.left(batch.number, computing=self._computing())
+        if self.share is not None:
+            self.share.left(batch.number, computing=self._computing())
         if batch.is_timed:
             if self._curve is not None:
                 self._observe_late(self._curve, batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
@@ -803,8 +794,8 @@ class Scheduler:
             self._lanes.forget(batch)
             self._being_staged.discard(batch.number)
             self._unknown.discard(batch.number)
-        if self._share is not None:
-            self._share.left(batch.number, computing=self._computing())
+        if self.share is not None:
+            self.share.left(batch.number, computing=self._computing())
 
     def _foresee(self, request: Request, requests: int, rows_before: int = 0) -> None:
         """Refuse a request, or all of a call, that would be too late."""
