@@ -497,6 +497,28 @@ def gpu_resnet():
         yield cells
 
 
+def gpu_plans():
+    """Yield what callers had of plans under the full library, beside its fastest raw loop."""
+    yield (
+        "callers",
+        "ResNet-50, rows/s",
+        "ratio",
+        "cores",
+        "p99, ms",
+        "encoder, rows/s",
+        "ratio",
+        "cores",
+        "p99, ms",
+    )
+    plans = figures("gpu-plans-8.6")
+    for pair in zip(*(plans[f"{name}.plan"]["callers"] for name in ("resnet50", "encoder")), strict=True):
+        cells = [f"{pair[0]['callers']:,}"]
+        for case in pair:
+            cells += [f"{case['rows_per_s']:,.0f}", f"{case['ratio']:.2f}", f"{case['cores']:.2f}"]
+            cells += [f"{case['p99_us'] / 1e3:.1f}"]
+        yield cells
+
+
 def six():
     """Yield the figures of the README: what a request costs, and what a GPU gains."""
     yield "question", "figure"
@@ -713,6 +735,7 @@ TABLES = {
     "gpu-sharing": gpu_sharing,
     "gpu-urgent": gpu_urgent,
     "gpu-resnet": gpu_resnet,
+    "gpu-plans": gpu_plans,
     "gpu-shapes": gpu_shapes,
     "gpu-function-sizes": gpu_function_sizes,
     "zoo": zoo,

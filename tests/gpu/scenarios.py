@@ -483,6 +483,16 @@ def enqueue_after_a_profile_without_shapes(side):
     side.attempt("enqueue", lambda: context.execute_async_v3(stream.handle))
 
 
+@risky
+def output_of_a_shape_that_is_refused(side):
+    """What the adapter goes by where ``infer_shapes`` would end the process."""
+    side.open("encoder2")
+    context = side.context()
+    side.attempt("a shape of the other", lambda: context.set_input_shape("ids", (16, 128)))
+    side.attempt("all are there", lambda: context.all_binding_shapes_specified)
+    side.attempt("output", lambda: context.get_tensor_shape("pooled"))
+
+
 # Enqueue memory
 
 

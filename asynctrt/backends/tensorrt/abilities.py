@@ -26,6 +26,14 @@ TELLS_FORMATS_BY_PROFILE: Final = (8, 6, 1)
 """The first library that is asked for the format of a tensor in each profile. Under the bindings of 8.6.1,
 this question crashes 8.6.0."""
 
+ASKS_PARSER: Final = (8, 6, 1)
+"""The first library whose parser takes flags, and reports the plugins that a version-compatible plan needs.
+Under the bindings of 8.6.1, both crash 8.6.0."""
+
+RAISES: Final = (10, 0)
+"""The first library whose bindings hold the GIL where they raise an error. In ``infer_shapes``, those of 8.6
+do not, which ends the process."""
+
 STREAMS_WEIGHTS: Final = (10, 1)
 """The first version with the budget for streamed weights in the form used here: that of 10.0 differs."""
 
@@ -70,6 +78,8 @@ class Abilities:
     """Whether the engine reports which outputs overwrite an input."""
     allocates_outputs: bool
     """Whether output sizes may depend on the data."""
+    raises: bool
+    """Whether ``infer_shapes`` raises an error for shapes that the engine refuses. Otherwise it crashes."""
 
     @classmethod
     def of(cls, flavour: Flavour, header: PlanHeader) -> "Abilities":
@@ -83,6 +93,7 @@ class Abilities:
                 tells_weights=True,
                 tells_aliases=True,
                 allocates_outputs=True,
+                raises=True,
             )
         built = header.version
         here = numbers_of(flavour.version) or built
@@ -95,6 +106,7 @@ class Abilities:
             tells_weights=version >= TELLS_WEIGHTS,
             tells_aliases=version >= TELLS_ALIASES,
             allocates_outputs=built >= CALLS_AS_LATER or here < CALLS_AS_LATER,
+            raises=here >= RAISES,
         )
 
     def enqueue_nbytes(self, engine: Any, profile: int) -> int:
@@ -120,6 +132,18 @@ class Abilities:
         # With a strategy, an engine that supports none silently allocates memory for each context.
         return engine.create_execution_context_without_device_memory()
 
+    def infers_shapes(self, context: Any) -> bool:
+        """Check the shapes of the inputs; return whether all are there.
+
+        Where the check would crash, the engine refuses wrong shapes later: it reports an error, and no shape,
+        when it is asked for the shape of an output.
+
+        :raises RuntimeError: for shapes that the engine refuses.
+        """
+        if self.raises:
+            return not context.infer_shapes()
+        return bool(context.all_binding_shapes_specified)
+
     def set_memory(self, context: Any, address: int, nbytes: int) -> None:
         """Set the enqueue memory of a context, which reports an error if it refuses."""
         if self.sizes_memory:
@@ -128,10 +152,16 @@ class Abilities:
             context.device_memory = address
 
 
+def asks_parser(flavour: Flavour) -> bool:
+    """Return whether the ONNX parser of a library takes flags, and reports the plugins of a plan."""
+    here = numbers_of(flavour.version)
+    return here is None or here >= ASKS_PARSER
+
+
 def numbers_of(version: str) -> tuple[int, ...] | None:
-    """Return the four numbers of a library's version, without the package's suffix."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else None
+    """Return the numbers of a library's version, without the package's suffix; TensorRT 8 has three."""
+    found = re.match(r"\d+\.\d+\.\d+(\.\d+)?", version)
+    return tuple(map(int, found[0].split("."))) if found else None
 
 
 def compatible_since(library: tuple[int, ...] | None) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from asynctrt._util.files import read_regular, write_whole
 from asynctrt.backends.build_options import BuildOptions
+from asynctrt.backends.tensorrt.abilities import asks_parser
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
 from asynctrt.backends.tensorrt.messages import LogSubscription, TensorRTErrors, keep_alive, log_of
 from asynctrt.backends.tensorrt.plugins import register_plugins
@@ -149,8 +150,8 @@ def build_plan(
 
     :param model: the content of an ONNX file.
     :param path: the path of that file: weights beside it are read, and messages name it.
-    :param report: called for each step.
-    :param cancelled: if set, the build ends soon.
+    :param report: called for each step. TensorRT 8 reports none.
+    :param cancelled: if set, the build ends soon; with TensorRT 8 it continues.
     :param device: the GPU to build on. Default: CUDA's own choice.
     :raises BuildError: if the model cannot be parsed, or no plan can be built from it.
     :raises OptionsError: for options that the package does not support, or that do not fit the model.
@@ -294,19 +295,26 @@ def _create(made: _Build) -> None:
         )
     if options.max_threads is not None:
         made.builder.max_threads = options.max_threads
-    flags = 0
-    typed = getattr(module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    # Streamed weights require it in versions where it is a choice.
-    if typed is not None and (options.strongly_typed or options.weight_streaming):
-        flags = 1 << int(typed)
-    made.network = made.builder.create_network(flags)
+    made.network = made.builder.create_network(_network_flags(module, options))
     # With an error recorder, destroying a network that a parser has filled crashes the process.
     made.network.error_recorder = None
     keep_alive(made.network, made.builder)
     made.parser = module.OnnxParser(made.network, log)
     keep_alive(made.parser, made.network)
-    if options.version_compatible:
+    if options.version_compatible and asks_parser(made.flavour):
         made.parser.set_flag(module.OnnxParserFlag.NATIVE_INSTANCENORM)
+
+
+def _network_flags(module: Any, options: BuildOptions) -> int:
+    """Return the flags to create the network with, as far as the library has them."""
+    known, flags = module.NetworkDefinitionCreationFlag, 0
+    # Before TensorRT 10, the parser refuses a network without it.
+    if hasattr(known, "EXPLICIT_BATCH"):
+        flags |= 1 << int(known.EXPLICIT_BATCH)
+    # Streamed weights require it in versions where it is a choice.
+    if hasattr(known, "STRONGLY_TYPED") and (options.strongly_typed or options.weight_streaming):
+        flags |= 1 << int(known.STRONGLY_TYPED)
+    return flags
 
 
 def _parse(made: _Build, model: bytes, path: Path) -> None:
@@ -337,8 +345,9 @@ def _fault(error: Any) -> ParserFault:
     return ParserFault(
         str(getattr(code, "name", code)),
         node if node >= 0 else None,
-        str(error.node_name()),
-        str(error.node_operator()),
+        # Before TensorRT 10, an error has neither.
+        str(error.node_name()) if hasattr(error, "node_name") else "",
+        str(error.node_operator()) if hasattr(error, "node_operator") else "",
         str(error.desc()),
         f"{error.file()}:{error.line()} {error.func()}".strip(),
     )
@@ -371,6 +380,9 @@ def _configure(made: _Build) -> None:
     # The defaults are all of the GPU's memory, or 64 GiB without a GPU.
     config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, options.workspace)
     config.set_memory_pool_limit(module.MemoryPoolType.TACTIC_DRAM, options.tactic_memory)
+    if hasattr(getattr(module, "PreviewFeature", None), "PROFILE_SHARING_0806"):
+        # Without it, plans of TensorRT 8.6 let only one context use a profile.
+        config.set_preview_feature(module.PreviewFeature.PROFILE_SHARING_0806, True)  # noqa: FBT003  (its own)
     for name in _flags(options):
         config.set_flag(getattr(module.BuilderFlag, name))
     if not options.tf32:
@@ -385,7 +397,7 @@ def _configure(made: _Build) -> None:
         level = options.hardware_compatibility.replace("-", "_").upper()
         config.hardware_compatibility_level = getattr(module.HardwareCompatibilityLevel, level)
     _set_compute_capabilities(made)
-    if options.version_compatible:
+    if options.version_compatible and asks_parser(made.flavour):
         made.plugins += list(made.parser.get_used_vc_plugin_libraries())
     packed = [*made.plugins, *(options.plugins if options.pack_plugins else ())]
     if packed:
@@ -442,9 +454,12 @@ def _timing_cache(made: _Build) -> Any:
 
 
 def _run(made: _Build, report: Report | None, cancelled: threading.Event | None) -> bytes:
-    monitor = _make_monitor(made.flavour.module, report, cancelled)
-    keep_alive(made.config, monitor)
-    made.config.progress_monitor = monitor
+    module = made.flavour.module
+    # Before TensorRT 10, a build reports nothing, and only the end of its process ends it early.
+    if hasattr(module, "IProgressMonitor"):
+        monitor = _make_monitor(module, report, cancelled)
+        keep_alive(made.config, monitor)
+        made.config.progress_monitor = monitor
     made.log.take()
     plan = made.builder.build_serialized_network(made.network, made.config)
     if plan is not None:

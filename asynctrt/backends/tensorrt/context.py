@@ -373,16 +373,20 @@ class TensorRTContext:
         """Set the shapes of inputs, and check that the outputs have the shapes that memory is bound for."""
         for memory in binding.inputs:
             self._call("set_input_shape", memory.name, (rows, *memory.dims))
+        what = f"infer_shapes for {rows} rows of {binding.dims}"
+        before = self._recorder.num_errors()
         try:
-            missing = self._trt.infer_shapes()
+            is_complete = self._loaded.abilities.infers_shapes(self._trt)
         except RuntimeError as error:
-            raise self._failed(f"infer_shapes for {rows} rows of {binding.dims}") from error
-        if missing:
-            raise self._failed(f"infer_shapes for {rows} rows of {binding.dims} (unknown: {missing})")
+            raise self._failed(what) from error
+        if not is_complete:
+            raise self._failed(f"{what} (some are unknown)")
         for output in binding.outputs:
             if output is None:
                 continue  # TensorRT reports the shape when the batch is enqueued.
             shape = shape_of(self._trt.get_tensor_shape(output.name))
+            if self._recorder.num_errors() > before:
+                raise self._failed(what)
             if shape != (rows, *output.dims):
                 raise ExecutionError(
                     f"output {output.name!r} of {self._signature.model!r} has shape {shape} for {rows} rows "

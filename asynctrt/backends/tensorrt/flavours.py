@@ -95,7 +95,9 @@ def find_flavour(flavour: Any, tag: bytes, where: str) -> Flavour:
         found = _load(choice(*FLAVOURS)("flavour", flavour))
     else:
         name = str(getattr(flavour, "__name__", type(flavour).__name__))
-        found = Flavour(name, flavour, isinstance(flavour, ModuleType) and name in FLAVOURS)
+        # The bindings alone are a package, too. TensorRT 8.6 crashes without a GPU.
+        is_real = isinstance(flavour, ModuleType) and name.removesuffix("_bindings") in FLAVOURS
+        found = Flavour(name, flavour, is_real)
     found.check_tag(tag, where)
     return found
 

@@ -445,17 +445,16 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
     stream, event = loaded.device.create_stream(), loaded.device.create_event()
     try:
         shares_profiles = _shares_profiles(loaded, context)
-        probe.observe(context, stream.handle)
+        probe.observe(context, stream.handle, loaded.abilities, recorder)
         is_capturable = ask is None or bool(ask(stream.handle))
         stream.record(event)
         event.synchronize(CLOSE_S)
     finally:
-        refused = recorder.take()
         # Everything that the context enqueued is done, so the context can be destroyed.
         del context, ask
         stream.close(CLOSE_S)
-    if refused:
-        logger.debug("%r: some shapes were refused while its outputs were examined: %s", name, refused)
+    if probe.refused:
+        logger.debug("%r: some shapes were refused while its outputs were examined: %s", name, probe.refused)
     if not shares_profiles:
         logger.warning(
             "%r runs on one execution context, however many it is opened with, and without CUDA graphs: %s. "

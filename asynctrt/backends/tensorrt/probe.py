@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from asynctrt.backends.batch_axis import BatchAxis
+from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import REBUILD, Profile, Signature, shape_of
+from asynctrt.backends.tensorrt.messages import ErrorRecorder, TensorRTErrors
 from asynctrt.errors import ModelError
 from asynctrt.tensors import Dims, TensorSpec
 
@@ -27,9 +29,16 @@ class OutputProbe:
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
         self._seen: list[tuple[Values, dict[str, Dims]]] = []
+        self.refused: TensorRTErrors | None = None
+        """The last errors of the engine, if any."""
 
-    def observe(self, context: Any, stream_handle: int) -> None:
-        """Try shapes of every profile, skipping those that the engine refuses."""
+    def observe(
+        self, context: Any, stream_handle: int, abilities: Abilities, recorder: ErrorRecorder
+    ) -> None:
+        """Try shapes of every profile, skipping those that the engine refuses.
+
+        :param recorder: the context's error recorder. Its errors are taken.
+        """
         for profile in self._signature.profiles:
             try:
                 if not context.set_optimization_profile_async(profile.index, stream_handle):
@@ -37,9 +46,15 @@ class OutputProbe:
             except RuntimeError:
                 continue
             for values in _values(self._signature, profile):
-                shapes = self._infer(context, values)
-                if shapes is not None:
+                try:
+                    shapes = self._infer(context, values, abilities)
+                except RuntimeError:
+                    shapes = None  # Incompatible inputs.
+                # TensorRT 8 only reports them.
+                refused = recorder.take()
+                if shapes is not None and not refused:
                     self._seen.append((values, shapes))
+                self.refused = refused or self.refused
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Return the outputs, with dynamic dimensions named after the input dimensions that they follow.
@@ -49,19 +64,14 @@ class OutputProbe:
         """
         return tuple(self._output(spec) for spec in self._signature.outputs)
 
-    def _infer(self, context: Any, values: Values) -> dict[str, Dims] | None:
+    def _infer(self, context: Any, values: Values, abilities: Abilities) -> dict[str, Dims] | None:
         for spec in self._signature.inputs:
             shape = tuple(values[dim] if isinstance(dim, str) else dim for dim in spec.dims)
             if not context.set_input_shape(spec.name, (values[ROWS], *shape)):
                 return None
-        try:
-            if context.infer_shapes():
-                return None
-            return {
-                spec.name: shape_of(context.get_tensor_shape(spec.name)) for spec in self._signature.outputs
-            }
-        except RuntimeError:
-            return None  # Incompatible inputs.
+        if not abilities.infers_shapes(context):
+            return None
+        return {spec.name: shape_of(context.get_tensor_shape(spec.name)) for spec in self._signature.outputs}
 
     def _output(self, spec: TensorSpec) -> TensorSpec:
         model = self._signature.model

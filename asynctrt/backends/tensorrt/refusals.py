@@ -88,7 +88,7 @@ class Refused:
 
         :param has_lean_runtime: whether another version's runtime will run the plan.
         """
-        here, found = numbers_of(self.flavour.version), self.plan.header.version
+        here, found = numbers_of(self.flavour.version), self._built_by()
         fatal = self._diagnoses() & {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}
         is_rtx = self.flavour.tag == TAG_RTX
         is_old = not is_rtx and found != here and found[:2] < compatible_since(here)
@@ -165,9 +165,14 @@ class Refused:
         except (RuntimeError, TypeError, ValueError):
             return frozenset()  # The diagnosis is optional, and the actual failure was the loading.
 
+    def _built_by(self) -> tuple[int, ...]:
+        """Return the version in the header, with as many numbers as the library's: TensorRT 8 tells three."""
+        here = numbers_of(self.flavour.version)
+        return self.plan.header.version[: len(here)] if here else self.plan.header.version
+
     def _is_of_other_version(self) -> bool:
-        found, here = self.plan.header.version, numbers_of(self.flavour.version)
-        return here is not None and found != here
+        here = numbers_of(self.flavour.version)
+        return here is not None and self._built_by() != here
 
     def _is_for_other_gpus(self) -> bool:
         built_for = self.plan.header.compute_capabilities
@@ -210,7 +215,7 @@ class Refused:
             return f"{said}; plans of versions before 8.6 run on no other"
         if self.plan.header.version[:2] < compatible_since(numbers_of(flavour.version)):
             return f"{said}; the last version that runs plans of TensorRT {major} is TensorRT 10"
-        if (here := numbers_of(flavour.version)) is not None and self.plan.header.version > here:
+        if (here := numbers_of(flavour.version)) is not None and self._built_by() > here:
             return f"{said}; TensorRT does not run plans that a later version built"
         return (
             f"{said}. Build it with --version-compatible (BuilderFlag.VERSION_COMPATIBLE) if later versions "

@@ -13,7 +13,14 @@ from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceMemoryError, InternalError, ModelError, OptionsError, UsageError
+from asynctrt.errors import (
+    DeviceMemoryError,
+    ExecutionError,
+    InternalError,
+    ModelError,
+    OptionsError,
+    UsageError,
+)
 from tests.backends.tensorrt.helpers import WAIT_S, header
 from tests.doubles.tensorrt import (
     EngineSpec,
@@ -126,6 +133,33 @@ async def test_the_first_8_6_is_not_asked_what_ends_the_process(load, kind):
         await check(engine, SPECS[kind])
 
 
+def agreeing(given):
+    if given["ids"].shape != given["mask"].shape:
+        raise ValueError("ids and mask are of different lengths")
+    return {"sums": given["ids"] * given["mask"]}
+
+
+AGREEING = EngineSpec(
+    inputs=(TensorIO("ids", dims=(-1, -1)), TensorIO("mask", dims=(-1, -1))),
+    profiles=(dict.fromkeys(("ids", "mask"), ((1, 1), (4, 16), (8, 32))),),
+    function=agreeing,
+    function_outputs=(TensorIO("sums", dims=(-1, -1)),),
+)
+
+
+@pytest.mark.parametrize("version", ["8.6.0.12", VERSION, "10.16.1.11"])
+async def test_shapes_that_do_not_fit_together_do_not_end_the_process(load, version):
+    """The bindings of 8.6 crash where ``infer_shapes`` raises, which the double calls a violation."""
+    model = load(AGREEING, version=version)
+    assert [one.dims for one in model.outputs] == [("ids.1",)]
+    ones = np.ones((2, 8), np.float32)
+    async with asynctrt.open(model, device=model.device, max_rows=4) as engine:
+        with pytest.raises(ExecutionError, match="infer_shapes for 1 rows.*different lengths"):
+            await engine.infer({"ids": ones[:1], "mask": ones[:1, :4]})
+        result = await engine.infer({"ids": ones, "mask": ones})
+        np.testing.assert_array_equal(result["sums"], ones)
+
+
 async def test_weights_are_not_streamed_before_10_1(load):
     """TensorRT 10.0 tells how much could be streamed, and lacks the budget that is set here."""
     spec = EngineSpec(weights_nbytes=8192, streamable_weights_nbytes=4096)
@@ -147,6 +181,7 @@ async def test_without_room_for_a_second_context_nothing_is_tried(load, little_r
     ("library", "plan", "shares_profiles", "sizes_memory"),
     [
         ("8.6.0.12", (8, 6, 0, 12), None, False),
+        ("8.6.0", (8, 6, 0, 12), None, False),
         ("8.6.1.6", (8, 6, 1, 6), None, False),
         ("10.16.1.11", (8, 6, 0, 12), None, False),
         ("10.0.1.6", (10, 0, 1, 6), True, False),
@@ -167,11 +202,12 @@ def test_an_engine_has_the_abilities_of_the_version_that_built_it(
     assert found == Abilities(
         shares_profiles=shares_profiles,
         sizes_memory=sizes_memory,
-        tells_formats_by_profile=library != "8.6.0.12",
+        tells_formats_by_profile=not library.startswith("8.6.0"),
         streams_weights=sizes_memory,
         tells_weights=plan >= (10, 14),
         tells_aliases=plan >= (10, 15),
         allocates_outputs=(library, plan[0]) != ("10.16.1.11", 8),
+        raises=not library.startswith("8.") and library != "of my own",
     )
 
 

@@ -1,15 +1,19 @@
 """Building in a process of its own: what goes over and back, and what becomes of a crash."""
 
 import json
+import signal
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt._util.cancellation import Cancellation, cancelled_by
 from asynctrt.backends.tensorrt import build_process
 from asynctrt.backends.tensorrt.build_process import _built_of, build_in_process
-from asynctrt.errors import BuildError, OptionsError
+from asynctrt.errors import BuildError, OptionsError, UsageError
 from tests.models import double_onnx
 
 
@@ -31,6 +35,37 @@ def crashing(tmp_path, monkeypatch, code):
 def test_a_crash_of_the_builder_is_an_error(tmp_path, monkeypatch, code, said):
     with pytest.raises(BuildError, match=said):
         crashing(tmp_path, monkeypatch, code)
+
+
+SILENT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+open(sys.argv[1], "w").close()
+signal.pause()
+"""
+
+
+def test_a_build_that_reports_nothing_ends_when_it_is_cancelled(tmp_path, monkeypatch):
+    """A build of TensorRT 8 has no monitor that could end it."""
+    begun, cancellation = tmp_path / "begun", Cancellation()
+    command = [sys.executable, "-c", SILENT, str(begun)]
+    monkeypatch.setattr(build_process, "child_command", lambda _: command)
+    made = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kw: made.append(popen(*args, **kw)) or made[0])
+
+    def build():
+        with cancelled_by(cancellation):
+            build_in_process(b"model", tmp_path / "m.onnx", None, asynctrt.BuildOptions())
+
+    with ThreadPoolExecutor(1) as thread:
+        building = thread.submit(build)
+        while not begun.exists():
+            assert not building.done()
+        cancellation.cancel()
+        with pytest.raises(UsageError, match="m.onnx' was interrupted"):
+            building.result(timeout=20)
+    assert made[0].returncode == -signal.SIGKILL
 
 
 @pytest.mark.tier2

@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import re
 import threading
+from enum import IntEnum
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -18,6 +20,7 @@ from asynctrt.backends.tensorrt.flavours import Flavour, find_builder
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import BuildError, DeviceUnavailableError, OptionsError, UsageError
+from tests.doubles.tensorrt import StrictTensorRT
 from tests.gpu.support import gpu_is_here
 from tests.models import double_onnx, node, save
 
@@ -263,6 +266,7 @@ PUBLIC = {
         "hardware_compatibility_level": None,
         "plugins_to_serialize": None,
         "progress_monitor": None,
+        "set_preview_feature": ["feature", "enable"],
     },
     "Builder": {
         "create_network": ["flags"],
@@ -280,6 +284,16 @@ PUBLIC = {
     },
     "IOptimizationProfile": {"set_shape": ["input", "min", "opt", "max"]},
     "ITimingCache": {"serialize": []},
+    "ParserError": {
+        "code": [],
+        "desc": [],
+        "file": [],
+        "func": [],
+        "line": [],
+        "node": [],
+        "node_name": [],
+        "node_operator": [],
+    },
 }
 """What the builder uses of the full library, as its public binding source has it (10.14 and 11): methods
 with their arguments, and properties. No wheel of it can be had here; TensorRT for RTX shares that source."""
@@ -318,6 +332,7 @@ def test_the_builder_uses_nothing_but_the_public_names():
         "IBuilderConfig": r"(?<!builder_)\b(?:made\.)?config\.(\w+)",
         "ITimingCache": r"\bcache\.(\w+)",
         "IOptimizationProfile": r"\bone\.(set_\w+)",
+        "ParserError": r"(?<!made\.)\berror\.(\w+)\(",
     }.items():
         used = set(re.findall(names, source))
         assert used, kind
@@ -379,3 +394,138 @@ def test_a_monitor_that_is_told_of_a_phase_it_does_not_know():
     assert monitor.step_complete("unknown", 3)
     monitor.phase_finish("unknown")
     assert [step.parent for step in steps] == [None, None]
+
+
+OF_8_6 = {
+    "Builder": {*PUBLIC["Builder"], "max_batch_size"},
+    "INetworkDefinition": {
+        "num_inputs",
+        "num_outputs",
+        "num_layers",
+        "get_input",
+        "get_output",
+        "error_recorder",
+    },
+    "OnnxParser": {*PUBLIC["OnnxParser"], "clear_errors"},
+    "IBuilderConfig": {*PUBLIC["IBuilderConfig"], "max_workspace_size"} - {"progress_monitor"},
+    "IOptimizationProfile": {"set_shape"},
+    "ITimingCache": {"serialize"},
+    "ParserError": {*PUBLIC["ParserError"]} - {"node_name", "node_operator"},
+}
+"""What objects of the bindings of 8.6.1 have, of the names that a builder might use."""
+
+FLAGS_OF_8_6 = ("FP16", "INT8", "FP8", "REFIT", "TF32", "VERSION_COMPATIBLE", "EXCLUDE_LEAN_RUNTIME")
+
+
+class Part:
+    """Stands for an object of the library that has the names of 8.6 and no others: notes each call."""
+
+    def __init__(self, kind, **known):
+        self.__dict__.update(known, kind=kind, calls=[])
+
+    def __getattr__(self, name):
+        if name not in OF_8_6[self.kind]:
+            raise AttributeError(f"{self.kind} of 8.6 has no {name}")
+        return lambda *args: self.calls.append((name, *args)) or True
+
+    def __setattr__(self, name, value):
+        if name not in OF_8_6[self.kind]:
+            raise AttributeError(f"{self.kind} of 8.6 has no {name}")
+        self.calls.append((name, value))
+
+
+def enum(name, *members, start=0):
+    return IntEnum(name, members, start=start)
+
+
+class Library86:
+    """The full library 8.6 in as far as a build uses it; its logger and all else are the double's."""
+
+    def __init__(self, version, faults=()):
+        self.double = StrictTensorRT(HostDevice(), version="8.6.1.6")
+        self.__version__ = version
+        tensor = SimpleNamespace(
+            name="x", dtype=SimpleNamespace(name="FLOAT"), shape=(-1, 4), is_shape_tensor=False
+        )
+        tensor.get_dimension_name = lambda axis: ""
+        one = {"num_inputs": 1, "num_outputs": 1, "num_layers": 3}
+        either = {name: lambda index: tensor for name in ("get_input", "get_output")}
+        self.network = Part("INetworkDefinition", **one, **either)
+        cache = Part("ITimingCache", serialize=lambda: b"times")
+        self.config = Part("IBuilderConfig", create_timing_cache=lambda content: cache)
+        self.config.__dict__["add_optimization_profile"] = lambda profile: 0
+        self.builder = Part(
+            "Builder",
+            create_network=self.create_network,
+            create_builder_config=lambda: self.config,
+            create_optimization_profile=lambda: Part("IOptimizationProfile"),
+            build_serialized_network=lambda network, config: b"a plan",
+        )
+        self.parser = Part(
+            "OnnxParser",
+            parse=lambda model, path: not faults,
+            num_errors=len(faults),
+            get_error=faults.__getitem__,
+            get_used_vc_plugin_libraries=lambda: self.parser.calls.append("asked") or ["libvc.so"],
+        )
+        self.Builder = lambda log: self.builder
+        self.OnnxParser = lambda network, log: self.parser
+        self.NetworkDefinitionCreationFlag = enum("Creation", "EXPLICIT_BATCH", "EXPLICIT_PRECISION")
+        self.PreviewFeature = enum("PreviewFeature", "FASTER", "DISABLE", "PROFILE_SHARING_0806")
+        self.BuilderFlag = enum("BuilderFlag", *FLAGS_OF_8_6)
+        self.MemoryPoolType = enum("MemoryPoolType", "WORKSPACE", "TACTIC_DRAM")
+        self.OnnxParserFlag = enum("OnnxParserFlag", "NATIVE_INSTANCENORM")
+
+    def __getattr__(self, name):
+        return getattr(self.double, name)
+
+    def create_network(self, flags):
+        assert flags == 1, "EXPLICIT_BATCH: the parser of 8.6 refuses another network"
+        return self.network
+
+    def build(self, path, **options):
+        flavour = Flavour("tensorrt", self, is_real=False)
+        cancelled = threading.Event()
+        return build_plan(path.read_bytes(), path, flavour, BuildOptions(**options), [].append, cancelled)
+
+
+def test_a_plan_of_8_6(model, tmp_path):
+    library, cache = Library86("8.6.0"), tmp_path / "timing"
+    options = {"precision": "fp16", "refit": "all", "profiling": "detailed", "max_rows": 8}
+    made = library.build(model, hardware_compatibility="ampere-plus", timing_cache=str(cache), **options)
+    assert (made.content, made.layers, made.version) == (b"a plan", 3, "8.6.0")
+    assert made.profiles == ({"x": ((1, 4), (8, 4), (8, 4))},)
+    assert cache.read_bytes() == b"times"
+    sharing = library.PreviewFeature.PROFILE_SHARING_0806
+    assert ("set_preview_feature", sharing, True) in library.config.calls, "several contexts need it"
+
+
+@pytest.mark.parametrize(("version", "is_asked"), [("8.6.0", False), ("8.6.0.12", False), ("8.6.1", True)])
+def test_the_parser_of_8_6_0_is_not_asked_what_crashes_it(model, version, is_asked):
+    library = Library86(version)
+    made = library.build(model, version_compatible=True)
+    assert (
+        library.parser.calls == [("set_flag", library.OnnxParserFlag.NATIVE_INSTANCENORM), "asked"] * is_asked
+    )
+    assert made.plugins == ("libvc.so",) * is_asked
+
+
+def test_an_error_of_the_parser_of_8_6_has_no_names(model):
+    told = {
+        "code": 8,
+        "desc": "No importer registered for op: Foo",
+        "file": "m.cpp",
+        "func": "parse",
+        "line": 7,
+    }
+    fault = Part(
+        "ParserError", **{name: lambda value=value: value for name, value in (*told.items(), ("node", 3))}
+    )
+    with pytest.raises(BuildError, match=r"by tensorrt 8.6.0: node 3: No importer .*m.cpp:7 parse") as info:
+        Library86("8.6.0", (fault,)).build(model)
+    assert (info.value.faults[0].node_name, info.value.faults[0].operator) == ("", "")
+
+
+def test_what_8_6_lacks_is_refused(model):
+    with pytest.raises(OptionsError, match=r"tensorrt 8.6.0 has no BuilderFlag.STRIP_PLAN"):
+        Library86("8.6.0").build(model, strip=True)

@@ -20,6 +20,7 @@ ABILITIES = Abilities(
     tells_weights=True,
     tells_aliases=True,
     allocates_outputs=True,
+    raises=True,
 )
 
 

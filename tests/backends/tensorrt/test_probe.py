@@ -3,12 +3,21 @@
 import numpy as np
 import pytest
 
+from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import Profile, Signature
+from asynctrt.backends.tensorrt.flavours import Flavour
+from asynctrt.backends.tensorrt.messages import ErrorRecorder
+from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.backends.tensorrt.probe import OutputProbe
+from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ModelError
 from asynctrt.tensors import TensorSpec
+from tests.backends.tensorrt.helpers import header
+from tests.doubles.tensorrt import StrictTensorRT
 
 FLOAT = np.dtype("float32")
+LATEST = Flavour("tensorrt", StrictTensorRT(HostDevice()), is_real=False)
+ABILITIES = Abilities.of(LATEST, read_header(header()))
 
 
 class Context:
@@ -58,7 +67,7 @@ def signature(outputs, *, inputs=("a", "b"), ranges=(((1, 2), (8, 16), (64, 128)
 
 def probed(read, infer, **kw):
     probe = OutputProbe(read)
-    probe.observe(Context(read, infer, **kw), 1)
+    probe.observe(Context(read, infer, **kw), 1, ABILITIES, ErrorRecorder())
     return {spec.name: spec.dims for spec in probe.outputs()}
 
 

@@ -347,3 +347,17 @@ def test_an_older_library_is_told_of_a_later_plan():
         TensorRTModel(double_plan(EngineSpec()), device=device, flavour=trt)
     assert "built by version 11.4.0.106" in str(caught.value)
     assert "TensorRT does not run plans that a later version built" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("built_by", "is_refused"),
+    [((8, 6, 0, 12), False), ((8, 6, 1, 6), True), ((8, 5, 3, 1), True), ((10, 0, 1, 6), True)],
+)
+def test_a_library_of_three_numbers(built_by, is_refused):
+    """TensorRT 8 tells three, and the headers of its plans have four."""
+    module = types.ModuleType("tensorrt")
+    module.__version__ = "8.6.0"
+    found = Flavour("tensorrt", module, is_real=True)
+    plan = read_plan(header(version=built_by))
+    refused = Refused(plan, found, Gpu(), TensorRTErrors(()), (), None)
+    assert (refused.before_loading(has_lean_runtime=False) is not None) == is_refused

@@ -246,13 +246,15 @@ class IExecutionContext(Reporter):
         One that only another profile accepts is refused later, when it is used. An engine of TensorRT 8 takes
         -1 for a dimension that is not known yet.
 
-        :raises RuntimeError: for more dimensions than there can be.
+        :raises RuntimeError: for more dimensions than there can be; under TensorRT 8, ``TypeError``.
         """
         given = tuple(int(dim) for dim in shape)
         if len(given) > Dims.MAX_DIMS:
-            raise RuntimeError(f"a shape has at most {Dims.MAX_DIMS} dimensions, not {len(given)}")
+            raise (TypeError if self._library_is_8 else RuntimeError)(
+                f"a shape has at most {Dims.MAX_DIMS} dimensions, not {len(given)}"
+            )
         where = "IExecutionContext::setInputShape"
-        is_known = self._engine._tensor(name, where) is not None
+        is_known = self._engine._tensor(name, where, self) is not None
         problem = self._shape_problem(name, given) if is_known else None
         if problem is not None:
             self._report_usage(where, problem)
@@ -368,16 +370,29 @@ class IExecutionContext(Reporter):
         """Return the inputs whose shapes are missing.
 
         :raises RuntimeError: if the shapes do not fit the active profile, or together, after a report.
+        :raises ViolationError: in that case under TensorRT 8, whose bindings raise without the GIL.
         """
         missing = self._unspecified()
         if not missing and not self._fits_together("IExecutionContext::inferShapes"):
+            if self._library_is_8:
+                raise self._violation("infer_shapes is refused, of which the bindings of TensorRT 8.6 crash")
             raise RuntimeError("infer_shapes error code: -1")
         return missing
 
+    @property
+    def _library_is_8(self) -> bool:
+        return version_of(self._core.library.version) < (10,) and self._core.library.flavour != "tensorrt_rtx"
+
     @exclusive
     def get_tensor_shape(self, name: str) -> Dims:
-        """Return the shape of a tensor, with -1 where it is missing or depends on the data."""
-        io = self._engine._tensor(name, "IExecutionContext::getTensorShape")
+        """Return the shape of a tensor, with -1 where it is missing or depends on the data.
+
+        TensorRT 8 returns none of an output, and reports an error, if the inputs' shapes are refused.
+        """
+        where = "IExecutionContext::getTensorShape"
+        io = self._engine._tensor(name, where, self)
+        if io is not None and self._library_is_8 and name not in self._engine._inputs:
+            io = io if self._unspecified() or self._fits_together(where) else None
         return Dims() if io is None else Dims(self._shape_of(io))
 
     @exclusive
@@ -386,7 +401,7 @@ class IExecutionContext(Reporter):
 
         An engine of TensorRT 8 returns none then, and reports an error.
         """
-        io = self._engine._tensor(name, "IExecutionContext::getTensorStrides")
+        io = self._engine._tensor(name, "IExecutionContext::getTensorStrides", self)
         if io is None:
             return Dims()
         shape = self._shape_of(io)
@@ -406,7 +421,7 @@ class IExecutionContext(Reporter):
         io, is_of_8 = self._engine._tensors.get(name), self._engine._is_of_8
         where = "IExecutionContext::getMaxOutputSize"
         if io is None or name in self._engine._inputs or self._unspecified() or self._shapes_problem():
-            if is_of_8 and (io is not None or self._engine._tensor(name, where)):
+            if is_of_8 and (io is not None or self._engine._tensor(name, where, self)):
                 is_input = name in self._engine._inputs
                 self._report_usage(where, "condition: an output" if is_input else UNRESOLVED)
             return -1
@@ -457,7 +472,7 @@ class IExecutionContext(Reporter):
                 f"Profile {profile_index} has been chosen by another IExecutionContext. Use another "
                 "profileIndex or destroy the IExecutionContext that use this profile.",
             )
-            if self._core.library.version.startswith("8."):
+            if self._library_is_8:
                 raise self._violation("is refused a profile, of which the bindings of TensorRT 8.6 crash")
             return False
         self._profile = profile_index
@@ -474,7 +489,7 @@ class IExecutionContext(Reporter):
     @exclusive
     def set_tensor_address(self, name: str, memory: int) -> bool:
         """Set an address, or 0 to unset it; ``False``, and an error, for an unknown name."""
-        if self._engine._tensor(name, "IExecutionContext::setTensorAddress") is None:
+        if self._engine._tensor(name, "IExecutionContext::setTensorAddress", self) is None:
             return False
         memory = int(memory)
         if memory < 0 or memory % ALIGNMENT:
@@ -487,14 +502,16 @@ class IExecutionContext(Reporter):
 
     @exclusive
     def get_tensor_address(self, name: str) -> int:
-        """Return the address of a tensor, or 0 if it is not set."""
+        """Return the address of a tensor, or 0 if it is not set; TensorRT 8 reports an unknown name."""
+        if self._library_is_8:
+            self._engine._tensor(name, "IExecutionContext::getTensorAddress", self)
         return self._addresses.get(name, 0)
 
     @exclusive
     def set_output_allocator(self, name: str, output_allocator: IOutputAllocator | None) -> bool:
         """Set the allocator of an output, or ``None``; ``False``, and an error, if it is not an output."""
         where = "IExecutionContext::setOutputAllocator"
-        if self._engine._tensor(name, where) is None:
+        if self._engine._tensor(name, where, self) is None:
             return False
         if name in self._engine._inputs:
             self._report_usage(where, f"condition: an output tensor. Given: {name}")
@@ -777,9 +794,11 @@ class IExecutionContext(Reporter):
             return False
         if self._enqueued is None and not self._is_complete():
             return False
-        # After a change the layers update what they hold, which cannot be part of a graph.
+        # After a change the layers update what they hold, which cannot be part of a graph. Those of
+        # TensorRT 8 were captured so.
         waits = self._waits or self._spec.data_dependent
-        can_be_captured = self._spec.capturable and not waits and not self._is_changed
+        is_changed = self._is_changed and not self._library_is_8
+        can_be_captured = self._spec.capturable and not waits and not is_changed
         can_be_captured &= not self._spec.temporary_nbytes or self._frees_in_order
         if not can_be_captured and self._core.executor.is_capturing(handle):
             text = "operation not permitted when stream is capturing"
@@ -891,7 +910,7 @@ class IExecutionContext(Reporter):
 
     @property
     def _asks_in_order(self) -> bool:
-        return version_of(self._core.library.version) >= (10,) or self._core.library.flavour == "tensorrt_rtx"
+        return not self._library_is_8
 
     def _living_allocator(self, name: str) -> IOutputAllocator | None:
         held = self._allocators.get(name)
@@ -914,11 +933,12 @@ class IExecutionContext(Reporter):
         """
         allocator: Any = self._living_allocator(name)
         memory, size = self._addresses.get(name, 0), max(1, nbytes)
+        alignment = ALIGNMENT_OF_8 if self._library_is_8 else ALIGNMENT
         try:
             if self._asks_in_order and hasattr(allocator, "reallocate_output_async"):
                 given = allocator.reallocate_output_async(name, memory, size, ALIGNMENT, handle)
             else:
-                given = allocator.reallocate_output(name, memory, size, ALIGNMENT)
+                given = allocator.reallocate_output(name, memory, size, alignment)
         except Exception as error:
             raise self._violation(f"the output allocator of {name!r} raised {error!r}") from error
         if given is None:
@@ -932,7 +952,10 @@ class IExecutionContext(Reporter):
             )
         if not given:
             text = f"IOutputAllocator returned nullptr for allocation request of {size} bytes."
-            self._report_memory(ENQUEUE, text)
+            if self._library_is_8:
+                self._report(ErrorCodeTRT.INTERNAL_ERROR, ENQUEUE, "Internal Error", text)
+            else:
+                self._report_memory(ENQUEUE, text)
         return int(given)
 
     def _tell(self, name: str, shape: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ from tests.doubles.tensorrt.names import (
     DataType,
     Dims,
     EngineCapability,
+    EngineCapabilityOf8,
     EngineStat,
     ErrorCodeTRT,
     HardwareCompatibilityLevel,
@@ -90,9 +91,10 @@ class EngineDescription(Reporter):
         return self._spec.refittable or self._spec.stripped_weights_nbytes > 0
 
     @property
-    def engine_capability(self) -> EngineCapability:
+    def engine_capability(self) -> EngineCapability | EngineCapabilityOf8:
         """The capability that it was built for: unrestricted."""
-        return EngineCapability.STANDARD
+        is_old = not self._is_rtx and version_of(self._core.library.version) < (10,)
+        return EngineCapabilityOf8.DEFAULT if is_old else EngineCapability.STANDARD
 
     @property
     def tactic_sources(self) -> int:
@@ -264,11 +266,12 @@ class EngineDescription(Reporter):
             self._report_usage(where, f"condition: an input. Given: {name}")
         return Dims()
 
-    def _tensor(self, name: str, where: str) -> TensorIO | None:
+    def _tensor(self, name: str, where: str, reporter: Reporter | None = None) -> TensorIO | None:
+        """Return a tensor; ``None``, and report an error, if there is none with that name."""
         tensor = self._tensors.get(name)
         if tensor is None:
             text = f"Given invalid tensor name: {name}. Get valid tensor names with getIOTensorName()"
-            self._report(ErrorCodeTRT.INVALID_ARGUMENT, where, "Internal Error", text)
+            (reporter or self)._report(ErrorCodeTRT.INVALID_ARGUMENT, where, "Internal Error", text)
         return tensor
 
     def _give_profile(self, index: int, context: Reporter) -> bool:

@@ -114,6 +114,14 @@ class EngineCapability(_Enum):
     DLA_STANDALONE = 2
 
 
+class EngineCapabilityOf8(_Enum):
+    """The same of TensorRT 8, whose first name for a value was its older one."""
+
+    DEFAULT = 0
+    SAFE_GPU = 1
+    SAFE_DLA = 2
+
+
 class ProfilingVerbosity(_Enum):
     """How much an engine tells about its layers."""
 

@@ -153,7 +153,7 @@ class Runtime(Reporter):
             self._report(
                 ErrorCodeTRT.FAILED_INITIALIZATION,
                 "IRuntime::loadRuntime",
-                "API Usage Error",
+                "Internal Error" if self._is_of_8 else "API Usage Error",
                 f"Unable to load library: {path}: {error}",
             )
             return None
