@@ -25,6 +25,7 @@ from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.core.independence import alone_of, is_alone, prove, structural
 from asynctrt.core.inputs import InputCheck
+from asynctrt.core.lengths import Found
 from asynctrt.core.loading import find_device, load_model
 from asynctrt.core.padded_inputs import PaddedInputCheck
 from asynctrt.devices.arenas import Arenas
@@ -36,10 +37,10 @@ from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
 from asynctrt.runtime.prepare import few_sizes, sizes_to_prepare
 from asynctrt.runtime.shares import join_device
-from asynctrt.runtime.sizes import SizeChooser
 from asynctrt.runtime.specialised import Builder
 from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out
+from asynctrt.scheduling.company import Company, NoCompany
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
@@ -214,6 +215,14 @@ class EngineParts:
     """Whether rows of different requests share batches, and why."""
     builder: Builder | None = None
     """What builds contexts for shapes that recur, if that may pay off."""
+    times: tuple[tuple[int, int], ...] = ()
+    """The units and the times in ns of batches of made-up rows."""
+
+    def padded_as(self, found: Found) -> "EngineParts":
+        """Return these parts with the padding that was found to change no answer, if any was."""
+        if found.padding is not None:
+            self.pool.padding = found.padding
+        return dataclasses.replace(self, padding=found.padding or self.padding, times=found.times)
 
     def create_scheduler(self, options: Options) -> Scheduler:
         """Create the scheduler of an engine with these parts."""
@@ -225,6 +234,9 @@ class EngineParts:
             # A context has an arena to itself, or waits for the others that use it.
             lanes_max = min(capacity.arenas or capacity.contexts, capacity.in_flight_max)
             concurrency += lanes_max - 1
+        company = NoCompany()
+        if self.padding is not None:
+            company = Company(self.padding.units_of, self.padding.holds, self.times)
         return Scheduler(
             policy=Policy(
                 rows_max=capacity.rows_max,
@@ -247,6 +259,7 @@ class EngineParts:
             in_flight_max=capacity.in_flight_max,
             arena_users=None if self.arenas is None else self.arenas.users,
             times_all=device.timing_is_free,
+            company=company,
         )
 
     def divide_device(
@@ -286,12 +299,6 @@ class EngineParts:
             rows_first=rows_first,
             dims_are_hints=getattr(self.model, "dims_are_hints", False),
         )
-
-    def create_size_chooser(self, call_soon: Callable[..., object]) -> SizeChooser | None:
-        """Create the chooser of the sizes to pad rows to; ``None`` if the options give all sizes."""
-        if self.padding is None or not self.padding.chosen:
-            return None
-        return SizeChooser(self.model.name, self.padding, self.capacity.contexts, call_soon)
 
     def create_specialiser(
         self,
@@ -449,8 +456,8 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     def make_and_prove(batching: Batching) -> EngineParts:
         parts = make(given if batching.is_on else alone_of(given, batching.reason))
         try:
-            proven = prove(parts, options, batching, make, partial(_make_on_host, options))
-            return dataclasses.replace(parts, batching=proven)
+            proven, lengths = prove(parts, options, batching, make, partial(_make_on_host, options))
+            return dataclasses.replace(parts.padded_as(lengths), batching=proven)
         except BaseException:
             parts.close(UNDO_S)
             raise
@@ -555,11 +562,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             f"weight divides the time of {device.name!r}, and {model.name!r} takes none: it awaits what is "
             "computed elsewhere. Leave it out"
         )
-    limits = Limits(
-        model.ranges_of if isinstance(model, RangedModel) else None,
-        capacity.rows_max,
-        model.rows_fixed is not None,
-    )
+    limits = Limits(model.ranges_of if isinstance(model, RangedModel) else None)
     padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options, limits)
     arenas: Arenas | None = None
     try:
