@@ -351,10 +351,10 @@ class Options:
         check=PAD.or_none,
         doc="""Sizes that dimensions are padded to, by their names in the model, such as
         ``{"sequence": (32, 64, 128)}``, so that rows of different lengths share batches; outputs are cut back
-        where they have the dimension. ``auto`` instead of sizes: powers of two, and ``auto:512`` up to 512;
-        ``pad="auto"``: for every dimension that varies. On the command line ``NAME=32,64,128``, once for
-        each. Default: powers of two for every dimension whose padding with 0 changed no answer when the
-        engine was opened. ``off``: no padding.""",
+        where they have the dimension. ``auto`` instead of sizes: powers of two (on the host, and seven
+        between two of them), and ``auto:512`` up to 512; ``pad="auto"``: for every dimension that varies. On
+        the command line ``NAME=32,64,128``, once for each. Default: as ``auto``, for every dimension whose
+        padding with 0 changed no answer when the engine was opened. ``off``: no padding.""",
     )
     pad_with: Mapping[str, int | float | str] | None = setting(
         default=None,

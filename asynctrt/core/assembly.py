@@ -45,6 +45,7 @@ from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
+from asynctrt.scheduling.sizes import STEPS_WHERE_SHAPES_ARE_FREE
 from asynctrt.statistics import TRUSTED, Batching
 from asynctrt.tensors import Dims, split_shared
 
@@ -222,6 +223,8 @@ class EngineParts:
         """Return these parts with the padding that was found to change no answer, if any was."""
         if found.padding is not None:
             self.pool.padding = found.padding
+            for sizes in found.padding.chosen.values():
+                sizes.steps = _steps_on(self.device)
         return dataclasses.replace(self, padding=found.padding or self.padding, times=found.times)
 
     def create_scheduler(self, options: Options) -> Scheduler:
@@ -554,6 +557,11 @@ def _shapes_to_capture(
     return known if is_right else ()
 
 
+def _steps_on(device: Device) -> int:
+    """Return how many sizes to pad to there are from one power of two to the next."""
+    return STEPS_WHERE_SHAPES_ARE_FREE if device.is_parallel else 1
+
+
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Create the parts of a model's engine on a device."""
     capacity = Capacity.of(model, device, options, shared)
@@ -562,7 +570,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             f"weight divides the time of {device.name!r}, and {model.name!r} takes none: it awaits what is "
             "computed elsewhere. Leave it out"
         )
-    limits = Limits(model.ranges_of if isinstance(model, RangedModel) else None)
+    limits = Limits(model.ranges_of if isinstance(model, RangedModel) else None, _steps_on(device))
     padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options, limits)
     arenas: Arenas | None = None
     try:

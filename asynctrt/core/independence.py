@@ -123,7 +123,7 @@ def _said_of_lengths(model: Model, found: Found) -> str:
     """Return whether rows of different sizes share batches, and why, after logging it; empty if unknown."""
     if found.padding is not None:
         names = ", ".join("=".join(dims) for dims in found.padding.chosen)
-        said = f"rows of different sizes share batches: padding {names} to powers of two changed no answer"
+        said = f"rows of different sizes share batches: padding {names} changed no answer"
         logger.info("%r: %s", model.name, said)
         return said
     if not found.what:
@@ -309,6 +309,8 @@ def _padded_samples(
                 arrays, _, padded = check.validate(named)
             except AsynctrtError:
                 continue
+            if padding.chosen:  # A row may be padded far more, beside longer ones.
+                padded = padded._replace(shape=padding.key_of(sample.symbols).shape)
             given = padded._replace(shape=tuple(symbols.items()))
             if given.shape != padded.shape:
                 yield arrays, given, padded

@@ -61,6 +61,8 @@ class Limits:
 
     ranges_of: Callable[[str], Sequence[tuple[int, int]]] | None = None
     """Returns the range of sizes of a dimension in each profile of the model."""
+    steps: int = 1
+    """How many sizes there are from one power of two to the next."""
 
 
 class Padding:
@@ -114,7 +116,7 @@ class Padding:
                 f"{', '.join(map(repr, by_name))}"
             )
         self.chosen = {
-            dims: self._sizes_of_powers(dims, pad[names], pad_with, by_name, limits)
+            dims: self._sizes_within(dims, pad[names], pad_with, by_name, limits)
             for names, dims in groups.items()
             if isinstance(pad[names], str)
         }
@@ -327,7 +329,7 @@ class Padding:
             )
         return dict.fromkeys(varying, pad)
 
-    def _sizes_of_powers(
+    def _sizes_within(
         self,
         dims: Sequence[str],
         given: str,
@@ -335,7 +337,7 @@ class Padding:
         by_name: Mapping[str, TensorSpec],
         limits: Limits,
     ) -> Sizes:
-        """Return the powers of two for dimensions that share them, within the limits of the model."""
+        """Return the sizes for dimensions that share them, within the limits of the model."""
         most = auto_limit(given)
         if most is None:
             # The lengths that the engine fills must fit the dtype of their input.
@@ -360,7 +362,7 @@ class Padding:
                     f"pad is {given!r} for {'='.join(dims)!r}, of which {self._name!r} takes "
                     f"{' and '.join(f'{least} to {largest}' for least, largest in taken) or 'nothing'}"
                 )
-        return Sizes(ranges)
+        return Sizes(ranges, limits.steps)
 
     def _dim_of_length(self, value: str) -> str:
         """Return the dimension that ``length`` refers to; an empty string if that is ambiguous."""

@@ -5,6 +5,7 @@ as a batch of their own, if padding all of them takes less time than the fixed p
 """
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache
 from typing import Final
 
 from asynctrt.scheduling.batch import Batch
@@ -12,6 +13,9 @@ from asynctrt.scheduling.queues import BucketQueue
 
 TIMES_MIN: Final = 3
 """The batches of about one size that must have been timed: the first ones include one-time work."""
+
+KNOWN_MAX: Final = 4096
+"""The most answers about shapes to remember."""
 
 SPREAD_MIN: Final = 2
 """The factors of two between the smallest and the largest batches that tell their costs apart."""
@@ -78,14 +82,16 @@ class Company(NoCompany):
         holds: Callable[[Hashable, Hashable], bool],
         times: Iterable[tuple[int, int]] = (),
     ) -> None:
-        self._units_of, self._holds = units_of, holds
-        self.costs = Costs()
+        # Both are asked about the same few shapes for each batch.
+        self._units_of = lru_cache(KNOWN_MAX)(units_of)
+        self._holds = lru_cache(KNOWN_MAX)(holds)
+        self._expected, self._costs = Costs(), Costs()
         for units, took_ns in times:
-            self.costs.observe(units, took_ns)
+            self._expected.observe(units, took_ns)
 
     def observe(self, batch: Batch, took_ns: int) -> None:
-        """Note the time of a batch, with its copies."""
-        self.costs.observe(self._units_of(batch.key.shape) * batch.rows_run, took_ns)
+        """Note the time of a batch, with its copies and what the engine does for it."""
+        self._costs.observe(self._units_of(batch.key.shape) * batch.rows_run, took_ns)
 
     def holds(self, shape: Hashable, other: Hashable) -> bool:
         return self._holds(shape, other)
@@ -95,7 +101,8 @@ class Company(NoCompany):
 
         The batch has the shape of the last larger one, if there is one.
         """
-        costs, units_of, holds = self.costs, self._units_of, self._holds
+        units_of, holds = self._units_of, self._holds
+        costs = self._costs if self._costs.batch_ns else self._expected
         if not costs.batch_ns:
             return []
         larger, smaller = [], []

@@ -47,3 +47,18 @@ def test_no_row_is_padded_beyond_what_is_known_to_run(size, padded):
     assert found.ran(77)
     assert not found.ran(70)
     assert found.rounded(size) == padded
+
+
+def test_there_may_be_sizes_between_powers_of_two():
+    found = Sizes(steps=8)
+    assert [found.rounded(size) for size in (0, 1, 5, 16, 17, 33, 100, 127)] == [
+        1,
+        1,
+        5,
+        16,
+        18,
+        36,
+        104,
+        128,
+    ]
+    assert all(size <= found.rounded(size) <= size * 9 / 8 for size in range(1, 2000))
