@@ -85,13 +85,16 @@ class Company(NoCompany):
         # Both are asked about the same few shapes for each batch.
         self._units_of = lru_cache(KNOWN_MAX)(units_of)
         self._holds = lru_cache(KNOWN_MAX)(holds)
-        self._expected, self._costs = Costs(), Costs()
+        self.costs = Costs()
         for units, took_ns in times:
-            self._expected.observe(units, took_ns)
+            self.costs.observe(units, took_ns)
+        # What was measured before stays: batches that share the device with others take longer.
+        self._is_measured = self.costs.batch_ns > 0
 
     def observe(self, batch: Batch, took_ns: int) -> None:
-        """Note the time of a batch, with its copies and what the engine does for it."""
-        self._costs.observe(self._units_of(batch.key.shape) * batch.rows_run, took_ns)
+        """Note the time of a batch, unless batches were measured before the first request."""
+        if not self._is_measured:
+            self.costs.observe(self._units_of(batch.key.shape) * batch.rows_run, took_ns)
 
     def holds(self, shape: Hashable, other: Hashable) -> bool:
         return self._holds(shape, other)
@@ -101,8 +104,7 @@ class Company(NoCompany):
 
         The batch has the shape of the last larger one, if there is one.
         """
-        units_of, holds = self._units_of, self._holds
-        costs = self._costs if self._costs.batch_ns else self._expected
+        costs, units_of, holds = self.costs, self._units_of, self._holds
         if not costs.batch_ns:
             return []
         larger, smaller = [], []

@@ -770,9 +770,7 @@ class Scheduler:
             if self._curve is not None:
                 self._observe_late(self._curve, batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
             self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
-            # Where batches wait for one another on the device, only what is their own counts.
-            own_ns = copy_in_ns + compute_ns + copy_out_ns
-            self._company.observe(batch, now_ns - batch.launched_ns if self._lanes is None else own_ns)
+            self._company.observe(batch, copy_in_ns + compute_ns + copy_out_ns)
         self._counters.add_batch(
             batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
         )
