@@ -154,11 +154,3 @@ def test_shapes_that_were_specialised_are_told_once_each():
         "side=32: CUDA graphs of 1, 4 rows (1 rows 3.00 instead of 9.00 ms; built in 3.0 s, 1 MiB)"
     )
     assert str(large).startswith("side=64: sessions of 1, 4 rows")
-
-
-def test_the_sizes_that_several_engines_pad_to_are_told_together():
-    first, second = [snapshot(padding=given) for given in ((short,), (long, other))]
-    assert first.joined(second).padding == (both, other)
-    assert first.joined(snapshot()).padding == (short,)
-    gone = second.without_gauges()
-    assert first.joined(gone).padding[0] == dataclasses.replace(short, changes=3)
