@@ -62,7 +62,6 @@ from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import (
     BatchStatistics,
     BatchTrace,
-    PaddingStatistics,
     ShapeStatistics,
     Statistics,
     WorkerState,
@@ -124,7 +123,6 @@ __all__ = [
     "Options",
     "OptionsError",
     "OverloadError",
-    "PaddingStatistics",
     "Pipeline",
     "PoisonError",
     "QueueFullError",

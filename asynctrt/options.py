@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 from asynctrt._util.frozen import FrozenDict
-from asynctrt._util.pad_options import shapes_of, sizes_of, values_of
+from asynctrt._util.pad_options import OFF, shapes_of, sizes_of, values_of
 from asynctrt._util.synonyms import SYNONYMS
 from asynctrt._util.validation import (
     FLAG,
@@ -197,7 +197,7 @@ BUILD: Final = Check(
 )
 PAD: Final = Check(
     "sizes ≥ 1 by the names of dimensions, such as {'sequence': (32, 64, 128)}, or a list of "
-    "'NAME=32,64,128'; instead of sizes, or of all of it, 'auto' or 'auto:512'",
+    "'NAME=32,64,128'; instead of sizes, or of all of it, 'auto' or 'auto:512'; or 'off'",
     sizes_of,
 )
 PAD_WITH: Final = Check(
@@ -351,9 +351,10 @@ class Options:
         check=PAD.or_none,
         doc="""Sizes that dimensions are padded to, by their names in the model, such as
         ``{"sequence": (32, 64, 128)}``, so that rows of different lengths share batches; outputs are cut back
-        where they have the dimension. ``auto`` instead of sizes: the engine chooses them by what comes and by
-        what batches take, and ``auto:512`` up to 512; ``pad="auto"``: for every dimension that varies. On the
-        command line ``NAME=32,64,128``, once for each.""",
+        where they have the dimension. ``auto`` instead of sizes: powers of two (on the host, and seven
+        between two of them), and ``auto:512`` up to 512; ``pad="auto"``: for every dimension that varies. On
+        the command line ``NAME=32,64,128``, once for each. Default: as ``auto``, for every dimension whose
+        padding with 0 changed no answer when the engine was opened. ``off``: no padding.""",
     )
     pad_with: Mapping[str, int | float | str] | None = setting(
         default=None,
@@ -483,7 +484,7 @@ class Options:
                 "weight divides a device among engines of one process, and with isolation='process' this one "
                 "has a process of its own. Leave one of them out"
             )
-        if self.pad_with is not None and self.pad is None:
+        if self.pad_with is not None and self.pad in (None, OFF):
             raise OptionsError("pad_with says what pad pads with, and there is no pad: which sizes?")
         self._check_deterministic()
         for name in ("max_in_flight", "arenas"):
@@ -520,7 +521,7 @@ class Options:
     @property
     def pads_by_choice(self) -> bool:
         """Whether the engine chooses any of the sizes that dimensions are padded to."""
-        pad = self.pad
+        pad = {} if self.pad == OFF else self.pad
         return isinstance(pad, str) or any(isinstance(sizes, str) for sizes in (pad or {}).values())
 
     @property

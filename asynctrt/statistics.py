@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from asynctrt._util.frozen import FrozenDict
-from asynctrt.scheduling.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,41 +28,6 @@ class BatchStatistics:
             self.compute_ns + other.compute_ns,
             self.copy_out_ns + other.copy_out_ns,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PaddingStatistics:
-    """The sizes that the engine has chosen to pad a dimension to, with ``pad="auto"``."""
-
-    dimension: str
-    """The dimension's name; several names joined by ``=`` if they are padded as one."""
-    sizes: tuple[int, ...]
-    """The sizes in rising order. A longer dimension is padded to the next power of two, and so is any length
-    while this is empty."""
-    reason: str
-    """The reason for this choice, in words."""
-    changes: int
-    """How often the sizes have changed."""
-
-    @classmethod
-    def of_all(cls, chosen: Mapping[tuple[str, ...], Sizes]) -> "tuple[PaddingStatistics, ...]":
-        """Return the sizes chosen for each dimension."""
-        return tuple(
-            cls("=".join(dims), sizes.chosen, sizes.reason, sizes.changes) for dims, sizes in chosen.items()
-        )
-
-    def joined(self, other: "PaddingStatistics") -> "PaddingStatistics":
-        """Return the sizes and reasons of two engines for the same dimension, combined."""
-        return PaddingStatistics(
-            self.dimension,
-            tuple(sorted({*self.sizes, *other.sizes})),
-            "; ".join(dict.fromkeys(one.reason for one in (self, other) if one.reason)),
-            self.changes + other.changes,
-        )
-
-    def without_gauges(self) -> "PaddingStatistics":
-        """Return only the counter, for an engine that no longer exists."""
-        return PaddingStatistics(self.dimension, (), "", self.changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +96,12 @@ class Batching:
     reason: str = "rows are trusted to be independent"
     probe_ns: int = 0
     """How long the probe took; 0 if nothing was run."""
+    lengths: str = ""
+    """Whether rows of different sizes share batches, and why; empty if nothing decides that."""
 
     def __str__(self) -> str:
-        return f"{'on' if self.is_on else 'off, each request runs alone'}: {self.reason}"
+        lengths = f"; {self.lengths}" if self.lengths else ""
+        return f"{'on' if self.is_on else 'off, each request runs alone'}: {self.reason}{lengths}"
 
 
 TRUSTED: Final = Batching()
@@ -223,8 +190,6 @@ class Statistics:
     """With a ``weight``: the device time of its batches. Batches that compute at once share the time."""
     held_ns: int = 0
     """With a ``weight``: the time for which its batches were held so that others on the device went first."""
-    padding: tuple[PaddingStatistics, ...] = ()
-    """The padding of each dimension whose sizes the engine chooses."""
     specialised: tuple[ShapeStatistics, ...] = ()
     """The shapes with contexts of their own, of a model whose shapes vary (:class:`ShapeStatistics`)."""
     batching: Batching = TRUSTED
@@ -256,14 +221,9 @@ class Statistics:
         sizes = dict(self.by_batch_rows)
         for rows, size in other.by_batch_rows.items():
             sizes[rows] = sizes[rows].joined(size) if rows in sizes else size
-        padding = {one.dimension: one for one in self.padding}
-        for one in other.padding:
-            own = padding.get(one.dimension)
-            padding[one.dimension] = one if own is None else own.joined(one)
         return replace(
             self,
             **sums,
-            padding=tuple(padding.values()),
             specialised=tuple({one.shape: one for one in (*other.specialised, *self.specialised)}.values()),
             arena_busy_share=busy / arenas if arenas else 0.0,
             launched=launched,
@@ -284,7 +244,6 @@ class Statistics:
             arena_nbytes=0,
             arena_nbytes_private=0,
             memory_nbytes=0,
-            padding=tuple(one.without_gauges() for one in self.padding),
             specialised=(),
         )
 

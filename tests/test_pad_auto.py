@@ -1,8 +1,7 @@
-"""Sizes to pad to that the engine chooses: answers stay right while they change, and all sees why."""
+"""Sizes to pad to that the engine chooses, powers of two: answers stay right."""
 
 import asyncio
 import json
-import logging
 import random
 from contextlib import asynccontextmanager
 
@@ -18,11 +17,8 @@ from asynctrt.errors import InputError, OptionsError, TooLargeError
 from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.options import Options
 from asynctrt.runtime.pad_sizes import Limits, Padding
-from asynctrt.scheduling import sizes as module
-from asynctrt.scheduling.sizes import Costs
 from asynctrt.serving.command import configure, read_config
 from asynctrt.tensors import TensorSpec
-from asynctrt.testing import LatchDevice
 from tests.helpers import WAIT_S
 from tests.models import sequence_onnx
 from tests.runtime.test_pad_sizes import COUNT, IDS, MASK, TWO, ids
@@ -36,23 +32,6 @@ MASKED = {"mask": "mask", "count": "length"}
 
 def padding(pad, pad_with=None, inputs=(IDS, MASK, COUNT), limits=None):
     return Padding.of("model", inputs, (), Options(pad=pad, pad_with=pad_with), limits or Limits())
-
-
-def choose(owner, *sizes, dims=("length",)):
-    """Let the engine, or the padding, have chosen these sizes."""
-    found = owner._parts.padding if isinstance(owner, asynctrt.Engine) else owner
-    found.chosen[dims].chosen = sizes
-    found.changes += 1
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Sizes are chosen soon, and as if batches took what they may take elsewhere."""
-    monkeypatch.setattr(module, "LOOK_FIRST", 64)
-    monkeypatch.setattr(module, "LOOK_USUAL", 64)
-    monkeypatch.setattr(module, "STRANGE", 32)
-    monkeypatch.setattr(module, "WINDOW", 256)
-    monkeypatch.setattr(Costs, "fit", classmethod(lambda cls, _: cls(1e5, 1e6)))
 
 
 def seen(sizes):
@@ -161,91 +140,30 @@ def test_two_dimensions_that_no_profile_takes_as_they_are_padded():
     ranges = {"n": [(1, 8), (1, 99)], "m": [(1, 99), (1, 8)]}
     found = padding("auto", inputs=inputs, limits=Limits(ranges.get))
     check = PaddedInputCheck(inputs, found, check_key=check_key)
-    choose(found, 20, dims=("n",))
-    keys = [dict(check.validate(np.zeros((1, *dims), np.int8))[2].shape) for dims in ((5, 3), (5, 30))]
-    assert keys == [{"n": 20, "m": 4}, {"n": 5, "m": 30}]
+    keys = [dict(check.validate(np.zeros((1, *dims), np.int8))[2].shape) for dims in ((9, 3), (9, 8))]
+    assert keys == [{"n": 16, "m": 4}, {"n": 16, "m": 8}]
     with pytest.raises(InputError, match="no profile"):
         check.validate(np.zeros((1, 50, 30), np.int8))
 
 
-def test_other_sizes_are_for_what_comes_after():
-    found = padding({"length": "auto"})
-    check = PaddedInputCheck([IDS], found)
-    before = check.validate(ids(1, 5))[2]
-    choose(found, 6, 12)
-    after = check.validate(ids(1, 5))[2]
-    assert (before.shape, after.shape) == ((("length", 8),), (("length", 6),))
-
-
-async def test_what_was_queued_keeps_its_size():
-    ran, device = [], LatchDevice()
-    async with (
-        asyncio.timeout(WAIT_S),
-        asynctrt.open(seen(ran), device=device, contexts=1, pad="auto") as engine,
-    ):
-        calls = [ids(1, n) for n in (3, 5, 6, 7)]
-        futures = [engine.submit(call) for call in calls]
-        await device.wait_held(1)
-        choose(engine, 6, 12)
-        futures += [engine.submit(call) for call in calls]
-        device.open()
-        answers = await asyncio.gather(*futures)
-        for call, answer in zip(calls * 2, answers, strict=True):
-            np.testing.assert_array_equal(answer["total"], call.sum(1))
-            np.testing.assert_array_equal(answer["same"], call)
-        assert [answer["padded"].item() for answer in answers] == [4, 8, 8, 8, 6, 6, 6, 12]
-
-
-async def test_answers_stay_right_while_other_lengths_come(quick, caplog):
+async def test_answers_stay_right_whatever_lengths_come():
     ran, rng = [], random.Random(0)
     async with asyncio.timeout(WAIT_S), asynctrt.open(seen(ran), pad={"length": "auto:700"}) as engine:
-        [first] = engine.statistics().padding
-        assert first == asynctrt.PaddingStatistics("length", (), first.reason, 0)
-        with caplog.at_level(logging.INFO, "asynctrt"):
-            for most in (20, 200, 20, 700):
-                for _ in range(12):
-                    calls = [ids(rng.randint(1, 3), rng.randint(1, most)) for _ in range(32)]
-                    answers = await asyncio.gather(*map(engine.infer, calls))
-                    for call, answer in zip(calls, answers, strict=True):
-                        np.testing.assert_array_equal(answer["total"], call.sum(1))
-                        np.testing.assert_array_equal(answer["same"], call)
-                        assert (answer["padded"] >= call.shape[1]).all()
-        [found] = engine.statistics().padding
-        assert found.changes >= 2
-        assert found.sizes
-        assert "requests are there at a time" in found.reason
-        told = [record for record in caplog.messages if "is padded to" in record]
-        assert len(told) == found.changes
-        sizes = ", ".join(map(str, found.sizes))
-        assert told[-1] == f"'seen': length is padded to {sizes} from now on: {found.reason}"
+        for most in (20, 200, 20, 700):
+            for _ in range(12):
+                calls = [ids(rng.randint(1, 3), rng.randint(1, most)) for _ in range(32)]
+                answers = await asyncio.gather(*map(engine.infer, calls))
+                for call, answer in zip(calls, answers, strict=True):
+                    np.testing.assert_array_equal(answer["total"], call.sum(1))
+                    np.testing.assert_array_equal(answer["same"], call)
+                    assert (answer["padded"] >= call.shape[1]).all()
         assert max(ran) <= 700
         with pytest.raises(InputError, match=r"size 701 on axis 1 \('length'\), .* at most 700"):
             await engine.infer(ids(1, 701))
 
 
-async def test_times_that_were_measured_choose(monkeypatch):
-    """As above, but with what batches really took."""
-    given = []
-    fit = Costs.fit.__func__
-
-    def fitted(cls, points):
-        given.extend(points)
-        return fit(cls, given)
-
-    monkeypatch.setattr(module, "LOOK_FIRST", 64)
-    monkeypatch.setattr(Costs, "fit", classmethod(fitted))
-    async with asyncio.timeout(WAIT_S), asynctrt.open(seen([]), pad="auto", max_rows=8) as engine:
-        calls = [ids(1 + n % 2, 1 + n % 16) for n in range(256)]
-        await asyncio.gather(*map(engine.infer, calls))
-        assert all(
-            units in {size * rows for size in (1, 2, 4, 8, 16)} and rows <= 8 for units, rows, _, _ in given
-        )
-        assert all(took_ns > 0 < count for _, _, took_ns, count in given)
-        assert len({units for units, *_ in given}) > 2
-
-
-async def test_all_dimensions_that_vary(quick):
-    """Images of all sizes: those of each side are chosen by themselves."""
+async def test_all_dimensions_that_vary():
+    """Images of all sizes."""
     model = FunctionModel(
         lambda inputs: {"sum": inputs["x"].sum((1, 2)), "same": inputs["x"]},
         inputs=TensorSpec("x", "float64", ("height", "width")),
@@ -258,22 +176,9 @@ async def test_all_dimensions_that_vary(quick):
             for call, answer in zip(calls, await asyncio.gather(*map(engine.infer, calls)), strict=True):
                 np.testing.assert_allclose(answer["sum"], call.sum((1, 2)))
                 np.testing.assert_array_equal(answer["same"], call)
-        await all_chosen(engine)
-        height, width = engine.statistics().padding
-        assert (height.dimension, width.dimension) == ("height", "width")
-        assert height.changes
-        assert width.changes
-        assert height.sizes[-1] <= 52
-        assert 64 < width.sizes[0] <= width.sizes[-1] <= 112
 
 
-async def all_chosen(engine):
-    """Let the loop go on until sizes of every dimension have been chosen, which it does in parts."""
-    while not all(found.changes for found in engine.statistics().padding):
-        await asyncio.sleep(0)
-
-
-async def test_masks_and_lengths(quick):
+async def test_masks_and_lengths():
     async with asyncio.timeout(WAIT_S), asynctrt.open(masked(), pad="auto", pad_with=MASKED) as engine:
         for start in range(0, 30, 10):
             calls = [ids(1 + n % 2, 1 + start + n % 17) for n in range(100)]
@@ -282,17 +187,15 @@ async def test_masks_and_lengths(quick):
                 np.testing.assert_array_equal(answer["length"], np.full((len(call), 1), call.shape[1]))
                 np.testing.assert_array_equal(answer["same"], call)
                 np.testing.assert_array_equal(answer["rest"], np.zeros(len(call)))
-        await all_chosen(engine)
 
 
-async def test_batches_of_a_fixed_size(tmp_path, quick):
+async def test_batches_of_a_fixed_size(tmp_path):
     path = sequence_onnx(tmp_path / "sequence.onnx", rows=8)
     async with asyncio.timeout(WAIT_S), asynctrt.open(path, pad="auto", max_rows=8) as engine:
         for length in (3, 9, 30):
             calls = [np.full((1 + n % 3, length + n % 5), n, np.float32) for n in range(128)]
             for call, answer in zip(calls, await asyncio.gather(*map(engine.infer, calls)), strict=True):
                 np.testing.assert_array_equal(answer["doubled"], 2 * call)
-        await all_chosen(engine)
 
 
 async def test_slots_and_rows_on_the_device_are_run_as_they_are(tmp_path):
@@ -315,8 +218,7 @@ async def test_slots_and_rows_on_the_device_are_run_as_they_are(tmp_path):
 def test_sizes_that_are_given_are_kept_beside_those_that_are_chosen():
     found = padding({"n": "auto", "m": (4, 8)}, {"mask": "mask"}, TWO)
     check = PaddedInputCheck(TWO, found, import_array=None)
-    choose(found, 6, dims=("n",))
-    assert check.validate(np.ones((1, 5, 5), np.float32))[2].shape == (("n", 6), ("m", 8))
+    assert check.validate(np.ones((1, 5, 5), np.float32))[2].shape == (("n", 8), ("m", 8))
     assert check.key_of_dims({"x": (5, 8), "mask": (5,)}).shape == (("n", 5), ("m", 8))
     with pytest.raises(InputError, match="a slot is not padded"):
         check.key_of_dims({"x": (5, 5), "mask": (5,)})
@@ -377,8 +279,6 @@ async def test_in_a_worker_process():
             for call, answer in zip(calls, await asyncio.gather(*map(engine.infer, calls)), strict=True):
                 np.testing.assert_array_equal(answer["sum"], call.sum(1))
                 np.testing.assert_array_equal(answer["same"], call)
-        [found] = engine.statistics().padding
-        assert found.dimension == "length"
         with pytest.raises(InputError, match="at most 64"):
             await engine.infer(ids(1, 65))
 

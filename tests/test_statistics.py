@@ -12,7 +12,6 @@ import asynctrt
 from asynctrt.statistics import (
     BatchStatistics,
     FrozenDict,
-    PaddingStatistics,
     ShapeStatistics,
     Statistics,
 )
@@ -31,7 +30,6 @@ def snapshot(**changes):
             "launched": {"full": 3},
             "lanes": {7: 2},
             "by_batch_rows": sizes,
-            "padding": (),
             "specialised": (),
         }
         | changes
@@ -156,16 +154,3 @@ def test_shapes_that_were_specialised_are_told_once_each():
         "side=32: CUDA graphs of 1, 4 rows (1 rows 3.00 instead of 9.00 ms; built in 3.0 s, 1 MiB)"
     )
     assert str(large).startswith("side=64: sessions of 1, 4 rows")
-
-
-def test_the_sizes_that_several_engines_pad_to_are_told_together():
-    short = PaddingStatistics("text", (8, 32), "short texts", 2)
-    long = PaddingStatistics("text", (32, 128), "long texts", 1)
-    other = PaddingStatistics("side", (64,), "images", 1)
-    first, second = [snapshot(padding=given) for given in ((short,), (long, other))]
-    both = PaddingStatistics("text", (8, 32, 128), "short texts; long texts", 3)
-    assert first.joined(second).padding == (both, other)
-    assert first.joined(snapshot()).padding == (short,)
-    gone = second.without_gauges()
-    assert gone.padding == (PaddingStatistics("text", (), "", 1), PaddingStatistics("side", (), "", 1))
-    assert first.joined(gone).padding[0] == dataclasses.replace(short, changes=3)

@@ -9,19 +9,22 @@ from asynctrt._util.validation import as_int
 MASK: Final = "mask"
 LENGTH: Final = "length"
 AUTO: Final = "auto"
+OFF: Final = "off"
 
 
 def sizes_of(given: Any) -> str | FrozenDict[str, tuple[int, ...] | str]:
     """Return the sizes of each dimension in rising order, from a mapping or a list of ``NAME=32,64,128``.
 
     If the engine chooses the sizes, they stay a text: ``auto``, or ``auto:512`` for sizes up to 512. Such a
-    text instead of the mapping applies to all dimensions. A name may be several names joined by ``=``, for a
-    model that has several names for the dimension.
+    text instead of the mapping applies to all dimensions. ``off`` instead of the mapping: none is padded. A
+    name may be several names joined by ``=``, for a model that has several names for the dimension.
 
     :raises TypeError, ValueError: for anything else.
     """
-    if isinstance(given, list | tuple) and len(given) == 1 and _is_auto(given[0]):
+    if isinstance(given, list | tuple) and len(given) == 1 and (given[0] == OFF or _is_auto(given[0])):
         given = given[0]  # A command line flag that was given once.
+    if given == OFF:
+        return OFF
     if _is_auto(given):
         return _auto(given)
     found: dict[str, tuple[int, ...] | str] = {}

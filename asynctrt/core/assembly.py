@@ -25,6 +25,7 @@ from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.core.independence import alone_of, is_alone, prove, structural
 from asynctrt.core.inputs import InputCheck
+from asynctrt.core.lengths import Found
 from asynctrt.core.loading import find_device, load_model
 from asynctrt.core.padded_inputs import PaddedInputCheck
 from asynctrt.devices.arenas import Arenas
@@ -36,14 +37,15 @@ from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
 from asynctrt.runtime.prepare import few_sizes, sizes_to_prepare
 from asynctrt.runtime.shares import join_device
-from asynctrt.runtime.sizes import SizeChooser
 from asynctrt.runtime.specialised import Builder
 from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out
+from asynctrt.scheduling.company import Company, NoCompany
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
+from asynctrt.scheduling.sizes import STEPS_WHERE_SHAPES_ARE_FREE
 from asynctrt.statistics import TRUSTED, Batching
 from asynctrt.tensors import Dims, split_shared
 
@@ -214,6 +216,16 @@ class EngineParts:
     """Whether rows of different requests share batches, and why."""
     builder: Builder | None = None
     """What builds contexts for shapes that recur, if that may pay off."""
+    times: tuple[tuple[int, int], ...] = ()
+    """The units and the times in ns of batches of made-up rows."""
+
+    def padded_as(self, found: Found) -> "EngineParts":
+        """Return these parts with the padding that was found to change no answer, if any was."""
+        if found.padding is not None:
+            self.pool.padding = found.padding
+            for sizes in found.padding.chosen.values():
+                sizes.steps = _steps_on(self.device)
+        return dataclasses.replace(self, padding=found.padding or self.padding, times=found.times)
 
     def create_scheduler(self, options: Options) -> Scheduler:
         """Create the scheduler of an engine with these parts."""
@@ -225,6 +237,9 @@ class EngineParts:
             # A context has an arena to itself, or waits for the others that use it.
             lanes_max = min(capacity.arenas or capacity.contexts, capacity.in_flight_max)
             concurrency += lanes_max - 1
+        company = NoCompany()
+        if self.padding is not None:
+            company = Company(self.padding.units_of, self.padding.holds, self.times)
         return Scheduler(
             policy=Policy(
                 rows_max=capacity.rows_max,
@@ -247,6 +262,7 @@ class EngineParts:
             in_flight_max=capacity.in_flight_max,
             arena_users=None if self.arenas is None else self.arenas.users,
             times_all=device.timing_is_free,
+            company=company,
         )
 
     def divide_device(
@@ -286,12 +302,6 @@ class EngineParts:
             rows_first=rows_first,
             dims_are_hints=getattr(self.model, "dims_are_hints", False),
         )
-
-    def create_size_chooser(self, call_soon: Callable[..., object]) -> SizeChooser | None:
-        """Create the chooser of the sizes to pad rows to; ``None`` if the options give all sizes."""
-        if self.padding is None or not self.padding.chosen:
-            return None
-        return SizeChooser(self.model.name, self.padding, self.capacity.contexts, call_soon)
 
     def create_specialiser(
         self,
@@ -449,8 +459,8 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     def make_and_prove(batching: Batching) -> EngineParts:
         parts = make(given if batching.is_on else alone_of(given, batching.reason))
         try:
-            proven = prove(parts, options, batching, make, partial(_make_on_host, options))
-            return dataclasses.replace(parts, batching=proven)
+            proven, lengths = prove(parts, options, batching, make, partial(_make_on_host, options))
+            return dataclasses.replace(parts.padded_as(lengths), batching=proven)
         except BaseException:
             parts.close(UNDO_S)
             raise
@@ -547,6 +557,11 @@ def _shapes_to_capture(
     return known if is_right else ()
 
 
+def _steps_on(device: Device) -> int:
+    """Return how many sizes to pad to there are from one power of two to the next."""
+    return STEPS_WHERE_SHAPES_ARE_FREE if device.is_parallel else 1
+
+
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Create the parts of a model's engine on a device."""
     capacity = Capacity.of(model, device, options, shared)
@@ -555,11 +570,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             f"weight divides the time of {device.name!r}, and {model.name!r} takes none: it awaits what is "
             "computed elsewhere. Leave it out"
         )
-    limits = Limits(
-        model.ranges_of if isinstance(model, RangedModel) else None,
-        capacity.rows_max,
-        model.rows_fixed is not None,
-    )
+    limits = Limits(model.ranges_of if isinstance(model, RangedModel) else None, _steps_on(device))
     padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options, limits)
     arenas: Arenas | None = None
     try:

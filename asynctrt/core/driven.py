@@ -76,6 +76,7 @@ class DrivenEngine(Engine):
     ) -> None:
         super().__init__(loop, options)
         self._driver = driver
+        self._check_of_inputs = check
         self._validate = check.validate
         self._limit = limit
         self._rows_unsplit = rows_unsplit
@@ -95,7 +96,7 @@ class DrivenEngine(Engine):
         arrays, rows, key = self._validate(inputs)
         names = None
         if outputs is not HOST:
-            key, names = self._wanted(outputs, key, rows)
+            key, names = self._wanted(outputs, arrays, rows, key)
         if timeout is None and type(priority) is int and not priority and limits_here() is None:
             timeout_ns, run = self._timeout_ns, None
         else:
@@ -129,7 +130,7 @@ class DrivenEngine(Engine):
         arrays, rows, key = self._validate(inputs)
         names = None
         if outputs is not HOST:
-            key, names = self._wanted(outputs, key, rows)
+            key, names = self._wanted(outputs, arrays, rows, key)
         if timeout is None and type(priority) is int and not priority and limits_here() is None:
             timeout_ns, run = self._timeout_ns, None
         else:
@@ -201,10 +202,12 @@ class DrivenEngine(Engine):
         for request in requests:
             run.wait_for(self._runs, request.future)
 
-    def _wanted(self, outputs: Outputs, key: BatchKey, rows: int) -> tuple[BatchKey, frozenset[str] | None]:
+    def _wanted(
+        self, outputs: Outputs, arrays: tuple[Any, ...], rows: int, key: BatchKey
+    ) -> tuple[BatchKey, frozenset[str] | None]:
         """Return a request's key, and the names of the outputs that it wants; ``None`` for all."""
         if isinstance(outputs, str) and outputs == "device":
-            return self._key_on_device(key, rows), None
+            return self._key_on_device(self._check_of_inputs.key_as_given(arrays, key), rows), None
         return key, output_names(outputs, [spec.name for spec in self.outputs])
 
 

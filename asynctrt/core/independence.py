@@ -15,6 +15,7 @@ from asynctrt._util import clock
 from asynctrt.backends.base import Model
 from asynctrt.backends.whole import run_alone
 from asynctrt.core.inputs import InputCheck
+from asynctrt.core.lengths import Found, Lengths, advice
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError, describe
 from asynctrt.options import Options
 from asynctrt.runtime.probe import (
@@ -91,7 +92,7 @@ def prove(
     batching: Batching,
     make: Callable[[Model], Parts],
     make_on_host: Callable[[Model], Parts],
-) -> Batching:
+) -> tuple[Batching, Found]:
     """Test whether rows are independent, and whether padding changes answers. Blocks.
 
     A model with a twin on the host is tried there first: made-up rows may make it fail, and libraries for
@@ -106,15 +107,30 @@ def prove(
     model = parts.model
     is_tried = getattr(model, "is_pure", False) or options.batching == "probe"
     if not is_tried or getattr(parts.device, "holds_batches", False):
-        return batching
+        return batching, Found()
     start_ns, twin_of = clock.now_ns(), getattr(model, "host_twin", None)
     if twin_of is None:
-        batching = _tried(parts, options, batching, make)[0]
+        batching, _, lengths = _tried(parts, options, batching, make)
     else:
-        batching = _tried_on_host(parts, options, batching, twin_of, make_on_host)
+        batching, lengths = _tried_on_host(parts, options, batching, twin_of, make_on_host)
+    batching = replace(batching, lengths=_said_of_lengths(model, lengths))
     taken_ns = clock.now_ns() - start_ns
     logger.debug("%r: batching is %s (%.1f ms)", model.name, batching, taken_ns / 1e6)
-    return replace(batching, probe_ns=batching.probe_ns + taken_ns)
+    return replace(batching, probe_ns=batching.probe_ns + taken_ns), lengths
+
+
+def _said_of_lengths(model: Model, found: Found) -> str:
+    """Return whether rows of different sizes share batches, and why, after logging it; empty if unknown."""
+    if found.padding is not None:
+        names = ", ".join("=".join(dims) for dims in found.padding.chosen)
+        said = f"rows of different sizes share batches: padding {names} changed no answer"
+        logger.info("%r: %s", model.name, said)
+        return said
+    if not found.what:
+        return ""
+    said = f"rows of different sizes do not share batches: {found.what}"
+    logger.warning("%r: %s. %s", model.name, said, advice(model))
+    return said
 
 
 def _tried_on_host(
@@ -123,19 +139,19 @@ def _tried_on_host(
     batching: Batching,
     twin_of: Callable[[], Model],
     make_on_host: Callable[[Model], Parts],
-) -> Batching:
+) -> tuple[Batching, Found]:
     """Return the decision from made-up rows on the host and, if they ran there, on the device."""
     try:
         twin = make_on_host(twin_of())
     except AsynctrtError as error:
         what = f"made-up rows could not be run on the host: {said_of(error)}"
         verdict = _settled(Verdict(is_independent=None, what=what), parts.model)
-        return _decided(verdict, parts.model, options) if batching.is_on else batching
+        return _decided(verdict, parts.model, options) if batching.is_on else batching, Found()
     with closing_parts(twin):
-        batching, ran = _tried(twin, options, batching, make_on_host)
+        batching, ran, lengths = _tried(twin, options, batching, make_on_host)
     if ran is None or not batching.is_on:
-        return batching
-    return _confirmed(parts, options, batching, ran)
+        return batching, Found()
+    return _confirmed(parts, options, batching, ran, lengths)
 
 
 @contextmanager
@@ -149,28 +165,40 @@ def closing_parts(parts: P) -> Iterator[P]:
 
 def _tried(
     parts: Parts, options: Options, batching: Batching, make: Callable[[Model], Parts]
-) -> "tuple[Batching, Ran | None]":
-    """Return the decision from made-up rows, and the rows that ran in one batch."""
-    probe, model = Probe(parts), parts.model
+) -> "tuple[Batching, Ran | None, Found]":
+    """Return the decision from made-up rows, the rows that ran in one batch, and what may be padded."""
+    probe, model, lengths = Probe(parts), parts.model, Found()
     try:
         if batching.is_on:
             batching = _judged(probe, model, options, make)
         is_as_decided = batching.is_on is not is_alone(model)  # If not, the parts are created again.
         if parts.padding is not None and is_as_decided:
             _prove_padding(probe, parts, options)
+        if options.pad is None and not options.deterministic and batching.is_on and is_as_decided:
+            lengths = _lengths_of(probe, parts).find()
     finally:
         probe.close()
-    return batching, probe.ran
+    return batching, probe.ran, lengths
 
 
-def _confirmed(parts: Parts, options: Options, batching: Batching, ran: "Ran") -> Batching:
+def _lengths_of(probe: Probe, parts: Parts) -> Lengths:
+    return Lengths(probe, parts.model, parts.pool, parts.shapes, on_host=parts.device.name == "host")
+
+
+def _confirmed(
+    parts: Parts, options: Options, batching: Batching, ran: "Ran", lengths: Found
+) -> tuple[Batching, Found]:
     """Return the decision after running on the device the rows that ran on the host."""
     probe = Probe(parts)
     try:
         verdict = probe.compare_again(ran)
+        if verdict.is_independent and lengths.padding is not None:
+            lengths = _lengths_of(probe, parts).confirm(lengths)
     finally:
         probe.close()
-    return batching if verdict.is_independent else _decided(verdict, parts.model, options)
+    if verdict.is_independent:
+        return batching, lengths
+    return _decided(verdict, parts.model, options), Found()
 
 
 def _judged(probe: "Probe", model: Model, options: Options, make: Callable[[Model], Parts]) -> Batching:
@@ -281,6 +309,8 @@ def _padded_samples(
                 arrays, _, padded = check.validate(named)
             except AsynctrtError:
                 continue
+            if padding.chosen:  # A row may be padded far more, beside longer ones.
+                padded = padded._replace(shape=padding.key_of(sample.symbols).shape)
             given = padded._replace(shape=tuple(symbols.items()))
             if given.shape != padded.shape:
                 yield arrays, given, padded

@@ -205,6 +205,10 @@ class InputCheck:
 
         :raises InputError: for unknown names, and dimensions that do not fit the model's.
         """
+        return self.key_of(self._shapes_of(dims))
+
+    def _shapes_of(self, dims: Mapping[str, Dims]) -> list[Dims]:
+        """Return the shape of one row of each input, as :meth:`key_of_dims` takes them."""
         if not isinstance(dims, Mapping) or not set(dims) <= set(self._names):
             raise InputError(
                 f"dims must map names of inputs to the dimensions of one row, not {show(dims)}; the inputs "
@@ -224,7 +228,11 @@ class InputCheck:
                     f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
                 )
             shapes.append(tuple(size for size in shape if size is not None))
-        return self.key_of(shapes)
+        return shapes
+
+    def key_as_given(self, arrays: Sequence[Array], key: BatchKey) -> BatchKey:
+        """Return the key of checked arrays that are not padded, given the one that :meth:`validate` found."""
+        return key
 
     def symbols(self, shapes: Sequence[Dims]) -> dict[str, int]:
         """Return the size of each named dimension, given the shape of one row of each input.

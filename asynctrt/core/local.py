@@ -28,7 +28,6 @@ from asynctrt.statistics import (
     Batching,
     BatchStatistics,
     BatchTrace,
-    PaddingStatistics,
     Statistics,
 )
 from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec
@@ -100,9 +99,9 @@ class LocalEngine(DrivenEngine):
             limit=scheduler.limit,
             waiting_rows_max=options.max_queue_rows,
         )
-        chooser = parts.create_size_chooser(loop.call_soon)
-        if chooser is not None:
-            driver.on_answer.append(chooser.answered)
+        padding = parts.padding
+        if padding is not None and padding.is_default:
+            driver.on_answer.append(lambda flight: padding.ran(flight.batch.key.shape))
         self._specialiser = parts.create_specialiser(loop, driver.uses, scheduler.forget_times)
         if self._specialiser is not None:
             driver.on_answer.append(self._specialiser.answered)
@@ -183,7 +182,7 @@ class LocalEngine(DrivenEngine):
     def statistics(self) -> Statistics:
         self._origin.check(self)
         snapshot = self._scheduler.snapshot()
-        counters, padding, share = snapshot.counters, self._parts.padding, self._scheduler.share
+        counters, share = snapshot.counters, self._scheduler.share
         return Statistics(
             state=self.state,
             submitted=snapshot.submitted,
@@ -230,7 +229,6 @@ class LocalEngine(DrivenEngine):
             row_ns_foreign=0.0,
             batching=self._parts.batching,
             specialised=tuple([made.statistics for made in tuple(self._pool.specialised.values())]),
-            padding=PaddingStatistics.of_all({} if padding is None else padding.chosen),
         )
 
     @contextmanager
@@ -335,7 +333,7 @@ class LocalEngine(DrivenEngine):
                 "outputs='device' leaves rows where they are computed, and those of "
                 f"{next(iter(self._axes))!r} do not lie one after the other. Ask for outputs='host'"
             )
-        if self._options.pad is not None:
+        if self._parts.padding is not None and not self._parts.padding.is_default:
             raise InputError("outputs='device' leaves no way to cut them back, and this engine pads its rows")
         rows_max = self._scheduler.limit(key)
         if rows > rows_max:

@@ -70,6 +70,8 @@ class PaddedInputCheck(InputCheck):
 
         :raises InputError: as in :class:`InputCheck`, and for dimensions that would be padded.
         """
+        if self._padding.is_default:
+            return super().key_of(self._shapes_of(dims))
         key = super().key_of_dims(dims)
         if self._padding.chosen:
             shapes = [tuple(dims.get(spec.name, spec.dims)) for spec in self.specs]
@@ -85,10 +87,19 @@ class PaddedInputCheck(InputCheck):
                 )
         return key
 
+    def key_as_given(self, arrays: Sequence[Array], key: BatchKey) -> BatchKey:
+        """Return the key of checked arrays that are not padded."""
+        with_rows = {spec.name: array.shape[1:] for spec, array in zip(self._with_rows, arrays, strict=True)}
+        if len(with_rows) < len(self.specs):
+            return key  # With shared inputs the sizes are as given already, or have no part of them.
+        return key._replace(shape=super().key_of([with_rows[spec.name] for spec in self.specs]).shape)
+
     def _check(self, inputs: Inputs) -> Checked:
         arrays, rows, key = super()._check(inputs)
         if key.on_device:
             symbols = self.symbols([array.shape[1:] for array in arrays])
+            if self._padding.is_default:
+                return arrays, rows, key._replace(shape=tuple(symbols.items()))
             if self._padding.chosen:
                 key = self._padding.key_of(symbols, as_given=True)._replace(on_device=True)
                 if self._check_key is not None:

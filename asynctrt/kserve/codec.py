@@ -171,6 +171,8 @@ class ModelCodec:
         self.tensors_max = tensors_max
         self.rows_max = rows_max
         self.answer_max = answer_max
+        if pad == "off":
+            pad = None
         if isinstance(pad, str):
             pad = dict.fromkeys([dim for spec in inputs for dim in spec.dims if isinstance(dim, str)], pad)
         self._pad = {dim.strip(): sizes for dims, sizes in (pad or {}).items() for dim in dims.split("=")}

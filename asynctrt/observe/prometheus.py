@@ -259,21 +259,6 @@ def engine_families() -> Iterator[Family]:
         "Requests refused because they would have been too late, which are among the refused.",
         lambda reading: reading.done.refused_late,
     )
-    yield family_by(
-        GaugeMetricFamily,
-        "asynctrt_padding_sizes",
-        "Sizes that a dimension is padded to, as the engine has chosen them; 0: the next power of two; "
-        "absent without pad='auto'.",
-        "dimension",
-        lambda reading: {one.dimension: len(one.sizes) for one in reading.done.padding},
-    )
-    yield family_by(
-        CounterMetricFamily,
-        "asynctrt_padding_changes",
-        "How often the sizes that a dimension is padded to have changed; absent without pad='auto'.",
-        "dimension",
-        lambda reading: {one.dimension: one.changes for one in reading.done.padding},
-    )
     yield family_of(
         CounterMetricFamily,
         "asynctrt_device_seconds",

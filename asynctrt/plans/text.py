@@ -153,7 +153,7 @@ def _batching(batching: "Batching") -> Iterator[str]:
         yield from _row("", batching.doubt)
     if batching.free_dims:
         yield from _row(
-            "free", f"{', '.join(batching.free_dims)}: each combination of sizes is batched apart"
+            "free", f"{', '.join(batching.free_dims)}; --open tries whether rows of all sizes share batches"
         )
 
 

@@ -390,7 +390,8 @@ class ContextPool:
         shapes: Sequence[Hashable] = (),
     ) -> None:
         self._device = device
-        self._padding = padding
+        self.padding = padding
+        """The dimensions and inputs to pad."""
         self._model = model
         self.runs = Runs(model.name)
         """The runs on its contexts, on the host device."""
@@ -517,8 +518,11 @@ class ContextPool:
             return SlotSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
         if key.on_device or key.outputs_on_device:
             return DeviceSource(batch, slab, device=self._device, stream=context.stream)
-        if self._padding is not None:
-            return PaddedSource(batch, slab, self._padding)
+        padding = self.padding
+        if padding is not None and (not padding.is_default or padding.knows(key.shape)):
+            padded = PaddedSource(batch, slab, padding)
+            if padded.is_cut:
+                return padded
         if type(batch.requests[0].payload) is SharedRows and are_shared(batch.requests):
             return SharedSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
         source = RowSource(batch, slab)
@@ -528,7 +532,7 @@ class ContextPool:
 
     def copies_ahead(self, key: BatchKey) -> bool:
         """Return whether copying such rows before their batch is launched pays off."""
-        if key.slab is not None or key.on_device or key.outputs_on_device or self._padding is not None:
+        if key.slab is not None or key.on_device or key.outputs_on_device or self.padding is not None:
             return False
         if not self.layout(key.shape).has_rows_first:
             return False

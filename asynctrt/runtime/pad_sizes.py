@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from asynctrt._util.pad_options import MASK, auto_limit
+from asynctrt._util.pad_options import MASK, OFF, auto_limit
 from asynctrt.errors import InputError, OptionsError, show
 from asynctrt.options import Options
 from asynctrt.scheduling.key import BatchKey
@@ -61,10 +61,8 @@ class Limits:
 
     ranges_of: Callable[[str], Sequence[tuple[int, int]]] | None = None
     """Returns the range of sizes of a dimension in each profile of the model."""
-    rows_max: int = 64
-    """The most rows of a batch."""
-    rows_fixed: bool = False
-    """Whether every batch has exactly ``rows_max`` rows."""
+    steps: int = 1
+    """How many sizes there are from one power of two to the next."""
 
 
 class Padding:
@@ -74,6 +72,7 @@ class Padding:
         instead of the mapping is for all dynamic dimensions.
     :param pad_with: the number to pad an input with. Default: 0. The engine fills an input with ``mask`` or
         ``length``.
+    :param is_default: whether nobody asked for it, so that rows that cannot be padded run as they are given.
     :raises OptionsError: for names that the model does not have, and values that do not fit.
     """
 
@@ -85,11 +84,14 @@ class Padding:
         pad: Mapping[str, Any] | str,
         pad_with: Mapping[str, int | float | str],
         limits: Limits,
+        *,
+        is_default: bool = False,
     ) -> None:
         self._name = name
+        self.is_default = is_default
         self._inputs = tuple(inputs)
         varying = tuple(dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str)))
-        self._varying = varying
+        self._varying, self._names = varying, set(varying)
         if isinstance(pad, str):
             pad = self._for_all(pad, varying)
         groups = {names: tuple(name.strip() for name in names.split("=")) for names in pad}
@@ -114,14 +116,15 @@ class Padding:
                 f"{', '.join(map(repr, by_name))}"
             )
         self.chosen = {
-            dims: self._sizes_to_choose(dims, pad[names], pad_with, by_name, limits)
+            dims: self._sizes_within(dims, pad[names], pad_with, by_name, limits)
             for names, dims in groups.items()
             if isinstance(pad[names], str)
         }
-        """The choosers of sizes. A key has the names of all dimensions that share the sizes."""
+        """The sizes that the options leave to the engine. A key has the names of all dimensions that share
+        them."""
         self._chosen_of = {dim: sizes for dims, sizes in self.chosen.items() for dim in dims}
         self.changes = 0
-        """How often sizes have been chosen again."""
+        """How often rows of some size have become padded to another one."""
         self.filled = tuple(
             self._filled(by_name[input_], value)
             for input_, value in pad_with.items()
@@ -155,9 +158,23 @@ class Padding:
         limits: Limits = Limits(),
     ) -> "Padding | None":
         """Return the padding that the options ask for; ``None`` if they ask for no padding."""
-        if not options.pad:
+        if not options.pad or options.pad == OFF:
             return None
         return cls(name, inputs, outputs, options.pad, options.pad_with or {}, limits)
+
+    @staticmethod
+    def groups_of(inputs: Sequence[TensorSpec], limits: Limits) -> list[str]:
+        """Return the dimensions that may be padded by default, as the option ``pad`` names them.
+
+        Dimensions without names count as one if the model supports the same sizes of all of them.
+        """
+        ranges_of = limits.ranges_of or (lambda _: ())
+        varying = list(dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str)))
+        nameless = _nameless(inputs)
+        named = [dim for dim in varying if dim not in nameless]
+        if len({tuple(ranges_of(dim)) for dim in nameless}) == 1:
+            named.append("=".join(nameless))
+        return named
 
     def __repr__(self) -> str:
         return f"<Padding of {self._name!r} {self._dims}>"
@@ -179,6 +196,8 @@ class Padding:
         :param as_given: do not round dimensions whose sizes the engine chooses.
         :raises InputError: for a size above the largest, and if dimensions that must be equal differ.
         """
+        if self.is_default and not self._fits_all(symbols):
+            return BatchKey(tuple(symbols.items()))
         for names in self._same:
             if len({symbols[dim] for dim in names if dim in symbols}) > 1:
                 raise InputError(
@@ -194,6 +213,41 @@ class Padding:
                 ]
             )
         )
+
+    def _fits_all(self, symbols: Mapping[str, int]) -> bool:
+        """Return whether rows of these sizes can be padded."""
+        return self.knows(tuple(symbols.items())) and all(
+            self._chosen_of[names[0]].rounded(symbols[names[0]]) is not None for names in self._same
+        )
+
+    def knows(self, shape: Hashable) -> bool:
+        """Return whether a batch's shape has the dimensions that the model names, each with one size.
+
+        Rows of another shape run as they are.
+        """
+        assert isinstance(shape, tuple)
+        sizes = dict(shape)
+        return sizes.keys() == self._names and all(
+            len({sizes[dim] for dim in dims}) == 1 for dims in self._same
+        )
+
+    def holds(self, shape: Hashable, other: Hashable) -> bool:
+        """Return whether rows of the shape ``other`` can be padded to ``shape``."""
+        assert isinstance(shape, tuple)
+        assert isinstance(other, tuple)
+        if not (self.knows(shape) and self.knows(other)):
+            return False
+        for (dim, size), (name, own) in zip(shape, other, strict=True):
+            if dim != name or own > size or (own < size and dim not in self._dims):
+                return False
+        return True
+
+    def ran(self, shape: Hashable) -> None:
+        """Note that a batch of a shape ran: from now on, other rows may be padded to its sizes."""
+        assert isinstance(shape, tuple)
+        for dim, size in shape:
+            if dim in self._chosen_of:
+                self.changes += self._chosen_of[dim].ran(size)
 
     def pads(self, dim: str) -> bool:
         """Return whether a dimension is padded."""
@@ -266,12 +320,7 @@ class Padding:
                 "Leave it out"
             )
         # Dimensions without names may have to be equal: a mask is as long as its text.
-        nameless = [
-            dim
-            for spec in self._inputs
-            for axis, dim in enumerate(spec.dims, start=1)
-            if dim == f"{spec.name}.{axis}"
-        ]
+        nameless = _nameless(self._inputs)
         if len({dim.rpartition(".")[0] for dim in nameless}) > 1:
             raise OptionsError(
                 f"pad={show(pad)} cannot tell which of {', '.join(map(repr, nameless))} are the same, as the "
@@ -280,7 +329,7 @@ class Padding:
             )
         return dict.fromkeys(varying, pad)
 
-    def _sizes_to_choose(
+    def _sizes_within(
         self,
         dims: Sequence[str],
         given: str,
@@ -288,7 +337,7 @@ class Padding:
         by_name: Mapping[str, TensorSpec],
         limits: Limits,
     ) -> Sizes:
-        """Return the chooser of sizes for dimensions that share them, within the limits of the model."""
+        """Return the sizes for dimensions that share them, within the limits of the model."""
         most = auto_limit(given)
         if most is None:
             # The lengths that the engine fills must fit the dtype of their input.
@@ -313,7 +362,7 @@ class Padding:
                     f"pad is {given!r} for {'='.join(dims)!r}, of which {self._name!r} takes "
                     f"{' and '.join(f'{least} to {largest}' for least, largest in taken) or 'nothing'}"
                 )
-        return Sizes(ranges, rows_max=limits.rows_max, rows_fixed=limits.rows_fixed)
+        return Sizes(ranges, limits.steps)
 
     def _dim_of_length(self, value: str) -> str:
         """Return the dimension that ``length`` refers to; an empty string if that is ambiguous."""
@@ -381,6 +430,16 @@ class Padding:
                     f"the size of {dim!r} is not known: every input of {self._name!r} that has it is filled "
                     "by the engine, as pad_with says. Leave one of them out of it"
                 )
+
+
+def _nameless(inputs: Sequence[TensorSpec]) -> list[str]:
+    """Return the dynamic dimensions to which the model gives no names."""
+    return [
+        dim
+        for spec in inputs
+        for axis, dim in enumerate(spec.dims, start=1)
+        if isinstance(dim, str) and dim == f"{spec.name}.{axis}"
+    ]
 
 
 def _counts_to(dtype: np.dtype[Any]) -> int:

@@ -1,6 +1,6 @@
 """Made-up rows, run on the contexts of an engine that is not open yet: alone, and in a batch with others."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -132,7 +132,7 @@ class Probe:
             what = f"made-up rows could not be run: {said_of(self.failed[0][1])}"
             return Verdict(is_independent=None, what=what)
         sample, alone_a = first
-        limit = self._stage.shapes.limit(self._key(sample).shape)
+        limit = self._stage.shapes.limit(self.key(sample).shape)
         if limit == 1:
             return self._one_at_a_time(sample)
         return self._concluded(sample, alone_a, lambda: self._company(sample, limit))
@@ -213,7 +213,7 @@ class Probe:
 
     def _larger_sizes(self, sample: Sample, rows: int) -> list[int]:
         """Return the other captured or prepared sizes that a batch of ``rows`` rows may be padded to."""
-        least = self._stage.shapes.padded_rows(self._key(sample).shape, rows)
+        least = self._stage.shapes.padded_rows(self.key(sample).shape, rows)
         pool = self._stage.pool
         return sorted({size for size in (*pool.captured.sizes, *pool.prepared) if size > least})
 
@@ -259,7 +259,8 @@ class Probe:
         sizes = () if padding is None else padding.sizes_given(dim)
         return next((given for given in sizes if given >= size), sizes[-1]) if sizes else size
 
-    def _key(self, sample: Sample) -> BatchKey:
+    def key(self, sample: Sample) -> BatchKey:
+        """Return the key of batches of a sample's sizes."""
         shared = tuple(
             content_of(made_up(spec, dims, "s", sample))
             for spec in self._shared
@@ -295,10 +296,17 @@ class Probe:
             dims = spec.resolve(sample.symbols)
             assert dims is not None, "every dimension has a size"
             arrays.append(np.stack([made_up(spec, dims, row, sample) for row in rows]))
-        return self.run_arrays(tuple(arrays), self._key(sample), rows_run)
+        return self.run_arrays(tuple(arrays), self.key(sample), rows_run)
 
     def run_arrays(self, arrays: tuple[Array, ...], key: BatchKey, rows_run: int = 0) -> Mapping[str, Array]:
-        """Return the answers to rows, padded to the shape of the key.
+        """Return the answers to rows of one size, padded to the shape of the key. As :meth:`run_each`."""
+        [found] = self.run_each([arrays], key, rows_run)
+        return found
+
+    def run_each(
+        self, each: Sequence[tuple[Array, ...]], key: BatchKey, rows_run: int = 0
+    ) -> list[Mapping[str, Array]]:
+        """Return the answers to several requests in one batch, padded to the shape of the key.
 
         :raises NoRowsError: if the outputs do not have the same number of rows.
         :raises UsageError: if the opening of the engine was cancelled.
@@ -306,12 +314,12 @@ class Probe:
         """
         if self._cancellation.is_cancelled:
             raise UsageError("made-up rows are not run any more, since the opening was cancelled")
-        shapes, rows = self._stage.shapes, len(arrays[0])
+        shapes, rows = self._stage.shapes, sum(len(arrays[0]) for arrays in each)
         rows_run = rows_run or shapes.padded_rows(key.shape, rows)
         batch = Batch(
             number=0,
             key=key,
-            requests=(Request(rows, key, 0, 0, payload=arrays),),
+            requests=tuple(Request(len(arrays[0]), key, 0, 0, payload=arrays) for arrays in each),
             rows=rows,
             rows_run=rows_run,
             profile=shapes.profile(key.shape, rows_run),
@@ -334,8 +342,7 @@ class Probe:
             outputs, _ = flight.outputs()
         except ExecutionError as refused:
             raise NoRowsError(str(refused).removesuffix(f". {ALONE_FIX}")) from refused
-        own = source.cut(outputs)[0]
-        return {name: np.array(array) for name, array in own.items()}
+        return [{name: np.array(array) for name, array in own.items()} for own in source.cut(outputs)]
 
     def _differs(
         self,
@@ -360,10 +367,12 @@ def differing(
     place: int,
     tolerance: float | None = None,
     factor: float = 1,
+    share: float = SHARE_MIN,
 ) -> str:
     """Return how row ``row`` of some outputs differs from row ``place`` of others; empty if it does not.
 
     :param tolerance: relative to the largest value. Default: one that suits the dtype, times ``factor``.
+    :param share: the share of values that must be that close.
     """
     for name, array in found.items():
         ours, theirs = array[row], other[name][place]
@@ -371,14 +380,14 @@ def differing(
             return f"output {name!r} of a row had shape {ours.shape} and then {theirs.shape}"
         is_half = ours.dtype.itemsize == 2
         usual = (COMPANY_TOLERANCE_OF_HALVES if is_half else COMPANY_TOLERANCE) * factor
-        error = _error(ours, theirs, usual if tolerance is None else tolerance)
+        error = _error(ours, theirs, usual if tolerance is None else tolerance, share)
         if error:
             return f"output {name!r} of a row differed by {error:.2g} of its largest value"
     return ""
 
 
 @np.errstate(all="ignore")
-def _error(ours: Array, theirs: Array, tolerance: float) -> float:
+def _error(ours: Array, theirs: Array, tolerance: float, share: float) -> float:
     """Return the largest difference relative to the largest value; 0 if it is within the tolerance."""
     if not ours.size or ours.dtype.hasobject:
         return 0.0 if ours.tolist() == theirs.tolist() else 1.0
@@ -387,11 +396,11 @@ def _error(ours: Array, theirs: Array, tolerance: float) -> float:
         # Values rounded to 8 bits may be rounded the other way.
         slack = 1.0 if ours.dtype.itemsize == 1 and ours.dtype.kind in "iu" else 0.0
         off = np.abs(wide[0] - wide[1]) > slack
-        return 0.0 if 1 - off.mean() >= SHARE_MIN else 1.0
+        return 0.0 if 1 - off.mean() >= share else 1.0
     finite = np.abs(wide[0][np.isfinite(wide[0])])
     most = float(finite.max()) if finite.size else 0.0
     near = np.isclose(*wide, rtol=0, atol=tolerance * most, equal_nan=True)
-    if near.mean() >= SHARE_MIN:
+    if near.mean() >= share:
         return 0.0
     gaps = np.abs(wide[0] - wide[1])[~near]
     gaps = gaps[np.isfinite(gaps)]

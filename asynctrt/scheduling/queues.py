@@ -34,6 +34,9 @@ OVERDUE_FROM_MAX: Final = 64
 """Buckets of each priority that are looked through for the request that is most overdue. Those that come
 later move up with every batch."""
 
+JOIN_FROM_MAX: Final = 64
+"""Buckets that are looked through for rows that share a batch with those of another."""
+
 TURNS_KEPT: Final = 8
 """Full batches for each one that is not full, of buckets that have had their turn lately."""
 
@@ -519,6 +522,12 @@ class Buckets:
                 if (its_ns := bucket.overdue_ns()) < due_ns:
                     found, due_ns = bucket, its_ns
         return found
+
+    def next_ones(self) -> Iterator[BucketQueue]:
+        """Yield buckets with work, those whose turn comes first in front."""
+        levels = reversed(self._levels[: self.priority_max + 1])
+        waiting = chain.from_iterable(chain(level.ready, level.filling) for level in levels)
+        return islice(waiting, JOIN_FROM_MAX)
 
     def instead(self, bucket: BucketQueue, request: Request) -> BucketQueue | None:
         """Return the bucket of a request that is due first, if it may be launched instead of another."""

@@ -17,6 +17,7 @@ from asynctrt.errors import (
     copy_for,
 )
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
+from asynctrt.scheduling.company import NoCompany
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
 from asynctrt.scheduling.curve import ServiceCurve
@@ -50,6 +51,12 @@ AHEAD_MAX: Final = 1
 """Batches that are not full and are launched ahead of time, while others compute."""
 
 
+NO_COMPANY: Final = NoCompany()
+
+Part = tuple[BucketQueue, tuple[Request, ...], int]
+"""Requests of one bucket for a batch, and their rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What the scheduler has done and is doing: numbers only, which nothing changes afterwards."""
@@ -73,6 +80,7 @@ class Scheduler:
     :param in_flight_max: batches that may be in flight at once.
     :param arena_users: the count of batches in each arena, if engines share arenas.
     :param times_all: whether the device times every batch, because that costs it nothing.
+    :param company: decides which rows of other sizes share a batch.
     """
 
     def __init__(
@@ -87,8 +95,10 @@ class Scheduler:
         in_flight_max: int,
         arena_users: list[int] | None = None,
         times_all: bool = False,
+        company: NoCompany = NO_COMPANY,
     ) -> None:
         self._policy = policy
+        self._company = company
         self._shapes = shapes
         self._runs_as_it_is = shapes.runs_as_many_as_it_takes and not policy.captured.sizes
         self._queue_rows_max = queue_rows_max
@@ -141,7 +151,7 @@ class Scheduler:
         self._aged_number = 0
         self._is_out_of_turn = False
         # Parts of batches that failed, each to be launched as a batch of its own, the largest first.
-        self._again: list[tuple[Request, ...]] = []
+        self._again: list[tuple[BatchKey, tuple[Request, ...]]] = []
         self.taken: Sequence[Request] = ()
         """Those that were taken out of the queue last, to be launched."""
         self.displaced: list[Request] = []
@@ -242,7 +252,8 @@ class Scheduler:
         values["launched"] = dict(counters.launched)
         queued = self.queued_requests
         # Whoever is masked has been counted.
-        under_way = [*self._again, *(batch.requests for batch in tuple(self._in_flight.values()))]
+        again = [requests for _, requests in self._again]
+        under_way = [*again, *(batch.requests for batch in tuple(self._in_flight.values()))]
         waiting = sum(request.state is IN_FLIGHT for requests in under_way for request in requests)
         return Snapshot(
             Counters(**values),
@@ -384,6 +395,7 @@ class Scheduler:
                 bucket, reason = self._reconsider(bucket, reason, now_ns)
                 by_age = reason is Reason.AGED
             key = bucket.key
+            joined: tuple[Part, ...] = ()
             if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
                 self._early = self._was_early = bucket
                 return self._next_again(now_ns)
@@ -393,22 +405,30 @@ class Scheduler:
                 )
                 if not chosen:
                     continue  # With fewer in the queue.
-            elif bucket.rows == 1:
+                break
+            if bucket.rows == 1:
                 chosen, rows = bucket.choose(1)
             else:
                 chosen, rows = self._choose(bucket, in_flight, by_age=by_age)
+            if self._buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
+                key, joined = self._join(bucket, rows, in_flight)
+                for _, others, more in joined:
+                    chosen, rows = chosen + others, rows + more
             break
         rows_run, profile = rows, None
         if not self._runs_as_it_is:
             try:
                 rows_run, profile = self._rows_to_run(key, rows)
             except Exception as error:
-                return self._reject(bucket, chosen, rows, error)
+                return self._reject(bucket, chosen, rows, joined, error)
         self._was_part = False
         self.taken = chosen
-        bucket.take(chosen, rows)
+        if joined:
+            self._take_all(bucket, chosen, rows, joined)
+        else:
+            bucket.take(chosen, rows)
+            self._buckets.launched(bucket)
         self._queued_rows -= rows
-        self._buckets.launched(bucket)
         if by_age:
             self._aged_number = self._number + 1
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
@@ -467,13 +487,59 @@ class Scheduler:
         self._late += found.late
         return found.requests, found.rows
 
+    def _join(self, bucket: BucketQueue, rows: int, in_flight: int) -> tuple[BatchKey, tuple[Part, ...]]:
+        """Return the requests of other buckets that share the batch of ``bucket``, and the batch's key."""
+        policy, buckets = self._policy, self._buckets
+        key = bucket.key
+        joined: list[Part] = []
+        # On idle cores, the others compute at the same time.
+        is_parallel = policy.is_parallel and buckets.waiting <= policy.concurrency - in_flight
+        is_placed = key.slab is not None or key.on_device or key.outputs_on_device
+        if policy.is_alone or is_placed or is_parallel:
+            return key, ()
+        rows_max = bucket.rows_max
+        for other in self._company.beside(bucket, buckets.next_ones()):
+            is_longer = other.key.shape != key.shape and self._company.holds(other.key.shape, key.shape)
+            room = (min(rows_max, other.rows_max) if is_longer else rows_max) - rows
+            if room < 1 or not (is_longer or self._company.holds(key.shape, other.key.shape)):
+                continue
+            chosen, more = other.choose(room)
+            if not chosen:
+                continue
+            if is_longer:
+                key, rows_max = other.key, min(rows_max, other.rows_max)
+            joined.append((other, chosen, more))
+            rows += more
+        return key, tuple(joined)
+
+    def _take_all(
+        self,
+        bucket: BucketQueue,
+        chosen: tuple[Request, ...],
+        rows: int,
+        joined: tuple[Part, ...],
+        after: State = IN_FLIGHT,
+    ) -> None:
+        """Let the requests of a batch leave their buckets."""
+        own = len(chosen)
+        for other, others, more in joined:
+            other.take(others, more, after)
+            self._buckets.left(other)
+            own, rows = own - len(others), rows - more
+        bucket.take(chosen[:own], rows, after)
+        self._buckets.launched(bucket)
+
     def _reject(
-        self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, error: Exception
+        self,
+        bucket: BucketQueue,
+        chosen: tuple[Request, ...],
+        rows: int,
+        joined: tuple[Part, ...],
+        error: Exception,
     ) -> RejectedBatch:
         """Take requests out of their queue that the model cannot be asked about."""
-        bucket.take(chosen, rows, State.FAILED)
+        self._take_all(bucket, chosen, rows, joined, State.FAILED)
         self._queued_rows -= rows
-        self._buckets.launched(bucket)
         self._counters.failed += len(chosen)
         return RejectedBatch(chosen, error)
 
@@ -558,10 +624,11 @@ class Scheduler:
         """Return the next part of a batch that failed, without those whose callers have gone away since;
         ``None`` if there is none."""
         while self._again:
-            chosen = awaited(self._again.pop(0))
+            key, requests = self._again.pop(0)
+            chosen = awaited(requests)
             if not chosen:
                 continue
-            key, rows = chosen[0].key, sum(request.rows for request in chosen)
+            rows = sum(request.rows for request in chosen)
             try:
                 rows_run, profile = self._rows_to_run(key, rows)
             except Exception as error:
@@ -694,6 +761,7 @@ class Scheduler:
             if self._curve is not None:
                 self._observe_late(self._curve, batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
             self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
+            self._company.observe(batch, copy_in_ns + compute_ns + copy_out_ns)
         self._counters.add_batch(
             batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
         )
@@ -753,7 +821,7 @@ class Scheduler:
         for part in (left[:half], left[half:]):
             if part:
                 # What fails most likely waits behind what most are waiting for.
-                insort(self._again, part, key=_smallness)
+                insort(self._again, (batch.key, part), key=_smallness)
         return True
 
     def quarantine_arena(self, arena: int) -> None:
@@ -770,7 +838,7 @@ class Scheduler:
         those that left the queue as too late and were not told yet."""
         self.refuse(why)
         self._is_over = True
-        again = [request for part in self._again for request in awaited(part)]
+        again = [request for _, part in self._again for request in awaited(part)]
         self._again.clear()
         queued = [*again, *self._buckets.clear()]
         change_all(queued, Change.FAIL)
@@ -914,8 +982,8 @@ class Scheduler:
         )
 
 
-def _smallness(part: tuple[Request, ...]) -> int:
-    return -len(part)
+def _smallness(part: tuple[BatchKey, tuple[Request, ...]]) -> int:
+    return -len(part[1])
 
 
 def _not_in_flight(batch: Batch) -> InternalError:

@@ -7,7 +7,6 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import InputError, OptionsError
-from asynctrt.scheduling.sizes import Costs
 from tests.contract.devices import strict
 from tests.doubles.tensorrt import EngineSpec, TensorIO
 from tests.helpers import WAIT_S
@@ -51,10 +50,7 @@ async def test_a_plan_whose_dimensions_have_no_common_name(device, model):
     assert model.flavour.module.violations() == ()
 
 
-async def test_sizes_that_the_engine_chooses_are_within_the_profile(device, model, monkeypatch):
-    monkeypatch.setattr("asynctrt.scheduling.sizes.LOOK_FIRST", 32)
-    monkeypatch.setattr("asynctrt.scheduling.sizes.STRANGE", 16)
-    monkeypatch.setattr(Costs, "fit", classmethod(lambda cls, _: cls(1e5, 1e8)))
+async def test_sizes_that_the_engine_chooses_are_within_the_profile(device, model):
     with pytest.raises(OptionsError, match="which of 'ids.1', 'mask.1' are the same"):
         await asynctrt.open(model, device=device, max_rows=8, pad="auto")
     async with (
@@ -75,12 +71,6 @@ async def test_sizes_that_the_engine_chooses_are_within_the_profile(device, mode
                     expected = SPEC.expected({"ids": call, "mask": np.ones_like(call)})
                     for name, array in expected.items():
                         np.testing.assert_array_equal(answer[name], array)
-        while not engine.statistics().padding[0].changes:
-            await asyncio.sleep(0)  # They are chosen in parts.
-        [found] = engine.statistics().padding
-        assert found.dimension == "ids.1=mask.1"
-        assert found.changes
-        assert found.sizes[-1] <= 32
         with pytest.raises(InputError, match="pads to at most 32"):
             await engine.infer(np.ones((1, 33), np.float32))
     assert model.flavour.module.violations() == ()

@@ -26,7 +26,7 @@ def test_text_of_an_onnx_model(tmp_path):
     shown = text(sequence_onnx(tmp_path / "m.onnx"))
     assert "input         tokens: float32[batch, length]" in shown
     assert "batching      on the axis 'batch'; --open tries" in shown
-    assert "free          length: each combination of sizes is batched apart" in shown
+    assert "free          length; --open tries whether rows of all sizes share batches" in shown
     assert "operators     2 nodes: " in shown
     assert "exactly 4 rows" in text(double_onnx(tmp_path / "fixed.onnx", rows=4))
     assert "of any size, without a name" in text(double_onnx(tmp_path / "none.onnx", rows=None))

@@ -31,7 +31,6 @@ from asynctrt.serving.telemetry import SCOPE, Tracing
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, failing_model
-from tests.workers.models import masked
 
 pytestmark = pytest.mark.anyio
 REFUSED_OR_FAILED = (*REASONS, "crowded", "expired")
@@ -165,23 +164,6 @@ class TestValues:
         async with asynctrt.open(double_model()) as engine:
             samples = (await scrape(served(("double", engine))))[1]
             assert of(samples, "asynctrt_requests_refused_late_total") == 0
-
-    async def test_of_sizes_that_are_chosen_to_pad_to(self):
-        async with (
-            asynctrt.open(masked(), pad="auto", pad_with={"mask": "mask", "count": "length"}) as engine,
-            asynctrt.open(double_model()) as plain,
-        ):
-            api = served(("padded", engine), ("plain", plain))
-            (dimension,) = engine._parts.padding.chosen
-            samples = (await scrape(api))[1]
-            for name in ("asynctrt_padding_sizes", "asynctrt_padding_changes_total"):
-                assert of(samples, name, "padded", dimension="=".join(dimension)) == 0
-            engine._parts.padding.chosen[dimension].chosen = (16, 64)
-            samples = (await scrape(api))[1]
-            assert of(samples, "asynctrt_padding_sizes", "padded", dimension="=".join(dimension)) == 2
-            assert not any(
-                ("model", "plain") in labels for name, *labels in samples if "padding_sizes" in name
-            )
 
     async def test_of_a_device_that_is_divided(self):
         async with (

@@ -1,0 +1,133 @@
+"""May rows of different sizes share a batch? They may if padding the smaller ones costs less than a batch.
+
+A batch is padded to the size of its longest row. Rows of another size that wait join it, instead of running
+as a batch of their own, if padding all of them takes less time than the fixed part of a batch's time.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache
+from typing import Final
+
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.queues import BucketQueue
+
+TIMES_MIN: Final = 3
+"""The batches of about one size that must have been timed: the first ones include one-time work."""
+
+KNOWN_MAX: Final = 4096
+"""The most answers about shapes to remember."""
+
+SPREAD_MIN: Final = 2
+"""The factors of two between the smallest and the largest batches that tell their costs apart."""
+
+
+class Costs:
+    """The time of a batch: a fixed part, and a part for each unit of its rows.
+
+    Both follow from the shortest times of the smallest and the largest batches.
+    """
+
+    __slots__ = ("_least", "batch_ns", "unit_ns")
+
+    def __init__(self) -> None:
+        # By the bits of a batch's units: the shortest time, the units of that batch, the number of batches.
+        self._least: dict[int, tuple[int, int, int]] = {}
+        self.batch_ns = self.unit_ns = 0.0
+        """Both 0 until they are known."""
+
+    def observe(self, units: int, took_ns: int) -> None:
+        """Note the time of a batch."""
+        bits = units.bit_length()
+        least_ns, least_units, count = self._least.get(bits, (took_ns, units, 0))
+        if took_ns < least_ns:
+            least_ns, least_units = took_ns, units
+        elif count > TIMES_MIN:
+            return
+        self._least[bits] = least_ns, least_units, count + 1
+        known = [bits for bits, (_, _, count) in self._least.items() if count >= TIMES_MIN]
+        if len(known) < 2 or max(known) - min(known) < SPREAD_MIN:
+            return
+        small_ns, small, _ = self._least[min(known)]
+        large_ns, large, _ = self._least[max(known)]
+        self.unit_ns = max(large_ns - small_ns, 0) / (large - small)
+        self.batch_ns = max(small_ns - self.unit_ns * small, 0.0)
+
+
+class NoCompany:
+    """The answer of an engine that pads no rows: only rows of one size share a batch."""
+
+    def observe(self, batch: Batch, took_ns: int) -> None:
+        """Ignore the time of a batch."""
+
+    def holds(self, shape: Hashable, other: Hashable) -> bool:
+        """Return whether rows of the second shape can be padded to the first."""
+        return shape == other
+
+    def beside(self, bucket: BucketQueue, others: Iterable[BucketQueue]) -> list[BucketQueue]:
+        """Return no buckets."""
+        return []
+
+
+class Company(NoCompany):
+    """Finds rows of other sizes to share a batch with.
+
+    :param units_of: returns the cost of a row of a shape in units.
+    :param holds: returns whether rows of the second shape can be padded to the first.
+    :param times: the units and the time in ns of batches that ran before the first request.
+    """
+
+    def __init__(
+        self,
+        units_of: Callable[[Hashable], int],
+        holds: Callable[[Hashable, Hashable], bool],
+        times: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        # Both are asked about the same few shapes for each batch.
+        self._units_of = lru_cache(KNOWN_MAX)(units_of)
+        self._holds = lru_cache(KNOWN_MAX)(holds)
+        self.costs = Costs()
+        for units, took_ns in times:
+            self.costs.observe(units, took_ns)
+        # What was measured before stays: batches that share the device with others take longer.
+        self._is_measured = self.costs.batch_ns > 0
+
+    def observe(self, batch: Batch, took_ns: int) -> None:
+        """Note the time of a batch, unless batches were measured before the first request."""
+        if not self._is_measured:
+            self.costs.observe(self._units_of(batch.key.shape) * batch.rows_run, took_ns)
+
+    def holds(self, shape: Hashable, other: Hashable) -> bool:
+        return self._holds(shape, other)
+
+    def beside(self, bucket: BucketQueue, others: Iterable[BucketQueue]) -> list[BucketQueue]:
+        """Return the buckets whose rows join the batch of a bucket: rising larger ones, then smaller ones.
+
+        The batch has the shape of the last larger one, if there is one.
+        """
+        costs, units_of, holds = self.costs, self._units_of, self._holds
+        if not costs.batch_ns:
+            return []
+        larger, smaller = [], []
+        own = units_of(bucket.key.shape)
+        for other in others:
+            if other is bucket or other.is_full or other.key[1:] != bucket.key[1:]:
+                continue
+            if holds(other.key.shape, bucket.key.shape):
+                larger.append((units_of(other.key.shape), other))
+            else:
+                smaller.append((units_of(other.key.shape), other))
+        found, longest, rows = [], bucket, bucket.rows
+        for units, other in sorted(larger, key=_units):
+            is_cheap = rows * (units - own) * costs.unit_ns < costs.batch_ns
+            if is_cheap and rows < other.rows_max and holds(other.key.shape, longest.key.shape):
+                found.append(other)
+                longest, own, rows = other, units, min(rows + other.rows, other.rows_max)
+        for units, other in sorted(smaller, key=_units, reverse=True):
+            is_cheap = other.rows * (own - units) * costs.unit_ns < costs.batch_ns
+            if is_cheap and holds(longest.key.shape, other.key.shape):
+                found.append(other)
+        return found
+
+
+def _units(found: tuple[int, BucketQueue]) -> int:
+    return found[0]

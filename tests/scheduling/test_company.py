@@ -1,0 +1,148 @@
+"""Rows of other sizes join a batch if padding them costs less than a batch of their own."""
+
+import pytest
+
+from asynctrt.errors import ExecutionError
+from asynctrt.scheduling.company import SPREAD_MIN, TIMES_MIN, Company, Costs
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.request import Request
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.shapes import Shapes
+
+
+def units_of(shape):
+    return shape[0][1]
+
+
+def holds(shape, other):
+    return units_of(shape) >= units_of(other)
+
+
+def company(batch_ns, unit_ns=1):
+    return Company(units_of, holds, [(units, batch_ns + unit_ns * units) for units in (1, 1000)] * TIMES_MIN)
+
+
+def scheduler(found, **more):
+    settings = {"contexts": 2, "arenas": 0, "in_flight_max": 2, "queue_rows_max": 99, "priorities": 1}
+    return Scheduler(
+        policy=Policy(rows_max=8, concurrency=2),
+        shapes=Shapes(rows_max=8, profiles=None),
+        company=found,
+        **settings | more,
+    )
+
+
+def come(owner, *sizes):
+    for size in sizes:
+        owner.submit(Request(1, BatchKey((("n", size),)), 0, 0))
+
+
+def sizes(batch):
+    return units_of(batch.key.shape), sorted(units_of(request.key.shape) for request in batch.requests)
+
+
+def test_costs_follow_from_the_shortest_times():
+    costs = Costs()
+    for units, took_ns in [(10, 900), (10, 110), (10, 500), (1000, 9000), (1000, 1100), (1000, 1100)]:
+        assert costs.batch_ns == 0
+        costs.observe(units, took_ns)
+    assert (costs.batch_ns, costs.unit_ns) == (100, 1)
+
+
+def test_costs_of_about_one_size_are_not_told_apart():
+    costs = Costs()
+    for units in (8, 8 << (SPREAD_MIN - 1)):
+        for _ in range(TIMES_MIN):
+            costs.observe(units, units)
+    assert costs.batch_ns == costs.unit_ns == 0
+
+
+def test_smaller_and_larger_rows_join_where_a_batch_costs_more_than_padding():
+    owner = scheduler(company(1000))
+    come(owner, 16, 8, 32, 64)
+    assert sizes(owner.next_batch(0)) == (64, [8, 16, 32, 64])
+    assert owner.queued_rows == 0
+
+
+def test_they_run_apart_where_padding_costs_more():
+    owner = scheduler(company(20))
+    come(owner, 8, 16, 64)
+    assert sizes(owner.next_batch(0)) == (16, [8, 16])
+    assert sizes(owner.next_batch(0)) == (64, [64])
+
+
+def test_a_size_that_fills_a_batch_does_not_join():
+    owner = scheduler(company(1_000_000))
+    come(owner, 8, 8, *[16] * 9)
+    assert sizes(owner.next_batch(0)) == (8, [8, 8])
+    assert sizes(owner.next_batch(0)) == (16, [16] * 8)
+
+
+def test_a_batch_takes_no_more_rows_than_it_holds():
+    owner = scheduler(company(1_000_000))
+    come(owner, *[8] * 5, *[16] * 6)
+    first = owner.next_batch(0)
+    assert first.rows == len(first.requests) == 8
+    assert owner.next_batch(0).rows == 3
+
+
+def test_nothing_joins_until_costs_are_known():
+    owner = scheduler(Company(units_of, holds))
+    come(owner, 8, 16)
+    assert sizes(owner.next_batch(0)) == (8, [8])
+
+
+def test_halves_of_a_batch_that_failed_keep_its_shape():
+    owner = scheduler(company(1_000_000))
+    come(owner, 8, 16, 32)
+    batch = owner.next_batch(0)
+    assert owner.bisect(batch)
+    halves = [owner.next_batch(0), owner.next_batch(0)]
+    assert [half.key for half in halves] == [batch.key] * 2
+    assert sum(half.rows for half in halves) == 3
+
+
+def test_who_leaves_in_flight_and_in_the_queue():
+    owner = scheduler(company(1_000_000))
+    requests = [Request(1, BatchKey((("n", size),)), 0, 0) for size in (8, 16)]
+    for request in requests:
+        owner.submit(request)
+    batch = owner.next_batch(0)
+    assert not owner.cancel(requests[0])
+    owner.finished(batch, 1, 0, 1, 0)
+    assert owner.is_idle
+    assert owner.snapshot().counters.cancelled == 1
+
+
+def test_all_are_refused_together_if_the_model_cannot_be_asked():
+    class Profiles:
+        def row_ranges(self, shape):
+            return [(1, 8)]
+
+        def profile_of(self, shape, rows):
+            raise KeyError(rows)
+
+    owner = Scheduler(
+        policy=Policy(rows_max=8),
+        shapes=Shapes(rows_max=8, profiles=Profiles()),
+        company=company(1_000_000),
+        contexts=1,
+        arenas=0,
+        in_flight_max=1,
+        queue_rows_max=9,
+        priorities=1,
+    )
+    come(owner, 8, 16)
+    rejected = owner.next_batch(0)
+    assert len(rejected.requests) == 2
+    assert isinstance(rejected.error, ExecutionError)
+    assert owner.queued_rows == 0
+
+
+@pytest.mark.parametrize("more", [{"slab": 1}, {"on_device": True}, {"outputs_on_device": True}])
+def test_rows_that_cannot_be_padded_run_as_they_are(more):
+    owner = scheduler(company(1_000_000))
+    for size in (8, 16):
+        owner.submit(Request(1, BatchKey((("n", size),), **more), 0, 0))
+    assert owner.next_batch(0).rows == 1
