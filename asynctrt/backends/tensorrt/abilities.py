@@ -133,16 +133,15 @@ class Abilities:
         return engine.create_execution_context_without_device_memory()
 
     def infers_shapes(self, context: Any) -> bool:
-        """Check the shapes of the inputs; return whether all are there.
+        """Check the shapes of the inputs; return whether none is known to be missing.
 
-        Where the check would crash, the engine refuses wrong shapes later: it reports an error, and no shape,
-        when it is asked for the shape of an output.
+        Where the check would crash, the shapes of the outputs must do: an unknown size is -1, and shapes that
+        the engine refuses are reported as errors. ``all_binding_shapes_specified`` does not serve: on a GPU,
+        TensorRT 8.6 said ``False`` of complete shapes.
 
         :raises RuntimeError: for shapes that the engine refuses.
         """
-        if self.raises:
-            return not context.infer_shapes()
-        return bool(context.all_binding_shapes_specified)
+        return not context.infer_shapes() if self.raises else True
 
     def set_memory(self, context: Any, address: int, nbytes: int) -> None:
         """Set the enqueue memory of a context, which reports an error if it refuses."""
