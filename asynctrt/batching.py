@@ -637,7 +637,8 @@ class Engines:
             tickets = Tickets(self._function, self._key, items=self._items, isolates=isolates, sizes=sizes)
             model = FunctionModel(tickets, inputs=TICKET, outputs=DONE, name=self._name, run_on=self._run_on)
             if example is not None:
-                tickets.example, model.shapes_beforehand = example, ((("group", 1),),)
+                tickets.example = example
+                model.capabilities = replace(model.capabilities, shapes_beforehand=((("group", 1),),))
             if self._waits:
                 model.await_results()
             engine = await open_engine(model, options=self._options)

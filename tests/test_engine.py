@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import time
+from dataclasses import replace
 
 import anyio
 import numpy as np
@@ -247,7 +248,7 @@ class TestOpening:
         device = HostDevice(threads=2, in_place="never")
         models = [double_model(), double_model()]
         for model in models:
-            model.enqueue_nbytes = 1000
+            model.capabilities = replace(model.capabilities, enqueue_nbytes=1000)
         with Arenas(device, 1) as arenas:
             async with (
                 asynctrt.open(models[0], device=device, shared_arenas=arenas, contexts=2) as one,
@@ -262,7 +263,7 @@ class TestOpening:
 
     async def test_arenas_of_another_device_object(self):
         model = double_model()
-        model.enqueue_nbytes = 1000
+        model.capabilities = replace(model.capabilities, enqueue_nbytes=1000)
         says = "belong to another device object than the engine"
         with Arenas(HostDevice(), 1) as arenas, pytest.raises(OptionsError, match=says):
             await asynctrt.open(model, shared_arenas=arenas)
@@ -1058,8 +1059,8 @@ class TestStatistics:
 
     async def test_of_arenas_graphs_and_padding(self):
         model = double_model()
-        model.enqueue_nbytes = 1000
-        model.is_capturable = True
+        model.capabilities = replace(model.capabilities, enqueue_nbytes=1000)
+        model.capabilities = replace(model.capabilities, is_capturable=True)
         async with asynctrt.open(model, contexts=3, arenas=2, max_rows=8, graphs=(1, 8)) as engine:
             before = engine.statistics()
             assert (before.contexts, before.arenas, before.graphs) == (3, 2, (1, 8))
@@ -1076,7 +1077,7 @@ class TestStatistics:
     async def test_a_batch_that_waits_for_its_arena_is_counted(self):
         gate = Gate()
         model = double_model(gate)
-        model.enqueue_nbytes = 1000
+        model.capabilities = replace(model.capabilities, enqueue_nbytes=1000)
         device = HostDevice(threads=2, in_place="never")
         async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=1) as engine:
             tasks = [send(engine, value) for value in range(2)]

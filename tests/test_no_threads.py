@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -83,7 +84,7 @@ async def test_no_thread_to_join_the_parts_of_a_call_in(refused, monkeypatch):
 @pytest.mark.parametrize("arenas", [0, 1])
 async def test_no_thread_for_an_enqueue_that_waits(refused, arenas):
     model = ScratchModel() if arenas else FunctionModel(lambda given: 2 * given["x"], inputs=ROW, outputs=ROW)
-    model.enqueue_may_block = True
+    model.capabilities = replace(model.capabilities, enqueue_may_block=True)
     async with asyncio.timeout(WAIT_S), asynctrt.open(model, contexts=2, max_rows=2) as engine:
         refused.names = ("asynctrt-enqueue",)
         for _ in range(3):
@@ -100,7 +101,7 @@ async def test_no_thread_to_stage_and_enqueue_in(refused):
         inputs=TensorSpec("x", "float32", (WIDE,)),
         outputs=TensorSpec("y", "float32", (WIDE,)),
     )
-    model.enqueue_may_block = True
+    model.capabilities = replace(model.capabilities, enqueue_may_block=True)
     array = np.ones((4, WIDE), np.float32)
     async with asyncio.timeout(WAIT_S), asynctrt.open(model, max_rows=4) as engine:
         for names in (("asynctrt-enqueue",), ("asynctrt-copy",), ()):

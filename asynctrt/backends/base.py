@@ -6,8 +6,8 @@ batch at a time, and several contexts run concurrently.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from dataclasses import dataclass, fields
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -47,6 +47,78 @@ class TensorMemory:
         return self.array.reshape(-1)[: rows * math.prod(self.dims)].reshape(self.shape(rows))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a model accepts, needs and can do.
+
+    The defaults are those of a model that runs batches of any size, needs no enqueue memory, and is not
+    captured into graphs. Some capabilities say that the model has methods beyond those of :class:`Model`.
+    """
+
+    rows_fixed: int | None = None
+    """The only batch size the model accepts, or ``None``; batches are padded up to it."""
+    rows_min: int = 1
+    """The smallest batch the model accepts for some shape of its inputs."""
+    rows_max: int | None = None
+    """The largest batch the model accepts, or ``None`` for no limit."""
+    batch_sizes: tuple[int, ...] | None = ()
+    """The allowed batch sizes, ascending, to which batches are padded; empty for any size.
+
+    ``None`` lets the engine choose, if it measures that changes of size are slow.
+    """
+    alone: str = ""
+    """The reason why each request runs alone; empty if requests share batches."""
+    doubt: str = ""
+    """The reason to doubt that outputs have one row per row of the inputs; empty if there is none."""
+    is_pure: bool = False
+    """Whether a batch does nothing but compute, so that it is safe to try the model with made-up rows."""
+    dims_are_hints: bool = False
+    """Whether inputs may disagree on the size of a dimension that they both name."""
+    brings_outputs: bool = False
+    """Whether it provides the memory of all outputs, so that none is bound."""
+    contexts_max: int | None = None
+    """The maximum number of contexts at once; ``None`` for no limit."""
+    occupies_device: bool = True
+    """Whether a batch keeps the device busy. If not, batches run concurrently on all contexts."""
+    enqueue_may_block: bool = False
+    """Whether enqueueing a batch may be slow, so that it is done in a thread.
+
+    A :class:`SlowBinding` tells which batches are slow; other bindings always use the thread.
+    """
+    enqueue_nbytes: int = 0
+    """Bytes of enqueue memory that the largest batch needs in its arena; 0 for none."""
+    reserves_arenas: bool = False
+    """Whether a binding calls :meth:`GrowingBuffer.reserve` of its arena before it enqueues a batch, so that
+    arenas can be sized by shapes."""
+    is_capturable: bool = False
+    """Whether batches can be captured into CUDA graphs, as far as can be known without trying."""
+    is_traced: bool = False
+    """Whether its library was not designed for capture, so that graphs are compared with batches: see
+    :class:`TracedModel`."""
+    is_specialisable: bool = False
+    """Whether shapes that recur are worth contexts of their own: see :class:`SpecialisableModel`."""
+    changes_slowly: bool = False
+    """Whether a batch of another size than the previous one is known to be slow, as with convolutions, which
+    cuDNN plans anew. Some models know this once a context has run."""
+    has_profiles: bool = False
+    """Whether it is a :class:`ProfiledModel`."""
+    has_ranges: bool = False
+    """Whether it is a :class:`RangedModel`."""
+    is_per_stream: bool = False
+    """Whether it is a :class:`StreamModel`."""
+    needs_sizes: bool = False
+    """Whether it must see its batch sizes only, and each in the thread that ran it beforehand."""
+    shapes_beforehand: tuple[tuple[tuple[str, int], ...], ...] = ()
+    """If dimensions vary, the shapes to run each batch size of beforehand, as sizes of dimensions by name."""
+    keeps_sizes_apart: bool = False
+    """Whether its contexts may be slow on a batch of another size than the previous one, and each is a
+    :class:`PreparedContext`."""
+    has_host_twin: bool = False
+    """Whether it is a :class:`TwinModel`."""
+    has_whole: bool = False
+    """Whether it is a :class:`SplitModel`."""
+
+
 class Binding(Protocol):
     """A context bound to one set of tensor memory, so that whatever does not change is set once."""
 
@@ -64,7 +136,6 @@ class Binding(Protocol):
         """Return the outputs for which no memory was bound, once the batch is done; the caller owns them."""
 
 
-@runtime_checkable
 class SlowBinding(Binding, Protocol):
     """A binding of a model with ``enqueue_may_block`` that knows which batches block."""
 
@@ -110,35 +181,8 @@ class Model(Protocol):
         """The outputs, in the order in which contexts are bound to them."""
 
     @property
-    def rows_fixed(self) -> int | None:
-        """The only batch size the model accepts, or ``None``; batches are padded up to it."""
-
-    @property
-    def rows_min(self) -> int:
-        """The smallest batch the model accepts for some shape of its inputs."""
-
-    @property
-    def rows_max(self) -> int | None:
-        """The largest batch the model accepts, or ``None`` for no limit."""
-
-    @property
-    def enqueue_nbytes(self) -> int:
-        """Bytes of enqueue memory that the largest batch needs in its arena; 0 for none."""
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether batches can be captured into CUDA graphs, as far as can be known without trying."""
-
-    @property
-    def occupies_device(self) -> bool:
-        """Whether a batch keeps the device busy. If not, batches run concurrently on all contexts."""
-
-    @property
-    def enqueue_may_block(self) -> bool:
-        """Whether enqueueing a batch may be slow, so that it is done in a thread.
-
-        A :class:`SlowBinding` tells which batches are slow; other bindings always use the thread.
-        """
+    def capabilities(self) -> Capabilities:
+        """What the model accepts, needs and can do."""
 
     def create_context(self, device: Device) -> ExecutionContext:
         """Create a context on ``device``.
@@ -150,7 +194,6 @@ class Model(Protocol):
         """Release the weights. Idempotent; all contexts are closed first."""
 
 
-@runtime_checkable
 class ProfiledModel(Model, Protocol):
     """A model with optimisation profiles, each of which accepts a range of shapes and batch sizes."""
 
@@ -169,7 +212,6 @@ class ProfiledModel(Model, Protocol):
         """
 
 
-@runtime_checkable
 class RangedModel(Model, Protocol):
     """A model with known size ranges for its dynamic dimensions."""
 
@@ -180,7 +222,11 @@ class RangedModel(Model, Protocol):
         """
 
 
-@runtime_checkable
+def ranged_model(model: Model) -> RangedModel | None:
+    """Return a model if it knows the size ranges of its dynamic dimensions, and ``None`` otherwise."""
+    return cast("RangedModel", model) if model.capabilities.has_ranges else None
+
+
 class StreamModel(Model, Protocol):
     """A model whose contexts are each created for one stream and run only on that stream."""
 
@@ -191,46 +237,15 @@ class StreamModel(Model, Protocol):
         """
 
 
-def create_context_on(model: Model, device: Device, stream: Stream) -> ExecutionContext:
-    """Create a context of any model, to run on ``stream``."""
-    if isinstance(model, StreamModel):
-        return model.create_context_on(device, stream)
-    return model.create_context(device)
-
-
-@runtime_checkable
-class PreparedModel(Model, Protocol):
-    """A model whose contexts may be slow on a batch of a different size than the previous one.
-
-    Each of its contexts is a :class:`PreparedContext`. If it also has ``needs_sizes``, see
-    :class:`ModelBase`.
-    """
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...] | None:
-        """The allowed batch sizes, ascending, to which batches are padded; empty for any size.
-
-        ``None`` lets the engine choose, if it measures that changes of size are slow.
-        """
-
-
 class PreparedContext(ExecutionContext, Protocol):
-    """A context of a :class:`PreparedModel`."""
+    """A context of a model that keeps batch sizes apart."""
 
     def keep_apart(self, sizes: Sequence[int]) -> None:
         """Keep separate state for batches of each of these sizes from now on, and drop all other state."""
 
 
-@runtime_checkable
 class TracedModel(Model, Protocol):
-    """A model of a library that was not designed for capture, so that its graphs are compared with batches.
-
-    Each of its bindings is a :class:`TracedBinding`.
-    """
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether graphs of this model must be compared with batches."""
+    """A model whose graphs are compared with batches. Each of its bindings is a :class:`TracedBinding`."""
 
     def create_context_for(
         self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
@@ -238,20 +253,12 @@ class TracedModel(Model, Protocol):
         """Create a context for batches of ``rows`` only, with the dynamic dimensions given in ``shape``."""
 
 
-@runtime_checkable
-class SpecialisableModel(TracedModel, PreparedModel, Protocol):
+class SpecialisableModel(TracedModel, Protocol):
     """A model that may run faster in contexts that were told the sizes of all its dimensions.
 
-    Its :meth:`create_context_for` returns a :class:`ToldContext`.
+    Its :meth:`create_context_for` returns a :class:`ToldContext`; its other contexts are each a
+    :class:`PreparedContext`.
     """
-
-    @property
-    def is_specialisable(self) -> bool:
-        """Whether shapes that recur are worth contexts of their own."""
-
-    @property
-    def changes_slowly(self) -> bool:
-        """Whether a batch is known to take long if its size differs from that of the one before it."""
 
 
 class ToldContext(ExecutionContext, Protocol):
@@ -268,13 +275,28 @@ class TracedBinding(Binding, Protocol):
         """Run what earlier batches left to do, to keep it out of a graph. Blocks."""
 
 
-@runtime_checkable
-class ReservingModel(Model, Protocol):
-    """A model whose batches can reserve their memory in arenas that are sized by shapes."""
+class TwinModel(Model, Protocol):
+    """A model that also exists on the host, where made-up rows that fail do no harm."""
 
-    @property
-    def reserves_arenas(self) -> bool:
-        """Whether a binding calls :meth:`GrowingBuffer.reserve` of its arena before it enqueues a batch."""
+    def host_twin(self) -> Model:
+        """Return the same model for the host device. The caller closes it. Blocks."""
+
+
+class SplitModel(Model, Protocol):
+    """A model that knows by itself how each request runs alone."""
+
+    def whole(self, reason: str) -> Model:
+        """Return this model with each request run alone. The two share weights and are closed separately.
+
+        :param reason: why, for the capability ``alone``.
+        """
+
+
+def create_context_on(model: Model, device: Device, stream: Stream) -> ExecutionContext:
+    """Create a context of any model, to run on ``stream``."""
+    if model.capabilities.is_per_stream:
+        return cast("StreamModel", model).create_context_on(device, stream)
+    return model.create_context(device)
 
 
 MODEL_MEMBERS: Final = tuple(name for name in vars(Model) if not name.startswith("_"))
@@ -286,34 +308,13 @@ def missing_members(model: object) -> tuple[str, ...]:
     return tuple(name for name in MODEL_MEMBERS if not hasattr(model, name))
 
 
-class ModelBase:
-    """Defaults for a custom model, which adds name, inputs, outputs, create_context and close.
+def misplaced_capabilities(model: object) -> tuple[str, ...]:
+    """Return the capabilities that an object has as attributes, where nothing reads them."""
+    return tuple(field.name for field in fields(Capabilities) if hasattr(model, field.name))
 
-    By default a model accepts batches of any size, needs no enqueue memory, and is not captured into graphs.
-    """
+
+class ModelBase:
+    """Defaults for a custom model, which adds name, inputs, outputs, create_context and close."""
 
     platform: str = "custom"
-    rows_fixed: int | None = None
-    rows_min: int = 1
-    rows_max: int | None = None
-    enqueue_nbytes: int = 0
-    is_capturable: bool = False
-    occupies_device: bool = True
-    enqueue_may_block: bool = False
-    alone: str = ""
-    """The reason why each request runs alone; empty if requests share batches."""
-    doubt: str = ""
-    """The reason to doubt that outputs have one row per row of the inputs; empty if there is none."""
-    is_pure: bool = False
-    """Whether a batch does nothing but compute, so that it is safe to try the model with made-up rows."""
-    brings_outputs: bool = False
-    """Whether it provides the memory of all outputs, so that none is bound."""
-    dims_are_hints: bool = False
-    """Whether inputs may disagree on the size of a dimension that they both name."""
-    contexts_max: int | None = None
-    """The maximum number of contexts at once; ``None`` for no limit."""
-    needs_sizes: bool = False
-    """Whether a :class:`PreparedModel` must see its batch sizes only, and each in the thread that ran it
-    beforehand."""
-    shapes_beforehand: tuple[tuple[tuple[str, int], ...], ...] = ()
-    """If dimensions vary, the shapes to run each batch size of beforehand, as sizes of dimensions by name."""
+    capabilities: Capabilities = Capabilities()

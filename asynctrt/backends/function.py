@@ -8,6 +8,7 @@ from asyncio import _get_running_loop
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, Self, get_args
 
@@ -124,8 +125,6 @@ class FunctionModel(ModelBase):
         function or spec, and for a function that is a generator or accepts neither one argument nor two.
     """
 
-    batch_sizes: tuple[int, ...]
-    """The only batch sizes; only a model that has some is a ``PreparedModel``."""
 
     def __init__(
         self,
@@ -152,8 +151,7 @@ class FunctionModel(ModelBase):
                     f"{show(spec)} is not a TensorSpec: inputs and outputs are one or several, such as "
                     'asynctrt.TensorSpec("x", "float32", (4,))'
                 )
-        self.rows_fixed = rows_fixed
-        self.rows_max = rows_max
+        self.capabilities = replace(self.capabilities, rows_fixed=rows_fixed, rows_max=rows_max)
         if batch_sizes is not None:
             self._size(BATCH_SIZES("batch_sizes", batch_sizes))
         self.platform = "python"
@@ -161,7 +159,6 @@ class FunctionModel(ModelBase):
         # A key for durations: batches take about equally long on all contexts of a model, and other models
         # may use the same device.
         self._kind = object()
-        self.occupies_device = True
         if is_coroutine_function(function):
             self.await_results()
         self._takes_outputs = _takes_outputs(function)
@@ -184,23 +181,26 @@ class FunctionModel(ModelBase):
         :raises OptionsError: if ``rows_fixed`` or ``rows_max`` contradicts them.
         """
         model = copy(self)
-        if self.needs_sizes:
-            model.rows_max = None  # The largest of its former sizes.
+        if self.capabilities.needs_sizes:
+            model.capabilities = replace(self.capabilities, rows_max=None)  # The largest of its former sizes.
         model._size(sizes)
         return model
 
     def _size(self, sizes: tuple[int, ...]) -> None:
-        if self.rows_fixed is not None:
+        its = self.capabilities
+        if its.rows_fixed is not None:
             raise OptionsError(
                 f"batch_sizes is {sizes}, and rows_fixed says that {self.name!r} accepts only batches of "
-                f"{self.rows_fixed} rows. Leave one of them out"
+                f"{its.rows_fixed} rows. Leave one of them out"
             )
-        if self.rows_max not in (None, sizes[-1]):
+        if its.rows_max not in (None, sizes[-1]):
             raise OptionsError(
-                f"rows_max of {self.name!r} is {self.rows_max}, and the largest of batch_sizes {sizes} is "
+                f"rows_max of {self.name!r} is {its.rows_max}, and the largest of batch_sizes {sizes} is "
                 f"{sizes[-1]}, which is the largest batch. Leave rows_max out"
             )
-        self.batch_sizes, self.rows_max, self.needs_sizes = sizes, sizes[-1], True
+        self.capabilities = replace(
+            its, batch_sizes=sizes, rows_max=sizes[-1], needs_sizes=True, keeps_sizes_apart=True
+        )
 
     def create_context(self, device: Device) -> "FunctionContext":
         if device.name != "host":
@@ -218,7 +218,7 @@ class FunctionModel(ModelBase):
 
     def await_results(self) -> None:
         """Assume that calls only return awaitables, which run on the loop and do not occupy the device."""
-        self.occupies_device = False
+        self.capabilities = replace(self.capabilities, occupies_device=False)
         # Calling a coroutine function runs none of its code, so that may happen in a thread or on the loop.
         self._run_on = "auto"
 

@@ -8,16 +8,18 @@ requests that run alone, go through ``run``, which returns their outputs.
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
 
 import numpy as np
 
-from asynctrt.backends.base import Binding, ExecutionContext, ModelBase, TensorMemory
+from asynctrt.backends.base import Binding, Capabilities, ExecutionContext, ModelBase, TensorMemory
 from asynctrt.backends.onnx_axes import (
     FIRST_AXIS,
     ML_DTYPES,
     ROWS,
+    Axes,
     RowSettings,
     declared,
     read_axes,
@@ -49,7 +51,7 @@ class OnnxModel(ModelBase):
 
     Rows are on the axis that ``rows`` gives; or on the axis with a batch name, if every tensor has one; or on
     the first axis. If the model's shapes do not allow rows to share a batch, each request runs alone, and
-    :attr:`alone` gives the reason.
+    the capability ``alone`` gives the reason.
 
     :param path: the ``.onnx`` file; or its content as an object (bytes, an ``onnx.ModelProto``); or an
         existing ``onnxruntime.InferenceSession``, which then runs batches from several threads at once and
@@ -64,8 +66,7 @@ class OnnxModel(ModelBase):
     :raises DeviceUnavailableError: if a provider cannot be loaded.
     """
 
-    is_pure = True
-    dims_are_hints = True
+    capabilities = Capabilities(is_pure=True, dims_are_hints=True, has_whole=True)
 
     def __init__(
         self,
@@ -94,10 +95,7 @@ class OnnxModel(ModelBase):
         self._kind = object()
         # Copies, because ONNX Runtime's objects keep the session alive.
         self._declared = declared(session.get_inputs()), declared(session.get_outputs())
-        self.inputs, self.outputs, self.rows_fixed, self.alone, self.doubt = read_axes(
-            self.name, self._declared[0], self._declared[1], settings
-        )
-        self._decide_memory()
+        self._adopt(read_axes(self.name, self._declared[0], self._declared[1], settings))
 
     def _session_options(self) -> ort.SessionOptions:
         return session_options(self.options)
@@ -109,23 +107,28 @@ class OnnxModel(ModelBase):
     def whole(self, reason: str) -> Self:
         """Return this model with each request run alone. The two share weights and are closed separately.
 
-        :param reason: why, for :attr:`alone`.
+        :param reason: why, for the capability ``alone``.
         """
         other = copy.copy(self)
-        other.inputs, other.outputs, other.rows_fixed, other.alone, other.doubt = read_whole_axes(
-            self.name, self._declared[0], self._declared[1], reason
-        )
-        other._decide_memory()
+        other._adopt(read_whole_axes(self.name, self._declared[0], self._declared[1], reason))
         return other
 
-    def _decide_memory(self) -> None:
-        """Decide whether to bind outputs to our memory: not for requests that run alone, nor for strings.
+    def _adopt(self, axes: Axes) -> None:
+        """Take over what the axes say: the tensors, and which rows share a batch.
 
-        The declared shapes may be wrong, and the outputs of a single request need not be in a slab.
+        Outputs are bound to our memory, but not those of requests that run alone, nor strings: the declared
+        shapes may be wrong, and the outputs of a single request need not be in a slab.
         """
+        self.inputs, self.outputs, rows_fixed, alone, doubt = axes
         specs = (*self.inputs, *self.outputs)
-        self.brings_outputs = bool(self.alone) or any(spec.dtype.hasobject for spec in specs)
-        self.rows_max = 1 if self.alone else None
+        self.capabilities = replace(
+            self.capabilities,
+            rows_fixed=rows_fixed,
+            rows_max=1 if alone else None,
+            alone=alone,
+            doubt=doubt,
+            brings_outputs=bool(alone) or any(spec.dtype.hasobject for spec in specs),
+        )
 
     @property
     def session(self) -> ort.InferenceSession:
@@ -147,9 +150,9 @@ class OnnxModel(ModelBase):
                 "open its path there: asynctrt.open(path, device='cuda:0')"
             )
         session = self.session
-        if not self.brings_outputs:
+        if not self.capabilities.brings_outputs:
             session = bindable(session)
-        return OnnxContext(session, self._kind, brings_outputs=self.brings_outputs)
+        return OnnxContext(session, self._kind, brings_outputs=self.capabilities.brings_outputs)
 
     def close(self) -> None:
         """Release the session and its weights. Idempotent."""

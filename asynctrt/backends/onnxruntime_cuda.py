@@ -23,7 +23,7 @@ from io import StringIO
 from typing import Any, Final
 
 from asynctrt._util.validation import PATH
-from asynctrt.backends.onnx_axes import FIRST_AXIS, ROWS, RowSettings
+from asynctrt.backends.onnx_axes import FIRST_AXIS, ROWS, Axes, RowSettings
 from asynctrt.backends.onnx_objects import OnnxObject, is_onnx_object, shown
 from asynctrt.backends.onnx_options import CPU, CUDA, NO_FALLBACK, TENSORRT, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel
@@ -92,6 +92,8 @@ class OnnxCudaModel(StreamedOnnxModel):
     :raises ModelNotFoundError, ModelError, OptionsError: as for :class:`OnnxModel`.
     """
 
+    capabilities = dataclasses.replace(StreamedOnnxModel.capabilities, has_host_twin=True)
+
     def __init__(
         self,
         path: str | os.PathLike[str] | OnnxObject,
@@ -121,8 +123,8 @@ class OnnxCudaModel(StreamedOnnxModel):
         self._was_optimised = False
         super().__init__(path, options, rows=rows)
 
-    def _decide_memory(self) -> None:
-        super()._decide_memory()
+    def _adopt(self, axes: Axes) -> None:
+        super()._adopt(axes)
         texts = [spec.name for spec in (*self.inputs, *self.outputs) if spec.dtype.hasobject]
         if texts:
             raise ModelError(
@@ -132,11 +134,15 @@ class OnnxCudaModel(StreamedOnnxModel):
         # Copies to the host are only known once the batch is enqueued, and TensorRT's operations on a
         # capturing stream are not known at all.
         symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
-        can_capture = not self.brings_outputs and not self._has_tensorrt
-        self.is_capturable = can_capture and symbols.issuperset(
+        can_capture = not self.capabilities.brings_outputs and not self._has_tensorrt
+        can_capture = can_capture and symbols.issuperset(
             dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
         )
-        self.is_specialisable = can_capture and self.options.batch_sizes != ()
+        self.capabilities = dataclasses.replace(
+            self.capabilities,
+            is_capturable=can_capture,
+            is_specialisable=can_capture and self.options.batch_sizes != (),
+        )
 
     def host_twin(self) -> OnnxModel:
         """Return the same model on the CPU, to try made-up rows on it. Blocks.
@@ -150,7 +156,8 @@ class OnnxCudaModel(StreamedOnnxModel):
             self.options, providers=(), launch="threads", batch_sizes=None, session_config=entries
         )
         twin = OnnxModel(self._given, settings, rows=self._rows)
-        return twin.whole(self.alone) if self.alone else twin
+        alone = self.capabilities.alone
+        return twin.whole(alone) if alone else twin
 
     @property
     def device(self) -> Device:
@@ -303,7 +310,8 @@ class OnnxCudaModel(StreamedOnnxModel):
         """Inspect the nodes, once per model: warn about nodes on the CPU, and record what kinds there are."""
         if self._has_told:
             return
-        self._has_told = self.changes_slowly = True
+        self._has_told = True
+        self.capabilities = dataclasses.replace(self.capabilities, changes_slowly=True)
         ask = getattr(session, "get_provider_graph_assignment_info", None)
         if ask is None:
             return  # An older version.
@@ -314,7 +322,8 @@ class OnnxCudaModel(StreamedOnnxModel):
                 for node in part.get_nodes()
             ]
             self._random = tuple(sorted({kind for _, kind, _ in nodes} & RANDOM))
-            self.changes_slowly = any("Conv" in kind for _, kind, _ in nodes)
+            has_convolutions = any("Conv" in kind for _, kind, _ in nodes)
+            self.capabilities = dataclasses.replace(self.capabilities, changes_slowly=has_convolutions)
             on_cpu = [(kind, name) for place, kind, name in nodes if place == "CPUExecutionProvider"]
             if on_cpu:
                 logger.warning("%r: %s", self.name, describe_fallback(on_cpu))

@@ -21,6 +21,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -42,12 +43,7 @@ class StreamedOnnxModel(OnnxModel):
     :param path: as for :class:`OnnxModel`, but not a session, because each stream needs its own.
     """
 
-    is_traced = True
-    """Graphs are compared with batches: ONNX Runtime was not designed for capture by others."""
-    is_specialisable = False
-    """Whether shapes that recur get sessions of their own."""
-    changes_slowly = False
-    """Whether the model has convolutions, which cuDNN plans anew when the size of batches changes."""
+    capabilities = replace(OnnxModel.capabilities, is_per_stream=True, is_traced=True, keeps_sizes_apart=True)
 
     def __init__(
         self,
@@ -58,11 +54,13 @@ class StreamedOnnxModel(OnnxModel):
     ) -> None:
         refuse_session(path)
         super().__init__(path, options, rows=rows)
-        self.batch_sizes = self.options.batch_sizes
-        """The batch sizes to pad to, as for :class:`~asynctrt.backends.base.PreparedModel`."""
         # That session was only needed to read names and types.
         super().close()
-        self.enqueue_may_block = self.options.launch != "loop"
+        self.capabilities = replace(
+            self.capabilities,
+            batch_sizes=self.options.batch_sizes,
+            enqueue_may_block=self.options.launch != "loop",
+        )
         self.turn: AbstractContextManager[object] = (
             threading.Lock() if self.options.launch == "thread" else nullcontext()
         )

@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from asynctrt.backends.base import (
     Binding,
+    Capabilities,
     ExecutionContext,
     Model,
     ModelBase,
     ProfiledModel,
+    SplitModel,
     TensorMemory,
 )
 from asynctrt.devices.base import Buffer, Device, Stream
@@ -25,11 +27,9 @@ def run_alone(model: Model, reason: str) -> Model:
 
     :param reason: the reason, for the model's ``alone``.
     """
-    whole = getattr(model, "whole", None)
-    if whole is not None:
-        made: Model = whole(reason)
-        return made
-    return ProfiledWhole(model, reason) if isinstance(model, ProfiledModel) else WholeModel(model, reason)
+    if model.capabilities.has_whole:
+        return cast("SplitModel", model).whole(reason)
+    return (ProfiledWhole if model.capabilities.has_profiles else WholeModel)(model, reason)
 
 
 class WholeModel(ModelBase):
@@ -37,25 +37,31 @@ class WholeModel(ModelBase):
 
     def __init__(self, model: Model, reason: str) -> None:
         self._model = model
-        self.alone = reason
         self.name, self.platform = model.name, model.platform
         self.inputs = tuple(map(self._whole, model.inputs))
         self.outputs = tuple(map(self._whole, model.outputs))
-        self.rows_max = 1
-        self.enqueue_nbytes = model.enqueue_nbytes
-        self.occupies_device = model.occupies_device
-        self.enqueue_may_block = model.enqueue_may_block
-        self.is_pure = getattr(model, "is_pure", False)
-        # Only with a fixed shape is it known in advance what to capture.
-        self.is_capturable = model.is_capturable and model.rows_fixed is not None
-        self.contexts_max = getattr(model, "contexts_max", None)
-        self.reserves_arenas = getattr(model, "reserves_arenas", False)
+        its = model.capabilities
+        self.capabilities = Capabilities(
+            rows_max=1,
+            alone=reason,
+            is_pure=its.is_pure,
+            contexts_max=its.contexts_max,
+            occupies_device=its.occupies_device,
+            enqueue_may_block=its.enqueue_may_block,
+            enqueue_nbytes=its.enqueue_nbytes,
+            reserves_arenas=its.reserves_arenas,
+            # Only with a fixed shape is it known in advance what to capture.
+            is_capturable=its.is_capturable and its.rows_fixed is not None,
+            has_profiles=its.has_profiles,
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._model!r}>"
 
     def _whole(self, spec: TensorSpec) -> TensorSpec:
-        return dataclasses.replace(spec, dims=spec.shape(self._model.rows_fixed or ROWS), axis=None)
+        return dataclasses.replace(
+            spec, dims=spec.shape(self._model.capabilities.rows_fixed or ROWS), axis=None
+        )
 
     def create_context(self, device: Device) -> ExecutionContext:
         return WholeContext(self._model.create_context(device))
@@ -67,20 +73,22 @@ class WholeModel(ModelBase):
 class ProfiledWhole(WholeModel):
     """A :class:`WholeModel` with optimisation profiles: the rows of the request decide which one it needs."""
 
-    _model: ProfiledModel
-
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
-        return self._model.profile_of(*_split(dims))
+        return self._profiled.profile_of(*_split(dims))
 
     def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
         inner, rows = _split(dims)
-        ranges = self._model.rows_of(inner)
+        ranges = self._profiled.rows_of(inner)
         if not any(least <= rows <= most for least, most in ranges):
             raise InputError(
                 f"a request to {self.name!r} runs alone, and no profile of the plan takes {rows} rows of "
                 f"{inner}: they take {', '.join(f'{least} to {most}' for least, most in ranges)}"
             )
         return ((1, 1),)
+
+    @property
+    def _profiled(self) -> ProfiledModel:
+        return cast("ProfiledModel", self._model)
 
 
 class WholeContext:

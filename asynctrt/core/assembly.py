@@ -10,14 +10,7 @@ from functools import partial
 from typing import Final, Protocol, cast
 
 from asynctrt._util.cancellation import current
-from asynctrt.backends.base import (
-    Model,
-    PreparedModel,
-    ProfiledModel,
-    RangedModel,
-    ReservingModel,
-    SpecialisableModel,
-)
+from asynctrt.backends.base import Model, ProfiledModel, SpecialisableModel, ranged_model
 from asynctrt.backends.function import FunctionModel
 from asynctrt.backends.onnx_axes import RowSettings
 from asynctrt.backends.onnx_objects import OnnxObject
@@ -79,18 +72,18 @@ class Capacity:
         )
         if options.deterministic:
             contexts = 1
-        if getattr(model, "needs_sizes", False) and model.occupies_device:
+        if model.capabilities.needs_sizes and model.capabilities.occupies_device:
             contexts = min(contexts, device.concurrency)  # Two in one thread would wait for each other.
-        asked, contexts = contexts, min(contexts, getattr(model, "contexts_max", None) or contexts)
+        asked, contexts = contexts, min(contexts, model.capabilities.contexts_max or contexts)
         arenas = min(options.arenas or contexts, contexts)
         if shared is not None:
             arenas = cls._shared(device, options, shared, asked)
-        if not model.enqueue_nbytes:
+        if not model.capabilities.enqueue_nbytes:
             arenas = 0
         in_flight_max = min(options.max_in_flight or contexts, contexts)
         rows_max = cls._rows_max(model, options)
         graphs = cls._graphs(model, device, options, rows_max)
-        if graphs and not model.is_capturable:
+        if graphs and not model.capabilities.is_capturable:
             if not is_specialisable(model) and options.graphs != "auto":
                 logger.warning(
                     "graphs is %s, but batches of %r (%s) cannot be captured as CUDA graphs: they are put on "
@@ -121,7 +114,7 @@ class Capacity:
     def _rows_max(model: Model, options: Options) -> int:
         if is_alone(model):
             return 1
-        fixed = model.rows_fixed
+        fixed = model.capabilities.rows_fixed
         fits = options.max_rows == fixed or (options.max_rows is None and fixed == 1)
         if fixed is not None and not fits:
             raise ModelError(
@@ -130,8 +123,8 @@ class Capacity:
             )
         if fixed is not None:
             return fixed
-        limit = model.rows_max
-        if getattr(model, "needs_sizes", False):
+        limit = model.capabilities.rows_max
+        if model.capabilities.needs_sizes:
             return _largest(model, options)
         if limit is not None and (options.max_rows or 0) > limit:
             raise OptionsError(
@@ -145,14 +138,15 @@ class Capacity:
         """Return the batch sizes to capture, assuming that the model can be captured."""
         if options.graphs == "off" or (options.graphs == "auto" and not device.prefers_graphs):
             return ()
-        if model.rows_fixed is not None:
-            return (model.rows_fixed,)
+        if model.capabilities.rows_fixed is not None:
+            return (model.capabilities.rows_fixed,)
         if options.deterministic:
             return (rows_max,)
-        least = model.rows_min
-        if options.graphs == "auto" and isinstance(model, PreparedModel):
+        least = model.capabilities.rows_min
+        batch_sizes = model.capabilities.batch_sizes
+        if options.graphs == "auto" and model.capabilities.keeps_sizes_apart:
             # Empty batch sizes ask for one session that runs all sizes, so capture no size.
-            return () if model.batch_sizes == () else sizes_to_prepare(model.batch_sizes, rows_max)
+            return () if batch_sizes == () else sizes_to_prepare(batch_sizes, rows_max)
         if options.graphs == "auto":
             # Each size takes another context in every bay, so use few sizes: powers of four.
             powers = (4**power for power in range(rows_max.bit_length()))
@@ -167,7 +161,7 @@ class Capacity:
 
 def is_specialisable(model: Model) -> bool:
     """Return whether shapes of a model that recur get contexts of their own."""
-    return isinstance(model, SpecialisableModel) and model.is_specialisable and not is_alone(model)
+    return model.capabilities.is_specialisable and not is_alone(model)
 
 
 def _largest(model: Model, options: Options) -> int:
@@ -175,9 +169,9 @@ def _largest(model: Model, options: Options) -> int:
 
     :raises OptionsError: if the options contradict it.
     """
-    assert isinstance(model, PreparedModel)
-    assert model.batch_sizes
-    sizes, largest = model.batch_sizes, model.batch_sizes[-1]
+    sizes = model.capabilities.batch_sizes
+    assert sizes
+    largest = sizes[-1]
     if options.max_rows not in (None, largest):
         raise OptionsError(
             f"max_rows is {options.max_rows}, and the largest of batch_sizes {sizes} of {model.name!r} is "
@@ -230,8 +224,9 @@ class EngineParts:
     def create_scheduler(self, options: Options) -> Scheduler:
         """Create the scheduler of an engine with these parts."""
         device, model, capacity = self.device, self.model, self.capacity
-        concurrency = device.concurrency if model.occupies_device else capacity.in_flight_max
-        is_pipelined = device.is_pipelined and model.occupies_device
+        its = model.capabilities
+        concurrency = device.concurrency if its.occupies_device else capacity.in_flight_max
+        is_pipelined = device.is_pipelined and its.occupies_device
         lanes_max = 1
         if is_pipelined:
             # A context has an arena to itself, or waits for the others that use it.
@@ -246,12 +241,12 @@ class EngineParts:
                 delay_ns_max=int(options.max_delay * 1e9),
                 # Without a context a batch cannot run, so more concurrency would not keep the device busier.
                 concurrency=min(concurrency, capacity.in_flight_max),
-                is_parallel=device.is_parallel and model.occupies_device and model.rows_fixed is None,
+                is_parallel=device.is_parallel and its.occupies_device and its.rows_fixed is None,
                 captured=self.pool.captured,
                 is_alone=options.deterministic,
                 is_pipelined=is_pipelined,
                 lanes_max=lanes_max,
-                may_enqueue_slowly=model.enqueue_may_block and not self.pool.always_replays,
+                may_enqueue_slowly=its.enqueue_may_block and not self.pool.always_replays,
                 answers_in_time=options.timeout_until == "answer",
             ),
             shapes=self.shapes,
@@ -300,7 +295,7 @@ class EngineParts:
             import_array=self.device.import_array,
             ignores_extra=options.ignore_extra,
             rows_first=rows_first,
-            dims_are_hints=getattr(self.model, "dims_are_hints", False),
+            dims_are_hints=self.model.capabilities.dims_are_hints,
         )
 
     def create_specialiser(
@@ -313,7 +308,6 @@ class EngineParts:
         if self.builder is None:
             return None
         model = self.model
-        assert isinstance(model, PreparedModel)
         sizes_of = partial(sizes_of_shape, self.capacity, model, self.shapes)
         return Specialiser(
             loop,
@@ -342,11 +336,9 @@ class EngineParts:
         return 0
 
 
-def sizes_of_shape(
-    capacity: Capacity, model: PreparedModel, shapes: Shapes, shape: Hashable
-) -> tuple[int, ...]:
+def sizes_of_shape(capacity: Capacity, model: Model, shapes: Shapes, shape: Hashable) -> tuple[int, ...]:
     """Return the batch sizes to build for a shape, rising."""
-    return few_sizes(capacity.graphs_named or model.batch_sizes, shapes.limit(shape))
+    return few_sizes(capacity.graphs_named or model.capabilities.batch_sizes, shapes.limit(shape))
 
 
 class ModelProfiles:
@@ -504,7 +496,6 @@ def _specialise(parts: EngineParts, options: Options) -> None:
             name,
         )
         return
-    assert isinstance(model, PreparedModel)
     for shape in dict.fromkeys(key.shape for key in keys):
         sizes = sizes_of_shape(parts.capacity, model, parts.shapes, shape)
         try:
@@ -547,8 +538,9 @@ def _shapes_to_capture(
 
     Return no shapes for plans: graphs of several shapes do not support profiles and arenas.
     """
-    is_run = capacity.graphs or getattr(model, "needs_sizes", False)
-    if padding is None or not is_run or model.enqueue_nbytes or isinstance(model, ProfiledModel):
+    its = model.capabilities
+    is_run = capacity.graphs or its.needs_sizes
+    if padding is None or not is_run or its.enqueue_nbytes or its.has_profiles:
         return ()
     known = padding.shapes
     is_right = len(known) <= SHAPES_MAX and all(
@@ -565,19 +557,20 @@ def _steps_on(device: Device) -> int:
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Create the parts of a model's engine on a device."""
     capacity = Capacity.of(model, device, options, shared)
-    if options.weight is not None and not model.occupies_device:
+    if options.weight is not None and not model.capabilities.occupies_device:
         raise OptionsError(
             f"weight divides the time of {device.name!r}, and {model.name!r} takes none: it awaits what is "
             "computed elsewhere. Leave it out"
         )
-    limits = Limits(model.ranges_of if isinstance(model, RangedModel) else None, _steps_on(device))
+    ranged = ranged_model(model)
+    limits = Limits(None if ranged is None else ranged.ranges_of, _steps_on(device))
     padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options, limits)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:
             by_shapes = options.arena_size == "shapes"
             arenas = shared or Arenas(device, capacity.arenas, by_shapes=by_shapes)
-            if arenas.by_shapes and not (isinstance(model, ReservingModel) and model.reserves_arenas):
+            if arenas.by_shapes and not model.capabilities.reserves_arenas:
                 raise OptionsError(
                     "arenas can be sized by shapes for plans of TensorRT 10.1 and later, and "
                     f"{model.name!r} is none: it does not say what a batch of a shape needs. Leave "
@@ -585,8 +578,8 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
                 )
         shapes = Shapes(
             rows_max=capacity.rows_max,
-            rows_fixed=model.rows_fixed,
-            profiles=ModelProfiles(model) if isinstance(model, ProfiledModel) else None,
+            rows_fixed=model.capabilities.rows_fixed,
+            profiles=ModelProfiles(cast("ProfiledModel", model)) if model.capabilities.has_profiles else None,
             fills_batches=options.deterministic,
             nbytes_max=options.max_batch_bytes,
             row_nbytes=row_nbytes_of(model),
@@ -637,9 +630,9 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
 
 def _few_sizes(model: Model, rows_max: int) -> tuple[int, ...]:
     """Return the few sizes that batches of any shape are padded to; empty if changes of the size are fast."""
-    if not (isinstance(model, SpecialisableModel) and model.changes_slowly) or is_alone(model):
+    if not model.capabilities.changes_slowly or is_alone(model):
         return ()
-    return () if model.batch_sizes == () else few_sizes(model.batch_sizes, rows_max)
+    return () if model.capabilities.batch_sizes == () else few_sizes(model.capabilities.batch_sizes, rows_max)
 
 
 def _builder(
@@ -648,6 +641,5 @@ def _builder(
     """Return what builds contexts for shapes that recur; ``None`` if shapes are known, or gain nothing."""
     if not (pool.may_grow and is_specialisable(model)) or options.deterministic:
         return None
-    assert isinstance(model, SpecialisableModel)
     captures = options.graphs != "off" and (device.prefers_graphs or options.graphs != "auto")
-    return Builder(device, model, capacity.contexts, captures=captures)
+    return Builder(device, cast("SpecialisableModel", model), capacity.contexts, captures=captures)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final, Protocol, TypeVar, cast
 
 from asynctrt._util import clock
-from asynctrt.backends.base import Model
+from asynctrt.backends.base import Model, TwinModel
 from asynctrt.backends.whole import run_alone
 from asynctrt.core.inputs import InputCheck
 from asynctrt.core.lengths import Found, Lengths, advice
@@ -58,8 +58,8 @@ def structural(model: Model, options: Options) -> Batching:
 
     :raises ModelError: if the options demand shared batches that the model does not allow.
     """
-    alone = getattr(model, "alone", "")
-    fixed = model.rows_fixed
+    alone = model.capabilities.alone
+    fixed = model.capabilities.rows_fixed
     if alone and options.batching == "on":
         raise ModelError(
             f"{alone}, so requests to {model.name!r} cannot share batches. Leave batching='on' out"
@@ -78,7 +78,7 @@ def structural(model: Model, options: Options) -> Batching:
 
 def is_alone(model: Model) -> bool:
     """Return whether each request to a model runs alone."""
-    return getattr(model, "alone", "") != ""
+    return model.capabilities.alone != ""
 
 
 def alone_of(model: Model, reason: str) -> Model:
@@ -105,13 +105,14 @@ def prove(
     :raises DeviceLostError: if the device is lost.
     """
     model = parts.model
-    is_tried = getattr(model, "is_pure", False) or options.batching == "probe"
+    is_tried = model.capabilities.is_pure or options.batching == "probe"
     if not is_tried or getattr(parts.device, "holds_batches", False):
         return batching, Found()
-    start_ns, twin_of = clock.now_ns(), getattr(model, "host_twin", None)
-    if twin_of is None:
+    start_ns = clock.now_ns()
+    if not model.capabilities.has_host_twin:
         batching, _, lengths = _tried(parts, options, batching, make)
     else:
+        twin_of = cast("TwinModel", model).host_twin
         batching, lengths = _tried_on_host(parts, options, batching, twin_of, make_on_host)
     batching = replace(batching, lengths=_said_of_lengths(model, lengths))
     taken_ns = clock.now_ns() - start_ns
@@ -218,7 +219,7 @@ def _settled(verdict: Verdict, model: Model) -> Verdict:
 
 
 def _doubt_of(model: Model) -> str:
-    return str(getattr(model, "doubt", ""))
+    return model.capabilities.doubt
 
 
 def _decided(verdict: "Verdict", model: Model, options: Options) -> Batching:

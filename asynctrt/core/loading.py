@@ -1,6 +1,5 @@
 """Finding a device by name, and loading a model by path or name."""
 
-import logging
 import os
 import re
 from collections import Counter
@@ -13,11 +12,12 @@ from typing import Any, Final, cast
 
 from asynctrt._util.files import is_there
 from asynctrt._util.validation import number
-from asynctrt.backends.base import Model, missing_members
+from asynctrt.backends.base import Model, misplaced_capabilities, missing_members
 from asynctrt.backends.function import is_coroutine_function
 from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
-from asynctrt.backends.onnx_objects import OnnxObject, is_onnx_object, is_session, shown
+from asynctrt.backends.onnx_objects import OnnxObject, is_session, shown
 from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.registry import ONNX, PLAN, PLAN_SUFFIXES, Backend, LoadRequest, find_backend
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
@@ -33,10 +33,6 @@ from asynctrt.errors import (
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """The name of a model in a Python module: ``package.module:attribute``."""
-logger = logging.getLogger("asynctrt")
-
-PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
-
 ENGINE_NAME: ContextVar[str] = ContextVar("ENGINE_NAME", default="")
 """The name of an engine opened in this context, in every front of a server. Engines share workers only if
 they have the same name."""
@@ -111,38 +107,30 @@ def load_model(
     rows: RowSettings = FIRST_AXIS,
     onnx: OnnxOptions | None = None,
 ) -> Model:
-    """Load the model at a path according to the kind of file, or return the given object. Blocks."""
+    """Load a model with the backend for it, or return the given object. Blocks."""
     if is_attribute(model):
         model = _made(str(model))
-    _check_options(model, tensorrt, onnx, rows)
-    if is_onnx_object(model):
-        return _onnx_model(model, device, runtime, onnx, rows)
+    backend = find_backend(model)
+    _check_options(model, backend, tensorrt, onnx, rows)
+    if backend is not None:
+        path = Path(model) if isinstance(model, str | os.PathLike) else cast("OnnxObject", model)
+        return backend.load(
+            LoadRequest(
+                model=path,
+                device=device,
+                runtime=runtime,
+                flavour=flavour,
+                tensorrt=tensorrt,
+                onnx=onnx,
+                rows=rows,
+            )
+        )
     if isinstance(cast("object", model), FunctionType):
         raise ModelError(
             f"{shown(model)} is not a model. Make one of it: asynctrt.FunctionModel(function, inputs=..., "
             "outputs=...)"
         )
-    if not isinstance(model, str | os.PathLike):
-        return _given(model)
-    path = Path(model)
-    if path.suffix in PLAN_SUFFIXES:
-        if runtime == "onnxruntime":
-            raise OptionsError(
-                f"{str(path)!r} is named like a TensorRT plan, which ONNX Runtime does not run. "
-                "Leave runtime out"
-            )
-        if device.name == "host":
-            raise DeviceUnavailableError(
-                f"{str(path)!r} is named like a TensorRT plan, which runs on a GPU: open it with "
-                "device='cuda:0'. For the host device give the ONNX model that the plan was built from"
-            )
-        from asynctrt.backends.tensorrt import TensorRTModel  # noqa: PLC0415
-
-        plan: Model = TensorRTModel(path, device=device, flavour=flavour, options=tensorrt)
-        return plan
-    if is_there(path) and path.is_dir():
-        raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
-    return _onnx_model(path, device, runtime, onnx, rows)
+    return _given(model)
 
 
 def _given(model: object) -> Model:
@@ -155,62 +143,38 @@ def _given(model: object) -> Model:
             ". A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
             "and adds name, inputs, outputs, create_context and close"
         )
+    misplaced = misplaced_capabilities(model)
+    if misplaced:
+        raise ModelError(
+            f"{model.name!r} has the attribute {', '.join(misplaced)}, which is not read. Put it into the "
+            f"model's capabilities: capabilities = asynctrt.backends.base.Capabilities({misplaced[0]}=...)"
+        )
     return _checked(model)
 
 
 def _check_options(
-    model: object, tensorrt: TensorRTOptions | None, onnx: OnnxOptions | None, rows: RowSettings
+    model: object,
+    backend: Backend | None,
+    tensorrt: TensorRTOptions | None,
+    onnx: OnnxOptions | None,
+    rows: RowSettings,
 ) -> None:
     """Check that options of a runtime are given only for models that it runs."""
-    if tensorrt is not None and not (
-        isinstance(model, str | os.PathLike) and Path(model).suffix in PLAN_SUFFIXES
-    ):
+    if tensorrt is not None and backend is not PLAN:
         raise OptionsError(
             f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {shown(model)} is "
             "none. Leave it out; a TensorRTModel takes it as its own argument options"
         )
-    if onnx is not None and (not _is_onnx(model) or is_session(model)):  # A session was loaded before.
+    if onnx is not None and (backend is not ONNX or is_session(model)):  # A session was loaded before.
         raise OptionsError(
             f"the option onnx says how ONNX Runtime loads a model, which it does not do with "
             f"{shown(model)}. Leave it out; an OnnxModel takes it as its own argument options"
         )
-    if (rows.batch_axis or rows.shared) and not _is_onnx(model):
+    if (rows.batch_axis or rows.shared) and backend is not ONNX:
         raise OptionsError(
             f"batch_axis and shared are for ONNX models, and {shown(model)} is none. Leave them out; an "
             "OnnxModel takes both as its own argument rows, and a model of your own says so in its specs"
         )
-
-
-def _is_onnx(model: object) -> bool:
-    """Return whether ONNX Runtime runs the model."""
-    if not isinstance(model, str | os.PathLike):
-        return is_onnx_object(model)
-    return not is_attribute(model) and Path(model).suffix not in PLAN_SUFFIXES
-
-
-def _onnx_model(
-    path: Path | OnnxObject,
-    device: Device,
-    runtime: str | None,
-    onnx: OnnxOptions | None,
-    rows: RowSettings,
-) -> Model:
-    """Load the model in an ONNX file or object for the runtime of the device."""
-    if runtime == "tensorrt":
-        raise OptionsError(
-            f"{shown(path)} is an ONNX model, and TensorRT runs plans. Build one from it: asynctrt "
-            "build MODEL.onnx; or leave runtime out"
-        )
-    # Imported only when needed: it loads ONNX Runtime.
-    from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
-
-    if device.name == "host":
-        return OnnxModel(path, onnx, rows=rows)
-    from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel  # noqa: PLC0415
-
-    model = OnnxCudaModel(path, onnx, device=device, rows=rows)
-    logger.info("%r runs on %s by ONNX Runtime's CUDA provider", model.name, device.name)
-    return model
 
 
 def is_attribute(model: object) -> bool:

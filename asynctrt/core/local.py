@@ -214,7 +214,7 @@ class LocalEngine(DrivenEngine):
             arena_wait_ns=counters.arena_wait_ns,
             arena_busy_share=self._busy_share(counters.busy_ns),
             arena_nbytes=self._pool.arenas_nbytes,
-            arena_nbytes_private=self._capacity.contexts * self._model.enqueue_nbytes,
+            arena_nbytes_private=self._capacity.contexts * self._model.capabilities.enqueue_nbytes,
             lanes=self._scheduler.lanes_chosen(),
             graphs=self._pool.captured.sizes,
             batch_sizes=self._pool.prepared,

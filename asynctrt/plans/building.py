@@ -10,13 +10,14 @@ from typing import Any, Final
 
 from asynctrt._util.files import write_whole
 from asynctrt.backends.build_options import BuildOptions
+from asynctrt.backends.registry import PLAN_SUFFIXES
 from asynctrt.backends.tensorrt.build_process import build_in_process
 from asynctrt.backends.tensorrt.builder import Built, Report, build_plan
 from asynctrt.backends.tensorrt.built_here import record
 from asynctrt.backends.tensorrt.flavours import find_builder
 from asynctrt.backends.tensorrt.manifest import Manifest, ManifestTensor, manifest_path
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
-from asynctrt.core.loading import PLAN_SUFFIXES, find_device
+from asynctrt.core.loading import find_device
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, MissingExtraError, ModelError, OptionsError
 from asynctrt.plans.digest import digest_of, opened

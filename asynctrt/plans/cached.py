@@ -9,9 +9,10 @@ from asynctrt.backends.base import Model
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.onnx_objects import OnnxObject, shown
 from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.registry import PLAN_SUFFIXES
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.backends.tensorrt_options import TensorRTOptions
-from asynctrt.core.loading import PLAN_SUFFIXES, load_model
+from asynctrt.core.loading import load_model
 from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError
 from asynctrt.options import Options

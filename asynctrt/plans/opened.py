@@ -167,10 +167,12 @@ def _try_batching(model: Model, device: Device, options: Options) -> str:
 
 def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened:
     """Return the runtime's description of an open model."""
-    fixed = model.rows_fixed
+    fixed = model.capabilities.rows_fixed
     inputs, outputs = _tensors(model.inputs), _tensors(model.outputs)
     if not isinstance(model, TensorRTModel):
-        return Opened(model.platform, device.name, inputs, outputs, (fixed or 1, fixed or model.rows_max))
+        return Opened(
+            model.platform, device.name, inputs, outputs, (fixed or 1, fixed or model.capabilities.rows_max)
+        )
     signature = model.signature
     return Opened(
         runtime=model.flavour.title,
@@ -187,7 +189,7 @@ def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened
             for profile in signature.profiles
         ),
         unbound=signature.unbound,
-        is_capturable=model.is_capturable,
+        is_capturable=model.capabilities.is_capturable,
         engine=model.details(),
         memory=_memory(model, device, contexts, arenas),
     )
@@ -198,7 +200,7 @@ def _tensors(specs: Sequence[TensorSpec]) -> tuple[OpenedTensor, ...]:
 
 
 def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) -> Memory:
-    contexts = min(contexts, model.contexts_max or contexts)
+    contexts = min(contexts, model.capabilities.contexts_max or contexts)
     before = model.memory_statistics().held_nbytes
     context = model.create_context(device)
     try:
@@ -210,7 +212,7 @@ def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) ->
         min(arenas, contexts),
         model.weights_nbytes,
         kept,
-        model.enqueue_nbytes,
+        model.capabilities.enqueue_nbytes,
         slab_nbytes=_slab(model),
     )
 

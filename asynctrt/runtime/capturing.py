@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import current
-from asynctrt.backends.base import Model, PreparedModel
+from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device, check_room, mib
 from asynctrt.errors import UsageError
 from asynctrt.runtime.graphs import Capture, CaptureCosts
@@ -77,7 +77,7 @@ class Capturing(Generic[C]):
         :raises DeviceMemoryError: if they do not fit; some may be captured then.
         :raises UsageError: if the opening of the engine was cancelled.
         """
-        if not isinstance(self._model, PreparedModel):
+        if not self._model.capabilities.keeps_sizes_apart:
             return sizes, self._like_the_first(sizes)
         name, start_ns = self._model.name, clock.now_ns()
         logger.info(

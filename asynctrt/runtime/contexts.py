@@ -15,7 +15,6 @@ from asynctrt.backends.base import (
     Binding,
     Model,
     PreparedContext,
-    PreparedModel,
     create_context_on,
 )
 from asynctrt.devices.arenas import Arena, Arenas
@@ -110,7 +109,7 @@ class PooledContext:
         self._model = model
         self.output_specs = {spec.name: spec for spec in model.outputs}
         self.arena = arena
-        self.is_direct = arena is None and not model.enqueue_may_block
+        self.is_direct = arena is None and not model.capabilities.enqueue_may_block
         """Whether the event loop can always enqueue a batch without blocking."""
         self.is_enqueueing = False
         """Whether a thread is putting a batch on the stream."""
@@ -223,7 +222,7 @@ class PooledContext:
 
     def may_block(self, source: RowSource) -> bool:
         """Return whether :meth:`enqueue` may take so long that a thread must call it."""
-        if not self._model.enqueue_may_block:
+        if not self._model.capabilities.enqueue_may_block:
             return False
         captured = self._captured_of(source)
         if captured is not None:
@@ -413,15 +412,15 @@ class ContextPool:
         self.prepared: tuple[int, ...] = ()
         """The only batch sizes that are run, if changing the size takes long; empty if any size is run."""
         if arenas is not None:
-            arenas.join(model.enqueue_nbytes)
+            arenas.join(model.capabilities.enqueue_nbytes)
         try:
             self._make_contexts(contexts)
             if not self.may_grow:
                 # The shapes are known, and so is the memory of a batch: allocate it or fail now.
                 self._make_slabs()
-                if graphs and model.is_capturable and self._may_capture:
+                if graphs and model.capabilities.is_capturable and self._may_capture:
                     self._capture(graphs)
-            if prepares and model.rows_fixed is None and isinstance(model, PreparedModel):
+            if prepares and model.capabilities.rows_fixed is None and model.capabilities.keeps_sizes_apart:
                 self._restrict(model, rows_max, is_fixed=is_fixed)
         except BaseException:
             self.close(UNDO_S)
@@ -453,7 +452,7 @@ class ContextPool:
         sizes = self.captured.sizes
         return (
             bool(sizes)
-            and sizes in (self.prepared, (self._model.rows_fixed,))
+            and sizes in (self.prepared, (self._model.capabilities.rows_fixed,))
             and not any(context.launches_slowly for context in self.contexts)
         )
 
@@ -464,7 +463,7 @@ class ContextPool:
             assert isinstance(shape, tuple)
             rows = self._rows_held(shape)
             model = self._model
-            brings = getattr(model, "brings_outputs", False)
+            brings = model.capabilities.brings_outputs
             layout = lay_out(model.inputs, model.outputs, dict(shape), rows, brings_outputs=brings)
             self._layouts[shape] = layout
             if len(self._layouts) > SLABS_MAX:
@@ -591,7 +590,7 @@ class ContextPool:
 
     def _make_contexts(self, contexts: int) -> None:
         """Create one to measure its memory, and the others only if enough is left for each."""
-        keeps_thread = contexts == 1 or getattr(self._model, "needs_sizes", False)
+        keeps_thread = contexts == 1 or self._model.capabilities.needs_sizes
         for index in range(contexts):
             arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
@@ -625,20 +624,21 @@ class ContextPool:
                 slab = context.slab(shape, self.layout)
                 slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
 
-    def _restrict(self, model: PreparedModel, rows_max: int, *, is_fixed: bool) -> None:
+    def _restrict(self, model: Model, rows_max: int, *, is_fixed: bool) -> None:
         """Restrict batches to a few sizes, if the model asks for it or changing the size takes long."""
+        its = model.capabilities
         if are_dense(self.captured.sizes, rows_max):
             self.prepared = self.captured.sizes
-        elif getattr(model, "needs_sizes", False):
-            self.prepared = model.batch_sizes or ()
+        elif its.needs_sizes:
+            self.prepared = its.batch_sizes or ()
             if getattr(self._device, "holds_batches", False):
                 return
-            for shape in (*self._shapes, *getattr(model, "shapes_beforehand", ())):
+            for shape in (*self._shapes, *its.shapes_beforehand):
                 self._prepare(model, shape, rows_max)
         elif is_fixed:
             self.prepared = self._prepare(model, FIXED_SHAPE.shape, rows_max)
 
-    def _prepare(self, model: PreparedModel, shape: Hashable, rows_max: int) -> tuple[int, ...]:
+    def _prepare(self, model: Model, shape: Hashable, rows_max: int) -> tuple[int, ...]:
         """Prepare batch sizes of a shape in each context; return them."""
         places = []
         for context in self.contexts:
@@ -646,7 +646,7 @@ class ContextPool:
             if slab.binding is None:
                 slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
             owner = cast("PreparedContext", context.context)
-            inputs = (*slab.inputs, *slab.shared) if getattr(model, "needs_sizes", False) else ()
+            inputs = (*slab.inputs, *slab.shared) if model.capabilities.needs_sizes else ()
             numbers = tuple(array for array in inputs if not array.dtype.hasobject)
             end = context.untimed.computed
             places.append(Place(owner, slab.binding, context.stream, end, current(), numbers))

@@ -113,7 +113,7 @@ class Capture:
         self._rows, self._profile = rows, profile
         self._stream, self._end = stream, end
         self._arena, self._scratch = arena, scratch
-        self._is_traced = isinstance(model, TracedModel) and model.is_traced
+        self._is_traced = model.capabilities.is_traced
         if self._is_traced:
             self._context = cast("TracedModel", model).create_context_for(device, stream, shape, rows)
         else:

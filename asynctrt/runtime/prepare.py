@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import Cancellation
-from asynctrt.backends.base import Binding, PreparedContext, PreparedModel
+from asynctrt.backends.base import Binding, Model, PreparedContext
 from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, UsageError
 from asynctrt.tensors import Array
@@ -82,7 +82,7 @@ def sizes_to_prepare(given: Sequence[int] | None, rows_max: int) -> tuple[int, .
     return (*[size for size in given if size < rows_max], rows_max)
 
 
-def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_max: int) -> tuple[int, ...]:
+def prepare(device: Device, model: Model, places: Sequence[Place], rows_max: int) -> tuple[int, ...]:
     """Measure whether changes of the batch size take long, and if so prepare some sizes. Blocks.
 
     :param places: one for each context.
@@ -91,8 +91,8 @@ def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_
     :raises DeviceLostError: if the device is lost. Other errors are logged.
     :raises UsageError: if the work of this thread was cancelled.
     """
-    sizes = model.batch_sizes
-    must_pad = sizes if getattr(model, "needs_sizes", False) else None
+    sizes = model.capabilities.batch_sizes
+    must_pad = sizes if model.capabilities.needs_sizes else None
     try:
         if sizes is None:
             sizes = sizes_that_pay(model, places[0], rows_max)
@@ -164,7 +164,7 @@ def check_share(
 
 
 def _keep_apart(
-    device: Device, model: PreparedModel, places: Sequence[Place], sizes: tuple[int, ...]
+    device: Device, model: Model, places: Sequence[Place], sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Keep sizes apart and run them in every context: all of them, or as many as fit.
 
@@ -192,7 +192,7 @@ def _keep_apart(
     return sizes
 
 
-def sizes_that_pay(model: PreparedModel, place: Place, rows_max: int) -> tuple[int, ...]:
+def sizes_that_pay(model: Model, place: Place, rows_max: int) -> tuple[int, ...]:
     """Return the sizes to keep apart; empty if that does not pay off."""
     if rows_max < 2:
         return ()

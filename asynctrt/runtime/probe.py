@@ -6,7 +6,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from asynctrt._util.cancellation import current
-from asynctrt.backends.base import Model, RangedModel
+from asynctrt.backends.base import Model, ranged_model
 from asynctrt.devices.arenas import Arenas, GrowingBuffer
 from asynctrt.devices.base import Buffer, Device
 from asynctrt.errors import DeviceLostError, ExecutionError, UsageError
@@ -204,7 +204,7 @@ class Probe:
         include rows of zeros and ones: a model that returns a row for each object that it finds in all rows
         finds more in some rows than in others.
         """
-        rows = ("bzoea" if getattr(self._stage.model, "doubt", "") else "bea")[-limit:]
+        rows = ("bzoea" if self._stage.model.capabilities.doubt else "bea")[-limit:]
         found = self._attempt(sample, rows)
         if isinstance(found, Exception):
             rows = rows.replace("e", "c")  # The values of "e" may be too extreme for an operator.
@@ -254,7 +254,7 @@ class Probe:
     def _size(self, dim: str, size: int) -> int:
         """Return a size near ``size`` that the model and the padding support for a dimension."""
         model, padding = self._stage.model, self._stage.padding
-        if isinstance(model, RangedModel) and (ranges := model.ranges_of(dim)):
+        if (ranged := ranged_model(model)) and (ranges := ranged.ranges_of(dim)):
             return max(ranges[0][0], min(size, ranges[0][1]))
         sizes = () if padding is None else padding.sizes_given(dim)
         return next((given for given in sizes if given >= size), sizes[-1]) if sizes else size

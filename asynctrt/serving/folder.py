@@ -11,10 +11,11 @@ from typing import Any, Final
 
 from asynctrt._util.files import SpecialFileError, check_within
 from asynctrt._util.loops import in_lost_thread
+from asynctrt.backends.registry import filenames
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, ModelError, ModelNotFoundError, UnknownModelError, describe
 from asynctrt.serving.entries import Source, is_name, is_version
-from asynctrt.serving.model_config import CONFIG, FILENAMES, ModelConfig, read_model_config
+from asynctrt.serving.model_config import CONFIG, ModelConfig, read_model_config
 from asynctrt.serving.models import ModelSource, files_mark
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.warmup import warm_all_sizes
@@ -177,7 +178,7 @@ class ModelFolder:
         if not known:
             raise ModelError(
                 f"{str(folder)!r} has no versions: put the model into a folder with a number for a name, as "
-                f"in {str(folder / '1' / FILENAMES['onnxruntime'])!r}"
+                f"in {str(folder / '1' / filenames()['onnxruntime'])!r}"
             )
         return {version: self._version(folder, version, config) for version in config.policy.choose(known)}
 
@@ -285,9 +286,9 @@ class FolderWatch:
 
 def _file(folder: Path, config: ModelConfig) -> Path:
     """Return the file of a version. An ONNX model may be a folder that holds a file of the same name."""
-    names = [config.filename] if config.filename else list(FILENAMES.values())
+    names = [config.filename] if config.filename else list(filenames().values())
     if config.backend and not config.filename:
-        names = [FILENAMES[config.backend]]
+        names = [filenames()[config.backend]]
     there = [folder / name for name in names if (folder / name).exists()]
     if len(there) > 1:
         raise ModelError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt._util.files import read_regular
+from asynctrt.backends.registry import backend_names
 from asynctrt.errors import AsynctrtError, ModelError
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.protobuf import parse_model_config
@@ -21,15 +22,6 @@ CONFIG: Final = "config.pbtxt"
 NBYTES_MAX: Final = 1 << 20
 WARMUP_FOLDER: Final = "warmup"
 """The folder, within a model's folder, of the files that warm-up requests are read from."""
-
-PLATFORMS: Final = {
-    "onnxruntime": "onnxruntime",
-    "onnxruntime_onnx": "onnxruntime",
-    "tensorrt": "tensorrt",
-    "tensorrt_plan": "tensorrt",
-}
-FILENAMES: Final = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
-"""The name of a version's file, by backend."""
 
 READ: Final = {
     "name": "must be the name of its folder",
@@ -266,12 +258,12 @@ def _truth(value: Any) -> bool:
 
 def _backend(message: Any) -> str:
     given = message.backend or message.platform
-    if given and given not in PLATFORMS:
+    if given and given not in backend_names():
         raise ModelError(
             f"{'backend' if message.backend else 'platform'} {given!r} is not supported; supported: "
-            f"{', '.join(PLATFORMS)}"
+            f"{', '.join(backend_names())}"
         )
-    return PLATFORMS.get(given, "")
+    return backend_names().get(given, "")
 
 
 def _filename(given: str) -> str:

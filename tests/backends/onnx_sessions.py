@@ -3,6 +3,7 @@
 import ctypes
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
@@ -62,7 +63,7 @@ class HostSession(StreamSession):
 class CapturableSessions(HostSessions):
     """Sessions that can be captured, and tell what each of them ran."""
 
-    is_capturable = True
+    capabilities = replace(HostSessions.capabilities, is_capturable=True)
 
     def __init__(self, path, **kw):
         super().__init__(path, **kw)
@@ -95,12 +96,11 @@ class SpecialisedSessions(CapturableSessions):
     :param change_s: how long a session that was told nothing takes for a batch of another size, besides.
     """
 
-    is_specialisable = True
-    changes_slowly = True
+    capabilities = replace(CapturableSessions.capabilities, is_specialisable=True, changes_slowly=True)
 
     def __init__(self, path, *, ways=("good",), held=None, change_s=0.0, batch_s=0.0, **kw):
         super().__init__(path, **kw)
-        self.is_capturable = False
+        self.capabilities = replace(self.capabilities, is_capturable=False)
         self.ways, self.held, self.change_s = cycle(ways), held, change_s
         self.batch_s = batch_s
         self.told = 0

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.backends.base import MODEL_MEMBERS, Model, ModelBase, ProfiledModel, missing_members
-from asynctrt.errors import ModelError
+from asynctrt.backends.base import MODEL_MEMBERS, Capabilities, Model, ModelBase, missing_members
+from asynctrt.errors import ModelError, OptionsError
 from asynctrt.tensors import TensorSpec
 from tests.models import double_model, rows
 
@@ -50,8 +50,6 @@ class Older:
     """A model that was written when the protocol had fewer members."""
 
     name, inputs, outputs = "older", SPEC[:1], SPEC[1:]
-    rows_fixed = rows_max = None
-    enqueue_nbytes = 0
     create_context, close = Own.create_context, Own.close
 
 
@@ -65,8 +63,7 @@ async def test_a_model_of_ones_own_is_served_with_the_defaults_of_the_base_class
 async def test_each_member_that_is_missing_is_named():
     with pytest.raises(
         ModelError,
-        match=r"it lacks platform, rows_min, is_capturable, occupies_device, enqueue_may_block\. "
-        r".*backends\.base\.ModelBase",
+        match=r"it lacks platform, capabilities\. .*backends\.base\.ModelBase",
     ):
         await asynctrt.open(Older())
 
@@ -80,7 +77,17 @@ def test_the_members_are_those_that_the_protocol_checks():
     assert isinstance(type("Whole", (), dict.fromkeys(MODEL_MEMBERS, 0))(), Model)
 
 
-def test_only_a_model_with_profiles_is_a_profiled_model():
-    members = dict.fromkeys((*MODEL_MEMBERS, "profile_of", "rows_of"), 0)
-    assert isinstance(type("Whole", (), members)(), ProfiledModel)
-    assert not isinstance(double_model(), ProfiledModel)
+async def test_a_capability_outside_of_the_capabilities_is_refused():
+    class Mistaken(Own):
+        rows_max = 8
+
+    with pytest.raises(ModelError, match=r"attribute rows_max, which is not read.*Capabilities\(rows_max="):
+        await asynctrt.open(Mistaken())
+
+
+async def test_capabilities_are_obeyed():
+    class Narrow(Own):
+        capabilities = Capabilities(rows_max=2)
+
+    with pytest.raises(OptionsError, match="takes at most 2 rows"):
+        await asynctrt.open(Narrow(), max_rows=4)

@@ -223,7 +223,7 @@ async def test_free_dimensions_are_fixed(tmp_path):
         assert (await engine.infer(np.ones((2, 3), np.float32)))["total"].tolist() == [3, 3]
         with pytest.raises(InputError):
             await engine.infer(np.ones((2, 4), np.float32))
-    assert OnnxModel(path, {"free_dimension_overrides": {"batch": 8}}).rows_fixed == 8
+    assert OnnxModel(path, {"free_dimension_overrides": {"batch": 8}}).capabilities.rows_fixed == 8
 
 
 @pytest.mark.anyio

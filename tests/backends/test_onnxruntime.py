@@ -37,14 +37,14 @@ def refused(path, *, error=ModelError):
 def alone(path):
     """Return why each request to a model runs alone, which it is refused for if it must batch."""
     model = OnnxModel(path)
-    assert model.rows_max == 1
+    assert model.capabilities.rows_max == 1
     assert [spec.axis for spec in (*model.inputs, *model.outputs)] == [None] * (
         len(model.inputs) + len(model.outputs)
     )
     with pytest.raises(ModelError) as caught:
         OnnxModel(path, rows=RowSettings(must_batch=True))
-    assert model.alone in str(caught.value)
-    return model.alone
+    assert model.capabilities.alone in str(caught.value)
+    return model.capabilities.alone
 
 
 def identity(path, kind, shape, output_shape=None):
@@ -83,8 +83,8 @@ def test_a_model_with_an_operator_that_there_is_not(tmp_path):
 
 
 def test_a_fixed_batch_axis_is_reported(tmp_path):
-    assert OnnxModel(double_onnx(tmp_path / "m.onnx", rows=8)).rows_fixed == 8
-    assert OnnxModel(double_onnx(tmp_path / "n.onnx")).rows_fixed is None
+    assert OnnxModel(double_onnx(tmp_path / "m.onnx", rows=8)).capabilities.rows_fixed == 8
+    assert OnnxModel(double_onnx(tmp_path / "n.onnx")).capabilities.rows_fixed is None
 
 
 def test_names_types_and_dimensions(tmp_path):
@@ -142,7 +142,7 @@ def test_a_scalar_input(tmp_path):
     )
     model = OnnxModel(path)
     assert [spec.axis for spec in model.inputs] == [0, None]
-    assert model.doubt == "'scale' seems to be in common to all rows"
+    assert model.capabilities.doubt == "'scale' seems to be in common to all rows"
 
 
 def test_inputs_that_do_not_share_a_batch_axis(tmp_path):
@@ -231,7 +231,7 @@ def test_an_exporter_may_name_the_batch_axis_of_each_tensor_differently(tmp_path
     )
     model = OnnxModel(path)
     assert [str(spec) for spec in model.outputs] == ["output: float32[rows, 3]"]
-    assert model.rows_fixed is None
+    assert model.capabilities.rows_fixed is None
 
 
 def test_no_telemetry_is_written_into_the_home_directory(tmp_path):

@@ -362,3 +362,7 @@ async def test_a_runtime_that_does_not_fit_the_file_is_refused(tmp_path):
         await asynctrt.open(plan, runtime="onnxruntime")
     async with asynctrt.open(path, runtime="onnxruntime") as engine:
         assert engine.platform == "onnxruntime_onnx"
+
+
+def test_graphs_of_a_library_that_was_not_made_for_them_are_compared_with_batches():
+    assert OnnxCudaModel.capabilities.is_traced

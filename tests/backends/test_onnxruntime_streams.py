@@ -7,13 +7,13 @@ import asyncio
 import gc
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from onnx import TensorProto
 
 import asynctrt
-from asynctrt.backends.base import SpecialisableModel, StreamModel, TracedModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError, InputError, OptionsError, UsageError
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
@@ -67,7 +67,7 @@ def found_onnx(path):
 
 
 async def test_each_context_has_a_session_and_all_are_ended(model):
-    assert isinstance(model, StreamModel)
+    assert model.capabilities.is_per_stream
     async with asynctrt.open(model, device=HostDevice(unified=False), contexts=3) as engine:
         assert model.alive == 3
         answers = await asyncio.gather(*(engine.infer(rows(n)) for n in range(1, 40)))
@@ -78,10 +78,8 @@ async def test_each_context_has_a_session_and_all_are_ended(model):
 
 def test_graphs_of_its_sessions_are_compared_with_batches(model):
     """On a GPU as well: the CUDA provider's model inherits it."""
-    assert isinstance(model, TracedModel)
-    assert isinstance(model, SpecialisableModel)
-    assert model.is_traced
-    assert not model.is_specialisable
+    assert model.capabilities.is_traced
+    assert not model.capabilities.is_specialisable
 
 
 async def test_graphs_that_are_named_for_it_are_warned_of(model, caplog):
@@ -198,7 +196,7 @@ async def test_inputs_that_the_cpu_reads_are_those_of_each_batch(tmp_path, conte
 
 async def test_inputs_that_the_cpu_reads_are_not_captured(tmp_path, caplog):
     model = CopyingSessions(double_onnx(tmp_path / "double.onnx"))
-    model.is_capturable = True
+    model.capabilities = replace(model.capabilities, is_capturable=True)
     async with asynctrt.open(model, device=HostDevice(unified=False), max_rows=4, graphs="4") as engine:
         assert engine.statistics().graphs == ()
         np.testing.assert_array_equal((await engine.infer(rows(3)))["output"], 2 * rows(3))
@@ -229,7 +227,7 @@ async def test_an_output_that_is_put_elsewhere_in_another_shape_is_an_error(tmp_
 
 async def test_outputs_that_are_put_elsewhere_are_not_captured(tmp_path, caplog):
     model = MovingSessions(double_onnx(tmp_path / "double.onnx"))
-    model.is_capturable = True
+    model.capabilities = replace(model.capabilities, is_capturable=True)
     async with asynctrt.open(model, device=in_place(), max_rows=4, graphs="4") as engine:
         assert engine.statistics().graphs == ()
         np.testing.assert_array_equal((await engine.infer(rows(3)))["output"], 2 * rows(3))

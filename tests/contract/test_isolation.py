@@ -1,6 +1,7 @@
 """One request whose rows make the model fail takes nobody along: on all devices, however rows are sent."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ async def send(engine, poisoned, way=by_infer, requests=16):
 @pytest.mark.parametrize("fixed", [None, 64])
 async def test_only_they_fail(host, poisoned, way, fixed):
     model = failing_model()
-    model.rows_fixed = fixed
+    model.capabilities = replace(model.capabilities, rows_fixed=fixed)
     async with asynctrt.open(model, device=host, contexts=3, max_rows=64) as engine:
         for _ in range(2):
             await send(engine, poisoned, way)

@@ -62,7 +62,11 @@ class Runner:
 
     def __init__(self, model, rows_max=8, symbols=None):
         self.device = device_of(model)
-        self.arena = self.device.allocate(model.enqueue_nbytes) if model.enqueue_nbytes else None
+        self.arena = (
+            self.device.allocate(model.capabilities.enqueue_nbytes)
+            if model.capabilities.enqueue_nbytes
+            else None
+        )
         self.added = 1 if isinstance(model, TensorRTModel) else 0
         self.stream = self.device.create_stream()
         layout = lay_out(model.inputs, model.outputs, symbols or {}, rows_max)
@@ -115,8 +119,8 @@ def test_it_is_a_model(model):
     assert model.name
     assert model.inputs == (TensorSpec("input", "float32", (4,)),)
     assert model.outputs == (TensorSpec("output", "float32", (4,)),)
-    assert (model.rows_fixed, model.rows_min) == (None, 1)
-    assert model.rows_max is None or model.rows_max >= 8
+    assert (model.capabilities.rows_fixed, model.capabilities.rows_min) == (None, 1)
+    assert model.capabilities.rows_max is None or model.capabilities.rows_max >= 8
 
 
 def test_a_batch_is_computed_from_the_slab_into_the_slab(runner):

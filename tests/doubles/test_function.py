@@ -173,7 +173,7 @@ async def test_batches_that_need_no_enqueue_memory(rows_without_memory, shares):
     needs = rows_without_memory < 64
     engine = bench.model._loaded.engine
     assert engine.get_device_memory_size_for_profile_v2(0) == 0
-    assert bool(engine.device_memory_size_v2) == needs == bool(bench.model.enqueue_nbytes)
+    assert bool(engine.device_memory_size_v2) == needs == bool(bench.model.capabilities.enqueue_nbytes)
     with Arenas(bench.device, 1, nbytes=1024) as arenas:
         kw = {"contexts": 2, "graphs": (1, 4, 32), "max_rows": 64}
         kw |= {"shared_arenas": arenas} if shares else {}

@@ -7,7 +7,7 @@ GPU to others, whatever has become of the process.
 import os
 from pathlib import Path
 
-from asynctrt.backends.base import ModelBase
+from asynctrt.backends.base import Capabilities, ModelBase
 from asynctrt.errors import DeviceError
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.gpu.kernels import Arguments, compiled
@@ -51,7 +51,7 @@ class FallibleModel(ModelBase):
     """
 
     platform = "test"
-    rows_max = ROW_MAX
+    capabilities = Capabilities(rows_max=ROW_MAX)
 
     def __init__(self, dim, work_ns, kept=None):
         self.name = "fallible"

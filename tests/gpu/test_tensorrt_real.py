@@ -39,7 +39,8 @@ def run(model):
     stream, event = device.create_stream(), device.create_event()
     staging = [device.allocate_staging(4096) for _ in range(2)]
     buffers = [device.allocate(4096) for _ in range(2)]
-    arena = device.allocate(max(model.enqueue_nbytes, 256))
+    nbytes = model.capabilities.enqueue_nbytes
+    arena = device.allocate(max(nbytes, 256))
     dtype = np.dtype("float32")
     memory = [
         TensorMemory(spec.name, dtype, (4,), buffer.address, None)
@@ -53,7 +54,7 @@ def run(model):
         x[...] = np.random.default_rng(rows).normal(size=x.shape)
         y[...] = 0
         stream.copy(buffers[0], staging[0], offset=0, nbytes=4096)
-        binding.enqueue(rows, profile=None, stream=stream, arena=arena if model.enqueue_nbytes else None)
+        binding.enqueue(rows, profile=None, stream=stream, arena=arena if nbytes else None)
         stream.copy(staging[1], buffers[1], offset=0, nbytes=rows * 16)
         stream.record(event)
         assert event.synchronize(30)

@@ -100,9 +100,12 @@ def test_batching_is_judged_as_when_the_model_is_opened(tmp_path, kind):
     opened = OnnxModel(path)
     free = [dim for spec in opened.inputs for dim in spec.dims if isinstance(dim, str)]
     assert list(found.free_dims) == list(dict.fromkeys(free))
-    assert (found.rows if isinstance(found.rows, int) else None) == opened.rows_fixed
+    assert (found.rows if isinstance(found.rows, int) else None) == opened.capabilities.rows_fixed
     # ONNX Runtime knows more of shapes than the file declares.
-    assert (found.alone, found.doubt) == (opened.alone, opened.doubt) or kind == "a lie"
+    assert (found.alone, found.doubt) == (
+        opened.capabilities.alone,
+        opened.capabilities.doubt,
+    ) or kind == "a lie"
     assert found.refusal is None
     opened.close()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,8 +46,8 @@ class ScratchModel(FunctionModel):
     def __init__(self, nbytes=4096, *, like=None, capturable=False, **kw):
         spec = TensorSpec("input", "float32", (4,)), TensorSpec("output", "float32", (4,))
         super().__init__(lambda inputs, outputs: None, inputs=spec[0], outputs=spec[1], name="scratch", **kw)
-        self.enqueue_nbytes = nbytes
-        self.is_capturable = capturable
+        self.capabilities = replace(self.capabilities, enqueue_nbytes=nbytes)
+        self.capabilities = replace(self.capabilities, is_capturable=capturable)
         self.enqueued = 0
         self.busy = set() if like is None else like.busy
         self.seen = set()
@@ -135,7 +136,7 @@ class RecordingModel(FunctionModel):
     def __init__(self, enqueue_nbytes=0):
         spec = TensorSpec("input", "float32", (4,)), TensorSpec("output", "float32", (4,))
         super().__init__(lambda inputs, outputs: None, inputs=spec[0], outputs=spec[1], name="recording")
-        self.enqueue_nbytes = enqueue_nbytes
+        self.capabilities = replace(self.capabilities, enqueue_nbytes=enqueue_nbytes)
         self.contexts, self.enqueued, self.refused, self.work = [], [], set(), {}
 
     def create_context(self, device):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.backends.base import Capabilities
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeadlineError, DeviceMemoryError, EngineClosedError, ExecutionError, InputError
@@ -37,6 +38,7 @@ class Profiled(FunctionModel):
     def __init__(self):
         specs = [TensorSpec(name, "float32", ("n",)) for name in ("input", "output")]
         super().__init__(double, inputs=specs[0], outputs=specs[1], name="profiled")
+        self.capabilities = Capabilities(has_profiles=True)
         self.rows, self.profile = {}, {}
 
     def rows_of(self, dims):

@@ -5,6 +5,7 @@ Time is moved on by the tests, so that a batch_timeout passes at once and nothin
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def hanging():
 def in_arenas(function=double):
     """A model that needs enqueue memory, so that its contexts share arenas."""
     model = double_model(function, name="double")
-    model.enqueue_nbytes = 1000
+    model.capabilities = replace(model.capabilities, enqueue_nbytes=1000)
     return model
 
 

@@ -1,6 +1,7 @@
 """Graphs: what is captured is what runs, in a context of its own, whatever the rows come from."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -192,7 +193,7 @@ class TestAnEngine:
             prefers_graphs = True
 
         model = ScratchModel(capturable=True)
-        model.rows_min = least
+        model.capabilities = replace(model.capabilities, rows_min=least)
         async with asynctrt.open(model, device=Preferring(), contexts=1, max_rows=max_rows) as engine:
             assert engine.statistics().graphs == sizes
             assert await ask(engine, range(5))
@@ -209,7 +210,7 @@ class TestAnEngine:
             inputs=TensorSpec("input", "float32", ("n",)),
             outputs=TensorSpec("output", "float32", ("n",)),
         )
-        model.is_capturable = True
+        model.capabilities = replace(model.capabilities, is_capturable=True)
         async with asynctrt.open(model, contexts=1, graphs=(1, 4)) as engine:
             assert engine.statistics().graphs == ()
             assert (await engine.infer(rows(3, dims=(7,))))["output"].tolist() == [[6] * 7]
@@ -245,7 +246,7 @@ class TestAnEngine:
             np.multiply(inputs["input"], 2, out=outputs["output"])
 
         model = double_model(broken)
-        model.is_capturable = True
+        model.capabilities = replace(model.capabilities, is_capturable=True)
         async with asynctrt.open(model, contexts=1, max_rows=2, graphs=(1,)) as engine:
             assert "only zeros" in caplog.text
             assert engine.statistics().graphs == ()
@@ -281,7 +282,7 @@ class TestAnEngine:
     def test_graphs_that_will_not_all_fit_are_not_begun(self, caplog, room, captured):
         """The first one shows what each takes. An engine without graphs needs none of it."""
         device, model = HostDevice(unified=False, memory_nbytes=room * 10_000 + 6_000), double_model()
-        model.is_capturable = True
+        model.capabilities = replace(model.capabilities, is_capturable=True)
         create, made = model.create_context, []
 
         def create_large(device):
@@ -308,7 +309,7 @@ class TestAnEngine:
 
     def test_nothing_more_is_captured_for_an_engine_that_nobody_waits_for(self, caplog):
         device, model, cancellation = HostDevice(unified=False), double_model(), Cancellation()
-        model.is_capturable = True
+        model.capabilities = replace(model.capabilities, is_capturable=True)
         create, made = model.create_context, []
 
         def create_and_cancel(device):
@@ -359,7 +360,7 @@ class TestAnEngine:
         monkeypatch.setattr("asynctrt.runtime.graphs.CAPTURE_S", 0.01)
         gate = Gate()
         model = double_model(gate)
-        model.is_capturable = True
+        model.capabilities = replace(model.capabilities, is_capturable=True)
         with pytest.raises(DeviceLostError, match="batch of 2 rows did not end within 0.01 s"):
             await asynctrt.open(model, device=threads(), contexts=1, max_rows=2, graphs=(2,))
         gate.go.release()
@@ -406,7 +407,7 @@ class TestRowsOfEveryKind:
     @staticmethod
     def opening(unified, model=None, **settings):
         model = model or double_model()
-        model.is_capturable = True
+        model.capabilities = replace(model.capabilities, is_capturable=True)
         device = HostDevice(in_place="always", unified=unified)
         settings = {"max_rows": 4, "graphs": (4,), "contexts": 2, **settings}
         return asynctrt.open(model, device=device, **settings)

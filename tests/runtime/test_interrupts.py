@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -41,7 +42,7 @@ class SlowToEnqueue(FunctionModel):
             inputs=TensorSpec("input", "float32", (4,)),
             outputs=TensorSpec("output", "float32", (4,)),
         )
-        self.enqueue_may_block = blocks
+        self.capabilities = replace(self.capabilities, enqueue_may_block=blocks)
 
 
 class Slabs:

@@ -10,7 +10,7 @@ import pytest
 
 import asynctrt
 from asynctrt._util.cancellation import current
-from asynctrt.backends.base import ModelBase
+from asynctrt.backends.base import Capabilities, ModelBase
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError
 from asynctrt.runtime.prepare import CHANGE_NS_MIN, sizes_up_to
@@ -29,7 +29,8 @@ class Forgetful(ModelBase):
         self.name = "forgetful"
         self.inputs = (TensorSpec("input", "float32", (4,)),)
         self.outputs = (TensorSpec("output", "float32", (4,)),)
-        self.change_s, self.batch_sizes, self.fails_at = change_s, batch_sizes, fails_at
+        self.capabilities = Capabilities(keeps_sizes_apart=True, batch_sizes=batch_sizes)
+        self.change_s, self.fails_at = change_s, fails_at
         self.error = error or DeviceMemoryError("no room for 12 rows")
         self.contexts = []
 

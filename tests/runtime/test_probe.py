@@ -1,6 +1,7 @@
 """Made-up rows: what counts as a difference, and where they are run."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,8 @@ def test_a_few_values_of_many_may_differ():
 
 class Fragile(HostSessions):
     """Sessions of a library that does not survive a run that fails, and a twin that does."""
+
+    capabilities = replace(HostSessions.capabilities, has_host_twin=True)
 
     def __init__(self, path):
         super().__init__(path, is_direct=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.backends.base import Capabilities
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
@@ -359,6 +360,7 @@ class Profiled(FunctionModel):
     def __init__(self):
         specs = [TensorSpec(name, "float32", ("n",)) for name in ("input", "output")]
         super().__init__(double, inputs=specs[0], outputs=specs[1], name="profiled")
+        self.capabilities = Capabilities(has_profiles=True)
         self.rows, self.profile = ((1, 4),), 0
 
     def rows_of(self, dims):

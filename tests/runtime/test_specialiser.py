@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ async def test_until_then_batches_have_few_sizes(path):
         await check(engine, 3, rows=3)
         assert engine.statistics().rows_padded == 1
     model = SpecialisedSessions(path)
-    model.changes_slowly = False
+    model.capabilities = replace(model.capabilities, changes_slowly=False)
     async with opened(model) as engine:
         assert engine.statistics().batch_sizes == ()
 
@@ -239,7 +240,7 @@ async def test_engines_that_gain_nothing_build_nothing(path, settings):
 
 async def test_an_engine_that_knows_its_shapes_builds_nothing_more(tmp_path):
     model = CapturableSessions(double_onnx(tmp_path / "double.onnx"))
-    model.is_specialisable = True
+    model.capabilities = replace(model.capabilities, is_specialisable=True)
     async with opened(model) as engine:
         assert engine.statistics().graphs == (1, 2, 4)
         before = len(model.sessions)

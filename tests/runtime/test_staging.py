@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -591,7 +592,7 @@ class TestRowsOfOthers:
     @staticmethod
     def opening(unified, sizes, device=None, **settings):
         model = Careful(rows_fixed=4 if sizes == "fixed" else None)
-        model.is_capturable = sizes == "captured"
+        model.capabilities = replace(model.capabilities, is_capturable=sizes == "captured")
         device = device or HostDevice(in_place="always", unified=unified)
         settings = {"contexts": 1, "max_rows": 4, **settings}
         if sizes == "captured":

@@ -4,12 +4,13 @@ import asyncio
 import dataclasses
 import logging
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.backends.base import ModelBase
+from asynctrt.backends.base import Capabilities, ModelBase
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError
 from asynctrt.runtime.capturing import are_dense
@@ -27,10 +28,9 @@ class Traced(ModelBase):
     :param replayed: what a graph does, of the arrays of a batch: its inputs and its outputs.
     """
 
-    is_capturable = True
-    is_traced = True
-    batch_sizes = None
-    enqueue_may_block = True
+    capabilities = Capabilities(
+        is_capturable=True, is_traced=True, keeps_sizes_apart=True, batch_sizes=None, enqueue_may_block=True
+    )
 
     def __init__(self, replayed=None, dtype="float32"):
         self.name = "traced"
@@ -195,7 +195,7 @@ def device_prefers_graphs(device):
 async def test_who_names_no_sizes_has_no_graphs_by_default():
     model, device = Traced(), HostDevice(in_place="never")
     device_prefers_graphs(device)
-    model.batch_sizes = ()
+    model.capabilities = replace(model.capabilities, batch_sizes=())
     async with asynctrt.open(model, device=device, max_rows=ROWS_MAX) as engine:
         assert engine.statistics().graphs == ()
         await check(engine)

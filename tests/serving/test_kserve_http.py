@@ -8,6 +8,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -241,7 +242,7 @@ class TestDescriptions:
     async def test_a_configuration_agrees_with_the_metadata(self, kind):
         engine = {"max_rows": 16, "max_delay": 0.002, "priorities": 5, "contexts": 4, "arenas": 2}
         model = mixed_model()
-        model.enqueue_nbytes = 1000
+        model.capabilities = replace(model.capabilities, enqueue_nbytes=1000)
         async with talking(kind, {"mixed": model}, engine=engine) as (_, client):
             content = await client.get_model_config("mixed")
             metadata = await client.get_model_metadata("mixed")

@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt.backends.base import Capabilities
 from asynctrt.backends.tensorrt.abilities import Abilities, check_lean_runtime
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
 from asynctrt.backends.tensorrt.details import EngineDetails, read_details
@@ -76,9 +78,6 @@ class TensorRTModel:
     :raises OptionsError: for an option that the package or the plan does not support.
     """
 
-    is_pure = True
-    """A batch does nothing but compute, so it is safe to try the plan with made-up rows."""
-
     def __init__(
         self,
         plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Plan,
@@ -114,11 +113,7 @@ class TensorRTModel:
             self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
             found_out = _examine(self.name, self._loaded, _names_of_dims(read))
             self.signature = found_out.signature
-            self._shares_profiles = found_out.shares_profiles
-            self._sizes_memory = self._loaded.abilities.sizes_memory
-            self._is_capturable = (
-                found_out.is_capturable and self._shares_profiles and not self._loaded.is_streaming
-            )
+            self.capabilities = _capabilities(found_out, self._loaded)
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
             loaded, self._loaded = self._loaded, None
@@ -138,55 +133,9 @@ class TensorRTModel:
         return self.signature.outputs
 
     @property
-    def rows_fixed(self) -> int | None:
-        return self.signature.rows_fixed
-
-    @property
-    def rows_min(self) -> int:
-        """The smallest batch that some profile accepts."""
-        return self.signature.rows_min
-
-    @property
-    def rows_max(self) -> int:
-        return self.signature.rows_max
-
-    @property
-    def contexts_max(self) -> int | None:
-        """One if each profile belongs to one context at a time; that context then switches profiles."""
-        return None if self._shares_profiles else 1
-
-    @property
-    def enqueue_nbytes(self) -> int:
-        return self.signature.enqueue_nbytes
-
-    @property
-    def reserves_arenas(self) -> bool:
-        """Whether ``update_device_memory_size_for_shapes`` can report the memory needs of a batch."""
-        return self._sizes_memory
-
-    @property
     def weights_nbytes(self) -> int:
         """Bytes of weights on the device; with weight streaming, the maximum there."""
         return self._weights_nbytes
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether batches can be captured into CUDA graphs, as far as can be known without trying.
-
-        Capture is impossible if TensorRT must wait for an output's size, or if the graph's separate context
-        cannot have the profile. Streamed weights are excluded because they are untested.
-        """
-        return self._is_capturable and not self.signature.unbound
-
-    @property
-    def occupies_device(self) -> bool:
-        """True: a batch keeps the GPU busy."""
-        return True
-
-    @property
-    def enqueue_may_block(self) -> bool:
-        """True: how long an engine takes to enqueue a batch is only known once measured."""
-        return True
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
         """Return the profile with the least enqueue memory among those that accept a batch.
@@ -239,7 +188,7 @@ class TensorRTModel:
                 "confined to a part of a GPU. Leave aux_streams='library' out"
             )
         with self._lock:
-            if self.contexts_max is not None and self._contexts >= self.contexts_max:
+            if self._contexts >= (self.capabilities.contexts_max or math.inf):
                 raise UsageError(
                     f"{self!r} has its only context already: {EXCLUSIVE}. Close what uses it, or open the "
                     f"plan once more; for several contexts, {SHARING}"
@@ -471,6 +420,32 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
             "the plan with TensorRT 10 or later, or run it under the version that built it"
         )
     return _Examined(signature, is_capturable, shares_profiles)
+
+
+def _capabilities(examined: _Examined, loaded: Loaded) -> Capabilities:
+    """Return the capabilities of a plan.
+
+    Batches cannot be captured if TensorRT must wait for an output's size, or if the graph's separate context
+    cannot have the profile. Streamed weights are excluded because capturing them is untested.
+    """
+    signature, shares = examined.signature, examined.shares_profiles
+    is_capturable = examined.is_capturable and shares and not loaded.is_streaming and not signature.unbound
+    return Capabilities(
+        rows_fixed=signature.rows_fixed,
+        rows_min=signature.rows_min,
+        rows_max=signature.rows_max,
+        # If each profile belongs to one context at a time, the only context switches profiles.
+        contexts_max=None if shares else 1,
+        is_pure=True,
+        # How long an engine takes to enqueue a batch is only known once measured.
+        enqueue_may_block=True,
+        enqueue_nbytes=signature.enqueue_nbytes,
+        # With `update_device_memory_size_for_shapes` it knows what a batch needs.
+        reserves_arenas=loaded.abilities.sizes_memory,
+        is_capturable=is_capturable,
+        has_profiles=True,
+        has_ranges=True,
+    )
 
 
 def _shares_profiles(loaded: Loaded, context: Any) -> bool:

@@ -61,7 +61,9 @@ class Bench:
 
     def arena(self, nbytes=None):
         # Kept, as an enqueue returns before its batch has run.
-        self._buffers.append(self.device.allocate(self.model.enqueue_nbytes if nbytes is None else nbytes))
+        self._buffers.append(
+            self.device.allocate(self.model.capabilities.enqueue_nbytes if nbytes is None else nbytes)
+        )
         return self._buffers[-1]
 
     def fill(self, binding, seed=1):

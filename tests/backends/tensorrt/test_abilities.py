@@ -78,8 +78,8 @@ async def test_every_request_is_answered_by_the_one_context_that_can_be(load, ca
     model = load(spec)
     (warning,) = [text for text in caplog.messages if "PreviewFeature.PROFILE_SHARING_0806" in text]
     assert "runs on one execution context" in warning
-    assert model.contexts_max == 1
-    assert not model.is_capturable
+    assert model.capabilities.contexts_max == 1
+    assert not model.capabilities.is_capturable
     async with asynctrt.open(model, device=model.device, contexts=contexts) as engine:
         await check(engine, spec)
         assert (engine.statistics().contexts, engine.statistics().arenas) == (1, 1)
@@ -89,7 +89,7 @@ async def test_a_plan_that_shares_its_profiles_has_as_many_contexts_as_are_asked
     spec = EngineSpec()
     model = load(spec)
     assert not caplog.records
-    assert (model.contexts_max, model.is_capturable) == (None, True)
+    assert (model.capabilities.contexts_max, model.capabilities.is_capturable) == (None, True)
     async with asynctrt.open(model, device=model.device, contexts=3) as engine:
         assert engine.statistics().contexts == 3
         await check(engine, spec)
@@ -164,7 +164,7 @@ async def test_weights_are_not_streamed_before_10_1(load):
     """TensorRT 10.0 tells how much could be streamed, and lacks the budget that is set here."""
     spec = EngineSpec(weights_nbytes=8192, streamable_weights_nbytes=4096)
     model = load(spec, version="10.0.1.6")
-    assert model.is_capturable
+    assert model.capabilities.is_capturable
     async with asynctrt.open(model, device=model.device) as engine:
         await check(engine, spec)
 
@@ -172,7 +172,7 @@ async def test_weights_are_not_streamed_before_10_1(load):
 async def test_without_room_for_a_second_context_nothing_is_tried(load, little_reserve):
     spec = EngineSpec(persistent_nbytes=100_000, shares_profiles=True)
     model = load(spec, memory_nbytes=150_000)
-    assert model.contexts_max is None
+    assert model.capabilities.contexts_max is None
     async with asynctrt.open(model, device=model.device, contexts=1, max_rows=4) as engine:
         await check(engine, spec, 3)
 

@@ -493,7 +493,7 @@ def test_outputs_whose_shape_depends_on_the_data(bench):
         "output: float32[rows, input.1]",
         "positives: float32[rows, positives.1]",
     ]
-    assert not made.model.is_capturable
+    assert not made.model.capabilities.is_capturable
     context = made.model.create_context(made.device)
     arena = made.arena()
     bindings = {length: made.bind(context, input_1=length) for length in (1, 5, 32)}

@@ -99,8 +99,8 @@ def test_names_types_and_dimensions(bench):
         "mask: uint8[rows, mask.1]",
         "image: float32[rows, 16]",
     ]
-    assert model.rows_fixed is None
-    assert (model.rows_min, model.rows_max) == (1, 64)
+    assert model.capabilities.rows_fixed is None
+    assert (model.capabilities.rows_min, model.capabilities.rows_max) == (1, 64)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES.values(), "bfloat16"])
@@ -136,7 +136,7 @@ def test_a_shape_tensor_among_the_outputs():
 
 def test_a_fixed_batch(bench):
     model = bench(EngineSpec(fixed_rows=8)).model
-    assert model.rows_fixed == model.rows_max == model.rows_min == 8
+    assert model.capabilities.rows_fixed == model.capabilities.rows_max == model.capabilities.rows_min == 8
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,10 @@ def test_it_is_a_model(bench):
     assert isinstance(model, Model)
     assert model.name == "plan"
     assert model.platform == "tensorrt_plan"
-    assert model.is_capturable
+    assert model.capabilities.is_capturable
     assert model.weights_nbytes == 5000
-    assert model.enqueue_nbytes % 256 == 0
-    assert model.enqueue_nbytes >= EngineSpec().profile_nbytes(0)
+    assert model.capabilities.enqueue_nbytes % 256 == 0
+    assert model.capabilities.enqueue_nbytes >= EngineSpec().profile_nbytes(0)
     assert repr(model) == "<TensorRTModel plan tensorrt 11.4.0.106 on host contexts=0>"
 
 
@@ -80,7 +80,7 @@ def test_profiles_and_their_memory(bench):
     assert model.profile_of(((4,),), 8) == 1
     assert model.profile_of(((4,),), 9) == 0
     large, small = (profile.enqueue_nbytes for profile in model.signature.profiles)
-    assert small < large == model.enqueue_nbytes
+    assert small < large == model.capabilities.enqueue_nbytes
     with pytest.raises(InputError, match="profile 1 takes"):
         model.profile_of(((129,),), 1)
 
@@ -126,10 +126,10 @@ def test_a_plan_without_its_weights_is_refused(bench):
 
 
 def test_what_cannot_be_captured(bench):
-    assert not bench(EngineSpec(data_dependent=True)).model.is_capturable
+    assert not bench(EngineSpec(data_dependent=True)).model.capabilities.is_capturable
     streamed = EngineSpec(weights_nbytes=8192, streamable_weights_nbytes=4096)
-    assert bench(streamed).model.is_capturable
-    assert not bench(streamed, weight_streaming_budget=1000).model.is_capturable
+    assert bench(streamed).model.capabilities.is_capturable
+    assert not bench(streamed, weight_streaming_budget=1000).model.capabilities.is_capturable
 
 
 def test_weights_that_are_streamed(bench):
@@ -137,7 +137,9 @@ def test_weights_that_are_streamed(bench):
     made = bench(spec, weight_streaming_budget=20480)
     assert made.model.weights_nbytes == 61440
     assert made.model.memory_statistics().held_nbytes == 61440
-    assert made.model.enqueue_nbytes > bench(spec).model.enqueue_nbytes, "room for the weights on their way"
+    assert made.model.capabilities.enqueue_nbytes > bench(spec).model.capabilities.enqueue_nbytes, (
+        "room for the weights on their way"
+    )
     context = made.model.create_context(made.device)
     made.run(made.bind(context), 9, made.arena())
     context.close()

@@ -283,14 +283,14 @@ def test_the_double_refuses_another_gpu(bench):
 
 def test_a_compatible_plan_runs_where_it_was_not_built(bench):
     spec = EngineSpec(hardware_compatibility="AMPERE_PLUS")
-    assert bench(spec, plan=double_plan(spec, compute_capability=(8, 6))).model.rows_max == 64
+    assert bench(spec, plan=double_plan(spec, compute_capability=(8, 6))).model.capabilities.rows_max == 64
 
 
 def test_code_for_the_host_needs_trust(bench):
     spec = EngineSpec(version_compatible=True)
     plan = double_plan(spec, version="10.13.2.6")
     assert "allow_host_code=True" in refused(bench, plan)
-    assert bench(spec, plan=plan, allow_host_code=True).model.rows_max == 64
+    assert bench(spec, plan=plan, allow_host_code=True).model.capabilities.rows_max == 64
 
 
 def test_a_plan_without_its_lean_runtime(bench, tmp_path):

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from asynctrt._util import clock
-from asynctrt.backends.base import ModelBase
+from asynctrt.backends.base import Capabilities, ModelBase
 from asynctrt.errors import DeviceError
 from asynctrt.tensors import TensorSpec
 
@@ -101,7 +101,6 @@ class SpinModel(ModelBase):
     """
 
     platform = "benchmark"
-    is_capturable = True
 
     def __init__(
         self,
@@ -122,9 +121,9 @@ class SpinModel(ModelBase):
         self.name = "spin"
         self.inputs = (TensorSpec("input", np.dtype("float32"), row),)
         self.outputs = (TensorSpec("output", np.dtype("float32"), row),)
-        self.enqueue_nbytes = enqueue_nbytes
-        self.rows_fixed = rows_fixed
-        self.rows_max = rows_max
+        self.capabilities = Capabilities(
+            is_capturable=True, enqueue_nbytes=enqueue_nbytes, rows_fixed=rows_fixed, rows_max=rows_max
+        )
         self.contexts = []
 
     def create_context(self, device):

@@ -22,6 +22,7 @@ import asyncio
 import statistics
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import uvloop
@@ -323,7 +324,7 @@ def main():
         subject = Subject(device, "float32" if options.device == "host" else options.dtype)
         by_hand = (SleepsByHand if options.device == "host" else ByHand)(device, subject)
         service = service_s(by_hand, subject.images)
-    subject.model.enqueue_may_block = options.may_block
+    subject.model.capabilities = replace(subject.model.capabilities, enqueue_may_block=options.may_block)
     asynctrt.tune_process()  # Collections of what torch has loaded would hold the loop for 50 ms.
     capacity = SIZES[-1] / service[SIZES[-1]]["compute"]
     rates = {f"{share:.0%}": share * capacity for share in map(float, options.shares.split(","))}

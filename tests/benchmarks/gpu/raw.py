@@ -112,8 +112,10 @@ class RawLoop:
     ):
         streams = [device.create_stream() for _ in range(depth if is_overlapped else 1)]
         self._streams = streams
-        self._arenas = Arenas(device, arenas, nbytes=max(model.enqueue_nbytes, 1))
-        memory = [arena.memory if model.enqueue_nbytes else None for arena in self._arenas.arenas]
+        self._arenas = Arenas(device, arenas, nbytes=max(model.capabilities.enqueue_nbytes, 1))
+        memory = [
+            arena.memory if model.capabilities.enqueue_nbytes else None for arena in self._arenas.arenas
+        ]
         # A batch waits for the one that computes in its arena before it, if that is on another stream.
         self._behind = arenas if is_overlapped and arenas < depth else 0
         self.batches = [

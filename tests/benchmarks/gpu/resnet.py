@@ -107,7 +107,7 @@ class Subject:
 
 def opened(model, device, options):
     return asynctrt.open(
-        model, device=device, contexts=CONTEXTS, waiting=options.waiting, max_rows=model.rows_max
+        model, device=device, contexts=CONTEXTS, waiting=options.waiting, max_rows=model.capabilities.rows_max
     )
 
 

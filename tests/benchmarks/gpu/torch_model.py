@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torchvision
 
-from asynctrt.backends.base import ModelBase
+from asynctrt.backends.base import Capabilities, ModelBase
 from asynctrt.devices.cuda.bindings import driver
 from asynctrt.tensors import TensorSpec
 
@@ -38,12 +38,12 @@ class ResNet50(ModelBase):
     """
 
     platform = "benchmark"
-    # It is a graph already, and torch's to launch.
-    is_capturable = False
 
     def __init__(self, device, dtype, sizes):
         self.name = f"resnet50, {dtype} images"
-        self.sizes, self.rows_max = sizes, sizes[-1]
+        self.sizes = sizes
+        # Not capturable: it is a graph already, and torch launches it.
+        self.capabilities = Capabilities(rows_max=sizes[-1])
         self.inputs = (TensorSpec("image", np.dtype(dtype), IMAGE),)
         self.outputs = (TensorSpec("logits", np.dtype("float32"), (CLASSES,)),)
         self.device = torch.device("cuda", device.ordinal)
@@ -56,7 +56,7 @@ class ResNet50(ModelBase):
     def sized(self, sizes):
         """Return the same network, to be captured for other batch sizes."""
         model = copy(self)
-        model.sizes, model.rows_max = sizes, sizes[-1]
+        model.sizes, model.capabilities = sizes, Capabilities(rows_max=sizes[-1])
         return model
 
     def create_context(self, device):
