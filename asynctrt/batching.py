@@ -13,6 +13,7 @@ import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import Context
+from dataclasses import replace
 from types import AsyncGeneratorType, MethodType, TracebackType
 from typing import (
     Any,

@@ -125,7 +125,6 @@ class FunctionModel(ModelBase):
         function or spec, and for a function that is a generator or accepts neither one argument nor two.
     """
 
-
     def __init__(
         self,
         function: BatchFunction,

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from asynctrt._util import clock
-from asynctrt.backends.base import Model, RangedModel
+from asynctrt.backends.base import Model, ranged_model
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
 from asynctrt.runtime.probe import INTEGERS, NoRowsError, Probe, Sample, differing, made_up, said_of
@@ -84,7 +84,8 @@ class Lengths:
         self._probe, self._model, self._pool, self._shapes = probe, model, pool, shapes
         self._on_host = on_host
         self._inputs = split_shared(model.inputs)[0]
-        self._limits = Limits(model.ranges_of if isinstance(model, RangedModel) else None)
+        ranged = ranged_model(model)
+        self._limits = Limits(None if ranged is None else ranged.ranges_of)
         self._times: list[tuple[int, int]] = []
         self._guesses: Guesses = ()
 
