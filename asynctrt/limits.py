@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from asynctrt._util import clock
-from asynctrt._util.nesting import Run, Runs
+from asynctrt._util.nesting import NestedRun, Runs
 from asynctrt._util.validation import int_or_none, timeout_ns_of
 from asynctrt.errors import DeadlineError, InputError, show
 
@@ -20,7 +20,7 @@ class Limits:
 
     deadline_ns: int | None = None
     priority: int = 0
-    run: Run | None = None
+    run: NestedRun | None = None
     """The run of a function that the work is part of, or was part of: it may be over."""
 
     def left_ns(self) -> int | None:
@@ -62,7 +62,7 @@ hold_no_longer = _LIMITS.reset
 """Restore the previous limits."""
 
 
-def run_here() -> Run | None:
+def run_here() -> NestedRun | None:
     """Return the run of a function that this code is part of, or ``None``."""
     limits = _LIMITS.get()
     if limits is None or limits.run is None or limits.run.is_over:

@@ -22,18 +22,18 @@ class Runs:
     def __init__(self, name: str) -> None:
         self.name = name
         # In the order of their start. Threads and event loops add and remove runs.
-        self._active: dict[Run, None] = {}
+        self._active: dict[NestedRun, None] = {}
 
     def __repr__(self) -> str:
         return f"<Runs of {self.name!r} active={len(self._active)}>"
 
-    def begin(self) -> "Run":
+    def begin(self) -> "NestedRun":
         """Start and return a run."""
-        run = Run(self)
+        run = NestedRun(self)
         self._active[run] = None
         return run
 
-    def end(self, run: "Run") -> None:
+    def end(self, run: "NestedRun") -> None:
         """Remove a run that is over."""
         self._active.pop(run, None)
 
@@ -42,7 +42,7 @@ class Runs:
         return [runs for run in self._active.copy() for runs in run.awaited()]
 
 
-class Run:
+class NestedRun:
     """One run of a function. Its context holds the run, so tasks and threads that it starts belong to it too.
 
     Whether the run waits for a task that it started, as with ``asyncio.gather``, cannot be detected. So such

@@ -15,7 +15,7 @@ FORGIVEN_AFTER: Final = 1024
 process now and then, whatever it runs."""
 
 
-class Pace:
+class InlinePolicy:
     """The durations of the latest runs of some work, which decide whether to run it in place.
 
     :param short_ns: the approximate cost of handing work to a thread and getting its result.
@@ -58,14 +58,14 @@ class Pace:
 class Paces:
     """The paces of several kinds of work, which any thread may run.
 
-    :param short_ns: as for :class:`Pace`.
+    :param short_ns: as for :class:`InlinePolicy`.
     :param labels_max: the number of kinds to remember.
     """
 
     def __init__(self, short_ns: int, labels_max: int) -> None:
         self._short_ns = short_ns
         self._labels_max = labels_max
-        self._paces: dict[Hashable, Pace] = {}
+        self._paces: dict[Hashable, InlinePolicy] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -83,5 +83,5 @@ class Paces:
             if pace is None:
                 if len(self._paces) >= self._labels_max:
                     self._paces.clear()
-                pace = self._paces[label] = Pace(self._short_ns)
+                pace = self._paces[label] = InlinePolicy(self._short_ns)
             pace.observe(duration_ns, in_place=in_place)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Protocol
 
-from asynctrt._util.nesting import Run, Runs
+from asynctrt._util.nesting import NestedRun, Runs
 from asynctrt._util.validation import output_names, priority_of, timeout_ns_of
 from asynctrt.core.inputs import InputCheck, Inputs, Outputs
 from asynctrt.core.splitting import SplitCall
@@ -177,7 +177,7 @@ class DrivenEngine(Engine):
         :raises InputError: if they cannot.
         """
 
-    def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int, Run | None]:
+    def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int, NestedRun | None]:
         """Return a call's timeout in ns and its priority, limited by :func:`asynctrt.within`.
 
         Also return the function's run that makes the call, if there is one.
@@ -197,7 +197,7 @@ class DrivenEngine(Engine):
             run.check(self._runs)
         return timeout_ns, level, run
 
-    def _wait_in(self, run: Run, requests: Sequence[Request]) -> None:
+    def _wait_in(self, run: NestedRun, requests: Sequence[Request]) -> None:
         """Record that a run of a function waits for requests of this engine."""
         for request in requests:
             run.wait_for(self._runs, request.future)

@@ -5,6 +5,6 @@ them and touches nothing else. :func:`diagnose` does both.
 """
 
 from asynctrt.doctor.diagnosis import diagnose
-from asynctrt.doctor.findings import SICK, Finding, Level, Report
+from asynctrt.doctor.findings import SICK, Finding, Findings, Level
 
-__all__ = ["SICK", "Finding", "Level", "Report", "diagnose"]
+__all__ = ["SICK", "Finding", "Findings", "Level", "diagnose"]

@@ -38,7 +38,7 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProbeOutcome:
     """How a probe ended, and its answer."""
 
     ending: Ending
@@ -53,7 +53,9 @@ class Outcome:
         return self.value is not None
 
 
-def ask(probe: str | Path, *args: str, timeout_s: float, env: Mapping[str, str] | None = None) -> Outcome:
+def ask(
+    probe: str | Path, *args: str, timeout_s: float, env: Mapping[str, str] | None = None
+) -> ProbeOutcome:
     """Run a probe in a child process, and return how it ended. Blocks for ``timeout_s`` at most.
 
     :param probe: the name of a probe of this package, or the path of a file with a function ``probe``, which
@@ -85,24 +87,24 @@ def ask(probe: str | Path, *args: str, timeout_s: float, env: Mapping[str, str] 
         return _outcome(code, raw, said.decode(errors="replace"), timeout_s)
 
 
-def _outcome(code: int | None, raw: bytes, said: str, timeout_s: float) -> Outcome:
+def _outcome(code: int | None, raw: bytes, said: str, timeout_s: float) -> ProbeOutcome:
     """Return the outcome for a child's exit status, answer and standard error."""
     value = None
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(raw)
     when = " once it had answered" if value is not None else ""
     if code is None:
-        return Outcome(Ending.HUNG, value, f"it did not end within {timeout_s:g} s{when}")
+        return ProbeOutcome(Ending.HUNG, value, f"it did not end within {timeout_s:g} s{when}")
     if code < 0:
         names = {one.value: one.name for one in signal.Signals}
-        return Outcome(Ending.CRASHED, value, f"{names.get(-code, f'signal {-code}')}{when}")
+        return ProbeOutcome(Ending.CRASHED, value, f"{names.get(-code, f'signal {-code}')}{when}")
     if code:
         # The last line is the exception, below its traceback.
         last = said.strip().rpartition("\n")[2].strip()[:SAID_CHARS_MAX]
-        return Outcome(Ending.FAILED, said=last or f"it ended with status {code}")
+        return ProbeOutcome(Ending.FAILED, said=last or f"it ended with status {code}")
     if value is None:
-        return Outcome(Ending.FAILED, said=f"its answer was {raw[:60]!r}")
-    return Outcome(Ending.ANSWERED, value)
+        return ProbeOutcome(Ending.FAILED, said=f"its answer was {raw[:60]!r}")
+    return ProbeOutcome(Ending.ANSWERED, value)
 
 
 def _file(name: str) -> IO[bytes]:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from asynctrt.doctor.checks import drivers, engines, gpus, machine, packages
-from asynctrt.doctor.children import Ending, Outcome, ask
+from asynctrt.doctor.children import Ending, ProbeOutcome, ask
 from asynctrt.doctor.facts import Ask, Facts, gather
-from asynctrt.doctor.findings import Level, Report
+from asynctrt.doctor.findings import Findings, Level
 from asynctrt.errors import DeviceUnavailableError, OptionsError, show
 
 DEVICE: Final = re.compile(r"host|cuda:\d+")
@@ -21,7 +21,7 @@ ADVICE_PROBES: Final = ("driver", "nvml")
 """The probes that concern the driver, and are quick."""
 
 
-def diagnose(device: str | None = None, *, timeout: float = TIMEOUT_S) -> Report:
+def diagnose(device: str | None = None, *, timeout: float = TIMEOUT_S) -> Findings:
     """Examine this machine and return a report. Blocks for seconds, while libraries are loaded.
 
     Nothing is loaded into this process: anything that may crash or hang runs in child processes.
@@ -40,11 +40,11 @@ def diagnose(device: str | None = None, *, timeout: float = TIMEOUT_S) -> Report
     return conclude(gather(device=device, timeout_s=timeout))
 
 
-def conclude(facts: Facts) -> Report:
+def conclude(facts: Facts) -> Findings:
     """Return the report that follows from the facts."""
     # Earlier findings explain later ones.
     checks = (drivers.check, gpus.check, packages.check, machine.check, engines.check)
-    return Report(tuple(finding for check in checks for finding in check(facts)))
+    return Findings(tuple(finding for check in checks for finding in check(facts)))
 
 
 def advise(
@@ -57,9 +57,11 @@ def advise(
     :param ask: runs a probe; for tests.
     """
 
-    def ask_some(probe: str, *args: str, **more: object) -> Outcome:
+    def ask_some(probe: str, *args: str, **more: object) -> ProbeOutcome:
         return (
-            ask(probe, *args, **more) if probe in ADVICE_PROBES else Outcome(Ending.FAILED, said="not asked")
+            ask(probe, *args, **more)
+            if probe in ADVICE_PROBES
+            else ProbeOutcome(Ending.FAILED, said="not asked")
         )
 
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.backends.tensorrt_options import FLAVOURS
-from asynctrt.doctor.children import Outcome, ask
+from asynctrt.doctor.children import ProbeOutcome, ask
 from asynctrt.doctor.machine import Machine, read_machine
 
 CHILDREN_MAX: Final = 4
@@ -21,7 +21,7 @@ CHILDREN_MAX: Final = 4
 PACKAGES: Final = ("onnxruntime", "cuda.bindings.driver", "uvloop")
 """The packages whose import is tried, besides those of TensorRT."""
 
-Ask = Callable[..., Outcome]
+Ask = Callable[..., ProbeOutcome]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Facts:
     """The versions of installed packages, by name in lower case with hyphens."""
     needed: Mapping[str, str]
     """The minimum versions of the packages that asynctrt requires."""
-    driver: Outcome
-    nvml: Outcome
-    kernel_log: Outcome
-    packages: Mapping[str, Outcome]
+    driver: ProbeOutcome
+    nvml: ProbeOutcome
+    kernel_log: ProbeOutcome
+    packages: Mapping[str, ProbeOutcome]
     """The outcome of importing each package of TensorRT and each of ``PACKAGES``."""
-    engines: Mapping[str, Outcome]
+    engines: Mapping[str, ProbeOutcome]
     """The outcome of trying each device, and a ``worker``."""
 
     @property
@@ -72,7 +72,7 @@ def gather(
     place = str(Path(__file__).parents[2])
     ours = {**env, "PYTHONPATH": os.pathsep.join(filter(None, (place, env.get("PYTHONPATH"))))}
 
-    def run(probe: str, *args: str, env: Mapping[str, str] = env) -> Outcome:
+    def run(probe: str, *args: str, env: Mapping[str, str] = env) -> ProbeOutcome:
         return ask(probe, *args, timeout_s=timeout_s, env=env)
 
     # In exclusive mode a GPU accepts one process at a time, so probes that use it run alone.

@@ -41,7 +41,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Findings:
     """All findings about a machine, in the order in which they are best read."""
 
     findings: tuple[Finding, ...]

@@ -23,7 +23,7 @@ from asynctrt.loadtest.report import (
     StepFigures,
     StreamFigures,
 )
-from asynctrt.loadtest.runner import OWN_ERROR, Outcome
+from asynctrt.loadtest.runner import OWN_ERROR, ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.statistics import (
     STEADY_LEAST,
@@ -62,7 +62,7 @@ class Counted:
     """Hold the counts of all processes for one run."""
 
     windows: Windows
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[ProcessResult]
     resources: Resources
     is_server: bool
     is_enough: bool = False

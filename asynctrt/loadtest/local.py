@@ -16,7 +16,7 @@ from asynctrt.loadtest.limits import room
 from asynctrt.loadtest.opening import opened
 from asynctrt.loadtest.plans import ProcessPlan, make_plan, trace_shapes
 from asynctrt.loadtest.recorder import Windows
-from asynctrt.loadtest.runner import Outcome, Runner
+from asynctrt.loadtest.runner import ProcessResult, Runner
 from asynctrt.loadtest.samples import Sample, make_samples
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import SEND_APART, BatchCounters, Target, TargetSpec
@@ -88,7 +88,7 @@ class Local:
 
     async def run(
         self, plan: ProcessPlan, emit: Callable[[Windows], None], start_ns: int | None = None
-    ) -> Outcome:
+    ) -> ProcessResult:
         """Perform one run; see :meth:`Runner.run`. For a set start, call :meth:`count` before."""
         if start_ns is None:
             await self.count()

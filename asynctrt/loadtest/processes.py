@@ -21,7 +21,7 @@ from asynctrt.loadtest.local import Local
 from asynctrt.loadtest.opening import find_modules
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Windows
-from asynctrt.loadtest.runner import Outcome
+from asynctrt.loadtest.runner import ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 
@@ -31,7 +31,7 @@ CLOSE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ProcessReady:
     """Report that a process has opened its target: the model's name, and the target's kind."""
 
     name: str
@@ -40,7 +40,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order a process to plan one run. Once all have planned, :class:`Start` follows."""
+    """Order a process to plan one run. Once all have planned, :class:`ProcessStart` follows."""
 
     settings: LoadSettings
 
@@ -53,7 +53,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ProcessStart:
     """Order a process to start the planned run at ``at_ns`` on :func:`asynctrt._util.clock.now_ns`."""
 
     at_ns: int
@@ -63,11 +63,11 @@ class Start:
 class Done:
     """Report that a run has ended."""
 
-    outcome: Outcome
+    outcome: ProcessResult
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ProcessFailed:
     """Report that a process failed, and why."""
 
     error: AsynctrtError
@@ -94,11 +94,13 @@ def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings,
             backend_options={"use_uvloop": True},
         )
     except AsynctrtError as error:
-        connection.send(Failed(_portable(error)))
+        connection.send(ProcessFailed(_portable(error)))
     except BrokenPipeError:
         return  # The parent is gone.
     except Exception as error:
-        connection.send(Failed(InternalError(f"a sending process failed: {type(error).__name__}: {error}")))
+        connection.send(
+            ProcessFailed(InternalError(f"a sending process failed: {type(error).__name__}: {error}"))
+        )
 
 
 async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
@@ -119,13 +121,13 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
 
         _receive(connection, loop, take, CLOSE)
         calm_gc()
-        connection.send(Ready(local.target.name, local.target.kind))
+        connection.send(ProcessReady(local.target.name, local.target.kind))
         while isinstance(order := await orders.get(), Order):
             plan = local.plan(order.settings, share, order.settings.processes)
             await local.count()
             connection.send(Planned(plan))
             start = await orders.get()
-            if not isinstance(start, Start):
+            if not isinstance(start, ProcessStart):
                 return
             if is_stopped:  # Stopped during planning: end the run as soon as it starts.
                 loop.call_soon(local.stop)
@@ -193,7 +195,7 @@ class Fleet:
         try:
             for _ in fleet._processes:
                 ready = await fleet._next()
-                assert isinstance(ready, Ready)
+                assert isinstance(ready, ProcessReady)
                 fleet.name, fleet.kind = ready.name, ready.kind
             yield fleet
         finally:
@@ -210,13 +212,13 @@ class Fleet:
 
     async def run(
         self, settings: LoadSettings, emit: Callable[[Windows], None]
-    ) -> tuple[ProcessPlan, list[Outcome]]:
+    ) -> tuple[ProcessPlan, list[ProcessResult]]:
         """Perform one run in all processes."""
         self._tell(Order(settings))
         # Planning may be slow, for example to read a trace, so no process starts before all have planned.
         planned = [await self._next() for _ in self._processes]
-        self._tell(Start(clock.now_ns() + LEAD_NS))
-        outcomes: list[Outcome] = []
+        self._tell(ProcessStart(clock.now_ns() + LEAD_NS))
+        outcomes: list[ProcessResult] = []
         while len(outcomes) < len(self._processes):
             message = await self._next()
             if isinstance(message, Done):
@@ -237,7 +239,7 @@ class Fleet:
 
     async def _next(self) -> Any:
         share, message = await self._messages.get()
-        if isinstance(message, Failed):
+        if isinstance(message, ProcessFailed):
             raise message.error
         if message is None:
             await asyncio.to_thread(self._processes[share].join, CLOSE_S)

@@ -59,7 +59,7 @@ OWN_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOB
 
 
 @dataclass(slots=True)
-class Outcome:
+class ProcessResult:
     """Hold the results of one process in one run, apart from its windows."""
 
     cpu_ns: int = 0
@@ -129,7 +129,7 @@ class Runner:
         self._counted = 0  # Measured requests only.
         self._answers = self._answers_before = 0
         self._callers = 0
-        self._outcome = Outcome()
+        self._outcome = ProcessResult()
         self._first = first
         self._before: BatchCounters | None = None
         self._handle: asyncio.TimerHandle | None = None
@@ -147,7 +147,7 @@ class Runner:
             self._sending = False
             self._backlog.clear()
 
-    async def run(self, start_ns: int, emit: Callable[[Windows], None]) -> Outcome:
+    async def run(self, start_ns: int, emit: Callable[[Windows], None]) -> ProcessResult:
         """Send all requests, starting at ``start_ns``, and return once each is answered or given up.
 
         :param start_ns: the start on the clock, the same for all processes.

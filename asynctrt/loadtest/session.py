@@ -18,7 +18,7 @@ from asynctrt.loadtest.plans import ProcessPlan, resolve, window_seconds
 from asynctrt.loadtest.processes import Fleet
 from asynctrt.loadtest.recorder import Windows, merge
 from asynctrt.loadtest.report import Run
-from asynctrt.loadtest.runner import Outcome
+from asynctrt.loadtest.runner import ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.options import Options
@@ -173,7 +173,7 @@ class LoadSession:
 
     async def _looked_at(
         self, sender: Local | Fleet, case: LoadCase, monitor: ResourceMonitor
-    ) -> tuple[ProcessPlan, list[Outcome]]:
+    ) -> tuple[ProcessPlan, list[ProcessResult]]:
         """Perform the run itself, and poll its resources and confidence intervals."""
         progress, settings = self.progress, case.settings
         self._is_enough = False

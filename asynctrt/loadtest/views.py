@@ -38,7 +38,7 @@ CAPTIONS: Final = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RunGroup:
     """Group runs that are shown together: repetitions of the same case, or a single run."""
 
     name: str
@@ -94,7 +94,7 @@ def main_run(report: Report) -> Run | None:
     return max(best, key=lambda run: run.throughput)
 
 
-def groups(report: Report) -> list[Group]:
+def groups(report: Report) -> list[RunGroup]:
     """Group runs for comparison. If there are too many groups, choose evenly from the first to the last."""
     if report.comparison is not None:
         labels = report.comparison.a, report.comparison.b
@@ -102,23 +102,23 @@ def groups(report: Report) -> list[Group]:
         if not all(parts):
             parts = [report.runs[::2], report.runs[1::2]]
         named = zip("AB", labels, parts, strict=True)
-        return [Group(f"{key}: {plain_label(label)}", key, part) for key, label, part in named if part]
+        return [RunGroup(f"{key}: {plain_label(label)}", key, part) for key, label, part in named if part]
     if report.kind in ("run", "repeats"):
         count = len(report.runs)
         name = f"{count} repetitions" if count > 1 else ""
-        return [Group(name, name, report.runs)] if count else []
+        return [RunGroup(name, name, report.runs)] if count else []
     found = list(by_label(report).items())
     if len(found) > GROUPS_MAX:
         step = (len(found) - 1) / (GROUPS_MAX - 1)
         found = [found[round(place * step)] for place in range(GROUPS_MAX)]
     names = [f"{label} (void)" if any(run.void for run in runs) else label for label, runs in found]
-    return [Group(name, name, runs) for name, (_, runs) in zip(names, found, strict=True)]
+    return [RunGroup(name, name, runs) for name, (_, runs) in zip(names, found, strict=True)]
 
 
-def main_groups(report: Report, *kinds: str) -> list[Group]:
+def main_groups(report: Report, *kinds: str) -> list[RunGroup]:
     """Return only the representative run for these kinds of reports, and all groups for other kinds."""
     main = main_run(report)
-    return [Group("", "", (main,))] if report.kind in kinds and main is not None else groups(report)
+    return [RunGroup("", "", (main,))] if report.kind in kinds and main is not None else groups(report)
 
 
 def plain_label(label: str) -> str:

@@ -34,7 +34,7 @@ REPLACED: Final = {"float64": "FLOAT", "int64": "INT32", "uint64": "INT32"}
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSource:
+class OnnxContent:
     """The content of an ONNX model, and the digests that identify it."""
 
     path: Path
@@ -95,7 +95,7 @@ def build(
     return BuiltPlan(target, manifest)
 
 
-def read_source(path: Path) -> ModelSource:
+def read_source(path: Path) -> OnnxContent:
     """Read an ONNX file, and digest it and its external files.
 
     :raises ModelNotFoundError, ModelError: if there is no such file, or it cannot be read.
@@ -108,11 +108,11 @@ def read_source(path: Path) -> ModelSource:
             f"{str(path)!r} has more than 2 GiB, which no ONNX file can. Export it with its weights outside "
             "(save_as_external_data)"
         )
-    return ModelSource(path, content, hashlib.sha256(content).hexdigest(), _external(path, content))
+    return OnnxContent(path, content, hashlib.sha256(content).hexdigest(), _external(path, content))
 
 
 def build_from(
-    source: ModelSource,
+    source: OnnxContent,
     flavour: Any,
     options: BuildOptions,
     *,
@@ -158,7 +158,7 @@ def write_plan(target: Path, content: bytes, manifest: Manifest) -> None:
 
 
 def _describe(
-    source: ModelSource, built: Built, options: BuildOptions, gpu: str | None, key: Mapping[str, Any]
+    source: OnnxContent, built: Built, options: BuildOptions, gpu: str | None, key: Mapping[str, Any]
 ) -> Manifest:
     return Manifest(
         plan_digest=hashlib.sha256(built.content).hexdigest(),
@@ -185,7 +185,7 @@ def _tensor(tensor: NetworkTensor) -> ManifestTensor:
     return ManifestTensor(tensor.name, tensor.dtype, dims)
 
 
-def _changes(source: ModelSource, built: Built) -> list[str]:
+def _changes(source: OnnxContent, built: Built) -> list[str]:
     """Return a note on each input and output whose type TensorRT has replaced."""
     try:
         # Imported only when needed, because it is optional.

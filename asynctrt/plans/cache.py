@@ -24,7 +24,7 @@ from asynctrt.backends.tensorrt.manifest import SUFFIX, manifest_path, read_mani
 from asynctrt.backends.tensorrt.plan import Plan, read_header
 from asynctrt.devices.base import Device, mib
 from asynctrt.errors import MissingExtraError, ModelError, OptionsError, UsageError
-from asynctrt.plans.building import ModelSource, build_from, read_source, write_plan
+from asynctrt.plans.building import OnnxContent, build_from, read_source, write_plan
 from asynctrt.plans.digest import digest_of
 from asynctrt.plans.plan_file import installed_versions
 
@@ -115,7 +115,7 @@ class PlanCache:
                 "to a folder that can be written, or build the plan with asynctrt build, and open that"
             ) from error
 
-    def _find(self, path: Path, source: ModelSource) -> tuple[Plan | None, str | None]:
+    def _find(self, path: Path, source: OnnxContent) -> tuple[Plan | None, str | None]:
         """Return an entry, or why it cannot be used; ``None`` for both if it does not exist."""
         try:
             with open_regular(path, follow=False) as file:
@@ -157,7 +157,7 @@ class PlanCache:
 
     def _build(
         self,
-        source: ModelSource,
+        source: OnnxContent,
         device: Device,
         facts: Mapping[str, Any],
         options: BuildOptions,
@@ -220,7 +220,7 @@ def plan_for(
     return (cache or PlanCache.of_user()).plan_for(model, device, flavour, options)
 
 
-def _facts(source: ModelSource, device: Device, flavour: str | None, options: BuildOptions) -> dict[str, Any]:
+def _facts(source: OnnxContent, device: Device, flavour: str | None, options: BuildOptions) -> dict[str, Any]:
     """Return everything that a plan depends on."""
     chosen, version = _builder(flavour or options.flavour)
     settings = replace(options, flavour=chosen).as_json()

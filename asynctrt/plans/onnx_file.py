@@ -72,7 +72,7 @@ class ExternalFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Batching:
+class BatchAxes:
     """The axis that counts rows, and whether batching is possible."""
 
     rows: str | int | None
@@ -111,7 +111,7 @@ class OnnxFile:
     foreign_operators: tuple[str, ...]
     """Operators of domains other than ONNX's own, which a runtime may lack."""
     functions: int
-    batching: Batching
+    batching: BatchAxes
     notes: tuple[str, ...]
     """What TensorRT does differently with this model, or cannot do."""
 
@@ -278,12 +278,12 @@ def _external(path: Path, tensors: Iterable[Any]) -> tuple[ExternalFile, ...]:
     return tuple(found)
 
 
-def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[OnnxTensor, ...]) -> Batching:
+def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[OnnxTensor, ...]) -> BatchAxes:
     """Return the axis that counts rows, by the same rules as when an ONNX model is opened."""
     try:
         axes = read_axes(model, [_declared(one) for one in inputs], [_declared(one) for one in outputs])
     except ModelError as error:
-        return Batching(None, str(error), "", "", ())
+        return BatchAxes(None, str(error), "", "", ())
     free = dict.fromkeys(dim for spec in axes.inputs for dim in spec.dims if isinstance(dim, str))
     firsts = [
         one.dims[spec.axis]
@@ -292,7 +292,7 @@ def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[Onn
     ]
     names = {str(dim) for dim in firsts if _is_name(dim)}
     rows = axes.rows_fixed if axes.rows_fixed is not None else " or ".join(sorted(names)) or None
-    return Batching(None if axes.alone else rows, None, axes.alone, axes.doubt, tuple(free))
+    return BatchAxes(None if axes.alone else rows, None, axes.alone, axes.doubt, tuple(free))
 
 
 def _declared(one: OnnxTensor) -> Declared:

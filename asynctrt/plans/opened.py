@@ -46,7 +46,7 @@ class OpenedProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryEstimate:
     """An estimate of the device memory of an engine with this model."""
 
     contexts: int
@@ -95,7 +95,7 @@ class Opened:
     specialises: bool = False
     """Whether shapes of rows that recur get contexts of their own, which are told all sizes."""
     engine: EngineDetails | None = None
-    memory: Memory | None = None
+    memory: MemoryEstimate | None = None
 
 
 def open_file(
@@ -199,7 +199,7 @@ def _tensors(specs: Sequence[TensorSpec]) -> tuple[OpenedTensor, ...]:
     return tuple(OpenedTensor(spec.name, spec.dtype.name, spec.shape("rows")) for spec in specs)
 
 
-def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) -> Memory:
+def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) -> MemoryEstimate:
     contexts = min(contexts, model.capabilities.contexts_max or contexts)
     before = model.memory_statistics().held_nbytes
     context = model.create_context(device)
@@ -207,7 +207,7 @@ def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) ->
         kept = max(0, model.memory_statistics().held_nbytes - before)
     finally:
         context.close()
-    return Memory(
+    return MemoryEstimate(
         contexts,
         min(arenas, contexts),
         model.weights_nbytes,

@@ -29,7 +29,7 @@ BEGINNING_NBYTES: Final = max(HEADER_NBYTES, 4096)
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class PlanRunner:
     """One of TensorRT's packages, and whether it runs a plan."""
 
     package: str
@@ -59,7 +59,7 @@ class PlanFile:
     """The GPUs that it was built for; ``None`` for plans of TensorRT, whose headers do not say."""
     surplus_nbytes: int
     """The number of bytes after the plan's end, which the digest also covers."""
-    runners: tuple[Runner, ...]
+    runners: tuple[PlanRunner, ...]
     manifest: Manifest | None
     """The manifest beside it, if it describes exactly these bytes."""
 
@@ -118,30 +118,30 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def judge(header: PlanHeader, installed: Mapping[str, str]) -> tuple[Runner, ...]:
+def judge(header: PlanHeader, installed: Mapping[str, str]) -> tuple[PlanRunner, ...]:
     """Return whether each package can run a plan, judged by versions only."""
     is_rtx = header.tag == TAG_RTX
     return tuple(_judge(header, name, installed.get(name)) for name in FLAVOURS if ("rtx" in name) == is_rtx)
 
 
-def _judge(header: PlanHeader, name: str, here: str | None) -> Runner:
+def _judge(header: PlanHeader, name: str, here: str | None) -> PlanRunner:
     if here is None:
-        return Runner(name, None, "not installed", f"pip install 'asynctrt[{EXTRAS[name]}]'")
+        return PlanRunner(name, None, "not installed", f"pip install 'asynctrt[{EXTRAS[name]}]'")
     numbers = tuple(int(number) for number in re.findall(r"\d+", here)[:4])
     needs_compatible = name in ("tensorrt_lean", "tensorrt_dispatch")
     if numbers == header.version:
         if needs_compatible:
-            return Runner(name, here, "maybe", "it runs only plans that were built version-compatible")
-        return Runner(name, here, "yes", "the version that built it")
+            return PlanRunner(name, here, "maybe", "it runs only plans that were built version-compatible")
+        return PlanRunner(name, here, "yes", "the version that built it")
     if "rtx" in name:
-        return Runner(name, here, "no", "it runs plans of its own version alone. Rebuild the plan")
+        return PlanRunner(name, here, "no", "it runs plans of its own version alone. Rebuild the plan")
     if header.version > numbers:
-        return Runner(name, here, "no", "the plan was built by a later version. Update, or rebuild it")
+        return PlanRunner(name, here, "no", "the plan was built by a later version. Update, or rebuild it")
     if header.version[:2] < COMPATIBLE_SINCE:
-        return Runner(name, here, "no", "plans of versions before 8.6 run nowhere else. Rebuild it")
+        return PlanRunner(name, here, "no", "plans of versions before 8.6 run nowhere else. Rebuild it")
     if header.version < compatible_since(numbers):
         last = "the last version that runs plans of TensorRT 8 is TensorRT 10. Install that, or rebuild it"
-        return Runner(name, here, "no", last)
-    return Runner(
+        return PlanRunner(name, here, "no", last)
+    return PlanRunner(
         name, here, "maybe", "only if it was built version-compatible, and with allow_host_code=True"
     )

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt.backends.tensorrt.manifest import Manifest
 from asynctrt.devices.base import mib
-from asynctrt.plans.opened import Memory, Opened
+from asynctrt.plans.opened import MemoryEstimate, Opened
 from asynctrt.plans.plan_file import PlanFile
 
 if TYPE_CHECKING:  # It needs an optional package.
-    from asynctrt.plans.onnx_file import Batching, OnnxFile
+    from asynctrt.plans.onnx_file import BatchAxes, OnnxFile
 
 WIDTH: Final = 80
 LABEL: Final = 14
@@ -137,7 +137,7 @@ def _of_onnx(found: "OnnxFile") -> Iterator[str]:
         yield from _row("note", note)
 
 
-def _batching(batching: "Batching") -> Iterator[str]:
+def _batching(batching: "BatchAxes") -> Iterator[str]:
     if batching.refusal:
         yield from _row("batching", f"not possible: {batching.refusal}")
         return
@@ -180,7 +180,7 @@ def _weights(opened: Opened) -> str:
     return ", ".join(said)
 
 
-def _memory(memory: Memory) -> Iterator[str]:
+def _memory(memory: MemoryEstimate) -> Iterator[str]:
     slab = "slabs of unknown size" if memory.slab_nbytes is None else f"a slab of {mib(memory.slab_nbytes)}"
     yield from _row(
         "memory",

@@ -76,7 +76,7 @@ class BatchEvents:
         self.started = device.create_event(is_timed=True) if are_timed else None
 
 
-class Lane:
+class ComputeOrder:
     """Batches that compute one after the other, on any streams, because in parallel they would be slower.
 
     Unlike the order in an arena, this order affects only speed.
@@ -236,7 +236,7 @@ class PooledContext:
         self,
         source: RowSource,
         events: BatchEvents,
-        lane: Lane | None = None,
+        lane: ComputeOrder | None = None,
         *,
         scratch: Buffer | None = None,
     ) -> None:
@@ -282,7 +282,7 @@ class PooledContext:
             return site.captured.get(source.batch.rows_run) if source.slab is site.slab else None
         return self._captured.get((source.batch.key.shape, source.batch.rows_run))
 
-    def _wait_for_turn(self, lane: Lane | None) -> None:
+    def _wait_for_turn(self, lane: ComputeOrder | None) -> None:
         """Make the stream wait for the previous batches in the arena and in the lane."""
         last_use = None if self.arena is None else self.arena.last_use
         # Work of this stream is in order anyway.

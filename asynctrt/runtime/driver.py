@@ -31,7 +31,7 @@ from asynctrt.errors import (
 from asynctrt.runtime import padding, staging
 from asynctrt.runtime.answers import answer_error, deadline_error, displaced_error, typed_errors
 from asynctrt.runtime.completion import Reaper, Waiting
-from asynctrt.runtime.contexts import ContextPool, Lane
+from asynctrt.runtime.contexts import ComputeOrder, ContextPool
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 from asynctrt.runtime.spans import copy_out, outputs_of
@@ -102,7 +102,7 @@ class Driver:
         self._flights: dict[InFlight, None] = {}  # In the order of their launch.
         # Batches for which a thread allocates memory, and the slab of slots that each one's rows lie in.
         self._growing: list[tuple[Batch, FilledSlab | None]] = []
-        self._lanes = [Lane() for _ in range(scheduler.lanes_max)]
+        self._lanes = [ComputeOrder() for _ in range(scheduler.lanes_max)]
         # Batches that were given up: what they use may still be read and written.
         self._given_up: set[InFlight] = set()
         # What was copied for the next batch, which may still grow.

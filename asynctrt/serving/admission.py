@@ -13,8 +13,8 @@ from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError, once_begun
 from asynctrt.kserve.codec import DecodedRequest
 from asynctrt.pipeline import PLATFORM
-from asynctrt.serving.fairness import NO_DEADLINE_NS, Gate, Lane, Ticket
-from asynctrt.serving.memory import Account
+from asynctrt.serving.fairness import NO_DEADLINE_NS, ConnectionShare, Gate, Ticket
+from asynctrt.serving.memory import ClientAccount
 from asynctrt.tensors import Array, InferResult
 
 WAITING_NBYTES_MAX: Final = 256 << 20
@@ -63,15 +63,15 @@ class Caller:
         """An identity that tells this connection from others."""
         self.client: Hashable = address
         """The client of the latest request; the address until a request has been admitted."""
-        self.account: Account | None = None
+        self.account: ClientAccount | None = None
         """The client's memory account, once one is needed."""
         self.received_nbytes = 0
         """Memory held for the message being handled; released afterwards."""
-        self._lanes: dict[tuple[Gate, Hashable], Lane] = {}
+        self._lanes: dict[tuple[Gate, Hashable], ConnectionShare] = {}
         # The lane of the latest request: the next request usually has the same.
         self._gate: Gate | None = None
         self._name: Hashable = None
-        self._lane: Lane | None = None
+        self._lane: ConnectionShare | None = None
 
     def __repr__(self) -> str:
         return f"<Caller {self.address!r}>"
@@ -84,7 +84,7 @@ class Caller:
             return False
         return any(lane.has_much_waiting for lane in self._lanes.values())
 
-    def lane(self, gate: Gate, name: Hashable) -> Lane:
+    def lane(self, gate: Gate, name: Hashable) -> ConnectionShare:
         """Return the connection's lane at a gate, for the client called ``name``."""
         if gate is self._gate and name is self._name and self._lane is not None:
             return self._lane
@@ -125,7 +125,12 @@ class Submission(Ticket):
     __slots__ = ("_admitted", "admission", "began_ns", "future", "has_future", "request")
 
     def __init__(
-        self, request: DecodedRequest, began_ns: int, lane: Lane, admission: "Admission", priority: int
+        self,
+        request: DecodedRequest,
+        began_ns: int,
+        lane: ConnectionShare,
+        admission: "Admission",
+        priority: int,
     ) -> None:
         # Inlined from the base class to save a call, since each request makes one of these.
         self.lane = lane

@@ -43,13 +43,13 @@ from asynctrt.serving.coding import (
     decompress,
     inflated_nbytes_max,
 )
-from asynctrt.serving.memory import SMALL_NBYTES, Account, Hold, Memory, default_limit
+from asynctrt.serving.memory import SMALL_NBYTES, ClientAccount, Hold, MemoryLimit, default_limit
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.responses import ID_HEADER, RequestIds, retry_after, told
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.turns import Turns
-from asynctrt.serving.worker import Worker, pause
+from asynctrt.serving.worker import ClientThreads, pause
 
 EXTENSIONS: Final = (
     "binary_tensor_data",
@@ -175,9 +175,9 @@ class Api:
     of_fronts: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
     """Returns the statistics of all fronts, if this server is one of several."""
     ids: RequestIds = field(default_factory=RequestIds)
-    worker: Worker = field(default_factory=Worker)
-    packer: Worker = field(default_factory=lambda: Worker("asynctrt-compress"))
-    memory: Memory = field(init=False)
+    worker: ClientThreads = field(default_factory=ClientThreads)
+    packer: ClientThreads = field(default_factory=lambda: ClientThreads("asynctrt-compress"))
+    memory: MemoryLimit = field(init=False)
     turns: Turns = field(default_factory=Turns)
     _hosts: set[bytes] = field(default_factory=set)
     _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Api:
 
     def __post_init__(self) -> None:
         self.use_tokens(self.settings.tokens)
-        self.memory = Memory(self.settings.max_memory or default_limit(self.settings))
+        self.memory = MemoryLimit(self.settings.max_memory or default_limit(self.settings))
         self._client_header = (self.settings.client_header or "").lower().encode()
         self._is_by_connection = self.settings.share_by == "connection"
 
@@ -235,7 +235,7 @@ class Api:
             return name
         return caller.connection if self._is_by_connection else caller.address
 
-    def identify(self, caller: Caller, headers: Headers) -> Account:
+    def identify(self, caller: Caller, headers: Headers) -> ClientAccount:
         """Return the account of a request's client, and make it the connection's account."""
         client = self.client(caller, headers)
         if caller.account is None or client != caller.client:
@@ -345,7 +345,7 @@ class Api:
         self.in_flight += 1
         return inference
 
-    def account(self, caller: Caller) -> Account:
+    def account(self, caller: Caller) -> ClientAccount:
         """Return the account of the client of a connection's latest request."""
         if caller.account is None:
             caller.account = self.memory.account(caller.client)

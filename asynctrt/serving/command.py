@@ -29,7 +29,7 @@ from asynctrt.backends.onnx_options import relative_to
 from asynctrt.core.loading import ATTRIBUTE, is_attribute
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
 from asynctrt.options import Options
-from asynctrt.serving.entries import Place
+from asynctrt.serving.entries import ModelPlace
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.notify import notify_ready
@@ -185,7 +185,7 @@ async def serve(
     opened: Callable[[Server], None] | None = None,
     loaded: Callable[[], None] | None = None,
     listens_last: bool = False,
-    places: Sequence[Place] | None = None,
+    places: Sequence[ModelPlace] | None = None,
 ) -> None:
     """Serve in this process, until SIGTERM or SIGINT.
 
@@ -301,7 +301,7 @@ async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float
         loop.remove_signal_handler(number)
 
 
-def _with_places(repository: Repository, places: Iterable[Place]) -> Repository:
+def _with_places(repository: Repository, places: Iterable[ModelPlace]) -> Repository:
     for place in places:
         repository.add_place(place)
     return repository

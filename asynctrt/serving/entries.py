@@ -29,7 +29,7 @@ UNLOADED: Final = "unloaded"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class VersionSource:
     """The source that a version of a model is opened from."""
 
     opener: Callable[[], Awaitable[Engine]]
@@ -39,13 +39,13 @@ class Source:
     unchanged, the version is not loaded again; without a mark, every load request loads it. Blocks."""
 
 
-class Place(Protocol):
+class ModelPlace(Protocol):
     """A place that models are found in, and looked up again at each load, such as a folder."""
 
     async def names(self) -> list[str]:
         """Return the names of its models."""
 
-    async def versions(self, name: str) -> Mapping[str, Source]:
+    async def versions(self, name: str) -> Mapping[str, VersionSource]:
         """Return the versions of a model to serve.
 
         :raises UnknownModelError: if it has no such model.
@@ -58,7 +58,7 @@ class Entry:
     """One version of a model, served or not."""
 
     served: ServedModel | None = None
-    source: Source | None = None
+    source: VersionSource | None = None
     """``None`` for an engine that the application opened itself."""
     reason: str = NOT_LOADED
     """Why it is not served; or why an earlier state of its files still is."""
@@ -93,11 +93,11 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Model:
+class ModelEntry:
     """The versions of a model, oldest first."""
 
     versions: dict[str, Entry] = field(default_factory=dict)
-    place: Place | None = None
+    place: ModelPlace | None = None
     """Where its versions are found; ``None`` if they were added one by one."""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the model is loaded, unloaded or removed."""

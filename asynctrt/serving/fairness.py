@@ -50,7 +50,7 @@ class Ticket:
 
     def __init__(
         self,
-        lane: "Lane",
+        lane: "ConnectionShare",
         rows: int,
         *,
         nbytes: int = 0,
@@ -161,7 +161,7 @@ class _Queue:
             self.tickets = deque([ticket for ticket in self.tickets if ticket.is_waiting])
 
 
-class Client:
+class ClientShare:
     """One client's share of a gate. Its connections keep it alive."""
 
     __slots__ = (
@@ -225,12 +225,12 @@ class Client:
         return None
 
 
-class Lane:
+class ConnectionShare:
     """One connection's share of a gate."""
 
     __slots__ = ("_much_rows", "_queues", "client", "rows", "waiting", "waiting_rows")
 
-    def __init__(self, client: Client, much_rows: int) -> None:
+    def __init__(self, client: ClientShare, much_rows: int) -> None:
         self.client = client
         self._much_rows = much_rows
         self.rows = 0
@@ -290,8 +290,8 @@ class Gate:
         self._shared_until_ns = 0
         # When a client, and a connection, last had more than the light rows in the engine.
         self._heavy_client_ns = self._heavy_lane_ns = -SHARED_NS
-        self._clients: WeakValueDictionary[Hashable, Client] = WeakValueDictionary()
-        self._turns: _Turns[Client] = _Turns(self._turn_rows)
+        self._clients: WeakValueDictionary[Hashable, ClientShare] = WeakValueDictionary()
+        self._turns: _Turns[ClientShare] = _Turns(self._turn_rows)
         self._deadlines: list[tuple[int, int, Ticket]] = []
         self._order = count()
         self.rows = 0
@@ -309,12 +309,12 @@ class Gate:
         """Whether the engine's queue is kept short because one client's requests held up another's."""
         return self._window_rows != self._full_rows
 
-    def lane(self, name: Hashable) -> Lane:
+    def lane(self, name: Hashable) -> ConnectionShare:
         """Return the lane of a new connection of the client called ``name``."""
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = Client(self._turn_rows)
-        return Lane(client, self._much_rows)
+            client = self._clients[name] = ClientShare(self._turn_rows)
+        return ConnectionShare(client, self._much_rows)
 
     def enter(self, ticket: Ticket, now_ns: int) -> bool:
         """Return whether a request passes at once; if so, count it as in the engine."""
@@ -476,7 +476,7 @@ class Gate:
         self.waiting -= 1
         self._count(ticket.lane, -ticket.rows, -ticket.nbytes)
 
-    def _count(self, lane: Lane, rows: int, nbytes: int) -> None:
+    def _count(self, lane: ConnectionShare, rows: int, nbytes: int) -> None:
         client = lane.client
         lane.waiting_rows += rows
         client.waiting_rows += rows
@@ -489,9 +489,9 @@ def _waiting(queue: _Queue) -> int:
     return queue.waiting
 
 
-def _waiting_rows(client: Client) -> int:
+def _waiting_rows(client: ClientShare) -> int:
     return client.waiting_rows
 
 
-def _waiting_nbytes(client: Client) -> int:
+def _waiting_nbytes(client: ClientShare) -> int:
     return client.waiting_nbytes

@@ -14,7 +14,7 @@ from asynctrt._util.loops import in_lost_thread
 from asynctrt.backends.registry import filenames
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, ModelError, ModelNotFoundError, UnknownModelError, describe
-from asynctrt.serving.entries import Source, is_name, is_version
+from asynctrt.serving.entries import VersionSource, is_name, is_version
 from asynctrt.serving.model_config import CONFIG, ModelConfig, read_model_config
 from asynctrt.serving.models import ModelSource, files_mark
 from asynctrt.serving.repository import Repository
@@ -39,9 +39,9 @@ class FoundVersion:
     warmup: int
     """Rounds of warm-up, used if its configuration has no ``model_warmup``."""
 
-    def source(self) -> Source:
+    def source(self) -> VersionSource:
         """Return the source from which a repository opens it."""
-        return Source(self._opened, self._mark)
+        return VersionSource(self._opened, self._mark)
 
     async def _opened(self) -> Engine:
         engine = await self.model.opener("host")()
@@ -74,7 +74,7 @@ class FoundModels:
         """Return the names of the models."""
         return list(self.models)
 
-    async def versions(self, name: str) -> dict[str, Source]:
+    async def versions(self, name: str) -> dict[str, VersionSource]:
         """Return the versions of a model by number."""
         return {version: found.source() for version, found in self.models[name].items()}
 
@@ -109,7 +109,7 @@ class ModelFolder:
         """
         return await in_lost_thread(self._names)
 
-    async def versions(self, name: str) -> dict[str, Source]:
+    async def versions(self, name: str) -> dict[str, VersionSource]:
         """Return the versions of a model that its version policy chooses, by number.
 
         :raises UnknownModelError: if there is no such model.

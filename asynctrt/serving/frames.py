@@ -15,7 +15,7 @@ from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.frame_cutter import KEY_NBYTES, FrameCutter
 from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing, end_writing
 from asynctrt.serving.http_reader import HttpRequest
-from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold, Pace
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientPace, Hold
 from asynctrt.serving.overhead import Overhead
 from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.websocket import (
@@ -148,7 +148,7 @@ class SocketConnection(asyncio.Protocol):
         """Bytes of the message being assembled."""
         self._hold: Hold | None = None
         """The message's memory, if it is large."""
-        self._pace = Pace(0)
+        self._pace = ClientPace(0)
         self._is_short = False
         """Whether the message waits for memory."""
         self._is_reading = True
@@ -340,7 +340,7 @@ class SocketConnection(asyncio.Protocol):
         """Hold memory for a message; if there is none, stop reading until there is."""
         if self._hold is None:
             self._hold = self._session.new_hold()
-            self._pace = Pace(self._hub.tick)
+            self._pace = ClientPace(self._hub.tick)
         if not self._hold.is_waiting and not self._hold.grow(nbytes, self._got_memory):
             self._is_short = True
 
@@ -447,7 +447,7 @@ class SocketConnection(asyncio.Protocol):
             if should_read:
                 if self._began is not None:
                     self._began = self._hub.tick  # Until now the client could not continue sending.
-                    self._pace = Pace(self._hub.tick)
+                    self._pace = ClientPace(self._hub.tick)
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()

@@ -24,7 +24,7 @@ from asynctrt.serving.fronts import (
     SCRAPE_S,
     STATISTICS,
     Begin,
-    Refused,
+    FrontRefused,
     Scraped,
     Serving,
     answer_scrapes,
@@ -82,7 +82,7 @@ async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[Fou
             places=places,
         )
     except AsynctrtError as error:
-        send(end, Refused(error))
+        send(end, FrontRefused(error))
         raise SystemExit(1) from None
     finally:
         for task in tasks:

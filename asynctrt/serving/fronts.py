@@ -95,7 +95,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class FrontRefused:
     """Message from a front: why it cannot serve."""
 
     error: AsynctrtError
@@ -322,7 +322,7 @@ class Fronts:
                     self._reload_one(front)
                 self._told.setdefault(front.number, message.lines)
                 self._changed.set()
-            elif isinstance(message, Refused):
+            elif isinstance(message, FrontRefused):
                 front.error = message.error
 
     def _ended(self, front: Front) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 logger = logging.getLogger("asynctrt.serving")
 
 
-class Gpu(NamedTuple):
+class GpuFigures(NamedTuple):
     """One GPU at one moment. Values that the GPU does not report are ``None``."""
 
     uuid: str
@@ -33,18 +33,18 @@ class Gpus:
     def __repr__(self) -> str:
         return f"<Gpus {[uuid for uuid, _ in self._handles or ()]}>"
 
-    def read(self) -> list[Gpu]:
+    def read(self) -> list[GpuFigures]:
         """Return a reading of each GPU; empty without the package, a driver or a GPU."""
         if self._handles is None:
             self._handles = self._open()
         return [self._reading(uuid, handle) for uuid, handle in self._handles]
 
-    def _reading(self, uuid: str, handle: Any) -> Gpu:
+    def _reading(self, uuid: str, handle: Any) -> GpuFigures:
         nvml = self._nvml
         rates = _told(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
         memory = _told(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
         milliwatts = _told(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
-        return Gpu(
+        return GpuFigures(
             uuid,
             None if rates is None else rates.gpu / 100,
             None if memory is None else int(memory.total),

@@ -38,7 +38,7 @@ from asynctrt.serving.api import (
 from asynctrt.serving.coding import COMPRESS_NBYTES_MIN, accepted_coding
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
-from asynctrt.serving.memory import UNCOUNTED_NBYTES, Account, Hold, Pace
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientAccount, ClientPace, Hold
 from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_HEADER
@@ -272,13 +272,13 @@ class Writing:
         """The tick since which answers wait for the client, reset whenever it has taken enough."""
         self._taken: int | None = None
         self._hold: Hold | None = None
-        self._pace = Pace(0)
+        self._pace = ClientPace(0)
 
     def pause(self, tick: int) -> None:
         """Start measuring: answers wait from now on."""
         self.since = tick
         self._taken = None
-        self._pace = Pace(tick)
+        self._pace = ClientPace(tick)
 
     def resume(self) -> None:
         """Stop measuring: the client has taken them."""
@@ -311,7 +311,7 @@ class Writing:
         if taken - self._taken < hub.write_nbytes_min:
             return True
         self.since, self._taken = tick, taken
-        self._pace = Pace(tick)
+        self._pace = ClientPace(tick)
         return False
 
 
@@ -348,7 +348,7 @@ class HttpConnection(asyncio.Protocol):
         self._hub = hub
         self._api = hub.api
         self._turns = hub.api.turns
-        self._account: Account
+        self._account: ClientAccount
         """The account of its client, which all the client's connections share."""
         self._transport: Any = None
         # ``None`` once reading has stopped: the connection and its reader refer to each other, which would

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 from asynctrt.errors import MissingExtraError
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
-from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold, Pace
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientPace, Hold
 from asynctrt.serving.overhead import Overhead
 
 try:
@@ -204,7 +204,7 @@ class RequestReader:
         self._body: list[bytes | bytearray] = []
         self._body_nbytes = 0
         self._announced_nbytes = self._reserved_nbytes = 0
-        self._pace = Pace(0)
+        self._pace = ClientPace(0)
         self._assembly: Assembly | None = None
         self._websocket: HttpRequest | None = None
         # The bytes being fed, until a request in them is complete, if none was unfinished before them.
@@ -332,7 +332,7 @@ class RequestReader:
         """Restart the time limit of an unfinished request: until now its client could not continue."""
         if self.began is not None:
             self.began = tick
-            self._pace = Pace(tick)
+            self._pace = ClientPace(tick)
 
     def close(self) -> None:
         """Stop reading, and release the input."""
@@ -490,7 +490,7 @@ class RequestReader:
             # Reserve all that was announced, so that an upload once begun can end; else twice what is there.
             self._reserved_nbytes = max(self._announced_nbytes, min(2 * self._body_nbytes, self._max_body))
             if self._request.hold is None:
-                self._pace = Pace(self._tick)
+                self._pace = ClientPace(self._tick)
             self._sink.reserve(self._request, self._reserved_nbytes)
 
     def _keep(self, piece: bytes) -> None:

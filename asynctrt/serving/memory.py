@@ -51,7 +51,7 @@ def default_limit(settings: ServerSettings) -> int:
     return max(settings.max_body, wanted)  # The largest request must fit.
 
 
-class Pace:
+class ClientPace:
     """Distinguishes a client that sends or takes bytes from a stalled one, while others wait for memory."""
 
     __slots__ = ("_nbytes", "_tick")
@@ -81,7 +81,7 @@ class Decided(Protocol):
         """Continue: the memory is held now, or it never will be."""
 
 
-class Account:
+class ClientAccount:
     """One client's account: bytes held for it, and its turn on the event loop.
 
     :param memory: the server's memory, which it is a part of.
@@ -89,7 +89,7 @@ class Account:
 
     __slots__ = ("__weakref__", "memory", "nbytes", "spent_ns", "waiting")
 
-    def __init__(self, memory: "Memory") -> None:
+    def __init__(self, memory: "MemoryLimit") -> None:
         self.memory = memory
         self.nbytes = 0
         self.spent_ns = 0
@@ -114,7 +114,7 @@ class Hold:
 
     __slots__ = ("__weakref__", "_decided", "_since_ns", "_wanted_nbytes", "account", "nbytes")
 
-    def __init__(self, account: Account, nbytes: int = 0) -> None:
+    def __init__(self, account: ClientAccount, nbytes: int = 0) -> None:
         self.account = account
         self.nbytes = 0
         self._wanted_nbytes = 0
@@ -195,7 +195,7 @@ class Hold:
             decided(is_granted=False)
 
 
-class Memory:
+class MemoryLimit:
     """The limit on memory held for all clients together. It belongs to one event loop.
 
     A quarter of the limit is for clients that hold nothing yet: one that holds much cannot keep others out.
@@ -209,9 +209,9 @@ class Memory:
         """Bytes held now."""
         self.refused = 0
         """Messages refused for lack of memory."""
-        self.waiting: dict[Account, deque[ReferenceType[Hold]]] = {}
+        self.waiting: dict[ClientAccount, deque[ReferenceType[Hold]]] = {}
         """The holds that wait to grow, by account, in the order of the clients' turns."""
-        self._accounts: WeakValueDictionary[Hashable, Account] = WeakValueDictionary()
+        self._accounts: WeakValueDictionary[Hashable, ClientAccount] = WeakValueDictionary()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._is_due = False
@@ -222,19 +222,19 @@ class Memory:
         waiting = sum(map(len, self.waiting.values()))
         return f"<Memory {self.nbytes} of {self.nbytes_max} waiting={waiting}>"
 
-    def account(self, client: Hashable) -> Account:
+    def account(self, client: Hashable) -> ClientAccount:
         """Return a client's account; for ``None``, a new one."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread = get_ident()
         if client is None:
-            return Account(self)
+            return ClientAccount(self)
         account = self._accounts.get(client)
         if account is None:
-            account = self._accounts[client] = Account(self)
+            account = self._accounts[client] = ClientAccount(self)
         return account
 
-    def has_room(self, account: Account, nbytes: int) -> bool:
+    def has_room(self, account: ClientAccount, nbytes: int) -> bool:
         """Return whether a client may hold ``nbytes`` more."""
         limit = self.nbytes_max - self.nbytes_max // 4 * (account.nbytes > 0)
         return nbytes <= 0 or self.nbytes + nbytes <= limit or not self.nbytes
@@ -269,7 +269,7 @@ class Memory:
             with suppress(RuntimeError):  # The loop is closed, and nothing waits.
                 self._loop.call_soon(self._look)
 
-    def give_back(self, account: Account, nbytes: int) -> None:
+    def give_back(self, account: ClientAccount, nbytes: int) -> None:
         """Count fewer bytes. Safe in any thread, because Python may collect garbage in any."""
         if self._loop is None or get_ident() == self._thread:
             account.add(-nbytes)
@@ -277,7 +277,7 @@ class Memory:
             with suppress(RuntimeError):  # The loop is closed, and the count is no longer used.
                 self._loop.call_soon_threadsafe(account.add, -nbytes)
 
-    def _head(self, account: Account) -> Hold | None:
+    def _head(self, account: ClientAccount) -> Hold | None:
         """Return a client's first waiting hold; ``None``, and forget the client, if none is left."""
         queue = self.waiting[account]
         while queue:

@@ -42,10 +42,10 @@ from asynctrt.observe.prometheus import (
 )
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.coding import accepted_codings, compress
-from asynctrt.serving.gpus import Gpu
+from asynctrt.serving.gpus import GpuFigures
 from asynctrt.serving.latency import BOUNDS_S, Latencies
 from asynctrt.serving.latency import Exemplar as Traced
-from asynctrt.serving.memory import Memory
+from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import resident_nbytes
 from asynctrt.serving.served import ServedModel
@@ -66,16 +66,16 @@ SECONDS: Final[tuple[tuple[str, str, Callable[[Latencies], list[int]]], ...]] = 
 )
 """Histograms of latencies."""
 
-GPU: Final[tuple[tuple[str, str, Callable[[Gpu], float | None]], ...]] = (
+GPU: Final[tuple[tuple[str, str, Callable[[GpuFigures], float | None]], ...]] = (
     (
         "nv_gpu_utilization",
         "Share of the time in which the GPU computed anything, 0 to 1.",
         lambda gpu: gpu.utilization,
     ),
-    ("nv_gpu_memory_total_bytes", "Memory of the GPU, in bytes.", lambda gpu: gpu.memory_nbytes),
+    ("nv_gpu_memory_total_bytes", "MemoryLimit of the GPU, in bytes.", lambda gpu: gpu.memory_nbytes),
     (
         "nv_gpu_memory_used_bytes",
-        "Memory of the GPU in use by any process, in bytes.",
+        "MemoryLimit of the GPU in use by any process, in bytes.",
         lambda gpu: gpu.used_nbytes,
     ),
     ("nv_gpu_power_usage", "Power that the GPU draws, in watts.", lambda gpu: gpu.watts),
@@ -133,8 +133,8 @@ class Metrics:
         busy_share: Callable[[ServedModel], float | None] | None = None,
         cpu_ns: Callable[[], int] = clock.cpu_ns,
         stalls: Stalls | None = None,
-        memory: Memory | None = None,
-        gpus: Callable[[], list[Gpu]] | None = None,
+        memory: MemoryLimit | None = None,
+        gpus: Callable[[], list[GpuFigures]] | None = None,
     ) -> None:
         self._repository = repository
         self._connections = connections
@@ -310,7 +310,7 @@ def _piece(render: Callable[[Any], bytes], metric: Metric, *, is_first: bool) ->
     return text.split(b"\n", 2)[2]
 
 
-def _of_memory(memory: Memory) -> Iterator[Metric]:
+def _of_memory(memory: MemoryLimit) -> Iterator[Metric]:
     """Yield what a server holds for its clients."""
     yield GaugeMetricFamily(
         "asynctrt_server_memory_bytes",
@@ -341,7 +341,7 @@ def _of_loop(stalls: Stalls) -> Iterator[Metric]:
     )
 
 
-def _of_gpus(gpus: list[Gpu]) -> Iterator[Metric]:
+def _of_gpus(gpus: list[GpuFigures]) -> Iterator[Metric]:
     for name, text, read in GPU:
         gauge = GaugeMetricFamily(name, text, labels=("gpu_uuid",))
         for gpu in gpus:

@@ -27,9 +27,9 @@ from asynctrt.serving.entries import (
     UNLOADED,
     UNLOADING,
     Entry,
-    Model,
-    Place,
-    Source,
+    ModelEntry,
+    ModelPlace,
+    VersionSource,
     is_name,
     is_version,
 )
@@ -65,10 +65,10 @@ class Repository:
             "answer_max": answer_max,
             "waiting_max": waiting_max,
         }
-        self._models: dict[str, Model] = {}
-        self._places: list[Place] = []
+        self._models: dict[str, ModelEntry] = {}
+        self._places: list[ModelPlace] = []
         # Places that were not looked through yet: a server listens before it looks.
-        self._unseen: list[Place] = []
+        self._unseen: list[ModelPlace] = []
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
         self.loading: set[asyncio.Task[Any]] = set()
@@ -129,7 +129,7 @@ class Repository:
     ) -> None:
         """Serve an open engine, or one that :meth:`load` opens with ``opener``.
 
-        :param mark: returns a value that changes with the model, in a thread: see :class:`Source`.
+        :param mark: returns a value that changes with the model, in a thread: see :class:`VersionSource`.
         :raises UsageError: if that version of the model exists, or name or version are malformed.
         :raises ModelError: if KServe has no datatype for one of its tensors.
         """
@@ -142,7 +142,7 @@ class Repository:
                 "a model's name must be printable, and not be empty or begin or end with a space, unlike "
                 f"{show(name)}"
             )
-        model = self._models.get(name) or Model()
+        model = self._models.get(name) or ModelEntry()
         if model.place is not None:
             raise UsageError(
                 f"the versions of model {name!r} come from {model.place!r}: give this one another name"
@@ -154,12 +154,12 @@ class Repository:
             served = ServedModel(name, version, engine, **self._limits)
         entry = Entry(served, reason="" if served else NOT_LOADED)
         if opener is not None:
-            entry.source = Source(opener, mark)
+            entry.source = VersionSource(opener, mark)
         model.add(version, entry)
         self._models[name] = model
         self._served.clear()
 
-    def add_place(self, place: Place) -> None:
+    def add_place(self, place: ModelPlace) -> None:
         """Serve the models of a place. :meth:`load_all` looks for them, and so does each :meth:`load`.
 
         The repository is not ready until one of these, or :meth:`look_for_models`, has looked through the
@@ -213,7 +213,7 @@ class Repository:
             raise ModelNotReadyError(f"{name!r} is not served: {reasons}")
         return newest[-1]
 
-    def names(self, place: Place) -> list[str]:
+    def names(self, place: ModelPlace) -> list[str]:
         """Return the names of the models found in a place."""
         return [name for name, model in self._models.items() if model.place is place]
 
@@ -277,18 +277,18 @@ class Repository:
                 self._place(name, place)
         return list(self._models)
 
-    async def _names(self, place: Place) -> list[str]:
+    async def _names(self, place: ModelPlace) -> list[str]:
         names = await place.names()
         # The caller lists them before anything else runs.
         if place in self._unseen:
             self._unseen.remove(place)
         return names
 
-    def _place(self, name: str, place: Place) -> Model:
+    def _place(self, name: str, place: ModelPlace) -> ModelEntry:
         """Return the model of that name, found in a place; add it if it is new."""
         model = self._models.get(name)
         if model is None:
-            model = self._models[name] = Model(place=place)
+            model = self._models[name] = ModelEntry(place=place)
             model.nothing.is_awaited = not self._is_started
         elif model.place is not place:
             raise UsageError(f"model {name!r} of {place!r} has the name of another: rename one of them")
@@ -313,7 +313,7 @@ class Repository:
         finally:
             self.loading.discard(task)
 
-    async def _load(self, name: str, model: Model) -> None:
+    async def _load(self, name: str, model: ModelEntry) -> None:
         async with model.changing:
             if self._models.get(name) is not model:
                 raise UnknownModelError(f"model {name!r:.200} was removed meanwhile")
@@ -338,21 +338,21 @@ class Repository:
             if failures:
                 raise failures[0]
 
-    async def _found(self, name: str) -> Model:
+    async def _found(self, name: str) -> ModelEntry:
         """Find and return a model that is new in its place."""
         for place in self._places:
             if name in await self._names(place):
                 return self._place(name, place)
         return self._known(name)
 
-    async def _wanted(self, name: str, model: Model) -> Mapping[str, Source | None]:
+    async def _wanted(self, name: str, model: ModelEntry) -> Mapping[str, VersionSource | None]:
         """Return the versions of a model to serve."""
         if model.place is not None:
             return await model.place.versions(name)
         return {version: entry.source for version, entry in model.versions.items()}
 
     async def _open(
-        self, name: str, model: Model, wanted: Mapping[str, Source | None]
+        self, name: str, model: ModelEntry, wanted: Mapping[str, VersionSource | None]
     ) -> tuple[dict[str, ServedModel], list[AsynctrtError]]:
         """Open the versions whose current files are not served, without serving them yet."""
         opened: dict[str, ServedModel] = {}
@@ -391,7 +391,9 @@ class Repository:
             raise
         return opened, failures
 
-    async def _opened(self, name: str, version: str, entry: Entry, source: Source) -> ServedModel | None:
+    async def _opened(
+        self, name: str, version: str, entry: Entry, source: VersionSource
+    ) -> ServedModel | None:
         """Open one version; return ``None`` if the served one matches its files."""
         mark = None if source.mark is None else await in_lost_thread(source.mark)
         if entry.served is not None and mark is not None and mark == entry.served.mark:
@@ -413,7 +415,7 @@ class Repository:
         served.mark = mark
         return served
 
-    def _swap(self, model: Model, opened: Mapping[str, ServedModel], gone: Iterable[str]) -> None:
+    def _swap(self, model: ModelEntry, opened: Mapping[str, ServedModel], gone: Iterable[str]) -> None:
         """Serve the opened versions, and stop serving the ones that they replace or that are gone."""
         for version, served in opened.items():
             entry = model.versions[version]
@@ -524,7 +526,7 @@ class Repository:
         await self._settled()
         self._served.clear()
 
-    def _known(self, name: str) -> Model:
+    def _known(self, name: str) -> ModelEntry:
         if name not in self._models:
             raise UnknownModelError(f"unknown model {name!r:.200}; the repository does not list it")
         return self._models[name]

@@ -12,7 +12,7 @@ from asynctrt.kserve.codec import ANSWER_NBYTES_MAX, DecodedRequest
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
 from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission, counted, has_result
-from asynctrt.serving.fairness import NO_DEADLINE_NS, Lane
+from asynctrt.serving.fairness import NO_DEADLINE_NS, ConnectionShare
 from asynctrt.serving.latency import Latencies
 from asynctrt.serving.memory import Hold
 from asynctrt.statistics import Statistics
@@ -38,7 +38,7 @@ class Inference(Submission):
         request: DecodedRequest,
         began_ns: int,
         headers: Headers,
-        lane: Lane,
+        lane: ConnectionShare,
         admission: Admission,
         priority: int,
         on_end: "Callable[[Inference], None]",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from asynctrt._util import clock
-from asynctrt.serving.memory import Account
+from asynctrt.serving.memory import ClientAccount
 
 TURN_NS: Final = 500_000
 """A client's turn while there are others."""
@@ -35,25 +35,25 @@ class Turns:
     def __init__(self) -> None:
         self.turn_ns = LONE_TURN_NS
         self._shared_until_ns = 0
-        self._latest: Account | None = None
+        self._latest: ClientAccount | None = None
         self._latest_ns = -SHARED_NS
-        self._active: list[Account] = []
+        self._active: list[ClientAccount] = []
         """Clients that have used some of their turn in this round."""
-        self._waiting: dict[Account, None] = {}
-        self._going_on: Account | None = None
+        self._waiting: dict[ClientAccount, None] = {}
+        self._going_on: ClientAccount | None = None
         """The account whose turn to continue it is."""
         self._is_due = False
 
     def __repr__(self) -> str:
         return f"<Turns active={len(self._active)} waiting={len(self._waiting)}>"
 
-    def left_ns(self, account: Account) -> int:
+    def left_ns(self, account: ClientAccount) -> int:
         """Return the rest of a client's turn in this round; 0 while others of the client's callbacks wait."""
         if account.waiting and account is not self._going_on:
             return 0
         return max(0, self.turn_ns - account.spent_ns)
 
-    def spend(self, account: Account, began_ns: int, now_ns: int) -> None:
+    def spend(self, account: ClientAccount, began_ns: int, now_ns: int) -> None:
         """Count the time from ``began_ns`` until now, spent on a client."""
         self.charge(account, max(1, now_ns - began_ns))
         if account is not self._latest:
@@ -63,7 +63,7 @@ class Turns:
             self._latest = account
         self._latest_ns = now_ns
 
-    def charge(self, account: Account, cost_ns: int) -> None:
+    def charge(self, account: ClientAccount, cost_ns: int) -> None:
         """Count about ``cost_ns`` that a client is going to take."""
         if not account.spent_ns:
             self._active.append(account)
@@ -73,14 +73,14 @@ class Turns:
         if is_due and not self._is_due:
             self._begin_round()
 
-    def wait(self, account: Account, go_on: Callable[[], None]) -> None:
+    def wait(self, account: ClientAccount, go_on: Callable[[], None]) -> None:
         """Call ``go_on`` in a client's next turn, after the client's other waiting callbacks."""
         account.waiting.append(go_on)
         self._waiting[account] = None
         if not self._is_due:
             self._begin_round()
 
-    async def enter(self, account: Account, cost_ns: int) -> None:
+    async def enter(self, account: ClientAccount, cost_ns: int) -> None:
         """Wait for a client's turn, and count about ``cost_ns`` for the work that follows."""
         if not self.left_ns(account):
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

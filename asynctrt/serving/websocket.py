@@ -41,7 +41,7 @@ from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, parsed_
 from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, ModelRoute, logger
 from asynctrt.serving.coding import Body
-from asynctrt.serving.memory import Account, Hold
+from asynctrt.serving.memory import ClientAccount, Hold
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.worker import pause
 
@@ -128,7 +128,7 @@ class WebSocketSession:
         return is_full
 
     @property
-    def account(self) -> Account:
+    def account(self) -> ClientAccount:
         """The account of the client, which all its connections share."""
         return self._api.account(self._caller)
 

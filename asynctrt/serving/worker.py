@@ -37,7 +37,7 @@ def holding(work: Callable[[], T], *_: Hold | None) -> T:
     return work()
 
 
-class Worker:
+class ClientThreads:
     """A few threads that work for clients in turn, on at most one piece of work for each client.
 
     Its callers bound the number of waiting pieces: one message per connection. Work that is cancelled while

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from asynctrt.core.intake import Intake
 from asynctrt.runtime.shared import SharedBlock, SharedBuffer, SharedRows
 from asynctrt.tensors import Array
-from asynctrt.workers.layout import Layout
+from asynctrt.workers.layout import GroupLayout
 from asynctrt.workers.memory import SharedMemory
 
 BLOCKS_MAX: Final = 64
@@ -91,7 +91,7 @@ class Blocks:
     def __repr__(self) -> str:
         return f"<Blocks known={len(self._known)} pinned={self._pinned_nbytes} bytes>"
 
-    def rows(self, arrays: tuple[Array, ...], layout: Layout, where: Where) -> SharedRows:
+    def rows(self, arrays: tuple[Array, ...], layout: GroupLayout, where: Where) -> SharedRows:
         """Return the payload for rows in a block."""
         known = self._known.get(where.block)
         end = where.block + layout.nbytes(where.capacity or where.rows)
@@ -111,7 +111,7 @@ class Blocks:
         self._buffer = None
         del self._memory, self._on_ended
 
-    def _meet(self, inputs: int, layout: Layout, where: Where, end: int) -> _Known:
+    def _meet(self, inputs: int, layout: GroupLayout, where: Where, end: int) -> _Known:
         """Record a block that is new, or whose rows or pages have changed."""
         for block, known in list(self._known.items()):
             # An overlapping block is no longer in use: otherwise the front would not have reused its memory.

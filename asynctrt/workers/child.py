@@ -54,9 +54,9 @@ from asynctrt.workers.messages import (
     Attach,
     Attached,
     Close,
-    Counts,
     Description,
     Detach,
+    EngineCounts,
     Failed,
     Kind,
     Lost,
@@ -98,7 +98,7 @@ ANSWER: Final = Kind.ANSWER
 logger = logging.getLogger("asynctrt")
 
 
-class Served:
+class FrontSession:
     """The worker's side of a front: rows in, answers out."""
 
     def __init__(
@@ -397,7 +397,7 @@ class Worker:
         self._loop = loop
         self._engine = engine
         self._end = end
-        self._attached: list[Served] = []
+        self._attached: list[FrontSession] = []
         self._told: Statistics | None = None
         self.closing: asyncio.Event = asyncio.Event()
         engine.intake.on_launch(_launched)
@@ -419,7 +419,7 @@ class Worker:
     def _attach(self, message: Attach, fds: list[int]) -> str:
         """Serve a front; return the reason if that is impossible, else an empty string."""
         try:
-            self._attached.append(Served(self._loop, self._engine, message, fds, self.lose))
+            self._attached.append(FrontSession(self._loop, self._engine, message, fds, self.lose))
         except ValueError:
             return "has no descriptors left for the memory of its front (ulimit -n)"
         except OSError as error:
@@ -434,7 +434,7 @@ class Worker:
         statistics = self._engine.statistics()
         if statistics != self._told:
             try:
-                send(self._end, Counts(statistics), flags=socket.MSG_DONTWAIT)
+                send(self._end, EngineCounts(statistics), flags=socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             self._told = statistics

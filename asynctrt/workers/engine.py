@@ -20,7 +20,7 @@ from asynctrt.options import Options
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.statistics import Batching, Statistics, WorkerState
 from asynctrt.tensors import Dims, TensorSpec, too_many_rows
-from asynctrt.workers.front import Front
+from asynctrt.workers.front import Dispatcher
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description
@@ -52,7 +52,7 @@ class IsolatedEngine(DrivenEngine):
         links: list[Link],
         stand_in: Callable[[Link], Link],
     ) -> None:
-        front = Front(loop, description, options, memory, Heap(memory), len(links))
+        front = Dispatcher(loop, description, options, memory, Heap(memory), len(links))
         front.links = links
         for link in links:
             link.owner = front

@@ -40,7 +40,7 @@ from asynctrt.runtime.spans import copy_out, outputs_of, spans_of, views_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
 from asynctrt.tensors import Array, BatchRecord, InferResult, restore_axes
-from asynctrt.workers.groups import PIECES, Group, copied, formed
+from asynctrt.workers.groups import PIECES, RequestGroup, copied, formed
 from asynctrt.workers.layout import Layouts, Placed
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
@@ -66,7 +66,7 @@ logger = logging.getLogger("asynctrt")
 
 
 @dataclass(slots=True)
-class Counters:
+class RequestCounters:
     """The front's request counters, named as in :class:`Statistics`."""
 
     submitted: int = 0
@@ -85,7 +85,7 @@ class Counters:
     """Groups that were retried on another worker because theirs died."""
 
 
-class Front:
+class Dispatcher:
     """The driver of an isolated engine: it accepts requests, forms groups, gives them to links, answers.
 
     :param description: the description of the engine, which is the same in all workers.
@@ -132,7 +132,7 @@ class Front:
         # are copied out of the shared memory.
         self._names_outputs = False
         self._flushes = False
-        self._held: deque[Group] = deque()
+        self._held: deque[RequestGroup] = deque()
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_s = 0.0
         # Whether links may have groups with deadlines.
@@ -144,9 +144,9 @@ class Front:
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._reaper: Reaper | None = None
         self._copiers: Copiers | None = None
-        self._copying: set[Group] = set()
-        self.counters = Counters()
-        in_child(self, Front._let_go)
+        self._copying: set[RequestGroup] = set()
+        self.counters = RequestCounters()
+        in_child(self, Dispatcher._let_go)
 
     def _let_go(self) -> None:
         """Drop all rows in a forked child, which must not write to the memory shared with the workers."""
@@ -201,7 +201,7 @@ class Front:
         request.state = State.CANCELLED
         self.counters.cancelled += 1
         group, request.payload = request.payload, None
-        if isinstance(group, Group):
+        if isinstance(group, RequestGroup):
             group.left -= 1
             if not group.left:
                 for link in self.links:
@@ -321,10 +321,10 @@ class Front:
             rows_max = self._slabs.capacity(layout) if layout.is_large else self._rows_max
             pieces = 1 if layout.is_large and self._description.is_unified else PIECES
             for part in formed(requests, rows_max, alone=alone, parts=parts, pieces=pieces):
-                self._begin(Group(part, layout))
+                self._begin(RequestGroup(part, layout))
         self.send_held()
 
-    def _begin(self, group: Group) -> None:
+    def _begin(self, group: RequestGroup) -> None:
         """Copy a group's rows into shared memory, here or in threads, and then send it."""
         try:
             group.allocate(self._heap, self._memory, self._slabs)
@@ -343,7 +343,7 @@ class Front:
 
     def _copies(
         self,
-        group: Group,
+        group: RequestGroup,
         parts: Sequence[Callable[[], object]],
         nbytes: int,
         then: Callable[[BaseException | None], object],
@@ -364,7 +364,7 @@ class Front:
 
     def _written_off_loop(
         self,
-        group: Group,
+        group: RequestGroup,
         payloads: Sequence[Any],
         refused: list[tuple[Request, InputError]] | None,
         error: BaseException | None,
@@ -384,7 +384,7 @@ class Front:
             self._fail_groups([group], failed)
             self.tell_if_idle()
 
-    def _write_one_by_one(self, group: Group, payloads: Sequence[Any]) -> None:
+    def _write_one_by_one(self, group: RequestGroup, payloads: Sequence[Any]) -> None:
         """Find the requests whose rows cannot be copied, in a thread if possible."""
         refused: list[tuple[Request, InputError]] = []
 
@@ -396,7 +396,7 @@ class Front:
             write()
             then(None)
 
-    def _written(self, group: Group, refused: Iterable[tuple[Request, InputError]]) -> None:
+    def _written(self, group: RequestGroup, refused: Iterable[tuple[Request, InputError]]) -> None:
         for request, error in refused:
             self._fail_all([request], error)
             self.tell_if_idle()
@@ -467,7 +467,7 @@ class Front:
 
     def _expire_held(self, now_ns: int) -> None:
         """Expire overdue requests in held groups; free groups without a waiting caller."""
-        kept: deque[Group] = deque()
+        kept: deque[RequestGroup] = deque()
         for group in self._held:
             if group.deadline_ns <= now_ns:
                 self._expire(group.waiting())
@@ -480,7 +480,7 @@ class Front:
 
     # Back: from links to callers.
 
-    def answered(self, link: Link, group: Group, fields: tuple[int, ...]) -> None:
+    def answered(self, link: Link, group: RequestGroup, fields: tuple[int, ...]) -> None:
         """Answer the requests of a group that a worker has finished."""
         try:
             self._answered(link, group, fields)
@@ -490,7 +490,7 @@ class Front:
             logger.exception("%s", why)
             self._fail_groups([group], why)
 
-    def _answered(self, link: Link, group: Group, fields: tuple[int, ...]) -> None:
+    def _answered(self, link: Link, group: RequestGroup, fields: tuple[int, ...]) -> None:
         kind, batches, batch_rows, _, launched_ns, copy_in_ns, compute_ns, copy_out_ns, nbytes, is_large = (
             fields
         )
@@ -530,7 +530,7 @@ class Front:
         self._deliver(group, outputs, records)
 
     def _copied(
-        self, group: Group, views: dict[str, Array], *, callers_differ: bool
+        self, group: RequestGroup, views: dict[str, Array], *, callers_differ: bool
     ) -> list[dict[str, Array]]:
         """Return the outputs of each request, copied into arrays that its caller owns."""
         requests = group.requests
@@ -543,7 +543,7 @@ class Front:
 
     def _copied_off_loop(
         self,
-        group: Group,
+        group: RequestGroup,
         records: tuple[BatchRecord, ...],
         outputs: list[dict[str, Array]],
         error: BaseException | None,
@@ -557,7 +557,7 @@ class Front:
         self.tell_if_idle()
 
     def _deliver(
-        self, group: Group, outputs: list[dict[str, Array]], records: tuple[BatchRecord, ...]
+        self, group: RequestGroup, outputs: list[dict[str, Array]], records: tuple[BatchRecord, ...]
     ) -> None:
         group.free(self._heap)
         if self._moved:
@@ -588,7 +588,7 @@ class Front:
         counters.compute_ns += answered * record.compute_ns
         counters.copy_out_ns += answered * record.copy_out_ns
 
-    def _error_of(self, group: Group, nbytes: int, *, in_large: bool) -> AsynctrtError:
+    def _error_of(self, group: RequestGroup, nbytes: int, *, in_large: bool) -> AsynctrtError:
         """Return the error that a worker has written."""
         if in_large:
             assert group.large is not None
@@ -609,7 +609,7 @@ class Front:
             error.add_note(f"Its cause, in the worker:\n{told['cause']}")
         return error
 
-    def _failed(self, group: Group, error: AsynctrtError) -> None:
+    def _failed(self, group: RequestGroup, error: AsynctrtError) -> None:
         """Fail the requests of a group, or retry each alone if one of several may be to blame."""
         if type(error) is DeadlineError:
             self._expire(group.waiting())
@@ -631,7 +631,7 @@ class Front:
 
     # Groups whose worker died.
 
-    def returned(self, groups: list[Group], how: str) -> list[list[Group]]:
+    def returned(self, groups: list[RequestGroup], how: str) -> list[list[RequestGroup]]:
         """Take back the groups of a worker that died; hold those that may be retried.
 
         :returns: for each group that was in a batch for the second time, or hung, its requests one by one.
@@ -669,7 +669,7 @@ class Front:
         self.tell_if_idle()
         return suspects
 
-    def _restored(self, group: Group) -> bool:
+    def _restored(self, group: RequestGroup) -> bool:
         """Restore the original rows of a group; return False if no caller waits for them any more."""
         for request, error in group.restore(self._memory):
             self._fail_all([request], error)
@@ -679,7 +679,7 @@ class Front:
             self.tell_if_idle()
         return bool(group.left)
 
-    def room_for(self, group: Group, nbytes: int) -> int | None:
+    def room_for(self, group: RequestGroup, nbytes: int) -> int | None:
         """Return a block for an answer that does not fit the group's own; ``None`` if the group failed."""
         try:
             group.large = self._heap.allocate(nbytes), nbytes
@@ -724,7 +724,7 @@ class Front:
             self._held.append(copy)
         self.send_held()
 
-    def hold(self, groups: Iterable[Group]) -> None:
+    def hold(self, groups: Iterable[RequestGroup]) -> None:
         """Hold groups no longer suspected, before all others; free those without a waiting caller."""
         for group in reversed(list(groups)):
             if group.left:
@@ -732,7 +732,7 @@ class Front:
             else:
                 group.free(self._heap)
 
-    def _singles(self, group: Group, error: AsynctrtError) -> list[Group]:
+    def _singles(self, group: RequestGroup, error: AsynctrtError) -> list[RequestGroup]:
         """Return each request of a group as its own group; if there is no room, fail them and return none."""
         if len(group.requests) == 1:
             return [group]
@@ -743,7 +743,7 @@ class Front:
             self.tell_if_idle()
             return []
 
-    def poisoned(self, group: Group, how: str) -> None:
+    def poisoned(self, group: RequestGroup, how: str) -> None:
         """Fail the request that ended every worker it was given to."""
         logger.error(
             "a request of %d rows to %r ended %d workers, the last time alone in it (%s)",
@@ -788,7 +788,7 @@ class Front:
                 self.counters.failed += 1
                 _raise_in(request, copy_for(why))
 
-    def _fail_groups(self, groups: Iterable[Group], why: AsynctrtError) -> None:
+    def _fail_groups(self, groups: Iterable[RequestGroup], why: AsynctrtError) -> None:
         for group in list(groups):
             self._fail_all(group.requests, why)
             group.left = 0

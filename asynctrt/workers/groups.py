@@ -13,15 +13,15 @@ from asynctrt.runtime.spans import parts_of, rows_between, spans_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import QUEUED, Request
 from asynctrt.tensors import Array, copy_rows, gather, pins
-from asynctrt.workers.layout import SYMBOLS, Layout
+from asynctrt.workers.layout import SYMBOLS, GroupLayout
 from asynctrt.workers.memory import Heap, SharedMemory
-from asynctrt.workers.slabs import Slab, Slabs
+from asynctrt.workers.slabs import SharedSlab, Slabs
 
 PIECES: Final = 4
 """A group smaller than a batch has at most this fraction of one."""
 
 
-class Group:
+class RequestGroup:
     """Requests of one tick that may share a batch, one after the other in the arrays of one block.
 
     Groups of large rows share a block, called a slab.
@@ -53,7 +53,7 @@ class Group:
         "start",
     )
 
-    def __init__(self, requests: list[Request], layout: Layout) -> None:
+    def __init__(self, requests: list[Request], layout: GroupLayout) -> None:
         first = requests[0]
         self.requests = requests
         self.rows = sum([request.rows for request in requests])
@@ -63,7 +63,7 @@ class Group:
         self.layout = layout
         self.nbytes = layout.nbytes(self.rows)
         self.block = -1
-        self.slab: Slab | None = None
+        self.slab: SharedSlab | None = None
         """The slab, if the group shares its block."""
         self.start = 0
         """Its first row in the block."""
@@ -212,12 +212,12 @@ class Group:
         """Return the requests whose callers still wait."""
         return [request for request in self.requests if request.state is QUEUED]
 
-    def singles(self, heap: Heap, memory: SharedMemory) -> "list[Group]":
+    def singles(self, heap: Heap, memory: SharedMemory) -> "list[RequestGroup]":
         """Move each waiting request to its own group and block; free this group's block.
 
         :raises MemoryError: if there is no room; then nothing has changed.
         """
-        made = [Group([request], self.layout) for request in self.waiting()]
+        made = [RequestGroup([request], self.layout) for request in self.waiting()]
         done = []
         try:
             for single in made:
@@ -244,12 +244,12 @@ class Group:
         self.free(heap)
         return made
 
-    def moved(self, heap: Heap, memory: SharedMemory) -> "Group":
+    def moved(self, heap: Heap, memory: SharedMemory) -> "RequestGroup":
         """Move the waiting requests to a new group and block. The old block stays with its worker.
 
         :raises MemoryError: if there is no room; then nothing has changed.
         """
-        made = Group(self.waiting(), self.layout)
+        made = RequestGroup(self.waiting(), self.layout)
         made.allocate(heap, memory)
         left = [request.state is QUEUED for request in self.requests]
         kept = np.repeat(left, [request.rows for request in self.requests])

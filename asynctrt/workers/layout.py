@@ -18,7 +18,7 @@ from asynctrt.workers.memory import ALIGNMENT, SharedMemory, align
 
 LAUNCHED: Final = 0
 """The first word of a block. The worker sets it to 1 when the batch with these rows is launched, and to
-:meth:`Layout.stamp` once it has written an answer. Without the stamp, the block contains no answer."""
+:meth:`GroupLayout.stamp` once it has written an answer. Without the stamp, the block contains no answer."""
 ANSWERED: Final = 1 << 63
 """A bit that is set in every stamp, and in no other value of that word."""
 SYMBOLS: Final = 1
@@ -49,7 +49,7 @@ class BlockArrays:
     __slots__ = ("checked", "inputs", "layout", "memory", "outputs")
 
     def __init__(
-        self, layout: "Layout", memory: SharedMemory, inputs: dict[str, Array], outputs: dict[str, Array]
+        self, layout: "GroupLayout", memory: SharedMemory, inputs: dict[str, Array], outputs: dict[str, Array]
     ) -> None:
         self.layout = layout
         self.memory = memory
@@ -63,7 +63,7 @@ KnownArrays = dict[tuple[int, int], BlockArrays]
 """Arrays by block and number of rows."""
 
 
-class Layout:
+class GroupLayout:
     """The arrays of rows of one shape.
 
     :param symbols: the sizes of the dimensions that vary.
@@ -224,17 +224,17 @@ class Layouts:
         self._names = symbols_of(inputs)
         self.symbols = len(self._names)
         """The number of dimensions that vary."""
-        self._known: dict[Hashable, Layout] = {}
+        self._known: dict[Hashable, GroupLayout] = {}
         self._arrays: KnownArrays = {}
 
-    def of_sizes(self, sizes: tuple[int, ...]) -> Layout:
+    def of_sizes(self, sizes: tuple[int, ...]) -> GroupLayout:
         """Return the layout for these sizes of the dimensions that vary."""
         known = self._known.get(sizes)
         if known is None:
             if len(self._known) >= self.KEPT:
                 self._known.clear()
             symbols = dict(zip(self._names, sizes, strict=True))
-            known = self._known[sizes] = Layout(
+            known = self._known[sizes] = GroupLayout(
                 *self._specs, symbols, self._arrays, places_outputs=self._places_outputs
             )
         return known

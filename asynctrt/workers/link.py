@@ -21,13 +21,23 @@ from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceUnavailableErr
 from asynctrt.options import Options
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
-from asynctrt.workers.groups import Group
+from asynctrt.workers.groups import RequestGroup
 from asynctrt.workers.memory import SharedMemory
-from asynctrt.workers.messages import Attach, Attached, Close, Counts, Description, Failed, Kind, Lost, Ready
+from asynctrt.workers.messages import (
+    Attach,
+    Attached,
+    Close,
+    Description,
+    EngineCounts,
+    Failed,
+    Kind,
+    Lost,
+    Ready,
+)
 from asynctrt.workers.original import Original
 from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
 from asynctrt.workers.spares import Spares
-from asynctrt.workers.spawn import Spawner, Worker
+from asynctrt.workers.spawn import Spawner, WorkerHandle
 
 GROUPS_MAX: Final = 8192
 """The maximum number of groups of one worker; the front holds the rest."""
@@ -82,22 +92,22 @@ KILL_S: Final = 5.0
 logger = logging.getLogger("asynctrt")
 
 
-class Owner(Protocol):
+class LinkOwner(Protocol):
     """The part of the front that a link uses."""
 
-    def answered(self, link: "Link", group: Group, fields: tuple[int, ...]) -> None:
+    def answered(self, link: "Link", group: RequestGroup, fields: tuple[int, ...]) -> None:
         """Answer the requests of a group."""
 
-    def room_for(self, group: Group, nbytes: int) -> int | None:
+    def room_for(self, group: RequestGroup, nbytes: int) -> int | None:
         """Return a block for an answer that does not fit into the group's own."""
 
-    def returned(self, groups: list[Group], how: str) -> list[list[Group]]:
+    def returned(self, groups: list[RequestGroup], how: str) -> list[list[RequestGroup]]:
         """Take groups back from a worker that died; return the suspects of each group, one by one."""
 
-    def hold(self, groups: list[Group]) -> None:
+    def hold(self, groups: list[RequestGroup]) -> None:
         """Take back groups that may go to any link."""
 
-    def poisoned(self, group: Group, how: str) -> None:
+    def poisoned(self, group: RequestGroup, how: str) -> None:
         """Fail the request that ends workers."""
 
     def send_held(self) -> None:
@@ -121,7 +131,7 @@ class Candidate:
 
     def __init__(self, link: "Link") -> None:
         self.link = link
-        self.process: Worker | None = None
+        self.process: WorkerHandle | None = None
         self.is_alone = False
         """Whether no other front shares it, because it tries suspects of this front."""
         self.description: Description | None = None
@@ -175,7 +185,7 @@ class Link:
         self._memory = memory
         self._spawner = spawner
         self.place = place
-        self.owner: Owner | None = None
+        self.owner: LinkOwner | None = None
         self.state = "starting"
         """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
         self.lost: DeviceLostError | None = None
@@ -191,15 +201,15 @@ class Link:
         self._receiver: Receiver | None = None
         # Close its eventfds, at the latest with the last reference, in case the loop was closed first.
         self._closes: list[weakref.finalize[[int], Link]] = []
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, RequestGroup] = {}
         self._last_number = 0
         self._rows = 0
         self.pace = 1.0
         """How long its batches take, as a multiple of the usual time for their size."""
         self._unpublished = False
         # The suspects still to be tried, listed by original group; and the one being tried.
-        self._suspects: deque[list[Group]] = deque()
-        self._tried: Group | None = None
+        self._suspects: deque[list[RequestGroup]] = deque()
+        self._tried: RequestGroup | None = None
         self._trial: asyncio.TimerHandle | None = None
         # While there are suspects: whose turn it is, when it began and when it ends, and how many rows the
         # others may send even if it ends earlier.
@@ -275,7 +285,7 @@ class Link:
         worker = self._worker
         return None if worker is None or worker.process is None else worker.process.pid
 
-    def put(self, group: Group) -> None:
+    def put(self, group: RequestGroup) -> None:
         """Give the worker a group, which it sees after :meth:`publish`."""
         assert self._sender is not None
         self._last_number += 1
@@ -289,7 +299,7 @@ class Link:
         self._sender.put(Kind.SUBMIT, 0, group.priority, group.number, deadline_ns, *where)
         self._unpublished = True
 
-    def cancel(self, group: Group) -> None:
+    def cancel(self, group: RequestGroup) -> None:
         """Cancel a group in the worker, if the worker has it: no caller waits for it any more."""
         if self._sender is None or self.groups.get(group.number) is not group:
             return
@@ -302,7 +312,7 @@ class Link:
             self._unpublished = False
             self._sender.publish()
 
-    def take_suspects(self) -> list[Group]:
+    def take_suspects(self) -> list[RequestGroup]:
         """Hand over the suspects that no worker has to the caller."""
         suspects, self._suspects = self._suspects, deque()
         return [group for part in suspects for group in part]
@@ -315,7 +325,7 @@ class Link:
         self._spare = None
         return spare
 
-    def not_begun(self) -> list[Group]:
+    def not_begun(self) -> list[RequestGroup]:
         """Return the groups that wait, not yet launched, in a stuck worker."""
         if not self.is_stuck or self._tried:
             return []
@@ -327,7 +337,7 @@ class Link:
         """Whether requests are still to be tried apart."""
         return bool(self._suspects or self._tried)
 
-    def unanswered(self) -> list[Group]:
+    def unanswered(self) -> list[RequestGroup]:
         """Return its unanswered groups, including the suspects still to be tried."""
         return [*self.groups.values(), *[group for part in self._suspects for group in part]]
 
@@ -393,7 +403,7 @@ class Link:
                 logger.error("%r does not end, although it was killed", process)
         self._detach()
 
-    async def _all_ended(self, processes: list[Worker], timeout_s: float) -> None:
+    async def _all_ended(self, processes: list[WorkerHandle], timeout_s: float) -> None:
         end_s = self._loop.time() + timeout_s
         while any(not process.how_it_ended for process in processes):
             left_s = end_s - self._loop.time()
@@ -472,7 +482,7 @@ class Link:
             candidate.error, candidate.is_hopeless = message.error, message.is_hopeless
         elif isinstance(message, Lost):
             candidate.error = DeviceLostError(message.reason)
-        elif isinstance(message, Counts):
+        elif isinstance(message, EngineCounts):
             candidate.counts = message.statistics
 
     def _attach(self, candidate: Candidate) -> None:
@@ -663,7 +673,7 @@ class Link:
         assert self._worker.description is not None
         return self._worker.description.max_rows * self._worker.description.contexts
 
-    def _try(self, suspect: Group) -> None:
+    def _try(self, suspect: RequestGroup) -> None:
         """Give the worker one suspect and nothing else."""
         self._tried = suspect
         self.put(suspect)
@@ -681,7 +691,7 @@ class Link:
         self._worker.error = DeviceLostError(why)
         self._worker.process.kill(why)
 
-    def _end_trial(self) -> Group | None:
+    def _end_trial(self) -> RequestGroup | None:
         """End the current trial; return its group, if there was one."""
         tried, self._tried = self._tried, None
         if self._trial is not None:
@@ -769,7 +779,7 @@ class Link:
                 self._longest_ns = max(self._longest_ns, fields[6])
             self.owner.answered(self, group, fields)
 
-    def _fetch(self, group: Group, nbytes: int) -> None:
+    def _fetch(self, group: RequestGroup, nbytes: int) -> None:
         """Allocate a block for an answer that does not fit into its group's, and request the answer."""
         assert self.owner is not None
         assert self._sender is not None

@@ -107,7 +107,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class EngineCounts:
     """From a worker: its engine's statistics."""
 
     statistics: Statistics

@@ -19,8 +19,8 @@ from asynctrt.workers.messages import (
     Attach,
     Attached,
     Close,
-    Counts,
     Detach,
+    EngineCounts,
     Failed,
     From,
     Gone,
@@ -59,7 +59,11 @@ class Member:
 
     def tell(self, message: Any) -> None:
         """Send a message, later if the front does not read now; drop it if the front is gone."""
-        if isinstance(message, From) and isinstance(message.message, Counts) and not self._outbox.is_empty:
+        if (
+            isinstance(message, From)
+            and isinstance(message.message, EngineCounts)
+            and not self._outbox.is_empty
+        ):
             return  # Newer statistics will follow.
         self._outbox.put(message)
 
@@ -264,7 +268,7 @@ class WorkerPool:
             asked = worker.uses.get(message.number)
             if asked is not None:
                 asked.tell(message)
-        elif isinstance(message, Counts):
+        elif isinstance(message, EngineCounts):
             # Only one front reports batches, so that the sum over all fronts is right.
             for use in list(worker.uses.values())[:1]:
                 use.tell(message)

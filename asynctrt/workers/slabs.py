@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from asynctrt.workers.layout import SYMBOLS, Layout
+from asynctrt.workers.layout import SYMBOLS, GroupLayout
 from asynctrt.workers.memory import Heap, SharedMemory
 
 SLAB_NBYTES_MAX: Final = 64 << 20
@@ -14,12 +14,14 @@ OPEN_SHARE: Final = 4
 all of it, mostly empty. Beyond the limit, a slab is only as large as its group."""
 
 
-class Slab:
+class SharedSlab:
     """A block with room for the rows of one batch, in order of arrival of their groups."""
 
     __slots__ = ("_slabs", "block", "capacity", "generation", "groups", "layout", "rows_given")
 
-    def __init__(self, slabs: "Slabs", layout: Layout, block: int, capacity: int, generation: int) -> None:
+    def __init__(
+        self, slabs: "Slabs", layout: GroupLayout, block: int, capacity: int, generation: int
+    ) -> None:
         self._slabs = slabs
         self.layout = layout
         self.block = block
@@ -61,17 +63,17 @@ class Slabs:
         self._rows_max = rows_max
         self._nbytes_max = min(nbytes_max, SLAB_NBYTES_MAX)
         # By layout: the slab that may have rows left.
-        self._open: dict[Layout, Slab] = {}
+        self._open: dict[GroupLayout, SharedSlab] = {}
         self._open_nbytes = 0
 
     def __repr__(self) -> str:
         return f"<Slabs open={len(self._open)}>"
 
-    def capacity(self, layout: Layout) -> int:
+    def capacity(self, layout: GroupLayout) -> int:
         """Return the rows of a slab."""
         return max(min(self._rows_max, self._nbytes_max // layout.row_nbytes), 1)
 
-    def take(self, layout: Layout, rows: int) -> tuple[Slab, int]:
+    def take(self, layout: GroupLayout, rows: int) -> tuple[SharedSlab, int]:
         """Allocate rows for a group; return the slab and the first row.
 
         :raises MemoryError: if there is no room.
@@ -88,19 +90,19 @@ class Slabs:
         self._memory.words[slab.block // 8 + layout.launched(start)] = 0
         return slab, start
 
-    def free(self, slab: Slab) -> None:
+    def free(self, slab: SharedSlab) -> None:
         """Give a slab without groups back to the heap."""
         self._heap.free(slab.block, slab.nbytes)
         if self._open.get(slab.layout) is slab:
             self._shut(slab.layout)
 
-    def _shut(self, layout: Layout) -> None:
+    def _shut(self, layout: GroupLayout) -> None:
         """Stop allocating from the open slab of a layout, if there is one."""
         slab = self._open.pop(layout, None)
         if slab is not None:
             self._open_nbytes -= slab.nbytes
 
-    def _make(self, layout: Layout, rows: int) -> Slab:
+    def _make(self, layout: GroupLayout, rows: int) -> SharedSlab:
         capacity = max(self.capacity(layout), rows)
         before = self._open.get(layout)
         others_nbytes = self._open_nbytes - (0 if before is None else before.nbytes)
@@ -115,4 +117,4 @@ class Slabs:
             block = self._heap.allocate(layout.nbytes(capacity))
         for at, size in enumerate(layout.symbols, start=block // 8 + SYMBOLS):
             self._memory.words[at] = size
-        return Slab(self, layout, block, capacity, self._heap.generation(block))
+        return SharedSlab(self, layout, block, capacity, self._heap.generation(block))

@@ -14,7 +14,7 @@ from asynctrt.workers.process import WorkerProcess
 ORPHANED: Final = "the server's parent process is gone"
 
 
-class Worker(Protocol):
+class WorkerHandle(Protocol):
     """A link's handle on a worker."""
 
     @property
@@ -51,7 +51,7 @@ class Spawner(Protocol):
         *,
         place: str,
         alone: bool,
-    ) -> Worker:
+    ) -> WorkerHandle:
         """Return a worker that opens this engine.
 
         :param hear: called with its messages.
@@ -77,7 +77,7 @@ class OwnWorkers:
         *,
         place: str,
         alone: bool,
-    ) -> Worker:
+    ) -> WorkerHandle:
         return await WorkerProcess.start(model, device, options, hear, died)
 
 
@@ -148,7 +148,7 @@ class SharedWorkers:
         *,
         place: str,
         alone: bool,
-    ) -> Worker:
+    ) -> WorkerHandle:
         if self._is_orphaned:
             raise DeviceUnavailableError(f"no worker can be started: {ORPHANED}")
         self._last_ticket += 1

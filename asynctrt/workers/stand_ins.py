@@ -21,7 +21,7 @@ may need the rest: there only the spare stands in."""
 logger = logging.getLogger("asynctrt")
 
 
-class Front(Protocol):
+class StandInOwner(Protocol):
     """The part of the front that stand-ins use."""
 
     links: list[Link]
@@ -44,7 +44,11 @@ class StandIns:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, front: Front, make: Callable[[Link], Link], timeout_s: float
+        self,
+        loop: asyncio.AbstractEventLoop,
+        front: StandInOwner,
+        make: Callable[[Link], Link],
+        timeout_s: float,
     ) -> None:
         self._loop = loop
         self._front = front

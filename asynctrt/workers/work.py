@@ -8,10 +8,10 @@ from asynctrt.runtime.shared import SharedRows
 from asynctrt.scheduling.request import Request, State
 from asynctrt.tensors import InferResult
 from asynctrt.workers.blocks import Where
-from asynctrt.workers.layout import BlockArrays, Layout
+from asynctrt.workers.layout import BlockArrays, GroupLayout
 
 
-class Driver(Protocol):
+class RequestRunner(Protocol):
     """What runs the requests of the engine."""
 
     def cancel(self, request: Request) -> None:
@@ -58,9 +58,9 @@ class Work:
     arrays: BlockArrays
     """The rows, and the arrays for their outputs."""
 
-    def __init__(self, desk: Desk, id_: int, where: Where, layout: Layout) -> None:
+    def __init__(self, desk: Desk, id_: int, where: Where, layout: GroupLayout) -> None:
         self._desk = desk
-        self._driver: Driver | None = None
+        self._driver: RequestRunner | None = None
         self.id = id_
         self.where = where
         self.layout = layout
@@ -75,7 +75,7 @@ class Work:
         self.shared: SharedRows | None = None
         """The payload of large rows, which batches may use in place."""
 
-    def queued(self, driver: Driver, request: Request) -> None:
+    def queued(self, driver: RequestRunner, request: Request) -> None:
         """Record its request and the driver that runs it."""
         self._driver = driver
         self.requests = (request,)

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 
-from asynctrt.doctor.children import Ending, Outcome
+from asynctrt.doctor.children import Ending, ProbeOutcome
 from asynctrt.doctor.diagnosis import conclude
 from asynctrt.doctor.facts import Facts
 from asynctrt.doctor.machine import Machine
@@ -41,15 +41,15 @@ ENGINE = {"is_right": True, "ms": {"opened": 300.0, "answered": 1.0}}
 
 
 def answered(value):
-    return Outcome(Ending.ANSWERED, value)
+    return ProbeOutcome(Ending.ANSWERED, value)
 
 
 def failed(said):
-    return Outcome(Ending.FAILED, said=said)
+    return ProbeOutcome(Ending.FAILED, said=said)
 
 
 def crashed(said="SIGSEGV"):
-    return Outcome(Ending.CRASHED, said=said)
+    return ProbeOutcome(Ending.CRASHED, said=said)
 
 
 def driver(version=13000, gpus=(GPU,), code=0, name=""):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 import asynctrt
-from asynctrt.doctor.children import Ending, Outcome
+from asynctrt.doctor.children import Ending, ProbeOutcome
 from asynctrt.doctor.diagnosis import ADVICE_PROBES, advise
 from asynctrt.errors import DeviceUnavailableError
 from tests.gpu.support import gpu_is_here
@@ -16,14 +16,14 @@ ERROR = DeviceUnavailableError("cuda:0 cannot be used: why not.")
 def asking(outcome, asked):
     def ask(probe, *args, timeout_s, env):
         asked.append(probe)
-        return outcome if probe == "driver" else Outcome(Ending.FAILED, None, "no")
+        return outcome if probe == "driver" else ProbeOutcome(Ending.FAILED, None, "no")
 
     return ask
 
 
 def test_the_finding_and_the_way_to_all_of_them():
     asked = []
-    outcome = Outcome(Ending.FAILED, None, "OSError: libcuda.so.1: file too short")
+    outcome = ProbeOutcome(Ending.FAILED, None, "OSError: libcuda.so.1: file too short")
     error = advise(ERROR, "cuda:0", env={}, ask=asking(outcome, asked))
     assert type(error) is DeviceUnavailableError
     assert str(error).startswith("cuda:0 cannot be used: why not. asynctrt doctor: ")
@@ -35,7 +35,7 @@ def test_the_finding_and_the_way_to_all_of_them():
 def test_variables_that_hide_gpus():
     told = {"init": {"code": 100, "name": "CUDA_ERROR_NO_DEVICE"}, "version": 13000, "devices": []}
     error = advise(
-        ERROR, "cuda:0", env={"CUDA_VISIBLE_DEVICES": ""}, ask=asking(Outcome(Ending.ANSWERED, told), [])
+        ERROR, "cuda:0", env={"CUDA_VISIBLE_DEVICES": ""}, ask=asking(ProbeOutcome(Ending.ANSWERED, told), [])
     )
     assert "CUDA_VISIBLE_DEVICES" in str(error)
 

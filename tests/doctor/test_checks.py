@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from asynctrt.doctor.children import Ending, Outcome
+from asynctrt.doctor.children import Ending, ProbeOutcome
 from asynctrt.doctor.findings import SICK, Level
 from tests.doctor.support import (
     ENGINE,
@@ -22,7 +22,7 @@ from tests.doctor.support import (
     without_gpu,
 )
 
-HUNG = Outcome(Ending.HUNG, said="it did not end within 60 s")
+HUNG = ProbeOutcome(Ending.HUNG, said="it did not end within 60 s")
 NO_FILE = "cannot open shared object file: No such file or directory"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from asynctrt.backends.tensorrt_options import FLAVOURS
 from asynctrt.doctor import SICK, Level, diagnose
-from asynctrt.doctor.children import Ending, Outcome
+from asynctrt.doctor.children import Ending, ProbeOutcome
 from asynctrt.doctor.diagnosis import conclude
 from asynctrt.doctor.facts import gather
 from asynctrt.errors import OptionsError
@@ -27,7 +27,7 @@ no_gpu = pytest.mark.skipif(gpu_is_here(), reason="there is a GPU, so these are 
 
 
 def no_children(probe, *args, timeout_s, env):
-    return Outcome(Ending.FAILED, said=f"{probe} was not run")
+    return ProbeOutcome(Ending.FAILED, said=f"{probe} was not run")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_gpu_is_used_by_one_process_at_a_time_and_only_if_it_is_there():
     def ask(probe, *args, timeout_s, env):
         asked[(probe, *args)] = threading.get_ident()
         if probe == "driver":
-            return Outcome(Ending.ANSWERED, {"version": 13000, "devices": gpus, "init": {"code": 0}})
+            return ProbeOutcome(Ending.ANSWERED, {"version": 13000, "devices": gpus, "init": {"code": 0}})
         return no_children(probe, timeout_s=timeout_s, env=env)
 
     gpus = []

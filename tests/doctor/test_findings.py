@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from asynctrt.doctor.findings import SICK, Level, Report, error, note, ok, warning
+from asynctrt.doctor.findings import SICK, Findings, Level, error, note, ok, warning
 
 LONG = "word " * 40
 
 
 def text(*findings, width=80):
-    return [line for _, line in Report(findings).lines(width)]
+    return [line for _, line in Findings(findings).lines(width)]
 
 
 def test_lines_fit_and_say_what_and_how_to_fix_it():
@@ -28,7 +28,7 @@ def test_paths_are_never_broken():
 
 
 def test_levels_belong_to_lines():
-    assert [level for level, _ in Report((note("a", "b", "c"),)).lines()] == [Level.NOTE] * 2 + [None] * 2
+    assert [level for level, _ in Findings((note("a", "b", "c"),)).lines()] == [Level.NOTE] * 2 + [None] * 2
 
 
 def test_the_summary_counts_the_worst_first():
@@ -47,11 +47,11 @@ def test_the_summary_counts_the_worst_first():
     ],
 )
 def test_the_status(findings, status, strict):
-    made = Report(tuple(findings))
+    made = Findings(tuple(findings))
     assert (made.status(), made.status(strict=True)) == (status, strict)
     assert json.loads(json.dumps(made.as_json(strict=True)))["status"] == strict
 
 
 def test_json_has_all_of_a_finding():
-    (finding,) = Report((warning("a", "b", "c"),)).as_json()["findings"]
+    (finding,) = Findings((warning("a", "b", "c"),)).as_json()["findings"]
     assert finding == {"check": "a", "level": "warning", "what": "b", "fix": "c"}

@@ -14,7 +14,7 @@ from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.plans import make_plan
 from asynctrt.loadtest.recorder import ErrorCount, Window
 from asynctrt.loadtest.report import Report, Resources
-from asynctrt.loadtest.runner import OWN_ERROR, Outcome
+from asynctrt.loadtest.runner import OWN_ERROR, ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import BatchCounters
 from asynctrt.statistics import BatchTrace
@@ -45,7 +45,7 @@ def window(latency_ms, *, late_ms=0.001, errors=0, sent=None, uncorrected_ms=Non
 def run_of(windows, *, is_server=True, outcome=None, is_enough=False, room=None, **settings):
     settings = LoadSettings(**{"rate": 100, "seconds": 10.0, "warmup": 0.0} | settings)
     plan = make_plan(settings, [sample()], 256 if room is None else None, room=room)
-    outcome = outcome or Outcome(
+    outcome = outcome or ProcessResult(
         cpu_ns=1, elapsed_ns=10_050 * MS, stopped_ns=10_050 * MS, last_done_ns=10_000 * MS, exhausted=True
     )
     counted = Counted(windows, [outcome], Resources(), is_server, is_enough)
@@ -164,7 +164,7 @@ def test_a_lateness_that_matters_to_nobody_is_none():
 
 
 def test_a_generator_that_gave_up_is_void():
-    outcome = Outcome(elapsed_ns=3000 * MS, stopped_ns=3000 * MS, is_overwhelmed=True)
+    outcome = ProcessResult(elapsed_ns=3000 * MS, stopped_ns=3000 * MS, is_overwhelmed=True)
     run = run_of({number: window([5.0] * 25) for number in range(12)}, outcome=outcome)
     assert "fell seconds behind" in run.void[0]
     assert not run.complete
@@ -172,7 +172,7 @@ def test_a_generator_that_gave_up_is_void():
 
 
 def test_callers_that_use_a_whole_core_are_void():
-    outcome = Outcome(
+    outcome = ProcessResult(
         cpu_ns=9_990 * MS, elapsed_ns=10_000 * MS, stopped_ns=10_000 * MS, last_done_ns=1, exhausted=True
     )
     windows = {number: window([5.0] * 25) for number in range(40)}
@@ -187,7 +187,7 @@ def test_nothing_due_is_void():
 
 
 def test_a_run_that_was_stopped_is_of_the_windows_that_were_whole():
-    outcome = Outcome(elapsed_ns=2900 * MS, stopped_ns=2600 * MS, last_done_ns=2500 * MS)
+    outcome = ProcessResult(elapsed_ns=2900 * MS, stopped_ns=2600 * MS, last_done_ns=2500 * MS)
     windows = {number: window([5.0] * 25) for number in range(11)}
     run = run_of(windows, outcome=outcome)
     assert not run.complete
@@ -197,12 +197,12 @@ def test_a_run_that_was_stopped_is_of_the_windows_that_were_whole():
 
 
 def test_a_run_that_was_stopped_before_anything_was_measured_is_none():
-    outcome = Outcome(elapsed_ns=700 * MS, stopped_ns=200 * MS)
+    outcome = ProcessResult(elapsed_ns=700 * MS, stopped_ns=200 * MS)
     assert run_of({0: window([5.0])}, outcome=outcome) is None
 
 
 def test_a_run_of_so_many_requests_ends_with_the_last_answer():
-    outcome = Outcome(elapsed_ns=620 * MS, stopped_ns=620 * MS, last_done_ns=500 * MS, exhausted=True)
+    outcome = ProcessResult(elapsed_ns=620 * MS, stopped_ns=620 * MS, last_done_ns=500 * MS, exhausted=True)
     run = run_of({0: window([5.0] * 25), 1: window([5.0] * 25)}, outcome=outcome, requests=50)
     assert run.seconds == 0.5
     assert run.throughput == 100.0
@@ -241,7 +241,7 @@ def test_intervals_are_wide_for_few_and_narrow_for_even_windows():
 
 def test_moments_are_at_most_so_many_and_add_up():
     windows = {number: window([5.0] * 25) for number in range(400)}
-    outcome = Outcome(cpu_ns=1, elapsed_ns=100_050 * MS, last_done_ns=1, exhausted=True)
+    outcome = ProcessResult(cpu_ns=1, elapsed_ns=100_050 * MS, last_done_ns=1, exhausted=True)
     run = run_of(windows, seconds=100.0, outcome=outcome)
     assert len(run.moments) <= figures.MOMENTS_MAX
     assert sum(moment.seconds for moment in run.moments) == pytest.approx(100.0)
@@ -267,7 +267,7 @@ def test_batches_and_their_timeline():
         )
         for number in range(500)
     )
-    outcome = Outcome(
+    outcome = ProcessResult(
         elapsed_ns=10_000 * MS, last_done_ns=1, exhausted=True, cpu_ns=1, batches=counters, trace=trace
     )
     run = run_of({0: window([5.0])}, outcome=outcome)
@@ -296,7 +296,7 @@ def test_statistics_that_are_not_of_this_run_are_left_out_with_the_reason(
     requests, batches, answered, is_told
 ):
     counters = BatchCounters(requests, requests, batches, 1, 1, 1, 1, {2: batches})
-    outcome = Outcome(
+    outcome = ProcessResult(
         elapsed_ns=10_000 * MS, last_done_ns=1, exhausted=True, cpu_ns=1, batches=counters, answered=answered
     )
     run = run_of({0: window([5.0])}, outcome=outcome)
@@ -305,7 +305,7 @@ def test_statistics_that_are_not_of_this_run_are_left_out_with_the_reason(
 
 
 def outcome_of(**kw):
-    return Outcome(
+    return ProcessResult(
         cpu_ns=1,
         elapsed_ns=10_050 * MS,
         stopped_ns=10_050 * MS,

@@ -9,7 +9,7 @@ import pytest
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.errors import ModelError, ModelNotFoundError
 from asynctrt.plans import inspect
-from asynctrt.plans.plan_file import Runner, installed_versions, judge
+from asynctrt.plans.plan_file import PlanRunner, installed_versions, judge
 from tests.backends.tensorrt.helpers import header
 from tests.doubles.tensorrt import EngineSpec, double_plan
 
@@ -82,7 +82,7 @@ def test_which_package_runs_which_plan(tag, version, package, installed, verdict
 
 def test_a_runner_says_why():
     (runner,) = judge(read_header(header(b"vtrt", version=(1, 6, 0, 1))), {"tensorrt_rtx": "1.7.1.116"})
-    assert runner == Runner(
+    assert runner == PlanRunner(
         "tensorrt_rtx", "1.7.1.116", "no", "it runs plans of its own version alone. Rebuild the plan"
     )
 

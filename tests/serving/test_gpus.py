@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from asynctrt.serving.gpus import Gpu, Gpus
+from asynctrt.serving.gpus import GpuFigures, Gpus
 
 
 class Nvml:
@@ -58,7 +58,11 @@ def test_what_each_tells(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", double)
     double.__spec__ = object()
     gpus = Gpus()
-    assert gpus.read() == gpus.read() == [Gpu("GPU-0", 0.25, 80, 30, 250.5), Gpu("GPU-1", None, 80, 30, None)]
+    assert (
+        gpus.read()
+        == gpus.read()
+        == [GpuFigures("GPU-0", 0.25, 80, 30, 250.5), GpuFigures("GPU-1", None, 80, 30, None)]
+    )
     assert double.opened == 1
     gpus.close()
     gpus.close()

@@ -14,7 +14,7 @@ from asynctrt.errors import EngineClosedError
 from asynctrt.kserve.codec import FAST_BOOLS_NBYTES, FAST_NBYTES
 from asynctrt.kserve.json_codec import JsonCodec, parsed_nbytes
 from asynctrt.kserve.protobuf import ProtobufCodec, message_classes
-from asynctrt.serving.worker import Worker, pause
+from asynctrt.serving.worker import ClientThreads, pause
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until
 from tests.serving.support import WAIT_S, ask, connected, request, serving
@@ -95,7 +95,7 @@ def gate(monkeypatch):
 
 class TestWorker:
     async def test_one_thread_does_all_and_ends_when_it_is_closed(self):
-        worker = Worker()
+        worker = ClientThreads()
         names = [await worker.run(lambda: threading.current_thread().name, "a") for _ in range(3)]
         assert len(set(names)) == 1
         assert await worker.run(pause, "a") is None
@@ -108,7 +108,7 @@ class TestWorker:
         await until(lambda: names[0] not in [thread.name for thread in threading.enumerate()])
 
     async def test_who_is_cancelled_does_not_wait(self):
-        worker, opened = Worker(), threading.Event()
+        worker, opened = ClientThreads(), threading.Event()
         task = asyncio.create_task(worker.run(lambda: opened.wait(WAIT_S), "a"))
         await asyncio.sleep(0)
         task.cancel()
@@ -163,7 +163,7 @@ class TestTurns:
     """A client with much work holds up itself alone."""
 
     async def test_threads_work_for_one_client_one_at_a_time_and_for_clients_in_turn(self):
-        worker, latch, began = Worker(), threading.Event(), []
+        worker, latch, began = ClientThreads(), threading.Event(), []
 
         def work(name):
             began.append(name)
@@ -187,7 +187,7 @@ class TestTurns:
         worker.close()
 
     async def test_work_that_nobody_waits_for_any_more_never_begins(self):
-        worker, latch, began = Worker(), threading.Event(), []
+        worker, latch, began = ClientThreads(), threading.Event(), []
 
         def work(name):
             began.append(name)

@@ -24,9 +24,9 @@ from asynctrt.serving import memory as memory_module
 from asynctrt.serving.asgi import kserve_app
 from asynctrt.serving.coding import decompress
 from asynctrt.serving.grpc_server import SERVICE
-from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold, Memory, Pace
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientPace, Hold, MemoryLimit
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.worker import Worker
+from asynctrt.serving.worker import ClientThreads
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model
@@ -73,7 +73,7 @@ async def turns(count=3):
 
 class TestMemory:
     async def test_there_is_room_until_there_is_none(self):
-        memory = Memory(100)
+        memory = MemoryLimit(100)
         one, other = Hold(memory.account("a")), Hold(memory.account("b"))
         told = Told()
         assert one.grow(100, told)
@@ -84,7 +84,7 @@ class TestMemory:
         assert (memory.nbytes, other.nbytes, told.heard) == (100, 1, [True])
 
     async def test_a_quarter_is_for_clients_that_hold_nothing(self):
-        memory = Memory(100)
+        memory = MemoryLimit(100)
         greedy = memory.account("a")
         assert memory.account("a") is greedy
         kept = Hold(greedy, 50)
@@ -98,11 +98,11 @@ class TestMemory:
         assert more.nbytes == 26
 
     async def test_one_alone_may_have_more(self):
-        memory = Memory(10)
+        memory = MemoryLimit(10)
         assert Hold(memory.account(None)).grow(1000, Told())
 
     async def test_what_is_forgotten_is_given_back(self):
-        memory = Memory(100)
+        memory = MemoryLimit(100)
         holds = [Hold(memory.account(None), 40) for _ in range(2)]
         waiting, gone = Hold(memory.account(None)), Hold(memory.account(None))
         told, unheard = Told(), Told()
@@ -114,7 +114,7 @@ class TestMemory:
         assert (told.heard, unheard.heard, memory.nbytes) == ([True], [], 100)
 
     async def test_a_large_one_is_not_passed_for_ever(self):
-        memory = Memory(100)
+        memory = MemoryLimit(100)
         held = [Hold(memory.account(number), 10) for number in range(10)]
         large, small = Hold(memory.account("large")), Hold(memory.account("small"))
         order = []
@@ -132,7 +132,7 @@ class TestMemory:
         assert order == ["large", "small"]
 
     async def test_clients_take_turns(self):
-        memory = Memory(120)
+        memory = MemoryLimit(120)
         held = Hold(memory.account("x"), 120)
         order = []
         holds = [(name, Hold(memory.account(name))) for name in "aaab"]
@@ -147,7 +147,7 @@ class TestMemory:
 
     async def test_a_look_is_short_however_many_wait(self):
         def work(count, *, names):
-            memory = Memory(100)
+            memory = MemoryLimit(100)
             held = [Hold(memory.account("x"), 50), Hold(memory.account("a"), 25)]
             holds = [Hold(memory.account(number % names or "a")) for number in range(count)]
             for hold in holds:
@@ -160,7 +160,7 @@ class TestMemory:
     async def test_who_waits_for_too_long_is_refused(self, monkeypatch):
         monkeypatch.setattr(memory_module, "WAIT_NS", 20_000_000)
         monkeypatch.setattr(memory_module, "SHORT_NS", 0)
-        memory = Memory(100)
+        memory = MemoryLimit(100)
         held = Hold(memory.account("a"), 100)
         told = Told()
         waiting = Hold(memory.account("b"))
@@ -178,7 +178,7 @@ class TestMemory:
         assert memory.is_short(memory_module.clock.now_ns())
 
     async def test_whoever_is_cancelled_while_he_waits_has_nothing(self):
-        memory = Memory(100)
+        memory = MemoryLimit(100)
         held = Hold(memory.account("a"), 100)
         waiting = asyncio.create_task(Hold(memory.account("b")).reserve(50))
         await turns()
@@ -190,7 +190,7 @@ class TestMemory:
         assert memory.nbytes == 0
 
     async def test_it_may_be_forgotten_in_any_thread(self):
-        memory = Memory(100)
+        memory = MemoryLimit(100)
         holds = [Hold(memory.account(number), 1) for number in range(50)]
         thread = threading.Thread(target=holds.clear)
         thread.start()
@@ -202,7 +202,7 @@ class TestMemory:
     @pytest.mark.parametrize("seed", range(20))
     async def test_nobody_waits_while_there_is_room(self, seed):
         draw = random.Random(seed)
-        memory = Memory(1000)
+        memory = MemoryLimit(1000)
         holds = []
         for _ in range(300):
             match draw.randrange(5):
@@ -236,7 +236,7 @@ class TestMemory:
 
 
 def test_a_pace_is_that_of_late():
-    pace = Pace(10)
+    pace = ClientPace(10)
     assert not pace.is_low(13, 0, 1000, 100), "it has hardly begun"
     assert not pace.is_low(14, 40, 1000, 100)
     assert not pace.is_low(17, 40, 1000, 100)
@@ -551,13 +551,13 @@ class TestServer:
             await until(lambda: not memory.nbytes)
 
     async def test_threads_have_the_memory_of_what_they_decode_by_every_protocol(self, monkeypatch):
-        counts, run = [], Worker.run
+        counts, run = [], ClientThreads.run
 
         async def noted(worker, work, client, hold=None, nbytes=0):
             counts.append((0 if hold is None else hold.nbytes, nbytes))
             return await run(worker, work, client, hold, nbytes)
 
-        monkeypatch.setattr(Worker, "run", noted)
+        monkeypatch.setattr(ClientThreads, "run", noted)
         columns = 100_000
         model = double_model(dims=(columns,))
         tensor = {"name": "input", "shape": [1, columns], "datatype": "FP32", "data": [1.25] * columns}
@@ -594,7 +594,7 @@ class TestServer:
 
     async def test_what_a_thread_decodes_for_a_client_that_has_gone_is_counted(self):
         begun, latch = threading.Event(), threading.Event()
-        worker, memory = Worker(), Memory(100)
+        worker, memory = ClientThreads(), MemoryLimit(100)
 
         def work():
             begun.set()

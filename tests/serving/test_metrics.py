@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_cla
 import asynctrt
 from asynctrt.errors import MissingExtraError
 from asynctrt.serving.api import Api
-from asynctrt.serving.gpus import Gpu
+from asynctrt.serving.gpus import GpuFigures
 from asynctrt.serving.latency import BOUNDS_S, Latencies
-from asynctrt.serving.memory import Memory
+from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
@@ -68,7 +68,7 @@ def served(*models, **settings):
     repository = Repository()
     for name, engine in models:
         repository.add(name, engine)
-    memory = Memory(1000)
+    memory = MemoryLimit(1000)
     memory.nbytes, memory.refused = 600, 7
     metrics = Metrics(
         repository,
@@ -375,7 +375,7 @@ class TestScaling:
             device.open()
 
     async def test_gpus_under_triton_s_names(self):
-        gpus = [Gpu("GPU-1", 0.5, 80, 20, 300.5), Gpu("GPU-2", None, 40, None, None)]
+        gpus = [GpuFigures("GPU-1", 0.5, 80, 20, 300.5), GpuFigures("GPU-2", None, 40, None, None)]
         metrics = Metrics(Repository(), gpus=lambda: gpus)
         families, samples, _, _ = await scrape(Api(Repository(), pages={"/metrics": metrics.page()}))
         found = {key: value for key, value in samples.items() if key[0].startswith("nv_gpu")}

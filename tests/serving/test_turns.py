@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 
-from asynctrt.serving.memory import Memory
+from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.turns import ACTIVE_MAX, LONE_TURN_NS, SHARED_NS, TURN_NS, Turns
 
 pytestmark = pytest.mark.anyio
 
 
 def accounts(*names):
-    memory = Memory(100)
+    memory = MemoryLimit(100)
     return [memory.account(name) for name in names]
 
 

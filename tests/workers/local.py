@@ -5,7 +5,7 @@ import os
 from contextlib import asynccontextmanager
 
 import asynctrt
-from asynctrt.workers.child import Served
+from asynctrt.workers.child import FrontSession
 from asynctrt.workers.messages import Attach, Attached, Close, Description, Ready
 from asynctrt.workers.spawn import SPAWNER
 from tests.helpers import WAIT_S
@@ -36,7 +36,7 @@ class Worker:
     def send(self, message, fds=()):
         if isinstance(message, Attach):
             loop = asyncio.get_running_loop()
-            self.served = Served(loop, self.engine, message, [os.dup(fd) for fd in fds], self.lose)
+            self.served = FrontSession(loop, self.engine, message, [os.dup(fd) for fd in fds], self.lose)
             self.hear(Attached(message.number, ""))
         elif isinstance(message, Close):
             asyncio.get_running_loop().call_soon(self.end, "ended with status 0")

@@ -15,7 +15,7 @@ from asynctrt.core.inputs import InputCheck
 from asynctrt.errors import InputError
 from asynctrt.scheduling.request import Request
 from asynctrt.statistics import TRUSTED
-from asynctrt.workers.child import Served
+from asynctrt.workers.child import FrontSession
 from asynctrt.workers.layout import Layouts
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import Attach, Kind
@@ -100,7 +100,7 @@ async def test_what_breaks_a_rule_is_answered_and_what_follows_too(caplog):
     fds = [os.dup(fd) for fd in (heap.fd, rings.fd, theirs, own)]
     sender, receiver = Sender(rings, 0, 64, theirs), Receiver(rings, ring_nbytes(64), 64, own)
     attach = Attach(heap.nbytes, rings.nbytes, 0, 64)
-    served = Served(loop, Broken(), attach, fds, lambda error: pytest.fail(str(error)))
+    served = FrontSession(loop, Broken(), attach, fds, lambda error: pytest.fail(str(error)))
     layout = Layouts((ROW,), (ROW,)).of_sizes(())
     broken = "a rule of ours is broken", "in its own words", "string indices", "string indices"
     for number, told in enumerate(broken, start=1):

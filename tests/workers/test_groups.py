@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.request import Request, State
 from asynctrt.tensors import TensorSpec
-from asynctrt.workers.groups import PIECES, Group, formed, starts_of
+from asynctrt.workers.groups import PIECES, RequestGroup, formed, starts_of
 from asynctrt.workers.layout import LAUNCHED, Layouts
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.slabs import Slabs
@@ -59,7 +59,7 @@ def memory():
 def test_each_who_still_waits_has_its_rows_in_a_group_of_its_own(memory):
     heap = Heap(memory)
     requests = [request(count, value) for value, count in enumerate((1, 3, 2, 1, 4), start=1)]
-    group = Group(requests, LAYOUT)
+    group = RequestGroup(requests, LAYOUT)
     group.allocate(heap, memory)
     group.write(memory, [request.payload for request in group.requests])
     group.deaths, group.hangs = 2, True
@@ -84,7 +84,7 @@ def test_each_who_still_waits_has_its_rows_in_a_group_of_its_own(memory):
 
 def test_a_block_that_is_used_again_was_not_launched(memory):
     heap = Heap(memory)
-    group = Group([request()], LAYOUT)
+    group = RequestGroup([request()], LAYOUT)
     for _ in range(2):
         group.allocate(heap, memory)
         assert memory.words[group.block // 8 + LAUNCHED] == 0
@@ -97,7 +97,7 @@ def test_without_room_for_all_of_them_nothing_changes():
     memory = SharedMemory.create(8192)
     heap = Heap(memory)
     requests = [request(200, value) for value in (1, 2)]
-    group = Group(requests, LAYOUT)
+    group = RequestGroup(requests, LAYOUT)
     group.allocate(heap, memory)
     group.write(memory, [request.payload for request in group.requests])
     with pytest.raises(MemoryError):
@@ -111,7 +111,7 @@ def test_rows_that_cannot_be_copied_are_told_apart(memory):
     """What runs in their place are the rows of another: not what lay in the block before."""
     heap = Heap(memory)
     requests = [request(count, count) for count in (2, 1, 3)]
-    group = Group(requests, LAYOUT)
+    group = RequestGroup(requests, LAYOUT)
     group.allocate(heap, memory)
     (view,) = LAYOUT.inputs(memory, group.block, group.rows).values()
     for wrong, left in (((1,), 3), ((0, 2), 1), ((0, 1, 2), None)):
@@ -141,7 +141,7 @@ def test_a_group_with_a_block_of_its_own_says_which_pages_that_has(monkeypatch):
     memory = SharedMemory.create(8 << 20)
     heap = Heap(memory)
     slabs = Slabs(heap, memory, rows_max=1, nbytes_max=1 << 30)
-    group = Group([request()], Layouts(spec, spec).of_sizes(()))
+    group = RequestGroup([request()], Layouts(spec, spec).of_sizes(()))
     seen = []
     for where in (slabs, None):
         group.allocate(heap, memory, where)

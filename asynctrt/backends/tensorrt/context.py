@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asynctrt._util import clock
-from asynctrt._util.pace import Pace
+from asynctrt._util.pace import InlinePolicy
 from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
@@ -75,7 +75,9 @@ class Loaded:
     """The store for kernels that TensorRT for RTX compiles."""
     is_streaming: bool = False
     """Whether some of its weights are streamed from the host for each batch."""
-    paces: tuple[Pace, Pace] = field(default_factory=lambda: (Pace(ENQUEUE_NS), Pace(ENQUEUE_NS)))
+    paces: tuple[InlinePolicy, InlinePolicy] = field(
+        default_factory=lambda: (InlinePolicy(ENQUEUE_NS), InlinePolicy(ENQUEUE_NS))
+    )
     """Durations of enqueues: for batches of the same shape as the previous one on their context, and
     others."""
 

@@ -139,7 +139,7 @@ def limit_memory(nbytes: int | None) -> None:
     _limit_nbytes = nbytes
 
 
-class Account:
+class DeviceAccount:
     """The memory that a device object and its parts hold, and the maximum."""
 
     def __init__(self, budget_nbytes: int | None) -> None:
@@ -158,7 +158,7 @@ class CudaContext:
 
     def __init__(self, cuda_device: Any, ordinal: int, memory_nbytes: int | None) -> None:
         self.ordinal = ordinal
-        self._account = Account(memory_nbytes)
+        self._account = DeviceAccount(memory_nbytes)
         self._origin = Origin()
         self._what = f"the device cuda:{ordinal}"
         self._gpu = _gpus[ordinal]

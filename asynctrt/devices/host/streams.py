@@ -14,7 +14,7 @@ from typing import Final, Literal
 import numpy as np
 
 from asynctrt._util import clock
-from asynctrt._util.nesting import Run, Runs
+from asynctrt._util.nesting import NestedRun, Runs
 from asynctrt.devices.base import Buffer, Event, Stream
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import DeviceError, ExecutionError
@@ -500,7 +500,7 @@ class HostStream:
         run.end()
         return True
 
-    def _suspend(self, unfinished: Unfinished, run: Run, *, in_place: bool) -> bool:
+    def _suspend(self, unfinished: Unfinished, run: NestedRun, *, in_place: bool) -> bool:
         """Block later operations until ``unfinished`` has finished; return False, as :meth:`_await` does."""
         over = HostEvent()
         over.begin(self)
