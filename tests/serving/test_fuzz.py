@@ -889,7 +889,7 @@ GOOD = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nContent-Len
     BODY,
 )
 TAKEN = {200, 304, 101, 100}
-REFUSED = {400, 401, 403, 404, 405, 408, 413, 414, 417, 426, 431, 501, 503, 505}
+REFUSED = {400, 401, 403, 404, 405, 408, 413, 414, 415, 417, 426, 431, 501, 503, 505}
 
 
 def check_socket(served, raw):
