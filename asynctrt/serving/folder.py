@@ -65,7 +65,7 @@ class FoundVersion:
 
 @dataclass(frozen=True, slots=True)
 class FoundModels:
-    """The models of a folder when it was read: a fixed :class:`~asynctrt.serving.entries.Place`."""
+    """The models of a folder when it was read: a fixed :class:`~asynctrt.serving.entries.ModelPlace`."""
 
     path: Path
     models: Mapping[str, Mapping[str, FoundVersion]]
@@ -80,7 +80,7 @@ class FoundModels:
 
 
 class ModelFolder:
-    """A folder of models: a :class:`~asynctrt.serving.entries.Place` of a repository.
+    """A folder of models: a :class:`~asynctrt.serving.entries.ModelPlace` of a repository.
 
     :param path: the folder. Each folder in it is a model; in a model, each folder whose name is a number is a
         version.

@@ -26,7 +26,7 @@ import ctypes, signal, sys
 # Native code that keeps Python's lock.
 signal.signal(signal.SIGUSR1, lambda *_: ctypes.PyDLL(None).sleep(100000))
 if "asynctrt.serving.front" in sys.orig_argv:
-    from asynctrt.workers.front import Front
+    from asynctrt.workers.front import Dispatcher as Front
     made, init = [], Front.__init__
     def noted(self, *args, **settings):
         init(self, *args, **settings)
