@@ -72,7 +72,7 @@ class Padding:
         instead of the mapping is for all dynamic dimensions.
     :param pad_with: the number to pad an input with. Default: 0. The engine fills an input with ``mask`` or
         ``length``.
-    :param is_default: whether nobody asked for it, so that rows that cannot be padded run as they are given.
+    :param is_default: whether no option asked for it. Rows that cannot be padded then run as they are given.
     :raises OptionsError: for names that the model does not have, and values that do not fit.
     """
 
@@ -223,12 +223,12 @@ class Padding:
     def knows(self, shape: Hashable) -> bool:
         """Return whether a batch's shape has the dimensions that the model names, each with one size.
 
-        Rows of another shape run as they are.
+        Rows of another shape run as they are, and so do rows of which nothing would be left without padding.
         """
         assert isinstance(shape, tuple)
         sizes = dict(shape)
         return sizes.keys() == self._names and all(
-            len({sizes[dim] for dim in dims}) == 1 for dims in self._same
+            len({sizes[dim] for dim in dims}) == 1 and sizes[dims[0]] > 0 for dims in self._same
         )
 
     def holds(self, shape: Hashable, other: Hashable) -> bool:

@@ -269,6 +269,9 @@ async def test_a_plan_is_padded_within_its_profile():
                 for name, array in SPEC.expected(one).items():
                     np.testing.assert_array_equal(answer[name], array)
             assert engine.statistics().batches < 6
+            nothing = np.ones((1, 0), np.float32)
+            with pytest.raises(asynctrt.InputError, match="profile"):
+                await engine.infer({"ids": nothing, "mask": nothing})
         assert model.flavour.module.violations() == ()
     finally:
         model.close()
