@@ -99,6 +99,7 @@ class IExecutionContext(Reporter):
         self._user: int | None = None
         self._entered = threading.Lock()
         self._profile = 0 if engine._give_profile(0, self) else -1
+        self._has_chosen_profile = False
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._allocators: dict[str, weakref.ref[IOutputAllocator]] = {}
@@ -182,8 +183,11 @@ class IExecutionContext(Reporter):
 
     @property
     def all_binding_shapes_specified(self) -> bool:
-        """Whether the shapes of all dynamic inputs are set."""
-        return not self._unspecified()
+        """Whether the shapes of all dynamic inputs are set.
+
+        TensorRT 8.6 said no of complete shapes, on a GPU, to a caller that had chosen a profile.
+        """
+        return not self._unspecified() and not (self._library_is_8 and self._has_chosen_profile)
 
     @property
     def persistent_cache_limit(self) -> int:
@@ -475,7 +479,7 @@ class IExecutionContext(Reporter):
             if self._library_is_8:
                 raise self._violation("is refused a profile, of which the bindings of TensorRT 8.6 crash")
             return False
-        self._profile = profile_index
+        self._profile, self._has_chosen_profile = profile_index, True
         self._reset_shapes()
         self._modified()
         self._switch = self._core.executor.mark(
