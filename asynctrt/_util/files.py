@@ -5,14 +5,15 @@ import os
 import re
 import stat
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 from asynctrt._util.cancellation import current
-from asynctrt.errors import UsageError
+from asynctrt.errors import OptionsError, UsageError
 
 TEMPORARY: Final = ".tmp"
 """The suffix of files that are being written. Their names begin with a dot and the target's name."""
@@ -63,6 +64,21 @@ def open_regular(
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def read_toml(path: Path, nbytes_max: int, what: str) -> dict[str, Any]:
+    """Read a TOML file of at most ``nbytes_max`` bytes.
+
+    :param what: what it is, for messages.
+    :raises UsageError: if it cannot be read.
+    :raises OptionsError: if it is not valid TOML.
+    """
+    try:
+        return tomllib.loads(read_regular(path, nbytes_max).decode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {what} {str(path)!r}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise OptionsError(f"{str(path)!r} is not valid TOML: {error}") from error
 
 
 def check_within(path: str | os.PathLike[str], folder: Path) -> Path:

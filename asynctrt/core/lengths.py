@@ -251,7 +251,9 @@ class Lengths:
 
     def _compare(self, padding: Padding, case: Case) -> tuple[str, int]:
         """Return how padding changes an answer, empty if it does not; and how long the batch took, in ns."""
-        numbers = [number for number in range(len(case.rows)) if self._alone(case, number) is not None]
+        each = {number: self._alone(case, number) for number in range(len(case.rows))}
+        alone_of = {number: answer for number, answer in each.items() if answer is not None}
+        numbers = list(alone_of)
         key = self._key(case, case.sample.symbols)
         limit = self._shapes.limit(key.shape)
         took_ns = 0
@@ -267,8 +269,7 @@ class Lengths:
             took_ns = clock.now_ns() - start_ns
             self._times.append((padding.units_of(key.shape) * len(some), took_ns))
             for number, answer in zip(some, answers, strict=True):
-                alone = self._alone(case, number)
-                assert alone is not None, "it ran before"
+                alone = alone_of[number]
                 for name, axis, dim in self._guesses:
                     if alone[name].shape[axis] != case.rows[number][1][dim]:
                         return f"output {name!r} has another size than {dim!r}", took_ns

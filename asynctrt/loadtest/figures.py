@@ -325,7 +325,7 @@ def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
 
 
 def _counted_and_answered(counted: Counted) -> tuple[int, int]:
-    """Return the target's count of requests, and that of the answers in the same time.
+    """Return how many requests the target counted, and how many answers came in the same time.
 
     This is the whole run with its warm-up, if the target's count is known from its beginning.
     """

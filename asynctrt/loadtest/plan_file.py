@@ -8,16 +8,15 @@
     slo = ["p99<50ms", "errors<0.1%"]
 """
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt._util.files import read_regular
+from asynctrt._util.files import read_toml
 from asynctrt._util.synonyms import ALL_SYNONYMS
 from asynctrt._util.validation import FLAG, PATH, TEXT, TEXTS, Check, check_names, number
 from asynctrt.core.loading import is_attribute
-from asynctrt.errors import OptionsError, UsageError
+from asynctrt.errors import OptionsError
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES
 from asynctrt.loadtest.settings import in_own_words
 
@@ -43,12 +42,7 @@ def read_plan_file(path: Path, flags: Mapping[str, Any]) -> tuple[str, dict[str,
     :raises UsageError: if it cannot be read.
     :raises OptionsError: if it is not valid TOML, has an unknown or invalid setting, or has no target.
     """
-    try:
-        content = tomllib.loads(read_regular(path, NBYTES_MAX).decode())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the load test {str(path)!r}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise OptionsError(f"{str(path)!r} is not valid TOML: {error}") from error
+    content = read_toml(path, NBYTES_MAX, "the load test")
     given = in_own_words(content)
     names = ["target", *FLAGS, *SETTING_NAMES, *OPTION_NAMES]
     check_names(given, names, f"setting in {path}", synonyms=ALL_SYNONYMS)

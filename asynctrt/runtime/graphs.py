@@ -178,7 +178,7 @@ class Capture:
         self._binding.enqueue(self._rows, profile=self._profile, stream=self._stream, arena=self._scratch)
         self._direct_ns = clock.now_ns() - start_ns
         self._trial.put_out()
-        _wait(self._stream, self._end, f"a batch of {self._rows} rows")
+        wait_for(self._stream, self._end, f"a batch of {self._rows} rows")
         self._trial.note(number)
 
 
@@ -204,17 +204,17 @@ def _tried(graph: Graph, trial: NoTrial, rows: int, stream: Stream, end: Event) 
     costs_ns = []
     for number in range(trial.launches):
         trial.put_in(number)
-        _wait(stream, end, "a copy")
+        wait_for(stream, end, "a copy")
         start_ns = clock.now_ns()
         graph.launch(stream=stream)
         costs_ns.append(clock.now_ns() - start_ns)
         trial.put_out()
-        _wait(stream, end, f"a captured batch of {rows} rows")
+        wait_for(stream, end, f"a captured batch of {rows} rows")
         trial.check(number)
     return min(costs_ns)
 
 
-def _wait(stream: Stream, end: Event, what: str) -> None:
+def wait_for(stream: Stream, end: Event, what: str) -> None:
     """Block until the stream's work so far is done, and raise its error if it failed."""
     stream.record(end)
     if not end.synchronize(CAPTURE_S):

@@ -23,7 +23,7 @@ from asynctrt.backends.base import (
 from asynctrt.devices.base import Device, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError
 from asynctrt.runtime.capturing import Capturing
-from asynctrt.runtime.graphs import CAPTURE_S, Capture, CaptureCosts, CapturedBatch
+from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, wait_for
 from asynctrt.runtime.prepare import SHARE_MAX, Place, sizes_that_pay
 from asynctrt.runtime.staging import Layout, Slab, StagingBuffers, lay_out
 from asynctrt.runtime.trial import SAMPLES, Expected, Trial
@@ -96,9 +96,7 @@ def least_ns(launch: Callable[[], object], site: Site) -> int:
     for _ in range(ROUNDS):
         start_ns = clock.now_ns()
         launch()
-        site.stream.record(site.end)
-        if not site.end.synchronize(CAPTURE_S):
-            raise DeviceLostError(f"a batch did not end within {CAPTURE_S} s")
+        wait_for(site.stream, site.end, "a batch")
         taken_ns.append(clock.now_ns() - start_ns)
     return min(taken_ns)
 
@@ -159,7 +157,7 @@ class Reference:
                 trial.put_in(number)
                 self._run(rows)
                 trial.put_out()
-                self._wait()
+                wait_for(self._site.stream, self._site.end, "a batch")
                 trial.note(number)
             found = self._expected[rows] = trial.expected
             self.times_ns[rows] = least_ns(partial(self._run, rows), self._site)
@@ -179,14 +177,6 @@ class Reference:
 
     def _run(self, rows: int) -> None:
         self._binding.enqueue(rows, profile=None, stream=self._site.stream, arena=None)
-
-    def _wait(self) -> None:
-        site = self._site
-        site.stream.record(site.end)
-        if not site.end.synchronize(CAPTURE_S):
-            raise DeviceLostError(f"a batch did not end within {CAPTURE_S} s")
-        if site.end.error is not None:
-            raise site.end.error
 
 
 class Builder:

@@ -29,7 +29,7 @@ REST: Final = 3
 """After building for some time, build nothing for this many times as long."""
 
 FAILURES_MAX: Final = 3
-"""Give a model up after so many shapes in a row that could not be specialised."""
+"""Give up on a model after this many shapes in a row that could not be specialised."""
 
 logger = logging.getLogger("asynctrt")
 

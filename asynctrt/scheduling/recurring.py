@@ -67,7 +67,7 @@ class RecurringShapes:
         return next((other for other in [*gone, *order] if self._counts.get(other, 0.0) <= least), None)
 
     def limit(self, shapes_max: int) -> None:
-        """Specialise at most so many shapes from now on: there is no room for more."""
+        """Specialise at most this many shapes from now on: there is no room for more."""
         self._shapes_max = shapes_max
 
     def is_full(self, specialised: Collection[Hashable]) -> bool:

@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 import signal
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt._util.cgroup import memory_nbytes
-from asynctrt._util.files import read_regular
+from asynctrt._util.files import read_toml
 from asynctrt._util.process import (
     DEVICE_LOST,
     add_cwd_to_path,
@@ -27,7 +26,7 @@ from asynctrt._util.synonyms import ALL_SYNONYMS
 from asynctrt._util.validation import check_names
 from asynctrt.backends.onnx_options import relative_to
 from asynctrt.core.loading import ATTRIBUTE, is_attribute
-from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
+from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, show
 from asynctrt.options import Options
 from asynctrt.serving.entries import ModelPlace
 from asynctrt.serving.folder import FolderWatch, ModelFolder
@@ -107,12 +106,7 @@ def read_config(path: Path) -> dict[str, Any]:
     :raises UsageError: if it cannot be read.
     :raises OptionsError: if it is not valid TOML, or has an unknown setting.
     """
-    try:
-        content = tomllib.loads(read_regular(path, CONFIG_NBYTES_MAX).decode())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the configuration {str(path)!r}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise OptionsError(f"{str(path)!r} is not valid TOML: {error}") from error
+    content = read_toml(path, CONFIG_NBYTES_MAX, "the configuration")
     names = [*SERVER_NAMES, *ENGINE_NAMES, "device", "models"]
     check_names(content, names, f"setting in {path}", synonyms=ALL_SYNONYMS)
     tables = content.get("models")

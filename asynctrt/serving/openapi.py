@@ -96,12 +96,9 @@ def _whole(served: ServedModel) -> list[str]:
 
 def document(api: Api) -> Schema:
     """Return the OpenAPI document of a server with the models that it has now."""
-    newest: dict[str, ServedModel] = {}
-    for served in api.repository:
-        newest[served.name] = api.repository.find(served.name)
     paths = _server_paths(has_metrics="/metrics" in api.pages)
     for served in api.repository:
-        paths |= _model_paths(served, is_newest=newest[served.name] is served)
+        paths |= _model_paths(served, is_newest=api.repository.find(served.name) is served)
     found: Schema = {
         "openapi": "3.1.0",
         "info": {

@@ -1,4 +1,4 @@
-"""Shapes that recur get contexts of their own while an engine serves, and nobody has to wait for that."""
+"""Shapes that recur get contexts of their own while an engine serves, and no request waits for it."""
 
 import asyncio
 import logging
@@ -84,14 +84,19 @@ async def test_until_then_batches_have_few_sizes(path):
         assert engine.statistics().batch_sizes == ()
 
 
-async def test_requests_are_answered_while_contexts_are_built(path):
+def held(path):
+    """Return a model whose contexts are held while they are built, and two events: that, and its end."""
     begun, go = threading.Event(), threading.Event()
 
     def hold():
         begun.set()
         assert go.wait(WAIT_S)
 
-    model = SpecialisedSessions(path, held=hold)
+    return SpecialisedSessions(path, held=hold), begun, go
+
+
+async def test_requests_are_answered_while_contexts_are_built(path):
+    model, begun, go = held(path)
     async with opened(model) as engine:
         await until(engine, begun.is_set)
         for number in range(50):
@@ -104,13 +109,7 @@ async def test_requests_are_answered_while_contexts_are_built(path):
 
 
 async def test_an_engine_that_is_closed_while_it_builds_leaves_nothing(path):
-    begun, go = threading.Event(), threading.Event()
-
-    def hold():
-        begun.set()
-        assert go.wait(WAIT_S)
-
-    model = SpecialisedSessions(path, held=hold)
+    model, begun, go = held(path)
     async with opened(model) as engine:
         await until(engine, begun.is_set)
         asyncio.get_running_loop().call_later(0.05, go.set)

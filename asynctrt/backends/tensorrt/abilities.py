@@ -141,7 +141,7 @@ class Abilities:
 
         :raises RuntimeError: for shapes that the engine refuses.
         """
-        return not context.infer_shapes() if self.raises else True
+        return not (self.raises and context.infer_shapes())
 
     def set_memory(self, context: Any, address: int, nbytes: int) -> None:
         """Set the enqueue memory of a context, which reports an error if it refuses."""
