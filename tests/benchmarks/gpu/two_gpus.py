@@ -1,0 +1,118 @@
+"""Two GPUs against one: two engines on one event loop, and workers with a GPU each.
+
+The model is an encoder as large as BERT's base with random weights, which torch exports, or ``--model``: an
+ONNX file with one input of token ids.
+
+    python -m tests.benchmarks.gpu.two_gpus --device cuda:0 --device cuda:1
+"""
+
+import argparse
+import asyncio
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+import asynctrt
+from asynctrt._util import clock
+from asynctrt._util.process import freeze_gc
+from tests.benchmarks.common import save
+from tests.benchmarks.gpu.support import quantiles_us
+
+TOLERANCE = 5e-2
+"""The encoder's answers are sums of normalised values, computed by other kernels for other batch sizes."""
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--device", action="append", help="twice; 'host' is possible")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--callers", type=int, default=512)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+async def measure(engines, texts, expected, given):
+    """Return answers a second and latencies of callers who are divided among ``engines``."""
+    latencies_ns = []
+    is_over = is_measured = False
+
+    async def caller(number):
+        infer = engines[number % len(engines)].infer
+        while not is_over:
+            which = (number + len(latencies_ns)) % len(texts)
+            sent_ns = clock.now_ns()
+            (answer,) = (await infer(texts[which])).values()
+            if is_measured:
+                latencies_ns.append(clock.now_ns() - sent_ns)
+            if not np.allclose(answer, expected[which], atol=TOLERANCE, rtol=TOLERANCE):
+                raise SystemExit(f"wrong answer: {np.abs(answer - expected[which]).max()} off")
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(given.callers):
+            group.create_task(caller(number))
+        await asyncio.sleep(given.seconds / 2)
+        is_measured, start_ns, cpu_ns = True, clock.now_ns(), clock.cpu_ns()
+        await asyncio.sleep(given.seconds)
+        took_ns, cpu_ns = clock.now_ns() - start_ns, clock.cpu_ns() - cpu_ns
+        is_measured, is_over = False, True
+    return {
+        "per_s": len(latencies_ns) / took_ns * 1e9,
+        "cores": cpu_ns / took_ns,
+        **quantiles_us(latencies_ns),
+    }
+
+
+async def main():
+    given = options()
+    devices = given.device or ["cuda:0", "cuda:1"]
+    rng = np.random.default_rng(3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = given.model
+        if path is None:
+            from tests.benchmarks.gpu import onnx_models
+
+            failed = onnx_models.export(Path(folder))
+            path = Path(folder) / "encoder.onnx"
+            if not path.exists():
+                raise SystemExit(f"torch could not export the encoder: {failed}")
+        texts = [rng.integers(0, 256, (1, given.tokens)) for _ in range(32)]
+        settings = {"shapes": {"tokens": (given.tokens,)}} if "host" not in devices else {}
+        ways = {
+            "one engine": [{"device": devices[0]}],
+            "two engines": [{"device": device} for device in devices],
+            "one worker": [{"device": devices[0], "isolation": "process"}],
+            "two workers": [{"device": ",".join(devices), "isolation": "process"}],
+        }
+        figures = {}
+        expected = None
+        for way, opened in ways.items():
+            async with AsyncExitStack() as stack:
+                engines = [
+                    await stack.enter_async_context(asynctrt.open(path, **settings, **one)) for one in opened
+                ]
+                if expected is None:
+                    expected = [next(iter((await engines[0].infer(text)).values())) for text in texts]
+                runs = [await measure(engines, texts, expected, given) for _ in range(given.repeats)]
+            figures[way] = sorted(runs, key=lambda run: run["per_s"])[len(runs) // 2]
+            rates = [f"{run['per_s']:,.0f}" for run in runs]
+            figures[way]["spread"] = [run["per_s"] for run in runs]
+            print(
+                f"  {way:12} {figures[way]['per_s']:8,.0f}/s ({', '.join(rates)})  "
+                f"p50 {figures[way]['p50_us'] / 1e3:.1f}  p99 {figures[way]['p99_us'] / 1e3:.1f} ms  "
+                f"{figures[way]['cores']:.2f} cores",
+                flush=True,
+            )
+    for one, two in (("one engine", "two engines"), ("one worker", "two workers")):
+        print(f"  {two} over {one}: {figures[two]['per_s'] / figures[one]['per_s']:.2f}", flush=True)
+    save(given.json, "two GPUs", figures)
+
+
+if __name__ == "__main__":
+    freeze_gc()
+    uvloop.run(main())
