@@ -90,6 +90,7 @@ LEAST_ON_GPU = {
         *("--random", "4", "--shapes", "8"),
     ],
     "function_sizes": ["--seconds", "0.2"],
+    "two_gpus": ["--seconds", "0.1", "--repeats", "1", "--callers", "8"],
 }
 """Without a GPU they run on the host device."""
 PARTS = {

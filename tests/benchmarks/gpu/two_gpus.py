@@ -1,9 +1,9 @@
 """Two GPUs against one: two engines on one event loop, and workers with a GPU each.
 
 The model is an encoder as large as BERT's base with random weights, which torch exports, or ``--model``: an
-ONNX file with one input of token ids.
+ONNX file with one input of token ids. One device that is named alone, such as the host, is used twice.
 
-    python -m tests.benchmarks.gpu.two_gpus --device cuda:0 --device cuda:1
+    python -m tests.benchmarks.gpu.two_gpus --device cuda:0,cuda:1
 """
 
 import argparse
@@ -18,8 +18,10 @@ import uvloop
 import asynctrt
 from asynctrt._util import clock
 from asynctrt._util.process import freeze_gc
+from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import save
-from tests.benchmarks.gpu.support import quantiles_us
+from tests.benchmarks.gpu.support import open_device, quantiles_us
+from tests.models import sequence_onnx
 
 TOLERANCE = 5e-2
 """The encoder's answers are sums of normalised values, computed by other kernels for other batch sizes."""
@@ -29,7 +31,7 @@ def options():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--device", action="append", help="twice; 'host' is possible")
+    parser.add_argument("--device", default="cuda:0,cuda:1")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--callers", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=4.0)
@@ -47,7 +49,7 @@ async def measure(engines, texts, expected, given):
         while not is_over:
             which = (number + len(latencies_ns)) % len(texts)
             sent_ns = clock.now_ns()
-            (answer,) = (await infer(texts[which])).values()
+            answer = next(iter((await infer(texts[which])).values()))
             if is_measured:
                 latencies_ns.append(clock.now_ns() - sent_ns)
             if not np.allclose(answer, expected[which], atol=TOLERANCE, rtol=TOLERANCE):
@@ -70,19 +72,24 @@ async def measure(engines, texts, expected, given):
 
 async def main():
     given = options()
-    devices = given.device or ["cuda:0", "cuda:1"]
+    devices = (given.device.split(",") * 2)[:2]
+    on_host = devices[0] == "host"
     rng = np.random.default_rng(3)
     with tempfile.TemporaryDirectory() as folder:
         path = given.model
-        if path is None:
+        if path is None and on_host:
+            path = Path(folder) / "sequence.onnx"
+            sequence_onnx(path)
+        elif path is None:
             from tests.benchmarks.gpu import onnx_models
 
             failed = onnx_models.export(Path(folder))
             path = Path(folder) / "encoder.onnx"
             if not path.exists():
                 raise SystemExit(f"torch could not export the encoder: {failed}")
-        texts = [rng.integers(0, 256, (1, given.tokens)) for _ in range(32)]
-        settings = {"shapes": {"tokens": (given.tokens,)}} if "host" not in devices else {}
+        tokens = rng.integers(0, 256, (32, 1, given.tokens))
+        texts = list(tokens.astype(np.float32) if on_host and given.model is None else tokens)
+        settings = {} if on_host else {"shapes": {"tokens": (given.tokens,)}}
         ways = {
             "one engine": [{"device": devices[0]}],
             "two engines": [{"device": device} for device in devices],
@@ -110,7 +117,7 @@ async def main():
             )
     for one, two in (("one engine", "two engines"), ("one worker", "two workers")):
         print(f"  {two} over {one}: {figures[two]['per_s'] / figures[one]['per_s']:.2f}", flush=True)
-    save(given.json, "two GPUs", figures)
+    save(given.json, "two GPUs", figures, HostDevice() if on_host else open_device(devices[0]))
 
 
 if __name__ == "__main__":
