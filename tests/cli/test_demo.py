@@ -1,6 +1,7 @@
 """The demo's model and its input, held against magika itself, and what it makes of folders."""
 
 import asyncio
+import math
 import re
 import sys
 import threading
@@ -151,6 +152,33 @@ def test_no_file_is_no_demo(model, tmp_path):
 )
 def test_small_ratios_are_no_difference(engine, hand, says):
     assert demo.compared("answered", engine, hand) == says
+
+
+@pytest.mark.parametrize(("engine", "hand"), [(20, math.inf), (math.inf, 20), (math.inf, math.inf)])
+def test_what_was_never_answered_is_not_a_ratio(engine, hand):
+    assert demo.compared("p99 ms", engine, hand) == "p99 ms cannot be compared"
+
+
+@pytest.mark.parametrize(
+    ("answered", "sent", "p99_ms"), [(100, 100, 100), (100, 101, 100), (100, 102, math.inf), (0, 0, 0)]
+)
+def test_requests_that_were_never_answered_count_in_the_percentile(answered, sent, p99_ms):
+    """A batcher that fails half of its callers at once would have the best percentile of all."""
+    load = demo.Load(None, [], sent=sent, latencies_ms=[*range(1, answered + 1)])
+    assert demo.p99_ms(load) == p99_ms
+
+
+@pytest.mark.anyio
+async def test_a_caller_who_leaves_tells_nobody_beforehand():
+    told = []
+
+    async def infer(row, timeout=None):
+        told.append(timeout)
+        await asyncio.get_running_loop().create_future()
+
+    load = demo.Load(infer, [1])
+    await asyncio.wait_for(load.send(leaves_after=0.01), 20)
+    assert (told, load.used) == ([None], 0)
 
 
 @pytest.mark.anyio
