@@ -153,7 +153,7 @@ def _value_of(text: str) -> Any:
     """Return a value from TOML syntax; return any other text as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text.strip()
 
 

@@ -248,3 +248,8 @@ def test_graphs_are_taken_as_the_help_shows_them(written):
 
 def test_no_limit_can_be_said_as_a_flag():
     assert Options(batch_timeout=float("inf")).batch_timeout == float("inf")
+
+
+def test_a_value_that_nests_without_end_is_text():
+    with pytest.raises(OptionsError, match="plugins"):
+        Options.from_settings(None, {"tensorrt": ["plugins=" + "[" * 10**5]})

@@ -77,7 +77,7 @@ def read_toml(path: Path, nbytes_max: int, what: str) -> dict[str, Any]:
         return tomllib.loads(read_regular(path, nbytes_max).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {what} {str(path)!r}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise OptionsError(f"{str(path)!r} is not valid TOML: {error}") from error
 
 

@@ -248,7 +248,7 @@ def read_report(path: Path, what: str = "report") -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"the {what} {str(path)!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("runs"):
         raise UsageError(f"{str(path)!r} is not the report of a load test: make one with --json")

@@ -223,6 +223,10 @@ def _columns(path: Path) -> dict[str, Array]:
         return {name: np.array([row[name] for row in rows]) for name in names}
     except ValueError as error:
         raise UsageError(f"{str(path)!r} has lists of different lengths in one column: {error}") from error
+    except MemoryError as error:  # NumPy makes every string as long as the longest.
+        raise UsageError(
+            f"{str(path)!r} has a column that does not fit into memory: {error}. Shorten its longest text"
+        ) from error
 
 
 def find_reader(where: str) -> Reader:

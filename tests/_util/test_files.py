@@ -12,7 +12,7 @@ import pytest
 from asynctrt._util import files
 from asynctrt._util.cancellation import Cancellation, cancelled_by
 from asynctrt._util.files import locked, sweep, write_whole
-from asynctrt.errors import UsageError
+from asynctrt.errors import OptionsError, UsageError
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 30
@@ -155,3 +155,10 @@ def test_a_cancellation_calls_once_and_only_while_it_is_asked_to():
         assert said == ["inside", "late"]
     assert cancellation.is_cancelled
     assert repr(cancellation) == "<Cancellation cancelled>"
+
+
+@pytest.mark.parametrize("content", ["x = ", "x", "x = " + "[" * 10**5, "x = " + "{a=" * 10**5])
+def test_text_that_is_not_toml_is_an_error_with_its_path(content, tmp_path):
+    (tmp_path / "a.toml").write_text(content)
+    with pytest.raises(OptionsError, match=r"a\.toml' is not valid TOML: "):
+        files.read_toml(tmp_path / "a.toml", 1 << 20, "the file")

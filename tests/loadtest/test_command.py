@@ -182,7 +182,7 @@ def test_a_baseline_of_another_test_is_refused(report, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"format": 1, "runs": []}', '{"format": 99, "runs": [1]}']
+    "content", ["", "{", "[]", "{}", '{"format": 1, "runs": []}', '{"format": 99, "runs": [1]}', "[" * 10**5]
 )
 def test_something_that_is_no_baseline(content, tmp_path):
     (tmp_path / "a.json").write_text(content)

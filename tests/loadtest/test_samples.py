@@ -724,10 +724,20 @@ def test_json_lines_keep_their_types(tmp_path):
         ("a.jsonl", "{", "cannot be read"),
         ("a.jsonl", "[1]", "row 1 of"),
         ("a.jsonl", '{"x": [1]}\n{"x": [1, 2]}', "lists of different lengths"),
+        ("a.jsonl", "[" * 10**5, "cannot be read"),
     ],
 )
 def test_tables_that_are_refused(tmp_path, name, content, says):
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(UsageError, match=says):
+        make_samples(LoadSettings(inputs=path), ())
+
+
+@pytest.mark.tier2
+def test_a_column_that_does_not_fit_into_memory(tmp_path):
+    """NumPy makes every text as long as the longest: 200 TB here, more than a process can address."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"x": "' + "a" * (5 * 10**7) + '"}\n' + '{"x": "b"}\n' * 10**6)
+    with pytest.raises(UsageError, match="does not fit into memory.*Shorten its longest text"):
         make_samples(LoadSettings(inputs=path), ())

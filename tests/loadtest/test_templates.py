@@ -31,6 +31,11 @@ def test_places_in_json(text, filled):
     assert json.loads(template.fill(ARRAYS)) == filled
 
 
+def test_what_nests_without_end_is_text():
+    text = "[" * 10**5 + "${n[1]}"
+    assert (Template(text).is_json, Template(text).fill(ARRAYS)) == (False, b"[" * 10**5 + b"1")
+
+
 def test_text_that_is_no_json(tmp_path):
     template = Template("say ${text} ${x[0]}")
     assert (template.is_json, template.names) == (False, ("text", "x"))
