@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import Any, Final
 from urllib.parse import quote
+from weakref import ref
 
 import numpy as np
 
@@ -35,14 +36,20 @@ Schema = dict[str, Any]
 def docs_pages(api: Api) -> dict[str, Page]:
     """Return the pages by path: the document, which needs the server's token, and the page that shows it."""
     pages = {path: static_page(*file) for path, file in FILES.items()}
+    known: object = None
+    body = b""
 
     def respond(_: Headers) -> Answer:
+        nonlocal known, body
+        now = _content(api)
+        if now != known:
+            known, body = now, dump(document(api))
         headers = (
             ("Content-Type", JSON),
             ("X-Content-Type-Options", "nosniff"),
             ("Cache-Control", "no-store"),
         )
-        return Answer(200, headers, (dump(document(api)),))
+        return Answer(200, headers, (body,))
 
     return pages | {"/openapi.json": Page(respond)}
 
@@ -92,6 +99,12 @@ def _whole(served: ServedModel) -> list[str]:
 
 
 # ---- the document
+
+
+def _content(api: Api) -> object:
+    """Return what the document depends on, without keeping a model that was unloaded."""
+    models = [(ref(served), api.repository.find(served.name) is served) for served in api.repository]
+    return models, api.has_tokens, "/metrics" in api.pages
 
 
 def document(api: Api) -> Schema:
