@@ -809,8 +809,8 @@ class Link:
         self._idle_with = oldest
         self._waited_ns = 0 if self._has_answered or not self.groups else self._waited_ns + seen_ns
         self._has_answered = False
-        longest_ns = self._longest_ns
-        self.is_stuck = bool(longest_ns) and self._waited_ns > max(STUCK_S * 1e9, STUCK_FACTOR * longest_ns)
+        stuck_s = self._stuck_s
+        self.is_stuck = stuck_s is not None and self._waited_ns > stuck_s * 1e9
         limit_s, why = self._options.batch_timeout, ""
         if limit_s is not None and self._silent_ns > max(limit_s, SILENCE_S_MIN) * 1e9:
             silent_s = self._silent_ns / 1e9
@@ -823,6 +823,17 @@ class Link:
             self._worker.process.kill(why)
         elif self.owner is not None:
             self.owner.link_looked(self)
+
+    @property
+    def _stuck_s(self) -> float | None:
+        """The time without an answer after which others take over; ``None`` if nothing tells.
+
+        Before the first answer it is the limit for opening the engine: a first batch may have as much to
+        prepare.
+        """
+        if self._longest_ns:
+            return max(STUCK_S, STUCK_FACTOR * self._longest_ns / 1e9)
+        return self._original.opening_s_max
 
 
 def _because(candidate: Candidate) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import PoisonError
-from asynctrt.workers import link
+from asynctrt.workers import link, original
 from asynctrt.workers.stand_ins import HOST
 from tests.helpers import until
 from tests.workers.double import workers
@@ -66,6 +66,21 @@ async def test_what_is_behind_a_batch_that_hangs_goes_to_another_worker_until_it
         statistics = engine.statistics()
         assert (statistics.succeeded, statistics.failed, statistics.worker_deaths) == (7, 0, 0)
     assert engine._front._heap.blocks == 0
+
+
+async def test_a_first_batch_that_hangs_keeps_others_waiting_no_longer_than_an_opening_may_take(monkeypatch):
+    monkeypatch.setattr(original, "OPENING_S_MIN", 0.3)
+    monkeypatch.setattr(original, "OPENING_FACTOR", 0)
+    async with workers(KIND) as made, opened() as engine:
+        began_s = asyncio.get_running_loop().time()
+        hanging, behind = await hangs(engine, made.all[0], rows(7))
+        assert np.array_equal((await behind)["y"], 2 * rows(7))
+        assert asyncio.get_running_loop().time() - began_s > 0.3, "a first batch may be slow"
+        assert not hanging.done()
+        made.all[0].holds = False
+        made.all[0].look()
+        assert np.array_equal((await hanging)["y"], 2 * rows(7))
+        await until(lambda: len(engine.workers) == 1)
 
 
 async def test_large_rows_that_are_moved_stay_what_they_are():
