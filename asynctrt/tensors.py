@@ -385,7 +385,8 @@ def convert(spec: TensorSpec, value: Any) -> Array:
     if spec.dtype.kind in "iu":
         overflows = not np.array_equal(converted, given)
     else:
-        overflows = not np.array_equal(np.isinf(converted), np.isinf(given))
+        infinite = np.isinf(converted)
+        overflows = bool(infinite.any()) and not np.array_equal(infinite, np.isinf(given))
     if overflows:
         limits = np.iinfo(spec.dtype) if spec.dtype.kind in "iu" else np.finfo(spec.dtype)
         raise InputError(

@@ -63,7 +63,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 PlacedTensor = tuple[TensorSpec, tuple[int, ...], int, Array | None]
-"""A tensor's spec, shape and number of raw bytes, and the array itself if its values were in the head."""
+"""A tensor's spec, shape and number of raw bytes; and if its values were in the head, the array itself, or
+:data:`IN_HEAD`."""
+
+IN_HEAD: Final[Array] = np.empty(0)
+"""Stands for an array whose values are in the head: they are read anew for each request of a layout."""
 
 Specs = Mapping[str, tuple[TensorSpec, str]]
 """Spec and datatype of a model's tensors, by name."""
@@ -125,8 +129,8 @@ class RequestLayout:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether every input is raw, so that the layout holds no values."""
-        return all(array is None for *_, array in self.inputs)
+        """Whether the layout holds no values of inputs."""
+        return all(array is None or array is IN_HEAD for *_, array in self.inputs)
 
 
 class DecodedRequest:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.codec import (
     ANSWER_NBYTES_MAX,
+    IN_HEAD,
     LAYOUT_NBYTES_MAX,
     DecodedRequest,
     ModelCodec,
@@ -112,6 +113,8 @@ class JsonCodec(ModelCodec):
             pad=pad,
         )
         self.json_max = json_max
+        # By form, shapes, priority and timeout.
+        self._plain_layouts: dict[Any, RequestLayout] = {}
 
     def is_slow(self, body: Buffer, head_nbytes: int) -> bool:
         """Return whether decoding a request would block the event loop for a millisecond or more.
@@ -149,19 +152,25 @@ class JsonCodec(ModelCodec):
         request_id = content.pop("id", "")
         if not isinstance(request_id, str):
             raise RequestError(f"id must be a string, not {brief(request_id)}")
+        values = _take_values(content)
         # Whatever its formatting, the rest usually equals that of an earlier request.
-        key = _key_of(content) if head_nbytes <= LAYOUT_NBYTES_MAX else None
-        layout = None if key is None else self._layouts.get(key)
+        key = _key_of(content) if head_nbytes <= FAST_JSON_NBYTES else b""
+        layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layout(content, pause)
-            if key is not None and layout.is_reusable:
+            layout = self._layout(content)
+            if key:
                 remember(self._layouts, key, layout)
         if layout.binary_nbytes != len(body) - start:
             raise RequestError(
                 f"the inputs declare {layout.binary_nbytes} bytes of tensors after the header, but "
                 f"{len(body) - start} follow it"
             )
-        return DecodedRequest(layout, request_id, read_inputs(layout, body, start, pause))
+        inputs = read_inputs(layout, body, start, pause)
+        if not layout.raw_numbers:
+            for (spec, shape, _, array), given in zip(layout.inputs, values, strict=True):
+                if array is IN_HEAD:
+                    inputs[spec.name] = from_json(spec, given, shape, pause)
+        return DecodedRequest(layout, request_id, inputs)
 
     def decode_raw(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
         """Decode a body that consists of one row of the model's only input.
@@ -197,24 +206,37 @@ class JsonCodec(ModelCodec):
         form = read_form(content)
         values = read_values(form, content[form], list(self._inputs))
         self._check_count("inputs", len(values))
-        placed = tuple([self._plain_input(form, *item, pause) for item in values.items()])
-        outputs = tuple([(spec, False) for spec, _ in self._outputs.values()])
+        shapes = {name: tuple(nested_shape(name, data)) for name, data in values.items()}
         scheduling = read_scheduling(mapping(content, "parameters", "the request"))
+        key = form, tuple(shapes.items()), scheduling
+        layout = self._plain_layouts.get(key)
+        if layout is None:
+            layout = self._plain_layout(form, shapes, scheduling)
+            remember(self._plain_layouts, key, layout)
+        inputs = {}
+        for spec, shape, _, _ in layout.inputs:
+            # In the form of rows, they come first.
+            given = from_json(spec, values[spec.name], shape if form != ROWS else shapes[spec.name], pause)
+            inputs[spec.name] = given if form != ROWS else spec.as_given(given)
+        return DecodedRequest(layout, "", inputs)
+
+    def _plain_layout(
+        self, form: str, shapes: Mapping[str, tuple[int, ...]], scheduling: tuple[int, float | None]
+    ) -> RequestLayout:
+        placed = tuple([self._plain_input(form, name, given) for name, given in shapes.items()])
+        outputs = tuple([(spec, False) for spec, _ in self._outputs.values()])
         layout = self._checked_layout(placed, outputs, *scheduling, plain=ANSWERS[form])
         self._check_written(placed, outputs)
-        return DecodedRequest(layout, "", read_inputs(layout, body, 0, pause))
+        return layout
 
-    def _plain_input(self, form: str, name: str, data: Any, pause: Pause) -> PlacedTensor:
-        """Return an input given by its values; in the form of rows, they come first."""
+    def _plain_input(self, form: str, name: str, given: tuple[int, ...]) -> PlacedTensor:
+        """Return an input given by its values, which nest as deep as ``given`` says."""
         spec, _ = self._named(name, "inputs", self._inputs, {})
-        given = nested_shape(name, data)
         if form != ROWS:
-            shape = self._shape(spec, given)
-            return spec, shape, 0, from_json(spec, data, shape, pause)
+            return spec, self._shape(spec, list(given)), 0, IN_HEAD
         rows, *row = given
         check_rows(rows, [spec for side in (self._inputs, self._outputs) for spec, _ in side.values()])
-        shape = self._shape(spec, list(shape_of(row, spec.axis, rows)))
-        return spec, shape, 0, spec.as_given(from_json(spec, data, tuple(given), pause))
+        return spec, self._shape(spec, list(shape_of(row, spec.axis, rows))), 0, IN_HEAD
 
     def encode(
         self, request: DecodedRequest, result: InferResult, pause: Pause = no_pause
@@ -246,7 +268,7 @@ class JsonCodec(ModelCodec):
             head = b"".join((b'{"id":', orjson.dumps(request.id), b",", memoryview(head)[1:]))
         return head, tensors
 
-    def _layout(self, content: dict[str, Any], pause: Pause) -> RequestLayout:
+    def _layout(self, content: dict[str, Any]) -> RequestLayout:
         parameters = mapping(content, "parameters", "the request")
         binary_default = parameters.get("binary_data_output", False)
         if not isinstance(binary_default, bool):
@@ -254,7 +276,7 @@ class JsonCodec(ModelCodec):
         inputs = self._items(content, "inputs", self._inputs)
         if "inputs" not in content:
             raise RequestError("the request has no inputs: they are a list of tensors")
-        placed = tuple([self._input(*item, pause) for item in inputs])
+        placed = tuple([self._input(*item) for item in inputs])
         outputs = tuple(
             [
                 (spec, _wants_binary(spec.name, wanted, binary_default=binary_default))
@@ -314,7 +336,6 @@ class JsonCodec(ModelCodec):
         datatype: str,
         item: dict[str, Any],
         parameters: dict[str, Any],
-        pause: Pause,
     ) -> PlacedTensor:
         if item.get("datatype") != datatype:
             raise InputError(f"input {spec.name!r} is {datatype}, not {brief(item.get('datatype'))}")
@@ -323,7 +344,7 @@ class JsonCodec(ModelCodec):
         if nbytes is None:
             if "data" not in item:
                 raise RequestError(f"input {spec.name!r} has neither data nor binary_data_size")
-            return spec, shape, 0, from_json(spec, item["data"], shape, pause)
+            return spec, shape, 0, IN_HEAD
         if "data" in item:
             raise RequestError(f"input {spec.name!r} has both data and binary_data_size: give one of them")
         if type(nbytes) is not int or nbytes < 0:
@@ -353,12 +374,26 @@ class JsonCodec(ModelCodec):
         return dump({"model_name": self.name, "model_version": self.version, "outputs": outputs})
 
 
-def _key_of(content: dict[str, Any]) -> bytes | None:
-    """Return a key that is equal for equal content; ``None`` if it is nested too deep to be serialized."""
+def _take_values(content: dict[str, Any]) -> list[Any]:
+    """Take the values of the inputs out of a request, and return them in order; leave what says that they
+    were there."""
+    inputs = content.get("inputs")
+    values = []
+    for item in inputs if isinstance(inputs, list) else ():
+        has_values = isinstance(item, dict) and "data" in item
+        values.append(item["data"] if has_values else None)
+        if has_values:
+            item["data"] = True
+    return values
+
+
+def _key_of(content: dict[str, Any]) -> bytes:
+    """Return a key that is equal for equal content; empty if that is large, or nests too deep."""
     try:
-        return orjson.dumps(content)
+        key = orjson.dumps(content)
     except TypeError:
-        return None
+        return b""
+    return key if len(key) <= LAYOUT_NBYTES_MAX else b""
 
 
 def _json_nbytes_of(array: Array) -> int:

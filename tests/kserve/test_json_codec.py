@@ -8,6 +8,7 @@ import pytest
 
 from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.codec import LAYOUTS_MAX, STRINGS_MAX
+from asynctrt.kserve.datatypes import from_json
 from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.tensors import BatchRecord, InferResult, TensorSpec
 
@@ -116,15 +117,75 @@ def test_nan_in_json_is_null_and_infinity_is_no_json(codec):
         codec.encode(codec.decode(*build()), result(np.array([[np.nan, np.inf]], np.float32)))
 
 
-def test_plans_are_bounded_and_headers_with_values_are_not_kept(codec):
+def test_layouts_are_bounded_and_keep_no_values(codec):
     for number in range(LAYOUTS_MAX + 50):
         codec.decode(*build(parameters={"priority": number}))
     assert len(codec._layouts) <= LAYOUTS_MAX
-    before = dict(codec._layouts)
-    x = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [3, 4]}
-    n = {"name": "n", "datatype": "INT32", "shape": [1, 1], "data": [3]}
-    codec.decode(*build([x, n]))
-    assert codec._layouts == before
+    assert all(layout.is_reusable for layout in codec._layouts.values())
+
+
+@pytest.mark.parametrize("more", [{}, {"parameters": {"priority": 2}}])
+def test_requests_that_differ_in_their_values_share_a_layout(codec, more):
+    def asked(x, n, **given):
+        x = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": x} | given
+        n = {"name": "n", "datatype": "INT32", "shape": [1, 1], "data": n}
+        return codec.decode(*build([x, n], **more))
+
+    first, second = asked([3, 4], [5]), asked([[6.5, 7]], [[8]])
+    assert [array.tolist() for array in first.inputs.values()] == [[[3, 4]], [[5]]]
+    assert [array.tolist() for array in second.inputs.values()] == [[[6.5, 7]], [[8]]]
+    assert first.layout is second.layout
+    assert first.layout.is_reusable
+    for wrong in (
+        True,
+        None,
+        [1],
+        [1, "2"],
+        [1, None],
+        [[1], [2, 3]],
+        [1, [2]],
+        {},
+        7,
+        [1, 2, 3],
+        [1, 1e300],
+    ):
+        with pytest.raises(InputError, match="input 'x'"):
+            asked(wrong, [5])
+    with pytest.raises(RequestError, match="duplicate input 'x'"):
+        codec.decode(*build([{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [3, 4]}] * 2, **more))
+    assert asked([9, 10], [11]).inputs["x"].tolist() == [[9, 10]]
+
+
+def test_plain_requests_that_differ_in_their_values_share_a_layout(codec):
+    def asked(x, n):
+        return codec.decode_plain(json.dumps({"instances": [{"x": x, "n": n}]}).encode())
+
+    first, second = asked([3, 4], [5]), asked([6.5, 7], [8])
+    assert [array.tolist() for array in second.inputs.values()] == [[[6.5, 7]], [[8]]]
+    assert first.layout is second.layout
+    for wrong in ([1, "2"], [1, None], [1, [2]], [1, 2, 3]):
+        with pytest.raises(InputError, match="input 'x'"):
+            asked(wrong, [5])
+    assert first.inputs["x"].tolist() == [[3, 4]]
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (3, 1), (1, 1, 3)])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_lists_of_numbers_become_floats_however_they_nest(dtype, shape):
+    spec = TensorSpec("x", dtype, shape[1:])
+    for values in ([1.5, 2, True], [0.1, 1e-300, -0.0], [1, 2, 3]):
+        nested = np.array(values, object).reshape(shape).tolist()
+        for data in (values, nested):
+            array = from_json(spec, data, shape)
+            assert array.dtype == dtype
+            np.testing.assert_array_equal(array, np.array(values, np.float64).astype(dtype).reshape(shape))
+            array[...] = 0  # It is the request's own.
+    deep = 1.0
+    for _ in range(40):
+        deep = [deep]
+    with pytest.raises(InputError, match="nests lists more than 32 deep"):
+        from_json(TensorSpec("x", dtype, ()), deep, (1,))
+    assert from_json(spec, [], (0, *shape[1:])).shape == (0, *shape[1:])
 
 
 def test_scheduling(codec):
