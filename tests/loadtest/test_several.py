@@ -17,11 +17,16 @@ def test_where_one_address_ends():
     assert [part.where for part in spec.parts] == ["http://a/x?ids=1,2", "http://b/y", "grpc://c:1/m"]
 
 
-@pytest.mark.parametrize("scheme", ["http", "ws"])
+def address(server, scheme):
+    if scheme == "grpc":
+        return f"grpc://{server.grpc_target}/double"
+    return f"{server.http_url.replace('http', scheme)}/v2/models/double{'/ws' * (scheme == 'ws')}"
+
+
+@pytest.mark.parametrize("scheme", ["http", "ws", "grpc"])
 async def test_requests_go_to_each_in_turn_and_the_counters_add_up(scheme):
-    async with serving() as one, serving() as other:
-        path = f"/v2/models/double{'/ws' * (scheme == 'ws')}"
-        where = ",".join(f"{server.http_url.replace('http', scheme)}{path}" for server in (one, other))
+    async with serving(grpc=True) as one, serving(grpc=True, is_inner=True) as other:
+        where = ",".join(address(server, scheme) for server in (one, other))
         report = await loadtest.run(where, **QUICK)
         counts = [next(iter(server.repository)).engine.statistics().succeeded for server in (one, other)]
     (run,) = report.runs

@@ -28,11 +28,11 @@ CHROMIUM_FLAGS = (
 
 
 @asynccontextmanager
-async def serving(models=None, *, engine=None, **settings):
+async def serving(models=None, *, engine=None, is_inner=False, **settings):
     """A server with these models, ``double`` if there are none: by name, or by (name, version).
 
     ``engine`` are the options of their engines, ``settings`` those of the server. A model may be a pair, with
-    options of its own.
+    options of its own. ``is_inner`` is for one that ends before another, which goes on using gRPC.
     """
     # On a busy machine the loop has pauses that no test is about.
     settings = {"http_port": 0, "grpc_port": 0, "grpc": False, "max_pause": 1000.0} | settings
@@ -54,7 +54,7 @@ async def serving(models=None, *, engine=None, **settings):
             await repository.load_all()
             yield server
     finally:
-        if settings["grpc"]:
+        if settings["grpc"] and not is_inner:
             await settle_grpc()
 
 
