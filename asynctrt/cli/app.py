@@ -22,8 +22,9 @@ from asynctrt.cli.environment import check_values, misspelt, shown, variables
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
+from asynctrt.loadtest.settings import REMOVED as REMOVED_OF_LOAD
 from asynctrt.loadtest.settings import SYNONYMS as THEIR_WORDS
-from asynctrt.loadtest.settings import WITHOUT_SCENARIOS, LoadSettings
+from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
 from asynctrt.plans.inspection import as_json as as_plain
 from asynctrt.plans.inspection import inspect as inspect_file
@@ -79,9 +80,9 @@ REMOVED: Final = {
     "sign": "Use `ssh-keygen -Y sign -n asynctrt -f KEY PLAN`.",
     "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
     "simulate": "Use `asynctrt load`, which measures the engine itself.",
-    "load --scenario": f"Use what it stood for: {WITHOUT_SCENARIOS}",
     "load --png": "Use --report FILE.html, which writes a page with the charts.",
     "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
+    **{f"load --{name.replace('_', '-')}": f"Instead: {text}" for name, text in REMOVED_OF_LOAD.items()},
 }
 """Removed commands and flags, with their replacements."""
 
@@ -572,7 +573,7 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     load generator was the bottleneck, and 5 if there were too few requests to judge an --slo or --fail-if.
     """
     # They need the extra `load`, which the other commands do not.
-    from asynctrt.loadtest import command, plan_file, saving, terminal  # noqa: PLC0415
+    from asynctrt.loadtest import command, plan_file, terminal  # noqa: PLC0415
 
     check_values(os.environ, _variables())
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
@@ -582,7 +583,6 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
         target, settings = plan_file.read_plan_file(Path(target), settings)
         given |= settings
     planned = command.plan(target, settings)
-    command.check_baseline(planned, saving.describe_machine(), any_machine=given["any_machine"])
     reports: list[Any] = []
 
     async def measure() -> None:
@@ -648,14 +648,12 @@ LOAD_FLAGS: Final = (
     ),
     ("json", Path | None, None, "Write the report to this file as JSON; - is standard output."),
     ("report", Path | None, None, "Write the report to this file: .html with charts, or .csv."),
-    ("baseline", Path | None, None, "A JSON report for --fail-if to compare with."),
     (
         "fail_if",
         list[str] | None,
         None,
-        "Exit with status 3 if this is true: 'p99>+10%', 'errors>0', 'p99>20ms'.",
+        "Exit with status 3 if this is true: 'p99>20ms', 'errors>0'; with --compare, 'p99>+10%'.",
     ),
-    ("any_machine", bool, False, "Allow a baseline from another machine."),
     ("uncorrected", bool, False, "Also show latencies measured from sending, which hide stalls."),
 )
 """Flags of ``load`` besides the settings of a load test and of an engine."""

@@ -1,7 +1,7 @@
 """Arrival times of requests: a process of rate 1 (Poisson or even), stretched by a varying rate. Pure.
 
 Mapping the times of a process of rate 1 through the inverse of the integral of any rate gives a process of
-that rate. So the shape of the rate (ramp, steps, day, bursts), a :class:`LoadProfile`, is separate from the
+that rate. So the shape of the rate (ramp, stages), a :class:`LoadProfile`, is separate from the
 spacing of the requests (Poisson or constant).
 """
 
@@ -104,40 +104,6 @@ class LoadProfile:
     def times_s(self, sums: Floats) -> Floats:
         """Return the times at which the integral reaches each of ``sums``."""
         return np.interp(sums, np.concatenate(([0.0], self._sums)), np.concatenate(([0.0], self.ends_s)))
-
-    def diurnal(self, period_s: float, swing: float) -> "LoadProfile":
-        """Return a profile that rises and falls like a sine by ``swing`` of the level, once per period."""
-        ends = self._cut(period_s / 100)
-        middles = ends - np.diff(ends, prepend=0.0) / 2
-        levels = np.array([self.at(time) for time in middles])
-        return LoadProfile(ends, levels * (1 + swing * np.sin(2 * np.pi * middles / period_s)))
-
-    def bursty(self, period_s: float, share: float, factor: float, rng: np.random.Generator) -> "LoadProfile":
-        """Return a profile with bursts of ``factor`` times the level, for a ``share`` of the time.
-
-        The level is lower between bursts, so that the mean is unchanged. The lengths are exponentially
-        distributed: a burst and the pause after it take one period on average.
-        """
-        between = (1 - share * factor) / (1 - share)
-        ends: list[float] = []
-        levels: list[float] = []
-        # The run starts in a burst with probability ``share``, so that short runs also keep their mean.
-        now_s, is_burst = 0.0, bool(rng.random() < share)
-        while now_s < self.seconds:
-            length_s = rng.exponential(period_s * (share if is_burst else 1 - share))
-            for end_s in self._cut(self.seconds, now_s, min(now_s + length_s, self.seconds)):
-                ends.append(float(end_s))
-                levels.append(self.at((now_s + float(end_s)) / 2) * (factor if is_burst else between))
-                now_s = float(end_s)
-            is_burst = not is_burst
-        return LoadProfile(np.array(ends), np.array(levels))
-
-    def _cut(self, piece_s: float, start_s: float = 0.0, end_s: float | None = None) -> Floats:
-        """Return the ends of pieces of at most ``piece_s``, in each of which this profile is constant."""
-        end_s = self.seconds if end_s is None else end_s
-        pieces = max(1, int(np.ceil((end_s - start_s) / piece_s)))
-        ends = np.concatenate((np.linspace(start_s, end_s, pieces + 1)[1:], self.ends_s))
-        return np.unique(ends[(ends > start_s) & (ends <= end_s)])
 
 
 def stages_seconds(text: str) -> float | None:

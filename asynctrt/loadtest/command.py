@@ -20,7 +20,7 @@ from asynctrt.loadtest.criteria import Criterion, failures, unchecked
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.opening import find_modules
 from asynctrt.loadtest.page import interactive
-from asynctrt.loadtest.report import FORMAT, Report, mean_figures, saved_figures
+from asynctrt.loadtest.report import FORMAT, Report, mean_figures
 from asynctrt.loadtest.saving import as_csv
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
@@ -48,9 +48,6 @@ FAILED_SHARE: Final = 0.5
 
 TLS_NAMES: Final = tuple(item.name for item in dataclasses.fields(Tls))
 
-SAME_TEST: Final = ("rate", "callers", "arrivals", "rows", "dims", "think", "burst", "swing")
-"""Settings that must be the same in a run and its baseline."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
@@ -60,7 +57,6 @@ class LoadPlan:
     json: Path | None = None
     report: Path | None = None
     fail_if: tuple[Criterion, ...] = ()
-    baseline: Mapping[str, Any] | None = None
 
     @property
     def outputs(self) -> list[Path]:
@@ -119,16 +115,14 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         given.get("precision", 0.05),
     )
     fail_if = tuple(Criterion.parse(text) for text in given.get("fail_if", ()))
-    baseline = None
     if fail_if and sweep:
         raise OptionsError("fail-if applies to one load, and a sweep has several: leave one of them out")
-    if given.get("baseline") is not None:
-        baseline = read_report(given["baseline"], "baseline")
-    elif any(item.is_relative for item in fail_if) and not compare:
+    if any(item.is_relative for item in fail_if) and not compare:
         raise OptionsError(
-            "a relative --fail-if needs a --baseline: give one, or an absolute value such as p99>20ms"
+            "a relative --fail-if needs --compare, or two saved reports: asynctrt compare A.json B.json "
+            "--fail-if 'p99>+10%'. Else give an absolute value, such as p99>20ms"
         )
-    made = LoadPlan(job, given.get("json"), given.get("report"), fail_if, baseline)
+    made = LoadPlan(job, given.get("json"), given.get("report"), fail_if)
     for path in made.outputs:
         _check_writable(path)
     return made
@@ -210,8 +204,7 @@ def gate(planned: LoadPlan, report: Report) -> tuple[list[str], list[str]]:
 
     For a comparison, check B, and its changes over A.
     """
-    runs = report.runs
-    before = None if planned.baseline is None else saved_figures(planned.baseline)
+    runs, before = report.runs, None
     if report.comparison is not None:
         before = mean_figures(runs[::2])
         runs = runs[1::2]
@@ -241,7 +234,7 @@ def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str
     return UNJUDGED if is_unjudged or not_checked else 0
 
 
-def read_report(path: Path, what: str = "report") -> dict[str, Any]:
+def read_report(path: Path) -> dict[str, Any]:
     """Read a report that was saved as JSON.
 
     :raises UsageError: if the file cannot be read, or is not a report.
@@ -249,37 +242,10 @@ def read_report(path: Path, what: str = "report") -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"the {what} {str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"the report {str(path)!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("runs"):
         raise UsageError(f"{str(path)!r} is not the report of a load test: make one with --json")
     return content
-
-
-def check_baseline(planned: LoadPlan, machine: Mapping[str, Any], *, any_machine: bool) -> None:
-    """Check that the baseline is comparable: the same test, on the same kind of machine.
-
-    :raises UsageError: if it is not comparable; the message says what differs.
-    """
-    content = planned.baseline
-    if content is None:
-        return
-    before = content.get("machine", {})
-    names = [name for name in ("cpu", "cores", "system") if before.get(name) != machine[name]]
-    if names and not any_machine:
-        pairs = "; ".join(f"{name}: {before.get(name)} there, {machine[name]} here" for name in names)
-        raise UsageError(
-            f"the baseline is from another machine ({pairs}), so its times are not comparable. Record a "
-            "baseline here, or pass --any-machine to compare all the same"
-        )
-    settings = planned.job.settings
-    usual = LoadSettings()
-    for name in SAME_TEST:
-        there = content.get("settings", {}).get(name, getattr(usual, name))
-        here = getattr(settings, name)
-        if str(there or None) != str(list(here) if isinstance(here, tuple) and here else here or None):
-            raise UsageError(f"the baseline is of another test: {name} is {there} in it, and {here} here")
-    if not content.get("complete", False):
-        raise UsageError("the baseline was interrupted: its figures do not cover a whole run")
 
 
 def _values(text: str) -> tuple[str, list[Any]]:

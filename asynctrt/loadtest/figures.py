@@ -13,7 +13,6 @@ from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Window, Windows, total
 from asynctrt.loadtest.report import (
-    Bar,
     BatchFigures,
     ErrorKind,
     Interval,
@@ -33,12 +32,10 @@ from asynctrt.loadtest.statistics import (
     steady_from,
 )
 from asynctrt.loadtest.targets import BatchCounters
-from asynctrt.statistics import BatchTrace
 
 DRIFT_SHARE: Final = 0.1
 """The latency drifts if its mean at the beginning differs from the rest by more than this share."""
 MOMENTS_MAX: Final = 120
-BARS_MAX: Final = 200
 
 LATE_MS: Final = 0.1
 """Lateness of the generator up to this never makes a run void."""
@@ -65,8 +62,6 @@ class Counted:
     outcomes: Sequence[ProcessResult]
     resources: Resources
     is_server: bool
-    is_enough: bool = False
-    """Whether the run was stopped because the intervals were narrow enough."""
 
 
 def make_run(
@@ -107,7 +102,7 @@ def make_run(
     return Run(
         label=label,
         seconds=seconds,
-        complete=complete or counted.is_enough,
+        complete=complete,
         void=_void(plan, counted, whole, latency, late),
         notes=notes,
         offered=whole.sent / seconds if plan.schedule is not None else None,
@@ -130,7 +125,6 @@ def make_run(
         batches=batches,
         resources=counted.resources,
         moments=_moments(windows, plan.window_ns / 1e9, seconds),
-        timeline=_timeline([batch for outcome in outcomes for batch in outcome.trace]),
         histogram=whole.latency.encoded(),
         parameters=parameters,
         kept=_kept(plan, windows),
@@ -304,15 +298,6 @@ def _latency_interval(windows: Sequence[Window]) -> Interval | None:
     return interval_within(means, [window.answered for window in known])
 
 
-def narrowness(windows: Windows, window_s: float) -> float | None:
-    """Return the larger relative half-width of throughput and mean latency; ``None`` with too little data."""
-    numbers = sorted(number for number in windows if number >= 0)[:-1]  # The last one is incomplete.
-    known = [windows[number] for number in numbers]
-    intervals = _throughput_interval(known, window_s), _latency_interval(known)
-    widths = [item.half_width for item in intervals if item is not None]
-    return max(widths) if len(widths) == len(intervals) else None
-
-
 def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
     """Return the rate of answers in the second half of a level open loop; ``None`` if the target kept up."""
     if plan.schedule is None or not plan.is_level:
@@ -428,18 +413,3 @@ def _moments(windows: Sequence[Window], window_s: float, seconds: float) -> tupl
             )
         )
     return tuple(moments)
-
-
-def _timeline(trace: Sequence[BatchTrace]) -> tuple[Bar, ...]:
-    """Return the last batches as bars."""
-    last = sorted(trace, key=lambda batch: batch.launched_ns)[-BARS_MAX:]
-    bars = []
-    for batch in last:
-        begin = (batch.launched_ns - last[0].launched_ns) / 1e6
-        copied_in = begin + batch.copy_in_ns / 1e6
-        end = (batch.answered_ns - last[0].launched_ns) / 1e6
-        # The remaining time is waiting for the device. Clocks of different threads may differ a little.
-        computed = max(copied_in, end - batch.copy_out_ns / 1e6)
-        started = max(copied_in, computed - batch.compute_ns / 1e6)
-        bars.append(Bar(batch.context, batch.arena, batch.rows, begin, copied_in, started, computed, end))
-    return tuple(bars)

@@ -42,7 +42,6 @@ from asynctrt.loadtest.kserve import (
 )
 from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
 from asynctrt.loadtest.tls import Tls
-from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
 try:
@@ -214,9 +213,6 @@ class GrpcTarget:
         except RequestError:
             return None  # The server has no statistics, or none for this model.
         return read_counters([_as_json(model) for model in answer.model_stats])
-
-    def trace(self) -> list[BatchTrace]:
-        return []
 
     async def aclose(self) -> None:
         await asyncio.gather(*(connection.channel.close() for connection in self._connections))

@@ -39,7 +39,6 @@ from asynctrt.loadtest.kserve import (
 )
 from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
 from asynctrt.loadtest.tls import Tls
-from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
 try:
@@ -242,9 +241,6 @@ class HttpTarget:
 
     async def batches(self) -> BatchCounters | None:
         return await self._pages.counters()
-
-    def trace(self) -> list[BatchTrace]:
-        return []
 
     async def aclose(self) -> None:
         await self._pages.aclose()

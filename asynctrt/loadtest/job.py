@@ -63,11 +63,6 @@ class LoadJob:
             isinstance(self.target, TargetSpec) and (self.target.is_server or is_attribute(self.target.where))
         ):
             raise OptionsError(SEND_APART)
-        if settings.trace_batches and isinstance(self.target, TargetSpec) and self.target.is_server:
-            raise OptionsError(
-                "trace_batches needs an engine in the same process: the batches of a server cannot be traced "
-                "from outside"
-            )
         # Raise an error in any of the runs before the first one starts.
         list(self.cases())
 
@@ -159,9 +154,7 @@ async def _search(job: LoadJob, session: LoadSession) -> Search:
     start = job.settings.rate
     base = LoadCase(job.target, job.settings, "", {})
     if start is None:
-        probe = replace(
-            job.settings, rate=None, arrivals="poisson", seconds=PROBE_S, until=None, requests=None, slo=()
-        )
+        probe = replace(job.settings, rate=None, arrivals="poisson", seconds=PROBE_S, requests=None, slo=())
         found = await session.run(LoadCase(job.target, probe, "closed-loop probe", {}))
         session.runs.clear()
         start = found.throughput / 2 if found is not None and found.throughput else 1.0
@@ -220,7 +213,7 @@ def _described(target: Any) -> dict[str, Any]:
 
 def _changed(settings: LoadSettings) -> dict[str, Any]:
     """Return the settings that differ from their defaults, and some that are always reported."""
-    always = ("rate", "callers", "seconds", "warmup", "rows", "answer_timeout", "pacing", "processes", "seed")
+    always = ("rate", "callers", "seconds", "warmup", "rows", "answer_timeout", "processes", "seed")
     return {
         item.name: _told(getattr(settings, item.name))
         for item in dataclasses.fields(settings)

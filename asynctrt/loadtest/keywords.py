@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from numpy.typing import ArrayLike
 
-from asynctrt.loadtest.settings import Arrivals, Pacing
+from asynctrt.loadtest.settings import Arrivals
 from asynctrt.tensors import Array
 
 Given = str | Path | Array | Mapping[str, ArrayLike]
@@ -25,16 +25,11 @@ class OwnSettings(TypedDict, total=False):
     callers: int | str | None
     think: float | str
     arrivals: Arrivals
-    burst: float | None
-    burst_share: float
-    swing: float | None
-    period: float | str | None
     trace: str | Path | None
     trace_speed: float
     seconds: float | str | None
     warmup: float | str
     requests: int | None
-    until: float | None
     repeats: int | None
     answer_timeout: float | str
     max_outstanding: int | None
@@ -48,10 +43,8 @@ class OwnSettings(TypedDict, total=False):
     reference: str | None
     rtol: float
     atol: float
-    pacing: Pacing
     processes: int
     seed: int
-    trace_batches: bool
 
 
 class RunSettings(OwnSettings, total=False):

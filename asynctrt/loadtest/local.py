@@ -47,7 +47,7 @@ class Local:
         :raises TargetError: if the target cannot be reached, or does not answer.
         :raises AsynctrtError: the target's own error, if it refuses the first requests.
         """
-        async with opened(target, trace_batches=settings.trace_batches) as found:
+        async with opened(target) as found:
             if settings.processes > 1 and found.kind == "engine":
                 raise OptionsError(SEND_APART)
             shapes = trace_shapes(read_trace(settings.trace)) if settings.trace is not None else ()

@@ -2,8 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
@@ -13,7 +13,7 @@ from asynctrt.engine import Engine
 from asynctrt.errors import TargetError
 from asynctrt.loadtest.steps import STEPS, StepTime
 from asynctrt.loadtest.targets import BatchCounters
-from asynctrt.statistics import BatchTrace, Statistics
+from asynctrt.statistics import Statistics
 from asynctrt.tensors import Array, InferResult, TensorSpec
 
 
@@ -22,19 +22,13 @@ class EngineTarget:
 
     kind = "engine"
 
-    def __init__(
-        self, engine: Engine, *, owns: bool, name: str | None = None, trace_batches: bool = False
-    ) -> None:
+    def __init__(self, engine: Engine, *, owns: bool, name: str | None = None) -> None:
         self.name = name or engine.name
         self.inputs = engine.inputs
         self.in_flight_max = engine.options.max_queue_rows
         self._engine = engine
         self._owns = owns
         self._submit = engine.submit
-        self._tracing = ExitStack()
-        self._trace: Sequence[BatchTrace] = ()
-        if trace_batches:
-            self._trace = self._tracing.enter_context(engine.tracing())
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
         return dict(inputs), priority
@@ -49,11 +43,7 @@ class EngineTarget:
     async def batches(self) -> BatchCounters | None:
         return engine_counters(self._engine.statistics())
 
-    def trace(self) -> list[BatchTrace]:
-        return list(self._trace)
-
     async def aclose(self) -> None:
-        self._tracing.close()
         if self._owns:
             await self._engine.aclose()
 
@@ -151,9 +141,6 @@ class CallTarget:
 
     async def batches(self) -> BatchCounters | None:
         return None
-
-    def trace(self) -> list[BatchTrace]:
-        return []
 
     async def aclose(self) -> None:
         """End the users, so that they can close their connections."""

@@ -20,21 +20,17 @@ from asynctrt.opening import open as open_engine
 
 
 @asynccontextmanager
-async def opened(
-    target: "TargetSpec | Engine | Target | Call", *, trace_batches: bool = False
-) -> AsyncIterator[Target]:
+async def opened(target: "TargetSpec | Engine | Target | Call") -> AsyncIterator[Target]:
     """Open a target, and at the end close whatever was opened for it.
 
-    :param trace_batches: trace the batches of an engine, which makes a GPU time every batch. Without it, the
-        load test does not change how the engine runs.
-    :raises UsageError: for an invalid target, or if the engine's batches are to be traced and already are.
+    :raises UsageError: for an invalid target.
     :raises TargetError: if the target cannot be reached, or does not speak the expected protocol.
     :raises AsynctrtError: if an engine cannot be opened.
     """
     if isinstance(target, TargetSpec):
-        made = await _open_all(target.parts, trace_batches=trace_batches)
+        made = await _open_all(target.parts)
     elif isinstance(target, Engine):
-        made = EngineTarget(target, owns=False, trace_batches=trace_batches)
+        made = EngineTarget(target, owns=False)
     elif isinstance(target, Target):
         made = target
     elif callable(target):
@@ -69,7 +65,7 @@ def _coroutine_function(where: str) -> Call | None:
     return found if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found) else None
 
 
-async def _open_all(specs: Sequence[TargetSpec], *, trace_batches: bool) -> Target:
+async def _open_all(specs: Sequence[TargetSpec]) -> Target:
     """Open each address. All must be of the same kind, so that their figures belong together."""
     kinds = {(spec.scheme, spec.is_plain) for spec in specs}
     if len(kinds) > 1:
@@ -77,7 +73,7 @@ async def _open_all(specs: Sequence[TargetSpec], *, trace_batches: bool) -> Targ
     async with AsyncExitStack() as stack:
         made = []
         for spec in specs:
-            made.append(await _open(spec, trace_batches=trace_batches))
+            made.append(await _open(spec))
             stack.push_async_callback(made[-1].aclose)
         if any(target.inputs != made[0].inputs for target in made):
             raise UsageError("the models at several addresses have different inputs: test them apart")
@@ -85,7 +81,7 @@ async def _open_all(specs: Sequence[TargetSpec], *, trace_batches: bool) -> Targ
         return made[0] if len(made) == 1 else SeveralTargets(made)
 
 
-async def _open(spec: TargetSpec, *, trace_batches: bool) -> Target:
+async def _open(spec: TargetSpec) -> Target:
     if spec.until_message is not None and not (spec.is_plain and spec.scheme in ("ws", "wss")):
         raise OptionsError(
             "until_message is for websockets that do not speak KServe: what ends any other answer is known"
@@ -99,8 +95,7 @@ async def _open(spec: TargetSpec, *, trace_batches: bool) -> Target:
         if call is not None:
             return CallTarget(call)
         engine = await open_engine(spec.where, device=spec.device, options=spec.options)
-        name = name_of(spec.where)
-        return EngineTarget(engine, owns=True, name=name, trace_batches=trace_batches)
+        return EngineTarget(engine, owns=True, name=name_of(spec.where))
     # Import lazily, because each module needs a different optional dependency.
     if spec.is_plain:
         from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415

@@ -444,17 +444,7 @@ def _inside(report: Report) -> Table | None:
     gpus = sorted({run.resources.gpu_name for run in report.runs if run.resources.gpu_name})
     note = "Times are in ms, memory in MB, power in W. Late p99, cores and memory are of the generator."
     note += f" The GPU is {', '.join(gpus)}." if gpus else ""
-    if "://" not in str(report.target.get("where") or "") and _lacks_timeline(report.runs):
-        note += (
-            " trace_batches (--trace-batches) records a timeline of the batches in the report's JSON. On a "
-            "GPU it makes the engine time every batch, which slows it."
-        )
     return _table("Generator, device and batches", columns, report, note)
-
-
-def _lacks_timeline(runs: Sequence[Run]) -> bool:
-    """Return whether a run counted batches but no run traced them."""
-    return any(run.batches is not None for run in runs) and not any(run.timeline for run in runs)
 
 
 def _known(value: float | None) -> Cell | None:

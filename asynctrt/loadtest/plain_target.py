@@ -29,7 +29,6 @@ from asynctrt.loadtest.targets import (
     without_password,
 )
 from asynctrt.loadtest.templates import Line, Template
-from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array, TensorSpec
 
 try:
@@ -153,10 +152,6 @@ class _PlainTarget:
     async def batches(self) -> BatchCounters | None:
         """Return ``None``, because the server has no statistics of batches."""
         return None
-
-    def trace(self) -> list[BatchTrace]:
-        """Return an empty list, for the same reason."""
-        return []
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -25,13 +25,13 @@ NBYTES_MAX: Final = 16 << 20
 FLAGS: Final[Mapping[str, Check]] = {
     **dict.fromkeys(("model", "token", "device", "body", "method", "until_message"), TEXT),
     **dict.fromkeys(("header", "sweep", "compare", "fail_if"), TEXTS),
-    **dict.fromkeys(("ca", "cert", "key", "json", "report", "baseline"), PATH),
-    **dict.fromkeys(("insecure", "search", "any_machine", "uncorrected"), FLAG),
+    **dict.fromkeys(("ca", "cert", "key", "json", "report"), PATH),
+    **dict.fromkeys(("insecure", "search", "uncorrected"), FLAG),
     "precision": number(0.001, 1),
 }
 """The flags of ``load`` besides the settings of a load test and of an engine."""
 
-PATHS: Final = ("inputs", "expect", "trace", "ca", "cert", "key", "json", "report", "baseline")
+PATHS: Final = ("inputs", "expect", "trace", "ca", "cert", "key", "json", "report")
 
 
 def read_plan_file(path: Path, flags: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -17,9 +17,9 @@ SECONDS_DEFAULT: Final = 10.0
 WINDOW_S: Final = 0.25
 SIGMAS: Final = 6
 """Allowance for random arrivals above their mean number, in standard deviations."""
-PERIODS_MAX: Final = 10_000
-BURSTS: Final = 10
-"""Mean number of bursts in a run, if the settings give no period."""
+NEAR_NS: Final = 150_000
+"""How long before a request to a server is due the generator stops sleeping and polls the clock. Alarms are
+nearly always late by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class ProcessPlan:
     :param in_flight_max: limit on the requests in flight, over all processes.
     :param in_flight_why: the reason for this limit; empty if the requests in flight cannot exceed it.
     :param is_void_at_limit: whether the run is void if requests had to wait because of this limit.
+    :param near_ns: how long before a request is due to poll the clock instead of sleeping.
     :param requests_max: limit on the measured requests, over all processes.
     :param rows: mean number of rows per request.
     :param share: the index of this process among ``shares`` processes.
@@ -49,7 +50,7 @@ class ProcessPlan:
     in_flight_max: int
     in_flight_why: str
     is_void_at_limit: bool
-    pacing: Literal["adaptive", "spin", "timer"]
+    near_ns: int
     seed: int
     rtol: float
     atol: float
@@ -118,11 +119,10 @@ def make_plan(
         schedule = _trace_schedule(settings, samples)
         seconds, is_timed = schedule.seconds, False
     elif settings.is_open:
-        profile = _shaped(settings, warmup + seconds)
+        profile = settings.profile(warmup + seconds)
         schedule = Schedule(settings.arrivals, profile, weights, settings.seed)
     else:
         callers = settings.profile(warmup + seconds)
-    pacing = settings.pacing if settings.pacing != "auto" else "adaptive" if is_server else "timer"
     measured_ns = int(seconds * 1e9)
     window_s, _ = window_seconds(settings)
     asked = math.ceil(callers.largest) if callers is not None else None
@@ -160,7 +160,7 @@ def make_plan(
         in_flight_max=in_flight_max,
         in_flight_why=why,
         is_void_at_limit=is_void,
-        pacing=pacing,
+        near_ns=NEAR_NS if is_server else 0,
         seed=settings.seed,
         rtol=settings.rtol,
         atol=settings.atol,
@@ -177,20 +177,6 @@ def _due_within(schedule: Schedule | Fixed | None, seconds: float) -> int:
         mean = schedule.profile.largest * seconds
         return math.ceil(mean + SIGMAS * math.sqrt(mean)) + 1
     return len(schedule.due_ns) if schedule is not None else 1
-
-
-def _shaped(settings: LoadSettings, seconds: float) -> LoadProfile:
-    """Return the rate over time, including bursts and daily swings."""
-    profile = settings.profile(seconds)
-    if settings.period is not None and seconds / settings.period > PERIODS_MAX:
-        raise OptionsError(f"a period of {settings.period:g} s is too short for {seconds:g} s")
-    if settings.swing is not None:
-        profile = profile.diurnal(settings.period or seconds, settings.swing)
-    if settings.burst is not None:
-        rng = np.random.default_rng((settings.seed, 6))
-        period = settings.period or seconds / BURSTS
-        profile = profile.bursty(period, settings.burst_share, settings.burst, rng)
-    return profile
 
 
 def _trace_schedule(settings: LoadSettings, samples: Sequence[Sample]) -> Fixed:

@@ -114,21 +114,6 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """Describe one batch of a timeline: where and when it ran, in ms from the launch of the first batch."""
-
-    context: int
-    arena: int | None
-    rows: int
-    begin: float
-    copied_in: float
-    started: float
-    """When it started to compute; from ``copied_in`` until then it waited for the device."""
-    computed: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
 class Resources:
     """Hold the resources that a run used; ``None`` for each that could not be measured."""
 
@@ -188,8 +173,6 @@ class Run:
     batches: BatchFigures | None
     resources: Resources
     moments: tuple[Moment, ...]
-    timeline: tuple[Bar, ...]
-    """The last batches; empty if they were not traced."""
     histogram: str
     """Histogram of the latency in ns, in the exchange format of HDR tools (V2, base64)."""
     parameters: Mapping[str, Any] = field(default_factory=dict)

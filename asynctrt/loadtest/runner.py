@@ -1,7 +1,8 @@
 """Sends requests when they are due, and records their times. This part of a load test must not be late.
 
-While the next request is far off, an open loop sleeps on an :mod:`~asynctrt._util.alarm`. When it is near, it
-reads the clock once per turn of the event loop. tests/benchmarks/lateness.py measures how late it is.
+While the next request is far off, an open loop sleeps on an :mod:`~asynctrt._util.alarm`. When a request to a
+server is near, it reads the clock once per turn of the event loop. tests/benchmarks/lateness.py measures how
+late it is.
 """
 
 import asyncio
@@ -27,10 +28,7 @@ from asynctrt.loadtest.samples import Sample, differs
 from asynctrt.loadtest.steps import StepTime
 from asynctrt.loadtest.streams import Streamed
 from asynctrt.loadtest.targets import BatchCounters, Target
-from asynctrt.statistics import BatchTrace
 
-NEAR_NS: Final = 150_000
-"""How long before a request is due an adaptive wait stops sleeping. Alarms are nearly always late by less."""
 SENT_A_TURN_MAX: Final = 64
 """Limit on the requests sent in one turn of the event loop, since answers wait for the next turn."""
 TICK_S: Final = 0.05
@@ -83,7 +81,6 @@ class ProcessResult:
     """Answers that came in the same time."""
     requests: int | None = None
     """Requests that the target counted in the whole run with its warm-up; ``None`` if it counts none."""
-    trace: tuple[BatchTrace, ...] = ()
 
 
 class Runner:
@@ -203,11 +200,11 @@ class Runner:
 
     def _wait(self, due_ns: int, now_ns: int) -> None:
         """Schedule :meth:`_tick` for when the next request is due."""
-        pacing = self._plan.pacing
-        if pacing == "spin" or due_ns - now_ns < (NEAR_NS if pacing == "adaptive" else 0):
+        wakes_ns = due_ns - self._plan.near_ns
+        if wakes_ns < now_ns:
             self._loop.call_soon(self._tick)
         else:
-            self._alarm.set(due_ns - (NEAR_NS if pacing == "adaptive" else 0))
+            self._alarm.set(wakes_ns)
 
     def _tick(self) -> None:
         """Send the requests that are due."""
@@ -478,8 +475,7 @@ class Runner:
             await asyncio.sleep(delay_ns / 1e9)
 
     async def _take_batches(self, counting: "asyncio.Task[None]") -> None:
-        """Read the target's counters again, and keep the difference and the traced batches."""
-        self._outcome.trace = tuple(self._target.trace())
+        """Read the target's counters again, and keep the difference."""
         if not counting.done():
             return  # Stopped before all requests of the warm-up had ended: there is no first reading.
         after = None

@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 from asynctrt._util import clock
 from asynctrt._util.validation import check_names
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.figures import Counted, make_run, narrowness
+from asynctrt.loadtest.figures import Counted, make_run
 from asynctrt.loadtest.local import Local
 from asynctrt.loadtest.machine import ResourceMonitor, gpu_of
 from asynctrt.loadtest.plans import ProcessPlan, resolve, window_seconds
@@ -24,13 +24,13 @@ from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.options import Options
 
 LOOK_S: Final = 0.5
-"""Polling interval for memory, the GPU and the confidence intervals during a run."""
+"""Polling interval for memory and the GPU during a run."""
 
 OPTION_NAMES: Final = tuple(item.name for item in dataclasses.fields(Options))
 SETTING_NAMES: Final = tuple(item.name for item in dataclasses.fields(LoadSettings))
 RUN_ONLY: Final = frozenset(
-    {"rate", "callers", "think", "arrivals", "burst", "burst_share", "swing", "period", "seconds", "warmup"}
-    | {"requests", "until", "repeats", "answer_timeout", "max_outstanding", "slo", "pacing", "rtol", "atol"}
+    {"rate", "callers", "think", "arrivals", "seconds", "warmup"}
+    | {"requests", "repeats", "answer_timeout", "max_outstanding", "slo", "rtol", "atol"}
 )
 """Settings that can change from run to run without new samples or new processes."""
 
@@ -107,7 +107,6 @@ class LoadSession:
         self._opened: dict[Any, tuple[Any, AsyncExitStack]] = {}
         self._current: Local | Fleet | None = None
         self._is_stopped = False
-        self._is_enough = False
         self.progress = Progress()
 
     async def __aenter__(self) -> Self:
@@ -164,8 +163,7 @@ class LoadSession:
             self._current = None
         cores = sum(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes)
         is_server = isinstance(case.target, TargetSpec) and case.target.is_server
-        is_enough = self._is_enough and not self._is_stopped
-        counted = Counted(progress.windows, outcomes, monitor.close(cores), is_server, is_enough)
+        counted = Counted(progress.windows, outcomes, monitor.close(cores), is_server)
         run = make_run(case.settings, plan, counted, label=case.label, parameters=case.parameters)
         if run is not None:
             progress.runs.append(run)
@@ -174,9 +172,8 @@ class LoadSession:
     async def _looked_at(
         self, sender: Local | Fleet, case: LoadCase, monitor: ResourceMonitor
     ) -> tuple[ProcessPlan, list[ProcessResult]]:
-        """Perform the run itself, and poll its resources and confidence intervals."""
+        """Perform the run itself, and poll its resources."""
         progress, settings = self.progress, case.settings
-        self._is_enough = False
 
         def emit(windows: Windows) -> None:
             merge(progress.windows, windows)
@@ -186,11 +183,6 @@ class LoadSession:
         async def look() -> None:
             while True:
                 monitor.look()
-                if settings.until is not None:
-                    width = narrowness(progress.windows, progress.window_s)
-                    if width is not None and width <= settings.until and not self._is_enough:
-                        self._is_enough = True
-                        sender.stop()
                 await asyncio.sleep(LOOK_S)
 
         looking = asyncio.create_task(look())

@@ -8,7 +8,6 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 
 from asynctrt._util.validation import (
-    FLAG,
     PATH,
     TEXT,
     TEXTS,
@@ -28,7 +27,6 @@ from asynctrt.loadtest.criteria import Criterion, latency_target_ms, parse_slo
 from asynctrt.tensors import Array
 
 Arrivals = Literal["poisson", "constant"]
-Pacing = Literal["auto", "adaptive", "spin", "timer"]
 
 SYNONYMS: Final = {
     "users": "callers",
@@ -112,27 +110,6 @@ class LoadSettings:
         check=choice(*get_args(Arrivals)),
         doc="How an open loop's requests are spaced.",
     )
-    burst: float | None = setting(
-        default=None,
-        check=number(1, 1e3, above=True).or_none,
-        doc="Bursts of this many times the rate, in random phases; fewer in between, so that the mean stays.",
-    )
-    burst_share: float = setting(
-        default=0.1,
-        check=number(0, 1, above=True),
-        doc="The share of the time spent in bursts.",
-    )
-    swing: float | None = setting(
-        default=None,
-        check=number(0, 1, above=True).or_none,
-        doc="The rate rises and falls like a day's, by this share of itself.",
-    )
-    period: float | None = setting(
-        default=None,
-        check=duration(0.01, 1e6).or_none,
-        doc="""The length of a day, or on average of a burst and the phase after it. Default: the whole run
-        for a day, and a tenth of it for a burst.""",
-    )
     trace: Path | None = setting(
         default=None,
         check=PATH.or_none,
@@ -160,12 +137,6 @@ class LoadSettings:
         default=None,
         check=count(1).or_none,
         doc="End after this many requests have been measured, if that is sooner.",
-    )
-    until: float | None = setting(
-        default=None,
-        check=number(0, 1, above=True).or_none,
-        doc="""End as soon as mean latency and throughput are known to within this share of themselves, at
-        95%.""",
     )
     repeats: int | None = setting(
         default=None,
@@ -239,14 +210,6 @@ class LoadSettings:
         doc="How far an answer may be off in addition, as an absolute difference.",
     )
 
-    pacing: Pacing = setting(
-        default="auto",
-        check=choice(*get_args(Pacing)),
-        doc="""How an open loop waits. timer sleeps until each request is due, and is tens of microseconds
-        late (tests/benchmarks/lateness.py); spin reads the clock all the time; adaptive sleeps while the next
-        one is far off and spins when it is near. auto is adaptive for a server, and timer for an engine in
-        the same process, which needs the interpreter too.""",
-    )
     processes: int = setting(
         default=1,
         check=count(1, PROCESSES_MAX),
@@ -256,13 +219,6 @@ class LoadSettings:
         default=0,
         check=count(0),
         doc="Seed of the arrivals and the random inputs: the same seed gives the same test.",
-    )
-
-    trace_batches: bool = setting(
-        default=False,
-        check=FLAG,
-        doc="""Record when and where each of the last batches of an engine in the same process ran, for the
-        report's timeline. A GPU then times every batch, which slows the engine that is measured.""",
     )
 
     __repr__ = changed_repr
@@ -319,14 +275,6 @@ class LoadSettings:
                 "a trace has its own length: leave seconds out, or change trace_speed",
             ),
             (
-                self.rate is None and (self.burst is not None or self.swing is not None),
-                "burst and swing change a rate: give a rate",
-            ),
-            (
-                self.burst is not None and self.burst * self.burst_share >= 1,
-                "the bursts leave no requests for the time between them: burst * burst_share must be below 1",
-            ),
-            (
                 self.think > 0 and self.is_open,
                 "think is the pause of a caller, and a rate or a trace has no callers",
             ),
@@ -358,11 +306,18 @@ class LoadSettings:
         parse_slo(self.slo)
 
 
-WITHOUT_SCENARIOS: Final = (
-    "single-stream is --callers 1, multi-stream --callers 1 --rows 8, server --rate 500 --slo 'p99<15ms', "
-    "offline --callers 256"
-)
-"""Replacements for MLPerf's scenarios, which were removed."""
+SHAPED: Final = "give the rate as stages and ramps, such as 100@9s,500@1s, or replay a trace"
+GATED: Final = "save both reports, and run asynctrt compare A.json B.json --fail-if 'p99>+10%'"
+REMOVED: Final = {
+    "scenario": "single-stream is --callers 1, multi-stream --callers 1 --rows 8, server --rate 500 --slo "
+    "'p99<15ms', offline --callers 256",
+    **dict.fromkeys(("burst", "burst_share", "swing", "period"), SHAPED),
+    **dict.fromkeys(("baseline", "any_machine"), GATED),
+    "until": "set seconds or repeats, and look at the report's intervals",
+    "pacing": "how the generator waits follows from the target",
+    "trace_batches": "open the engine yourself, and load it inside of engine.tracing()",
+}
+"""Removed settings, with their replacements."""
 
 
 def in_own_words(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,8 +325,9 @@ def in_own_words(given: Mapping[str, Any]) -> dict[str, Any]:
 
     :raises OptionsError: for a setting that is given under two names, or was removed.
     """
-    if "scenario" in given:
-        raise OptionsError(f"scenario was removed: {WITHOUT_SCENARIOS}")
+    for name in given:
+        if name in REMOVED:
+            raise OptionsError(f"{name} was removed: {REMOVED[name]}")
     found: dict[str, Any] = {}
     for name, value in given.items():
         own = SYNONYMS.get(name, name)

@@ -7,7 +7,6 @@ from itertools import cycle
 from typing import Any
 
 from asynctrt.loadtest.targets import BatchCounters, Target
-from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
 
@@ -48,9 +47,6 @@ class SeveralTargets:
         names = [item.name for item in fields(BatchCounters) if item.name != "by_rows"]
         sums = {name: sum(getattr(counters, name) for counters in known) for name in names}
         return BatchCounters(**sums, by_rows=dict(sorted(by_rows.items())))
-
-    def trace(self) -> list[BatchTrace]:
-        return []
 
     async def aclose(self) -> None:
         for target in self._targets:

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 from asynctrt.errors import UsageError
 from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options
-from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array, TensorSpec
 
 ANSWER_NBYTES_MAX: Final = 256 << 20
@@ -105,9 +104,6 @@ class Target(Protocol):
 
     async def batches(self) -> BatchCounters | None:
         """Return the target's counters so far; ``None`` if it has none."""
-
-    def trace(self) -> list[BatchTrace]:
-        """Return the last batches, oldest first; empty if batches are not traced."""
 
     async def aclose(self) -> None:
         """Close everything that was opened for this target."""

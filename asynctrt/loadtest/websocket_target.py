@@ -15,7 +15,6 @@ from asynctrt.loadtest.headers import headers_of
 from asynctrt.loadtest.http_target import Pages, open_pages
 from asynctrt.loadtest.kserve import Address, read_address
 from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
-from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
 CONNECTIONS: Final = 4
@@ -119,9 +118,6 @@ class WebsocketTarget:
 
     async def batches(self) -> BatchCounters | None:
         return await self._pages.counters()
-
-    def trace(self) -> list[BatchTrace]:
-        return []
 
     async def aclose(self) -> None:
         if self._growing is not None:

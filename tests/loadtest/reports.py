@@ -9,7 +9,6 @@ import pytest
 from asynctrt.loadtest.criteria import PERCENTILES, latency_target_ms, parse_slo
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import (
-    Bar,
     BatchFigures,
     Comparison,
     ErrorKind,
@@ -101,23 +100,6 @@ def moments_of(due_s, taken_ns, late_ns, failed, seconds, piece=0.25):
         )
 
 
-def bars(rng, count=160, contexts=3, arenas=2):
-    """Batches over contexts, each stage of an arena's after the one before it."""
-    free = [0.013 * context for context in range(contexts)]
-    arena_free = [0.0] * max(1, arenas or 0)
-    for _ in range(count):
-        context = int(np.argmin(free))
-        arena = int(np.argmin(arena_free))
-        rows = int(rng.integers(4, 33))
-        begin = free[context] + (rng.uniform(0, 0.05) if free[context] > 0.1 else 0)
-        copied = begin + 0.05 + rows * 0.004
-        started = max(copied, arena_free[arena])
-        computed = started + 0.25 + rows * 0.02
-        end = computed + 0.03 + rows * 0.002
-        free[context], arena_free[arena] = end, computed
-        yield Bar(context, arena if arenas else None, rows, begin, copied, started, computed, end)
-
-
 def make_run(
     label="run",
     *,
@@ -131,7 +113,6 @@ def make_run(
     failing=0.0,
     slo=(),
     has_batches=True,
-    has_timeline=True,
     resources=GPU,
     parameters=None,
     **changed,
@@ -181,7 +162,6 @@ def make_run(
         batches=batches_of(rng, len(due_s), found["mean"], base_ms) if has_batches and found else None,
         resources=resources,
         moments=moments,
-        timeline=tuple(bars(rng)) if has_timeline else (),
         histogram=latency.encoded(),
         parameters=parameters or {},
     )
@@ -211,7 +191,7 @@ def batches_of(rng, requests, mean_ms, base_ms):
 def nothing(label="run", **changed):
     """A run that nobody answered."""
     refused = {"ConnectionRefusedError": ErrorKind(500, "[Errno 111] Connect call failed ('10.0.0.7', 8000)")}
-    empty = make_run(label, rate=50, has_batches=False, has_timeline=False, failing=2.0)
+    empty = make_run(label, rate=50, has_batches=False, failing=2.0)
     return replace(empty, errors=refused, steady_from_s=None, throughput_interval=None, **changed)
 
 
@@ -227,7 +207,6 @@ def make_report(*runs, kind="run", settings=None, **changed):
         "slo": [],
         "callers": None,
         "dims": [],
-        "pacing": "adaptive",
         "seed": 0,
         **(settings or {}),
     }
@@ -334,7 +313,7 @@ def sweep_of_hostile_names():
 
 def few():
     """So few requests that most percentiles are not known, of a server that does not tell what it does."""
-    run = make_run(rate=8, seconds=5, is_open=False, has_batches=False, has_timeline=False)
+    run = make_run(rate=8, seconds=5, is_open=False, has_batches=False)
     run = replace(run, resources=Resources(generator_cores=0.02), steady_from_s=None)
     return make_report(run, settings={"rate": None, "callers": "4"})
 

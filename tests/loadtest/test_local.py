@@ -133,20 +133,15 @@ class SampledDevice(asynctrt.HostDevice):
 
 
 async def test_a_load_test_does_not_change_how_the_engine_runs():
-    """The device times a sample of the batches, as it does for any caller, unless a trace is asked for."""
-    for trace_batches, is_sampled in ((False, True), (True, False)):
-        async with asynctrt.open(double_model(), device=SampledDevice()) as engine:
-            report = await loadtest.run(
-                engine, callers=1, requests=1000, seconds=60, warmup=0.0, trace_batches=trace_batches
-            )
-            statistics = engine.statistics()
-        (run,) = report.runs
-        assert run.answered == 1000
-        assert (statistics.batches_timed < statistics.batches / 2) == is_sampled
-        assert bool(run.timeline) == trace_batches
-        # The figures of the batches are from the engine's statistics, and there without a trace.
-        assert run.batches.by_rows == {1: 1000}
-        assert run.batches.compute > 0
+    """The device times a sample of the batches, as it does for any caller."""
+    async with asynctrt.open(double_model(), device=SampledDevice()) as engine:
+        report = await loadtest.run(engine, callers=1, requests=1000, seconds=60, warmup=0.0)
+        statistics = engine.statistics()
+    (run,) = report.runs
+    assert run.answered == 1000
+    assert statistics.batches_timed < statistics.batches / 2
+    assert run.batches.by_rows == {1: 1000}
+    assert run.batches.compute > 0
 
 
 async def test_an_application_may_trace_the_engine_that_it_loads():
@@ -155,13 +150,6 @@ async def test_an_application_may_trace_the_engine_that_it_loads():
             report = await loadtest.run(engine, callers=1, requests=20, **QUICK)
         assert report.runs[0].answered == 20
         assert sum(batch.requests for batch in trace) == 21  # And the first request.
-
-
-async def test_batches_of_a_server_are_not_traced():
-    with pytest.raises(OptionsError, match="cannot be traced from"):
-        await loadtest.run("http://127.0.0.1:1/v2/models/x", trace_batches=True)
-    with pytest.raises(OptionsError, match="trace_batches must be True or False, not 'no'"):
-        LoadSettings(trace_batches="no")
 
 
 async def test_an_async_function_of_the_application(tmp_path):

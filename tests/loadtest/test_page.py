@@ -286,17 +286,6 @@ class TestPage:
         assert not any("Due" in row for row in read.rows)
         assert any("Due" in row for row in Reader(page_of("single")).rows)
 
-    def test_batches_without_a_timeline_say_how_to_get_one(self):
-        without = make_run(has_timeline=False)
-        server = {"where": "http://127.0.0.1:8000/v2/models/x"}
-        for report, is_said in (
-            (make_report(without), True),
-            (make_report(make_run()), False),
-            (make_report(without, target=server), False),
-            (make_report(make_run(has_timeline=False, has_batches=False)), False),
-        ):
-            assert ("--trace-batches" in render(report)) == is_said
-
     def test_the_table_has_the_figures(self):
         report = reports.sweep()
         read = Reader(page_of("sweep"))
@@ -347,7 +336,6 @@ class TestPage:
         text = " ".join(Reader(page_of("single")).text.split())
         assert "options.max_rows32" in text
         assert "versions.tensorrt10.13.0" in text
-        assert "pacingadaptive" in text
         assert "resnet50.plan · cuda:0 · open loop, 2,000 requests/s, poisson · 10 s" in text
 
     @pytest.mark.parametrize(

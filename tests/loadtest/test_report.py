@@ -17,7 +17,6 @@ from asynctrt.loadtest.criteria import FIGURES
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import (
     FORMAT,
-    Bar,
     BatchFigures,
     Comparison,
     ErrorKind,
@@ -63,7 +62,6 @@ def make_run(**changed):
         "batches": BatchFigures(990, 100, 9.9, 0.1, 0.2, 0.3, 0.4, {8: 30, 10: 70}),
         "resources": Resources(generator_cores=0.5, gpu_name="GPU"),
         "moments": (Moment(0.0, 0.25, 100.0, 99.0, 1.5, None, 4.0, 1, None),),
-        "timeline": (Bar(0, None, 8, 0.0, 0.1, 0.1, 0.2, 0.3), Bar(1, 0, 8, 0.0, 0.1, 0.15, 0.2, 0.3)),
         "histogram": counts.encoded(),
         "stream": StreamFigures(297.0, {"p50": 1.25, "mean": 1.5, "max": 3.0}, {"mean": 0.25}),
         "unjudged": {},
@@ -187,8 +185,6 @@ def test_what_is_not_known_is_not_there():
     assert all(None not in part.values() for part in parts(content) if isinstance(part, dict))
     assert "latency_interval" not in content["runs"][0]
     assert "p99" not in content["runs"][0]["moments"][0]
-    assert "arena" not in content["runs"][0]["timeline"][0]
-    assert content["runs"][0]["timeline"][1]["arena"] == 0
     assert content["runs"][0]["resources"] == {"generator_cores": 0.5, "gpu_name": "GPU"}
     assert {"goodput", "offered", "batches", "steady_from_s"}.isdisjoint(content["runs"][1])
     assert "callers" not in content["settings"]

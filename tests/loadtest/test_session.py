@@ -103,18 +103,6 @@ async def test_it_is_stopped_while_it_runs_and_does_nothing_more():
 
 
 @pytest.mark.tier2
-async def test_it_ends_as_soon_as_the_figures_are_sure_enough(monkeypatch):
-    """Every answer takes as long as the other, so that little time tells enough."""
-    monkeypatch.setattr("asynctrt.loadtest.session.LOOK_S", 0.05)
-    settings = LoadSettings(rate=2000, arrivals="constant", seconds=600, warmup=0.0, until=0.9)
-    async with LoadSession(apart=False, watch=None) as session, asyncio.timeout(WAIT_S):
-        run = await session.run(case(Target(at_once), settings))
-    assert run.complete
-    assert run.seconds < 60
-    assert run.throughput_interval.half_width < 0.9
-
-
-@pytest.mark.tier2
 async def test_what_goes_on_is_told():
     seen = []
 

@@ -21,16 +21,11 @@ IMPOSSIBLE = {
     "callers": ["0", 0, -1, 0.5, "0.5", CALLERS_MAX + 1, f"1..{2 * CALLERS_MAX}", "many", "", True, [3]],
     "think": [-0.1, 3601, NAN, "1", None, True],
     "arrivals": ["even", None, "Poisson", ["poisson"]],
-    "burst": [1, 0.5, 0, -3, 1001, NAN, INF, "3", True],
-    "burst_share": [0, -0.1, 1.1, NAN, None, "0.1"],
-    "swing": [0, -0.5, 1.1, NAN, "0.5", True],
-    "period": [0, 0.009, -1, 1e6 + 1, NAN, INF, "10"],
     "trace": [5, b"trace.csv"],
     "trace_speed": [0, -1, 1e6 + 1, NAN, INF, None, "2"],
     "seconds": [0, -1, 1e6 + 1, NAN, INF, "10", True],
     "warmup": [-0.1, 1e5 + 1, NAN, INF, None, "1"],
     "requests": [0, -1, 1.5, "10", True],
-    "until": [0, -0.1, 1.5, NAN, "0.1", True],
     "repeats": [0, -1, 2.5, "3", True],
     "answer_timeout": [0, -1, 3601, NAN, INF, None, "10"],
     "max_outstanding": [0, -1, 1.5, "8", True],
@@ -44,8 +39,6 @@ IMPOSSIBLE = {
     "reference": [5, Path("model.onnx")],
     "rtol": [-0.1, NAN, None, "0.1"],
     "atol": [-0.1, NAN, None, "0.1"],
-    "pacing": ["fast", None, 1],
-    "trace_batches": [0, 1, None, "yes"],
     "processes": [0, -1, 1.5, "2", None, True, PROCESSES_MAX + 1],
     "seed": [-1, 1.5, "0", None, True],
 }
@@ -60,8 +53,6 @@ SAID_SO = {
 """Where the message names it in its own words."""
 
 NEEDS = {
-    "burst": {"rate": 100, "burst_share": 0.001},
-    "swing": {"rate": 100},
     "reader": {"inputs": "files"},
 }
 
@@ -94,7 +85,7 @@ def test_the_usual_settings():
     assert not usual.is_open
     assert usual.profile(10).levels.tolist() == [CALLERS_DEFAULT] == [64]
     assert (usual.rows, usual.samples, usual.processes, usual.seed) == (1, 64, 1, 0)
-    assert (usual.warmup, usual.answer_timeout, usual.period, usual.burst_share) == (1, 10, None, 0.1)
+    assert (usual.warmup, usual.answer_timeout) == (1, 10)
     assert usual.criteria == ()
     assert (
         LoadSettings(**{item.name: getattr(usual, item.name) for item in dataclasses.fields(usual)}) == usual
@@ -117,21 +108,17 @@ def test_the_usual_settings():
         {"callers": CALLERS_MAX},
         {"callers": "1..500", "think": 0.5},
         {"callers": "10,100"},
-        {"rate": 100, "burst": 5.0},
-        {"rate": 100, "burst": 999.0, "burst_share": 0.001},
-        {"rate": 100, "swing": 1.0, "period": 60},
-        {"rate": 100, "burst": 2, "swing": 0.5},
         {"trace": "trace.csv", "trace_speed": 0.5},
         {"trace": Path("trace.csv"), "max_outstanding": 1},
         {"seconds": 0.1, "warmup": 0},
         {"seconds": 1e6, "warmup": 1e5, "answer_timeout": 3600, "think": 3600},
         {"seconds": np.int64(5), "think": np.float32(0.5)},
         {"requests": 1, "repeats": 7},
-        {"until": 0.01, "slo": ["p99<20ms,errors<1%", "throughput>5"]},
+        {"repeats": 2, "slo": ["p99<20ms,errors<1%", "throughput>5"]},
         {"inputs": "rows.npz", "expect": "answers.npz", "rtol": 0, "atol": 0},
         {"inputs": "images", "reader": "module:name"},
         {"reference": "model.onnx"},
-        {"processes": PROCESSES_MAX, "pacing": "spin"},
+        {"processes": PROCESSES_MAX},
     ],
 )
 def test_what_is_possible(settings):
@@ -147,12 +134,6 @@ def test_what_is_possible(settings):
         ({"trace": "t", "callers": 1}, "a trace has its own arrivals"),
         ({"trace": "t", "dims": "length=3"}, "the columns of a trace say what to send"),
         ({"trace": "t", "inputs": "rows.npz"}, "the columns of a trace say what to send"),
-        ({"burst": 2}, "burst and swing change a rate"),
-        ({"swing": 0.5}, "burst and swing change a rate"),
-        ({"callers": 3, "swing": 0.5}, "burst and swing change a rate"),
-        ({"trace": "t", "burst": 2}, "burst and swing change a rate"),
-        ({"rate": 1, "burst": 10}, "burst * burst_share must be below 1"),
-        ({"rate": 1, "burst": 2, "burst_share": 0.5}, "burst * burst_share must be below 1"),
         ({"rate": 1, "think": 0.1}, "think is the pause of a caller"),
         ({"trace": "t", "think": 0.1}, "think is the pause of a caller"),
         (
@@ -230,6 +211,14 @@ def test_any_value_is_taken_or_refused(name, value):
         LoadSettings(**{name: value})
 
 
-def test_mlperfs_scenarios_were_removed():
-    with pytest.raises(OptionsError, match="scenario was removed: single-stream is --callers 1,"):
-        in_own_words({"scenario": "server", "rate": 3})
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("scenario", "scenario was removed: single-stream is --callers 1,"),
+        ("swing", "swing was removed: give the rate as stages"),
+        ("baseline", "baseline was removed: save both reports"),
+    ],
+)
+def test_a_removed_setting_names_its_replacement(name, says):
+    with pytest.raises(OptionsError, match=says):
+        in_own_words({name: 1, "rate": 3})

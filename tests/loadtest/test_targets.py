@@ -21,31 +21,16 @@ pytestmark = pytest.mark.anyio
 
 async def test_an_engine_that_is_open_is_not_closed():
     async with asynctrt.open(double_model()) as engine:
-        async with opened(engine, trace_batches=True) as target:
+        async with opened(engine) as target:
             assert (target.kind, target.inputs) == ("engine", engine.inputs)
             prepared = target.prepare({"input": rows(1)}, 2)
             answers = await asyncio.gather(*(target.start(prepared) for _ in range(5)))
             assert all((target.outputs(answer)["output"] == rows(2)).all() for answer in answers)
             counters = await target.batches()
             assert (counters.requests, counters.rows) == (5, 5)
-            assert sum(batch.rows for batch in target.trace()) == 5
-            assert all(batch.launched_ns < batch.answered_ns for batch in target.trace())
         assert engine.statistics().state == "open"
         with engine.tracing():  # The target no longer traces.
             pass
-
-
-async def test_an_engine_is_traced_only_when_asked_to():
-    """To trace makes a GPU time every batch, and an engine can be traced once at a time."""
-    async with asynctrt.open(double_model()) as engine:
-        with engine.tracing() as mine:
-            async with opened(engine) as target:
-                await target.start(target.prepare({"input": rows(1)}, 0))
-                assert list(target.trace()) == []
-            with pytest.raises(UsageError, match="being traced already"):
-                async with opened(engine, trace_batches=True):
-                    pass
-        assert len(mine) == 1
 
 
 async def test_a_path_is_opened_and_closed(tmp_path):

@@ -42,8 +42,15 @@ def in_bursts(
     :param period_s: the mean length of a burst and the pause after it.
     """
     rng = np.random.default_rng((seed, 3))
-    profile = LoadProfile.parse(f"{rate:f}", seconds).bursty(period_s, share, factor, rng)
-    return _times_ns("poisson", profile, seed)
+    ends, levels = [], []
+    # The world begins in a burst with probability `share`, so that short ones also keep their mean.
+    now_s, is_burst = 0.0, bool(rng.random() < share)
+    while now_s < seconds:
+        now_s = min(now_s + rng.exponential(period_s * (share if is_burst else 1 - share)), seconds)
+        ends.append(now_s)
+        levels.append(rate * (factor if is_burst else (1 - share * factor) / (1 - share)))
+        is_burst = not is_burst
+    return _times_ns("poisson", LoadProfile(np.array(ends), np.array(levels)), seed)
 
 
 def _times_ns(process: Process, profile: LoadProfile, seed: int) -> list[int]:
