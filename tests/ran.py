@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from pathlib import PurePosixPath
 
-from asynctrt.loadtest.saving import describe_machine
+from asynctrt.loadtest.making import describe_machine
 from tests.benchmarks.common import describe_gpu
 from tests.gpu.support import gpu_is_here
 

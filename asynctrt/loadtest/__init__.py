@@ -9,48 +9,34 @@ Latency counts from when a request was due, not from when it could be sent. The 
 generator itself was, and a run in which it could not keep up is reported as void.
 """
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt.loadtest.settings import LoadSettings
 
 if TYPE_CHECKING:
     from asynctrt.loadtest.api import run
     from asynctrt.loadtest.report import Report, Run
-    from asynctrt.loadtest.saving import LoadReport
     from asynctrt.loadtest.steps import step
     from asynctrt.loadtest.targets import Target, TargetSpec
     from asynctrt.loadtest.tls import Tls
 
-__all__ = ["LoadReport", "LoadSettings", "Report", "Run", "Target", "TargetSpec", "Tls", "run", "step"]
+__all__ = ["LoadSettings", "Report", "Run", "Target", "TargetSpec", "Tls", "run", "step"]
+
+MODULES: Final = {
+    "run": "api",
+    "Report": "report",
+    "Run": "report",
+    "step": "steps",
+    "Tls": "tls",
+} | dict.fromkeys(("Target", "TargetSpec"), "targets")
 
 
 def __getattr__(name: str) -> Any:
     """Import names lazily, so that the command line works without the extra ``load``."""
-    if name == "run":
-        from asynctrt.loadtest.api import run  # noqa: PLC0415
-
-        return run
-    if name == "step":
-        from asynctrt.loadtest.steps import step  # noqa: PLC0415
-
-        return step
-    if name == "Tls":
-        from asynctrt.loadtest.tls import Tls  # noqa: PLC0415
-
-        return Tls
-    if name == "LoadReport":
-        from asynctrt.loadtest.saving import LoadReport  # noqa: PLC0415
-
-        return LoadReport
-    if name in ("Report", "Run"):
-        from asynctrt.loadtest import report  # noqa: PLC0415
-
-        return getattr(report, name)
-    if name in ("Target", "TargetSpec"):
-        from asynctrt.loadtest import targets  # noqa: PLC0415
-
-        return getattr(targets, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"asynctrt.loadtest.{MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

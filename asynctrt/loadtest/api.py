@@ -11,7 +11,7 @@ from asynctrt.engine import Engine
 from asynctrt.errors import UsageError
 from asynctrt.loadtest.job import LoadJob, carry_out
 from asynctrt.loadtest.keywords import RunSettings
-from asynctrt.loadtest.saving import LoadReport
+from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
 from asynctrt.loadtest.settings import LoadSettings, in_own_words
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
@@ -36,7 +36,7 @@ async def run(
     compare: Mapping[str, Any] | None = None,
     precision: float = 0.05,
     **settings: Unpack[RunSettings],
-) -> LoadReport:
+) -> Report:
     """Run a load test against a target, from this process and event loop.
 
     :param target: an open engine; a path or ``module:factory``, opened for the test; a server's address,

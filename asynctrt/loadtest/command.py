@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,12 +16,11 @@ from typing import Any, Final
 from asynctrt._util.files import write_whole
 from asynctrt.cli import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
-from asynctrt.loadtest.criteria import Criterion, failures, unchecked
+from asynctrt.loadtest import criteria
+from asynctrt.loadtest.criteria import Criterion
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.opening import find_modules
-from asynctrt.loadtest.page import interactive
 from asynctrt.loadtest.report import FORMAT, Report, mean_figures
-from asynctrt.loadtest.saving import as_csv
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
@@ -124,7 +123,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         )
     made = LoadPlan(job, given.get("json"), given.get("report"), fail_if)
     for path in made.outputs:
-        _check_writable(path)
+        _check_writable(path, is_page=path == made.report)
     return made
 
 
@@ -176,18 +175,15 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
     """
     written: list[Path] = []
     failed: list[AsynctrtError] = []
-    pages: list[tuple[Path, Callable[[], str | bytes]]] = []
     if planned.prints_json:
         sys.stdout.write(report.as_text())
-    elif planned.json is not None:
-        pages.append((planned.json, report.as_text))
-    if planned.report is not None:
-        is_table = planned.report.suffix == ".csv"
-        pages.append((planned.report, lambda: as_csv(report) if is_table else interactive(report)))
-    for path, make in pages:
+    for path in planned.outputs:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, make())
+            if path == planned.json:
+                write_whole(path, report.as_text())
+            else:
+                report.save(path)
             written.append(path)
         except OSError as error:
             failed.append(UsageError(f"{str(path)!r} cannot be written: {error}"))
@@ -211,8 +207,7 @@ def gate(planned: LoadPlan, report: Report) -> tuple[list[str], list[str]]:
     elif report.search is not None:
         main = main_run(report)
         runs = (main,) if main is not None else ()
-    figures = mean_figures(runs)
-    return failures(planned.fail_if, figures, before), unchecked(planned.fail_if, figures, before)
+    return criteria.gate(planned.fail_if, mean_figures(runs), before)
 
 
 def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str] = ()) -> int:
@@ -282,11 +277,13 @@ def _number(text: str) -> Any:
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path, *, is_page: bool) -> None:
     """Raise before the test, not after it, if a file cannot be written."""
     folder = path if path.is_dir() else path.parent
     while not folder.exists():
         folder = folder.parent
+    if is_page and path.suffix not in (".html", ".csv"):
+        raise UsageError(f"{str(path)!r} is not an .html or .csv file: --report writes one of these")
     if path.is_dir() and path.suffix in (".json", ".html", ".csv"):
         raise UsageError(f"{str(path)!r} is a folder, not a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):

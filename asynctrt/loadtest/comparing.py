@@ -1,9 +1,10 @@
 """Compares two saved reports. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from asynctrt.loadtest.criteria import Criterion, failures, unchecked
+from asynctrt.loadtest import criteria
+from asynctrt.loadtest.criteria import Criterion
 from asynctrt.loadtest.report import saved_figures
 
 STEPS: Final = ("mean", "p50", "p99")
@@ -25,14 +26,12 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Line],
     return lines, list(_notes(a, b))
 
 
-def gate(texts: Sequence[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def gate(texts: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the criteria that are true of the second report, and those that cannot be checked.
 
     :raises OptionsError: for an invalid criterion.
     """
-    criteria = [Criterion.parse(text) for text in texts]
-    before, after = saved_figures(a), saved_figures(b)
-    return failures(criteria, after, before), unchecked(criteria, after, before)
+    return criteria.gate(map(Criterion.parse, texts), saved_figures(b), saved_figures(a))
 
 
 def _steps(content: Mapping[str, Any]) -> dict[str, float]:

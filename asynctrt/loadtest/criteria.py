@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from asynctrt.errors import OptionsError
 
@@ -102,34 +102,20 @@ def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
     return max(limits) if limits else None
 
 
-def failures(
-    criteria: Iterable[Criterion], figures: Mapping[str, Any], baseline: Mapping[str, Any] | None
-) -> list[str]:
-    """Return the ``--fail-if`` criteria that are true, with the values."""
-    found = []
+def gate(
+    criteria: Iterable[Criterion], figures: Mapping[str, float], baseline: Mapping[str, float] | None
+) -> tuple[list[str], list[str]]:
+    """Return the ``--fail-if`` criteria that are true, with the values; and those that cannot be checked."""
+    failed, unchecked = [], []
     for item in criteria:
-        value = figures.get(item.figure)
-        before = baseline.get(item.figure) if baseline is not None else None
+        value, before = figures.get(item.figure), (baseline or {}).get(item.figure)
         if value is None or (item.is_relative and before is None):
-            continue
-        if item.compare(value, before):
+            where = "this run" if value is None else "the baseline"
+            unchecked.append(f"{item}: cannot be checked, because {where} has no {item.figure}")
+        elif item.compare(value, before):
             against = f", against {before:,.6g} in the baseline" if item.is_relative else ""
-            found.append(f"{item}: {item.figure} is {value:,.6g}{against}")
-    return found
-
-
-def unchecked(
-    criteria: Iterable[Criterion], figures: Mapping[str, Any], baseline: Mapping[str, Any] | None
-) -> list[str]:
-    """Return the ``--fail-if`` criteria that cannot be checked, and where their figure is missing."""
-    found = []
-    for item in criteria:
-        is_here = figures.get(item.figure) is not None
-        is_there = baseline is not None and baseline.get(item.figure) is not None
-        if not is_here or (item.is_relative and not is_there):
-            where = "the baseline" if is_here else "this run"
-            found.append(f"{item}: cannot be checked, because {where} has no {item.figure}")
-    return found
+            failed.append(f"{item}: {item.figure} is {value:,.6g}{against}")
+    return failed, unchecked
 
 
 def _sign(sign: str) -> Literal["<", ">"]:

@@ -14,7 +14,6 @@ from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Window, Windows, total
 from asynctrt.loadtest.report import (
     BatchFigures,
-    ErrorKind,
     Interval,
     Moment,
     Resources,
@@ -113,7 +112,7 @@ def make_run(
         throughput=throughput,
         goodput=goodput,
         error_share=error_share,
-        errors={kind: ErrorKind(error.count, error.example) for kind, error in sorted(whole.errors.items())},
+        errors=dict(sorted(whole.errors.items())),
         latency=latency,
         uncorrected=latencies(whole.uncorrected),
         lateness=late,

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 from asynctrt.core.loading import is_attribute
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.criteria import FIGURES
-from asynctrt.loadtest.report import Comparison, Interval, Run
-from asynctrt.loadtest.saving import LoadReport, describe_machine, describe_making
+from asynctrt.loadtest.making import describe_machine, describe_making
+from asynctrt.loadtest.report import Comparison, Interval, Report, Run
 from asynctrt.loadtest.search import Search
 from asynctrt.loadtest.session import LoadCase, LoadSession
 from asynctrt.loadtest.settings import Arrays, LoadSettings
@@ -106,7 +106,7 @@ class LoadJob:
         return [base.with_values(item, _said(item)) for item in values for _ in range(self.repeats)]
 
 
-async def carry_out(job: LoadJob, session: LoadSession) -> LoadReport:
+async def carry_out(job: LoadJob, session: LoadSession) -> Report:
     """Run the load test until it is complete or the session is stopped.
 
     :raises AsynctrtError: if it cannot start.
@@ -126,7 +126,7 @@ async def carry_out(job: LoadJob, session: LoadSession) -> LoadReport:
     return make_report(job, session.runs, search)
 
 
-def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> LoadReport:
+def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> Report:
     """Return the report of the runs.
 
     :raises UsageError: if there are no runs.
@@ -136,7 +136,7 @@ def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> Loa
             "the load test ended before anything was measured: there is nothing to report. Choose a shorter "
             "warmup"
         )
-    return LoadReport(
+    return Report(
         kind=job.kind,
         target=_described(job.target),
         settings=_changed(job.settings),

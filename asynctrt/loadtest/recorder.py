@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt.loadtest.histogram import Counts, Ints, merged
+from asynctrt.loadtest.report import ErrorCount
 from asynctrt.loadtest.steps import StepTime
 
 WARM_UP: Final = -1
@@ -24,14 +25,6 @@ LOOSE_WINDOWS: Final = 64
 """Number of recent windows that are not compacted; older ones are."""
 KINDS_MAX: Final = 64
 EXAMPLE_CHARACTERS: Final = 500
-
-
-@dataclass(slots=True)
-class ErrorCount:
-    """Count the errors of one kind, with the message of the first."""
-
-    count: int
-    example: str
 
 
 @dataclass(slots=True)
@@ -275,7 +268,7 @@ def _taken(times: "array[int]") -> Ints:
 def _count(errors: dict[str, ErrorCount], kind: str, count: int, example: str) -> None:
     if kind not in errors and len(errors) >= KINDS_MAX:
         kind = "others"
-    if kind in errors:
-        errors[kind].count += count
-    else:
-        errors[kind] = ErrorCount(count, example[:EXAMPLE_CHARACTERS])
+    before = errors.get(kind)
+    if before is not None:
+        count, example = before.count + count, before.example
+    errors[kind] = ErrorCount(count, example[:EXAMPLE_CHARACTERS])

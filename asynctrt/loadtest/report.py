@@ -4,24 +4,30 @@ An unknown figure is ``None`` here and missing in the JSON: a percentile of too 
 server without statistics, the GPU of a machine without one.
 """
 
+import csv
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
+from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from asynctrt._util.files import write_whole
-from asynctrt.loadtest.criteria import FIGURES
+from asynctrt.errors import UsageError
+from asynctrt.loadtest.criteria import FIGURES, LATENCIES
 
 FORMAT: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorKind:
+class ErrorCount:
     """Count the errors of one kind, with the message of the first."""
 
     count: int
@@ -156,7 +162,7 @@ class Run:
     goodput: float | None
     """Answers/s within the latency of the slo; ``None`` without one."""
     error_share: float
-    errors: Mapping[str, ErrorKind]
+    errors: Mapping[str, ErrorCount]
     latency: Mapping[str, float]
     uncorrected: Mapping[str, float]
     """Latency from when a request was sent, not from when it was due. This hides stalls of the target."""
@@ -233,9 +239,9 @@ class Comparison:
     """The geometric mean of the ratios with its confidence interval, by figure."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """Hold all results of one load test."""
+    """Hold all results of one load test; save and show them."""
 
     kind: str
     """``run``, ``repeats``, ``sweep``, ``search`` or ``compare``."""
@@ -269,6 +275,15 @@ class Report:
         """Return a figure's mean over the runs, by its name in criteria; ``None`` if it is unknown."""
         return mean_figures(self.runs).get(name)
 
+    def __repr__(self) -> str:
+        target = self.target.get("model") or self.target.get("where") or "a target"
+        return f"<Report {self.kind} of {target}: {_summary().headline(self)}>"
+
+    def _repr_html_(self) -> str:
+        """Return the page without its charts, for a notebook."""
+        page = _page().render(self)
+        return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:40em;border:0"></iframe>'
+
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values, leaving out unknown figures."""
         content: dict[str, Any] = {"format": FORMAT, "complete": self.complete, **_plain(self)}
@@ -278,13 +293,59 @@ class Report:
         """Return the JSON text of a report file."""
         return json.dumps(self.as_json(), indent=1) + "\n"
 
-    def save(self, path: str | Path) -> list[Path]:
-        """Write the report as JSON, and return the path.
+    def as_csv(self) -> str:
+        """Return a table with a row for each run, and for each of its steps.
 
-        :raises UsageError: if the file cannot be written; an existing file is then unchanged.
+        Latencies are in ms, throughput and goodput in requests/s. An unknown figure is an empty field.
         """
-        write_whole(Path(path), self.as_text())
-        return [Path(path)]
+        text = io.StringIO()
+        names = [f"{name}_ms" for name in LATENCIES]
+        head = ["run", "step", "seconds", "requests", "answered", "failed", "throughput", "goodput", *names]
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*head, "complete", "void"])
+        for run in self.runs:
+            failed = sum(error.count for error in run.errors.values())
+            rows: list[tuple[str, Mapping[str, float], Sequence[float | None]]] = [
+                ("", run.latency, (run.requests, run.answered, failed, run.throughput, run.goodput))
+            ]
+            for name, step in run.steps.items():
+                rows.append(
+                    (name, step.latency, (step.count, step.count - step.failed, step.failed, None, None))
+                )
+            for name, latency, figures in rows:
+                times = [latency.get(name) for name in LATENCIES]
+                last = run.complete, "; ".join(run.void)
+                writer.writerow([run.label, name, run.seconds, *figures, *times, *last])
+        return text.getvalue()
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Write the report in the format of the file's suffix: ``.json``, ``.html`` with charts, or ``.csv``.
+
+        :returns: the files.
+        :raises UsageError: for another suffix, or if the file cannot be written; an existing file is then
+            unchanged.
+        """
+        path = Path(path)
+        makers = {".json": self.as_text, ".csv": self.as_csv, ".html": lambda: _page().interactive(self)}
+        if path.suffix not in makers:
+            raise UsageError(
+                f"{str(path)!r} is not a .json, .html or .csv file: a report is written as one of these"
+            )
+        try:
+            write_whole(path, makers[path.suffix]())
+        except OSError as error:
+            raise UsageError(f"{str(path)!r} cannot be written: {error}") from error
+        return [path]
+
+
+def _page() -> ModuleType:
+    """Import the page only when it is needed, because it needs jinja2."""
+    return import_module("asynctrt.loadtest.page")
+
+
+def _summary() -> ModuleType:
+    """Import the summary only when it is needed, because it imports this module."""
+    return import_module("asynctrt.loadtest.summary")
 
 
 def mean_figures(runs: Sequence[Run]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from asynctrt.loadtest.report import ErrorKind, Report, Run
+from asynctrt.loadtest.report import ErrorCount, Report, Run
 
 GROUPS_MAX: Final = 10
 """Limit on the groups in one chart; more would be indistinguishable."""
@@ -161,20 +161,13 @@ def sizes(runs: Iterable[Run]) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def kept_text(run: Run) -> str:
-    """Describe a target that did not keep up: the rate that was due, and the rate that it answered."""
-    return (
-        f"of {run.offered or 0:,.0f} requests/s that were due in {run.label} it answered {run.kept or 0:,.0f}"
-    )
-
-
-def all_errors(runs: Iterable[Run]) -> dict[str, ErrorKind]:
+def all_errors(runs: Iterable[Run]) -> dict[str, ErrorCount]:
     """Return the errors of all runs by kind, with the first message of each kind."""
-    found: dict[str, ErrorKind] = {}
+    found: dict[str, ErrorCount] = {}
     for run in runs:
         for kind, what in run.errors.items():
             before = found.get(kind)
-            found[kind] = ErrorKind(before.count + what.count, before.example) if before else what
+            found[kind] = ErrorCount(before.count + what.count, before.example) if before else what
     return found
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from asynctrt.loadtest.saving import describe_machine
+from asynctrt.loadtest.making import describe_machine
 
 try:
     from rich.console import Console

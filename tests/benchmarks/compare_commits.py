@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from asynctrt.loadtest.saving import describe_machine
+from asynctrt.loadtest.making import describe_machine
 from tests.benchmarks.common import save
 from tests.benchmarks.mlp import mlp_onnx
 

@@ -11,7 +11,7 @@ from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import (
     BatchFigures,
     Comparison,
-    ErrorKind,
+    ErrorCount,
     Interval,
     Moment,
     Report,
@@ -133,7 +133,7 @@ def make_run(
     moments = tuple(moments_of(due_s, taken_ns, late_ns, failed, seconds))
     throughput = float(np.mean([moment.throughput for moment in moments]))
     errors = int(failed.sum())
-    kinds = {"NoAnswer": ErrorKind(errors, "no answer within 10 s")} if errors else {}
+    kinds = {"NoAnswer": ErrorCount(errors, "no answer within 10 s")} if errors else {}
     found = figures_of(latency)
     run = Run(
         label=label,
@@ -190,7 +190,7 @@ def batches_of(rng, requests, mean_ms, base_ms):
 
 def nothing(label="run", **changed):
     """A run that nobody answered."""
-    refused = {"ConnectionRefusedError": ErrorKind(500, "[Errno 111] Connect call failed ('10.0.0.7', 8000)")}
+    refused = {"ConnectionRefusedError": ErrorCount(500, "[Errno 111] Connect call failed ('10.0.0.7', 80)")}
     empty = make_run(label, rate=50, has_batches=False, failing=2.0)
     return replace(empty, errors=refused, steady_from_s=None, throughput_interval=None, **changed)
 
@@ -296,9 +296,9 @@ def void():
 def hostile():
     """Errors whose texts came from a server that nobody should trust, and names like them."""
     errors = {
-        "HTTPError": ErrorKind(1234, XSS + " " + "x" * 480),
-        "<b>bold</b>": ErrorKind(3, "\x00\x1b[31m\u202e"),
-        "QueueFullError": ErrorKind(17, "the queue has room for 512 rows, and 512 are in it"),
+        "HTTPError": ErrorCount(1234, XSS + " " + "x" * 480),
+        "<b>bold</b>": ErrorCount(3, "\x00\x1b[31m\u202e"),
+        "QueueFullError": ErrorCount(17, "the queue has room for 512 rows, and 512 are in it"),
     }
     run = make_run(label=XSS, failing=0.01, errors=errors, notes=(XSS,))
     return make_report(run, target={"where": XSS, "name": XSS}, settings={"reader": XSS})

@@ -8,8 +8,8 @@ import pytest
 
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest import command
+from asynctrt.loadtest.making import describe_machine
 from asynctrt.loadtest.report import Report, SearchResult
-from asynctrt.loadtest.saving import describe_machine
 from tests.loadtest import reports
 
 
@@ -82,8 +82,10 @@ def test_an_engines_options_are_a_servers_own():
 def test_a_file_that_cannot_be_written_is_said_before_the_test(name, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
-        command.plan("model.onnx", {name: tmp_path / "file" / "below"})
+        command.plan("model.onnx", {name: tmp_path / "file" / "below.html"})
     (tmp_path / "folder.json").mkdir()
+    with pytest.raises(UsageError, match="is not an .html or .csv file"):
+        command.plan("model.onnx", {"report": tmp_path / "a.pdf"})
     with pytest.raises(UsageError, match="is a folder"):
         command.plan("model.onnx", {"json": tmp_path / "folder.json"})
 

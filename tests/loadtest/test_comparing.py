@@ -8,7 +8,6 @@ import pytest
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.comparing import differences, gate
 from asynctrt.loadtest.report import StepFigures
-from asynctrt.loadtest.saving import as_csv
 from tests.loadtest import reports
 
 
@@ -55,7 +54,7 @@ def test_the_gate_is_of_the_second():
 def test_a_table_of_runs_and_steps(tmp_path):
     report = with_step(reports.single(), 2.0)
     (run,) = report.runs
-    head, first, second = as_csv(report).splitlines()
+    head, first, second = report.as_csv().splitlines()
     assert head.startswith("run,step,seconds,requests,answered,failed,throughput,goodput,p50_ms,")
     row = dict(zip(head.split(","), second.rsplit(",", head.count(",")), strict=True))
     assert (row["step"], row["requests"], row["answered"], row["failed"]) == ("login", "9", "8", "1")

@@ -12,19 +12,9 @@ from pathlib import Path
 import pytest
 from playwright.async_api import async_playwright
 
-from asynctrt.loadtest.page import (
-    DASH,
-    TOO_FEW,
-    Banner,
-    banners,
-    flat,
-    headline,
-    interactive,
-    render,
-    share,
-    tiles,
-)
-from asynctrt.loadtest.report import Comparison, ErrorKind, Interval
+from asynctrt.loadtest.page import interactive, render
+from asynctrt.loadtest.report import Comparison, ErrorCount, Interval
+from asynctrt.loadtest.summary import DASH, TOO_FEW, Banner, banners, flat, headline, share, tiles
 from tests.loadtest import reports
 from tests.loadtest.reports import EVERY, IN_TIERS, XSS, make_report, make_run
 from tests.serving.support import CHROMIUM_FLAGS
@@ -144,17 +134,17 @@ class TestBanners:
     def test_all_that_can_be_wrong_with_a_run(self):
         void, stopped, missed, notes = banners(reports.void())
         assert void.level == stopped.level == missed.level == "bad"
-        assert void.title == "This run is void: the generator was measured, not the target"
+        assert void.title == "This run is VOID: the generator was measured, not the target"
         assert void.reasons == ("the generator was 14.2 ms late at p99, more than a tenth of the latency",)
         assert stopped.title == "Stopped early"
         assert stopped.reasons[1] == "12 requests had neither been answered nor failed."
-        assert missed.title == "The target is not held"
+        assert missed.title == "The slo is not held"
         assert re.fullmatch(r"p99<20ms: p99 is \d\d\.\d ms", missed.reasons[0])
         assert notes.level == "note"
 
     def test_only_what_was_not_held_is_named(self):
         (banner,) = banners(reports.stalled())
-        assert banner.title == "The target is not held"
+        assert banner.title == "The slo is not held"
         assert [reason.partition(":")[0] for reason in banner.reasons] == ["p99<20ms"]
 
     def test_of_repetitions_the_worst_is_named(self):
@@ -324,7 +314,7 @@ class TestPage:
 
     def test_errors_of_all_runs_are_together(self):
         runs = [
-            make_run(str(n), errors={"Late": ErrorKind(n + 1, f"example {n}"), "Rare": ErrorKind(1, "it")})
+            make_run(str(n), errors={"Late": ErrorCount(n + 1, f"example {n}"), "Rare": ErrorCount(1, "it")})
             for n in range(3)
         ]
         read = Reader(render(make_report(*runs, kind="repeats")))

@@ -7,7 +7,7 @@ import numpy as np
 
 from asynctrt._util import clock
 from asynctrt.devices.host import HostDevice
-from asynctrt.loadtest.saving import describe_machine
+from asynctrt.loadtest.making import describe_machine
 from tests.benchmarks.common import describe_gpu
 
 WARM_UP_S = 0.1

@@ -12,7 +12,7 @@ import pytest
 import asynctrt
 from asynctrt import loadtest
 from asynctrt.errors import UsageError
-from asynctrt.loadtest.saving import describe_machine, describe_making, without_secrets
+from asynctrt.loadtest.making import describe_machine, describe_making, without_secrets
 from tests.models import double_onnx
 
 pytestmark = pytest.mark.anyio
@@ -46,8 +46,8 @@ async def test_in_a_notebook_and_in_one_line(report):
     assert "Throughput" in shown
     assert "requests/s" in shown
     assert "dou<b>le" not in shown
-    assert "dou&lt;b&gt;le" in shown
-    assert repr(report).startswith("<LoadReport run of ")
+    assert "dou&amp;lt;b&amp;gt;le" in shown
+    assert repr(report).startswith("<Report run of ")
     assert len(repr(report.runs[0])) < 120
     assert repr(report.runs[0]).startswith(f"<Run '4 callers': {report.runs[0].answered:,} of ")
 
@@ -60,7 +60,7 @@ async def test_the_page_about_it_runs_as_it_stands(tmp_path, monkeypatch, capsys
     await asyncio.to_thread(exec, with_users, {"__name__": "page"})
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["login", "search", "buy"]
     await asyncio.to_thread(exec, block, {"__name__": "page"})
-    assert "<LoadReport run of ask, in the application" in capsys.readouterr().out
+    assert "<Report run of ask, in the application" in capsys.readouterr().out
     assert json.loads((tmp_path / "report.json").read_text())["runs"][0]["error_share"] == 0
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
