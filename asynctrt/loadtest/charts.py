@@ -1,13 +1,14 @@
 """The charts of the report page, as data for the script that draws them. Pure."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import Moment, Report, Run
-from asynctrt.loadtest.views import MARKS, groups, main_groups, marks_for, odds, sizes, words
+from asynctrt.loadtest.views import MARKS, by_label, groups, main_groups, main_run, marks_for, odds, sizes
 
 LOG_FROM: Final = 30.0
 """An axis is logarithmic if the largest value is more than this many times the smallest."""
@@ -29,16 +30,53 @@ class Chart:
     data: Mapping[str, Any]
 
 
+WORDS: Final = {
+    "rate-latency": (
+        "Latency against rate",
+        "Each point is a run that is not void, or a moment of a run whose load changes: the requests/s that were "
+        "due (with callers: that were answered), and the latency.",
+    ),
+    "latency": (
+        "Latency over time",
+        "Latency of the requests that were due at each moment. A gap is a moment with too few requests for the "
+        "figure, and a red mark one with errors.",
+    ),
+    "throughput": (
+        "Throughput over time",
+        "Answers per second, beside the requests that were due. If the answers stay below for long, the target "
+        "does not keep up.",
+    ),
+    "percentiles": (
+        "Latency by percentile",
+        "The latency that this share of the requests did not exceed. Dots count from when a request was sent, "
+        "and so leave out how long it had waited before.",
+    ),
+    "batches": ("Batches by size", "Number of batches by their rows."),
+}
+"""The title and the caption of each chart, in their order."""
+
+
 def charts(report: Report) -> list[Chart]:
     """Return every chart for which the report has figures."""
-    made = {
-        "throughput-latency": _throughput_latency(report),
-        "latency": _latency(report),
-        "throughput": _throughput(report),
-        "percentiles": _percentiles(report),
-        "batches": _batches(report),
-    }
-    return [Chart(name, *words(report, name), data) for name, data in made.items() if data is not None]
+    makers = (_rate_latency, _latency, _throughput, _percentiles, _batches)
+    made = zip(WORDS.items(), [maker(report) for maker in makers], strict=True)
+    return [
+        Chart(name, title, caption + _which(report, name), data)
+        for (name, (title, caption)), data in made
+        if data is not None
+    ]
+
+
+def _which(report: Report, chart: str) -> str:
+    """Return which runs a chart shows, if it does not show all of them."""
+    main = main_run(report)
+    of_one = {"latency": ("search",), "throughput": ("search",), "batches": ("sweep", "search")}
+    if main is not None and report.kind in of_one.get(chart, ()) and len(report.runs) > 1:
+        return f" This is the run {main.label}." if len(by_label(report)) > 1 else " This is the first run."
+    drawn = sum(len(group.runs) for group in groups(report))
+    if chart != "rate-latency" and drawn < len(report.runs):
+        return f" {drawn} of the {len(report.runs)} runs are drawn."
+    return ""
 
 
 def _chart(
@@ -77,15 +115,31 @@ def _is_wide(values: Iterable[float | None]) -> bool:
     return bool(known) and max(known) / min(known) > LOG_FROM
 
 
-def _throughput_latency(report: Report) -> dict[str, Any] | None:
-    runs = [run for run in report.runs if "p50" in run.latency and not run.void]
-    rates = [run.throughput for run in runs]
-    if len(runs) < 2 or report.kind == "compare" or max(rates) < 1.05 * min(rates):
+def _rate_latency(report: Report) -> dict[str, Any] | None:
+    level = report.settings.get("rate") or report.settings.get("callers")
+    is_varied = re.search(r"\.\.|,", str(level)) is not None and report.kind in ("run", "repeats")
+    found: list[tuple[float, float | None, float | None]] = []
+    for run in report.runs:
+        is_open = run.offered is not None
+        if run.void or report.kind == "compare":
+            continue
+        if is_varied:
+            found += [(one.sent if is_open else one.throughput, one.p50, one.p99) for one in run.moments]
+        else:
+            rate = run.throughput if run.offered is None else run.offered
+            found.append((rate, run.latency.get("p50"), run.latency.get("p99")))
+    rates = [rate for rate, *_ in found]
+    if len(rates) < 2 or max(rates) < 1.05 * min(rates):
         return None
-    found = {name: {run.throughput: run.latency.get(name) for run in runs} for name in ("p50", "p99")}
-    series = [(name, "points", points) for name, points in found.items()]
-    is_log = _is_wide(value for points in found.values() for value in points.values())
-    return _chart(series, "throughput (requests/s)", "latency (ms)", is_log=is_log)
+    points: tuple[dict[float, float | None], ...] = {}, {}
+    for rate, *values in found:
+        while rate in points[0]:  # Two runs at the same rate are two points.
+            rate = math.nextafter(rate, math.inf)
+        for values_by_rate, value in zip(points, values, strict=True):
+            values_by_rate[rate] = value
+    series = [(name, "points", one) for name, one in zip(("p50", "p99"), points, strict=True)]
+    is_log = _is_wide(value for one in points for value in one.values())
+    return _chart(series, "rate (requests/s)", "latency (ms)", is_log=is_log)
 
 
 def _latency(report: Report) -> dict[str, Any] | None:

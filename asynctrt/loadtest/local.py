@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -27,6 +28,9 @@ SERVERS: Final = ("http", "grpc", "websocket")
 """Kinds of targets that run in another process."""
 TRIES_MAX: Final = 64
 """Limit on the kinds of requests to try before a run."""
+
+
+Planned = Callable[[ProcessPlan], None]
 
 
 class Local:
@@ -97,6 +101,23 @@ class Local:
             return await self._runner.run(clock.now_ns() + LEAD_NS if start_ns is None else start_ns, emit)
         finally:
             self._runner = None
+
+    @property
+    def pids(self) -> list[int]:
+        """The id of this process, which sends."""
+        return [os.getpid()]
+
+    async def perform(
+        self, settings: LoadSettings, emit: Callable[[Windows], None], planned: Planned
+    ) -> tuple[ProcessPlan, list[ProcessResult]]:
+        """Plan and perform one run; return the plan and the result of each process.
+
+        :param emit: called repeatedly with the windows counted since its last call.
+        :param planned: called with the plan, before anything is sent.
+        """
+        plan = self.plan(settings)
+        planned(plan)
+        return plan, [await self.run(plan, emit)]
 
     def stop(self) -> None:
         """End the current run, if there is one."""

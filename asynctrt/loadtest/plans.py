@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from asynctrt.loadtest.settings import LoadSettings
 
 SECONDS_DEFAULT: Final = 10.0
 WINDOW_S: Final = 0.25
-SIGMAS: Final = 6
-"""Allowance for random arrivals above their mean number, in standard deviations."""
+WINDOWS_MAX: Final = 480
+"""Windows that a long run ends with, after they were merged in pairs. A report shows a quarter of them."""
 NEAR_NS: Final = 150_000
 """How long before a request to a server is due the generator stops sleeping and polls the clock. Alarms are
 nearly always late by less."""
@@ -74,18 +74,6 @@ def resolve(settings: LoadSettings) -> tuple[float, float]:
     return (0.0 if settings.trace is not None else settings.warmup), seconds
 
 
-def window_seconds(settings: LoadSettings) -> tuple[float, int | None]:
-    """Return the length of a window in s and the number of windows.
-
-    The number is ``None`` if the run ends with the last answer.
-    """
-    if settings.trace is not None:
-        return WINDOW_S, None
-    _, seconds = resolve(settings)
-    count = max(1, math.ceil(seconds / WINDOW_S))
-    return seconds / count, count
-
-
 def trace_shapes(entries: Sequence[TraceEntry]) -> list[tuple[Shape, int, int]]:
     """Return each kind of request in a trace: dimensions, rows, priority."""
     return list(dict.fromkeys((entry.dims, entry.rows, entry.priority) for entry in entries))
@@ -108,7 +96,7 @@ def make_plan(
     :param is_server: whether the target is in another process. A target in this process computes in threads
         that need the interpreter. An event loop that polls the clock takes the interpreter from
         them, which makes the latency many times higher than with an alarm.
-    :raises OptionsError: if no plan is possible, for instance if a period is too short.
+    :raises OptionsError: if no plan is possible, for instance for too many callers for this machine.
     """
     warmup, seconds = resolve(settings)
     rows = np.array([sample.rows for sample in samples])
@@ -123,27 +111,13 @@ def make_plan(
         schedule = Schedule(settings.arrivals, profile, weights, settings.seed)
     else:
         callers = settings.profile(warmup + seconds)
-    measured_ns = int(seconds * 1e9)
-    window_s, _ = window_seconds(settings)
-    asked = math.ceil(callers.largest) if callers is not None else None
-    if rows_max is not None and settings.max_outstanding is None:
-        in_flight_max = max(1, rows_max // int(rows.max()), asked or 0)
-        why, is_void = f"the target takes {rows_max:,} rows at once", False
-    elif settings.max_outstanding is not None:
-        in_flight_max = asked = settings.max_outstanding
-        why, is_void = f"max_outstanding is {asked:,}", False
-    else:
-        # As many requests as can be sent before the first one times out.
-        in_flight_max = asked or _due_within(schedule, settings.answer_timeout)
-        why, is_void = "", False
-    if room is not None and in_flight_max > room.requests * shares:
-        if asked is not None:
-            raise OptionsError(
-                f"{asked:,} requests in flight are too many for {shares} process(es): {room.limit}. Set "
-                "fewer callers or max_outstanding, more processes, or raise the limit"
-            )
-        in_flight_max = room.requests * shares
-        why, is_void = f"{room.limit}: raise that, or set more processes", True
+    asked = None if callers is None else math.ceil(callers.largest)
+    due_max = _due_within(schedule, settings.answer_timeout)
+    limit = _limit(settings.max_outstanding, asked, rows_max, int(rows.max()), due_max)
+    if room is not None:
+        limit = _within_room(
+            limit, room, shares, is_asked=asked is not None or bool(settings.max_outstanding)
+        )
     if isinstance(schedule, Fixed):
         mean_rows = rows[schedule.samples].mean()
     else:
@@ -152,14 +126,14 @@ def make_plan(
         schedule=schedule,
         callers=callers,
         warmup_ns=int(warmup * 1e9),
-        measured_ns=measured_ns,
-        window_ns=max(1, math.ceil(window_s * 1e9)),
+        measured_ns=int(seconds * 1e9),
+        window_ns=max(1, math.ceil((_window_s(seconds) if is_timed else WINDOW_S) * 1e9)),
         is_timed=is_timed,
         think=settings.think,
         timeout_ns=int(settings.answer_timeout * 1e9),
-        in_flight_max=in_flight_max,
-        in_flight_why=why,
-        is_void_at_limit=is_void,
+        in_flight_max=limit.requests,
+        in_flight_why=limit.why,
+        is_void_at_limit=limit.is_void,
         near_ns=NEAR_NS if is_server else 0,
         seed=settings.seed,
         rtol=settings.rtol,
@@ -171,11 +145,55 @@ def make_plan(
     )
 
 
+class _Limit(NamedTuple):
+    """A limit on the requests in flight, and whether a run is void in which requests waited for it."""
+
+    requests: int
+    why: str
+    is_void: bool = False
+
+
+def _window_s(seconds: float) -> float:
+    """Return the length of windows that fill the time exactly, also when they are merged in pairs."""
+    count, pairs = math.ceil(seconds / WINDOW_S), 1
+    while count > WINDOWS_MAX * pairs:
+        pairs *= 2
+    return seconds / (math.ceil(count / pairs) * pairs)
+
+
+def _limit(
+    given: int | None, callers: int | None, rows_max: int | None, request_rows: int, due_max: int
+) -> _Limit:
+    """Return the limit that the settings, the target or the time until requests are given up sets."""
+    if given is not None:
+        return _Limit(given, f"max_outstanding is {given:,}")
+    if rows_max is not None:
+        fit = max(1, rows_max // request_rows, callers or 0)
+        return _Limit(fit, f"the target takes {rows_max:,} rows at once")
+    return _Limit(callers or due_max, "")
+
+
+def _within_room(limit: _Limit, room: Room, processes: int, *, is_asked: bool) -> _Limit:
+    """Return the limit, or this machine's own if that is less.
+
+    :raises OptionsError: if the settings ask for more than this machine has room for.
+    """
+    most = room.requests * processes
+    if limit.requests <= most:
+        return limit
+    if is_asked:
+        raise OptionsError(
+            f"{limit.requests:,} requests in flight are too many for {processes} process(es): {room.limit}. "
+            "Set fewer callers or max_outstanding, more processes, or raise the limit"
+        )
+    return _Limit(most, f"{room.limit}: raise that, or set more processes", is_void=True)
+
+
 def _due_within(schedule: Schedule | Fixed | None, seconds: float) -> int:
     """Return an upper bound, nearly certain, on the number of requests due within ``seconds``."""
     if isinstance(schedule, Schedule):
         mean = schedule.profile.largest * seconds
-        return math.ceil(mean + SIGMAS * math.sqrt(mean)) + 1
+        return math.ceil(mean + 6 * math.sqrt(mean)) + 1  # Six standard deviations of a Poisson process.
     return len(schedule.due_ns) if schedule is not None else 1
 
 

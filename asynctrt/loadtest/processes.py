@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -17,7 +16,7 @@ import anyio
 from asynctrt._util import clock
 from asynctrt._util.process import calm_gc, safe_path, shorten_switch_interval
 from asynctrt.errors import AsynctrtError, InternalError, TargetError
-from asynctrt.loadtest.local import Local
+from asynctrt.loadtest.local import Local, Planned
 from asynctrt.loadtest.opening import find_modules
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Windows
@@ -28,53 +27,13 @@ from asynctrt.loadtest.targets import TargetSpec
 LEAD_NS: Final = 100_000_000
 """Delay before a run starts once every process is ready, so that the order reaches all of them in time."""
 CLOSE_S: Final = 10.0
+"""How long a process may take to close its target; then it is killed."""
 
-
-@dataclass(frozen=True, slots=True)
-class ProcessReady:
-    """Report that a process has opened its target: the model's name, and the target's kind."""
-
-    name: str
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Order a process to plan one run. Once all have planned, :class:`ProcessStart` follows."""
-
-    settings: LoadSettings
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """Report that a run is planned and can start."""
-
-    plan: ProcessPlan
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessStart:
-    """Order a process to start the planned run at ``at_ns`` on :func:`asynctrt._util.clock.now_ns`."""
-
-    at_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Report that a run has ended."""
-
-    outcome: ProcessResult
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessFailed:
-    """Report that a process failed, and why."""
-
-    error: AsynctrtError
-
-
-STOP: Final = "stop"
-CLOSE: Final = "close"
+# Orders to the processes, each with its content: settings to plan a run by, and the time at which to start it
+# (:func:`asynctrt._util.clock.now_ns`).
+PLAN, START, STOP, CLOSE = "plan", "start", "stop", "close"
+# Their replies: the target is open; a plan; windows of a run; its outcome; an error.
+READY, PLANNED, WINDOWS, DONE, FAILED = "ready", "planned", "windows", "done", "failed"
 
 
 def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
@@ -83,55 +42,53 @@ def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings,
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     shorten_switch_interval()
     find_modules(spec, settings)
+    serve = partial(_serve_runs, connection, spec, settings, share)
     try:
-        anyio.run(
-            _serve_runs,
-            connection,
-            spec,
-            settings,
-            share,
-            backend="asyncio",
-            backend_options={"use_uvloop": True},
-        )
-    except AsynctrtError as error:
-        connection.send(ProcessFailed(_portable(error)))
+        anyio.run(serve, backend="asyncio", backend_options={"use_uvloop": True})
     except BrokenPipeError:
         return  # The parent is gone.
     except Exception as error:
-        connection.send(
-            ProcessFailed(InternalError(f"a sending process failed: {type(error).__name__}: {error}"))
-        )
+        text = str(error)
+        if isinstance(error, AsynctrtError):  # Without its cause, so that it can be pickled.
+            connection.send((FAILED, type(error)(text)))
+        else:
+            why = f"a sending process failed: {type(error).__name__}: {text}"
+            connection.send((FAILED, InternalError(why)))
 
 
 async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
-    orders: asyncio.Queue[Any] = asyncio.Queue()
+    orders: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     async with Local.open(spec, settings) as local:
         is_stopped = False
 
-        def take(order: Any) -> None:
+        def take(order: tuple[str, Any]) -> None:
             nonlocal is_stopped
-            if isinstance(order, Order):
-                is_stopped = False
-            elif order in (STOP, CLOSE):
-                is_stopped = True
+            kind, _ = order
+            if kind != START:
+                is_stopped = kind != PLAN
+            if is_stopped:
                 local.stop()
-            if order != STOP:
+            if kind != STOP:
                 orders.put_nowait(order)
 
-        _receive(connection, loop, take, CLOSE)
+        _receive(connection, loop, take, (CLOSE, None))
         calm_gc()
-        connection.send(ProcessReady(local.target.name, local.target.kind))
-        while isinstance(order := await orders.get(), Order):
-            plan = local.plan(order.settings, share, order.settings.processes)
+        connection.send((READY, None))
+        while (order := await orders.get())[0] == PLAN:
+            plan = local.plan(order[1], share, order[1].processes)
             await local.count()
-            connection.send(Planned(plan))
-            start = await orders.get()
-            if not isinstance(start, ProcessStart):
+            connection.send((PLANNED, plan))
+            kind, start_ns = await orders.get()
+            if kind != START:
                 return
             if is_stopped:  # Stopped during planning: end the run as soon as it starts.
                 loop.call_soon(local.stop)
-            connection.send(Done(await local.run(plan, connection.send, start.at_ns)))
+
+            def emit(windows: Windows) -> None:
+                connection.send((WINDOWS, windows))
+
+            connection.send((DONE, await local.run(plan, emit, start_ns)))
 
 
 def _receive(
@@ -151,12 +108,6 @@ def _receive(
             loop.call_soon_threadsafe(take, last)
 
     threading.Thread(target=read, name="asynctrt-load-read", daemon=True).start()
-
-
-def _portable(error: AsynctrtError) -> AsynctrtError:
-    """Return the error without its cause and with a plain message, so that it can be pickled."""
-    made: AsynctrtError = type(error)(str(error))
-    return made
 
 
 class Fleet:
@@ -194,58 +145,55 @@ class Fleet:
         fleet = cls(spec, settings)
         try:
             for _ in fleet._processes:
-                ready = await fleet._next()
-                assert isinstance(ready, ProcessReady)
-                fleet.name, fleet.kind = ready.name, ready.kind
+                await fleet._next()
             yield fleet
         finally:
             with anyio.CancelScope(shield=True):
                 await fleet._close()
-
-    name: str
-    kind: str
 
     @property
     def pids(self) -> list[int]:
         """The process ids."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    async def run(
-        self, settings: LoadSettings, emit: Callable[[Windows], None]
+    async def perform(
+        self, settings: LoadSettings, emit: Callable[[Windows], None], planned: Planned
     ) -> tuple[ProcessPlan, list[ProcessResult]]:
-        """Perform one run in all processes."""
-        self._tell(Order(settings))
+        """Perform one run in all processes, as :meth:`Local.perform` does in this one."""
+        self._tell(PLAN, settings)
         # Planning may be slow, for example to read a trace, so no process starts before all have planned.
-        planned = [await self._next() for _ in self._processes]
-        self._tell(ProcessStart(clock.now_ns() + LEAD_NS))
+        plans = [await self._next() for _ in self._processes]
+        planned(plans[0][1])
+        self._tell(START, clock.now_ns() + LEAD_NS)
         outcomes: list[ProcessResult] = []
         while len(outcomes) < len(self._processes):
-            message = await self._next()
-            if isinstance(message, Done):
-                outcomes.append(message.outcome)
+            kind, content = await self._next()
+            if kind == DONE:
+                outcomes.append(content)
             else:
-                emit(message)
-        return planned[0].plan, outcomes
+                emit(content)
+        return plans[0][1], outcomes
 
     def stop(self) -> None:
         """End the current run."""
         self._tell(STOP)
 
-    def _tell(self, order: Any) -> None:
+    def _tell(self, kind: str, content: Any = None) -> None:
         """Send an order to every process. If one has ended, its message or its closed pipe reports that."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
-                connection.send(order)
+                connection.send((kind, content))
 
-    async def _next(self) -> Any:
+    async def _next(self) -> tuple[str, Any]:
         share, message = await self._messages.get()
-        if isinstance(message, ProcessFailed):
-            raise message.error
         if message is None:
             await asyncio.to_thread(self._processes[share].join, CLOSE_S)
             status = self._processes[share].exitcode
             raise TargetError(f"a sending process ended unexpectedly, with exit status {status}")
-        return message
+        kind, content = message
+        if kind == FAILED:
+            raise content
+        return kind, content
 
     def _take(self, share: int, message: Any) -> None:
         self._messages.put_nowait((share, message))

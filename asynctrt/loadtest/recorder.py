@@ -107,6 +107,14 @@ def merge(into: Windows, more: Windows) -> None:
             into[number - LOOSE_WINDOWS].compact()
 
 
+def coarser(windows: Windows) -> Windows:
+    """Merge windows in pairs."""
+    found: Windows = {}
+    for number in sorted(windows):
+        merge(found, {number // 2: windows[number]})
+    return found
+
+
 def total(windows: Iterable[Window]) -> Window:
     """Merge all windows into one."""
     items = list(windows)

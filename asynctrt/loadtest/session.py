@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from os import getpid
 from typing import Any, Final, Self
 
 from asynctrt._util import clock
@@ -14,9 +13,9 @@ from asynctrt.errors import OptionsError
 from asynctrt.loadtest.figures import Counted, make_run
 from asynctrt.loadtest.local import Local
 from asynctrt.loadtest.machine import ResourceMonitor, gpu_of
-from asynctrt.loadtest.plans import ProcessPlan, resolve, window_seconds
+from asynctrt.loadtest.plans import WINDOWS_MAX, ProcessPlan
 from asynctrt.loadtest.processes import Fleet
-from asynctrt.loadtest.recorder import Windows, merge
+from asynctrt.loadtest.recorder import Windows, coarser, merge
 from asynctrt.loadtest.report import Run
 from asynctrt.loadtest.runner import ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
@@ -25,6 +24,9 @@ from asynctrt.options import Options
 
 LOOK_S: Final = 0.5
 """Polling interval for memory and the GPU during a run."""
+
+WINDOWS_HELD_MAX: Final = 2 * WINDOWS_MAX
+"""Beyond this number, windows are merged in pairs: a run of any length takes a bounded amount of memory."""
 
 OPTION_NAMES: Final = tuple(item.name for item in dataclasses.fields(Options))
 SETTING_NAMES: Final = tuple(item.name for item in dataclasses.fields(LoadSettings))
@@ -87,7 +89,10 @@ class Progress:
     """Length of the current run including its warm-up; ``None`` if the run ends with the last answer."""
     started_ns: int = 0
     windows: Windows = dataclasses.field(default_factory=dict)
-    window_s: float = 0.25
+    window_ns: int = 250_000_000
+    """The length of a window as it was recorded."""
+    pairs: int = 1
+    """How many of these windows were merged into each of ``windows``."""
     runs: list[Run] = dataclasses.field(default_factory=list)
 
 
@@ -149,13 +154,9 @@ class LoadSession:
         progress = self.progress
         progress.number += 1
         progress.label = case.label
-        progress.windows = {}
-        warmup, seconds = resolve(case.settings)
-        progress.window_s, count = window_seconds(case.settings)
-        progress.seconds = None if count is None else warmup + seconds
+        progress.windows, progress.pairs = {}, 1
         progress.started_ns = clock.now_ns()
-        pids = sender.pids if isinstance(sender, Fleet) else [getpid()]
-        monitor = ResourceMonitor(pids, gpu_of(case.target))
+        monitor = ResourceMonitor(sender.pids, gpu_of(case.target))
         self._current = sender
         try:
             plan, outcomes = await self._looked_at(sender, case, monitor)
@@ -163,6 +164,7 @@ class LoadSession:
             self._current = None
         cores = sum(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes)
         is_server = isinstance(case.target, TargetSpec) and case.target.is_server
+        plan = replace(plan, window_ns=plan.window_ns * progress.pairs)
         counted = Counted(progress.windows, outcomes, monitor.close(cores), is_server)
         run = make_run(case.settings, plan, counted, label=case.label, parameters=case.parameters)
         if run is not None:
@@ -173,10 +175,18 @@ class LoadSession:
         self, sender: Local | Fleet, case: LoadCase, monitor: ResourceMonitor
     ) -> tuple[ProcessPlan, list[ProcessResult]]:
         """Perform the run itself, and poll its resources."""
-        progress, settings = self.progress, case.settings
+        progress = self.progress
+
+        def planned(plan: ProcessPlan) -> None:
+            progress.window_ns = plan.window_ns
+            progress.seconds = (plan.warmup_ns + plan.measured_ns) / 1e9 if plan.is_timed else None
 
         def emit(windows: Windows) -> None:
-            merge(progress.windows, windows)
+            for number, window in windows.items():
+                merge(progress.windows, {number // progress.pairs: window})
+            if len(progress.windows) > WINDOWS_HELD_MAX:
+                progress.windows = coarser(progress.windows)
+                progress.pairs *= 2
             if self._watch is not None:
                 self._watch(progress)
 
@@ -187,10 +197,7 @@ class LoadSession:
 
         looking = asyncio.create_task(look())
         try:
-            if isinstance(sender, Fleet):
-                return await sender.run(settings, emit)
-            plan = sender.plan(settings)
-            return plan, [await sender.run(plan, emit)]
+            return await sender.perform(case.settings, emit, planned)
         finally:
             looking.cancel()
             monitor.look()

@@ -33,7 +33,8 @@ SPARKS_MAX: Final = 60
 STYLES: Final = {"bad": "bold red", "warn": "bold yellow", "good": "green", "note": "dim"}
 LEFT_OUT_FIRST: Final = (
     "p99.99", "p95", "p90", "Seconds", "GPU power", "GPU memory", "Memory", "mean", "Due", "Requests",
-    "p99.9", "Copy in", "Copy out", "Share of requests", "Batches", "Rows each", "Cores", "Goodput", "GPU busy", "A", "B",
+    "p99.9", "Copy in", "Copy out", "Share of requests", "Batches", "Rows each", "Cores", "Goodput",
+    "GPU busy", "A", "B",
 )  # fmt: skip
 """Columns that a narrow terminal does not show, the least important first."""
 LABEL_COLUMNS: Final = 8
@@ -84,11 +85,12 @@ def progress_view(title: str, progress: Progress, now_ns: int) -> RenderableType
     if not numbers:
         return Group(*parts, Text("warming up"))
     # Leave out the last window, which is still filling.
+    window_s = progress.window_ns * progress.pairs / 1e9
     whole = [progress.windows[number] for number in numbers[:-1]]
     table = Table("", "requests/s", "p50 ms", "p99 ms", "errors", "late p99 ms", box=None)
-    for name, windows in (("now", whole[-max(1, round(1 / progress.window_s)) :]), ("so far", whole)):
+    for name, windows in (("now", whole[-max(1, round(1 / window_s)) :]), ("so far", whole)):
         if windows:
-            table.add_row(name, *_live_row(total(windows), len(windows) * progress.window_s))
+            table.add_row(name, *_live_row(total(windows), len(windows) * window_s))
     tails = [latencies(progress.windows[number].latency).get("p99", 0.0) for number in numbers[-SPARKS_MAX:]]
     return Group(*parts, table, Text(f"p99 {sparks(tails)}"))
 
@@ -141,14 +143,14 @@ def _drawn(table: summary.Table, width: int) -> Table:
     drawn = Table(title=_clean(table.title), caption=_clean(table.note), box=box.SIMPLE_HEAD)
     drawn.title_justify = drawn.caption_justify = "left"
     drawn.show_header = bool(table.head)
-    for at in widths:
+    for at, least in widths.items():
         head = _clean(table.head[at]) if table.head else ""
         if not at:
             drawn.add_column(head, no_wrap=True, max_width=max(LABEL_COLUMNS, label_max()))
         elif is_text and at == last:
             drawn.add_column(head, overflow="fold")
         else:
-            drawn.add_column(head, justify="right", no_wrap=True, min_width=widths[at])
+            drawn.add_column(head, justify="right", no_wrap=True, min_width=least)
     for row in table.rows:
         drawn.add_row(*(Text(printable(row[at].text), STYLES.get(row[at].level, "")) for at in widths))
     return drawn

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from asynctrt.loadtest.report import ErrorCount, Report, Run
@@ -13,28 +12,6 @@ GROUPS_MAX: Final = 10
 CURVE_POINTS: Final = 400
 MARKS: Final = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
 """Percentiles labelled on the axis of the percentile curve."""
-
-TITLES: Final = MappingProxyType(
-    {
-        "throughput-latency": "Throughput against latency",
-        "latency": "Latency over time",
-        "throughput": "Throughput over time",
-        "percentiles": "Latency by percentile",
-        "batches": "Batches by size",
-    }
-)
-CAPTIONS: Final = MappingProxyType(
-    {
-        "throughput-latency": "Each point is one run that is not void: its throughput and its latency.",
-        "latency": "Latency of the requests that were due at each moment. A gap is a moment with too few "
-        "requests for the figure, and a red mark one with errors.",
-        "throughput": "Answers per second, beside the requests that were due. If the answers stay below for "
-        "long, the target does not keep up.",
-        "percentiles": "The latency that this share of the requests did not exceed. Dots count from "
-        "when a request was sent, and so leave out how long it had waited before.",
-        "batches": "Number of batches by their rows.",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,25 +101,6 @@ def main_groups(report: Report, *kinds: str) -> list[RunGroup]:
 def plain_label(label: str) -> str:
     """Return the label of one side of a comparison without its letter."""
     return label.removeprefix("A: ").removeprefix("B: ")
-
-
-def words(report: Report, chart: str) -> tuple[str, str]:
-    """Return a chart's title and caption. If it does not show all runs, the caption names those it shows."""
-    main = main_run(report)
-    drawn = sum(len(group.runs) for group in groups(report))
-    is_of_one = report.kind == "search" and chart in ("latency", "throughput")
-    is_of_one = is_of_one or (report.kind in ("sweep", "search") and chart == "batches")
-    which = ""
-    if chart == "throughput-latency" or main is None:
-        pass
-    elif is_of_one and len(report.runs) > 1:
-        is_named = len(by_label(report)) > 1
-        which = f" This is the run {main.label}." if is_named else " This is the first run."
-    elif drawn < len(report.runs):
-        which = f" {drawn} of the {len(report.runs)} runs are drawn."
-    elif chart in ("latency", "throughput", "percentiles") and drawn > len(groups(report)):
-        which = " Each thin line is one run."
-    return TITLES[chart], CAPTIONS[chart] + which
 
 
 def judged(figure: str, low: float, high: float) -> str:

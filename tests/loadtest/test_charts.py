@@ -6,10 +6,9 @@ import re
 import anyio
 import pytest
 
-from asynctrt.loadtest.charts import charts
+from asynctrt.loadtest.charts import WORDS, charts
 from asynctrt.loadtest.page import interactive, render
-from asynctrt.loadtest.views import TITLES
-from tests.loadtest.reports import EVERY, XSS
+from tests.loadtest.reports import EVERY, XSS, make_report, make_run
 from tests.loadtest.test_page import opened
 
 
@@ -22,7 +21,7 @@ def page_of(kind):
 def test_every_line_has_a_value_or_a_gap_at_each_place(kind):
     for chart in charts(EVERY[kind]()):
         data = json.loads(json.dumps(chart.data, allow_nan=False))
-        assert chart.name in TITLES
+        assert chart.name in WORDS
         assert chart.title
         assert chart.caption
         assert data["xs"] == sorted(set(data["xs"]))
@@ -36,7 +35,7 @@ def test_every_line_has_a_value_or_a_gap_at_each_place(kind):
 def test_what_is_drawn_of_which_report():
     drawn = {kind: [chart.name for chart in charts(EVERY[kind]())] for kind in EVERY}
     assert drawn["single"] == ["latency", "throughput", "percentiles", "batches"]
-    assert drawn["search"] == list(TITLES)
+    assert drawn["search"] == list(WORDS)
     assert drawn["empty"] == []
     compare = {chart.name: chart.data for chart in charts(EVERY["compare"]())}
     assert {one["label"] for one in compare["latency"]["series"]} == {"A, p99", "B, p99"}
@@ -47,6 +46,27 @@ def test_a_chart_says_the_figures_of_its_report():
     (latency,) = [chart.data for chart in charts(report) if chart.name == "latency"]
     (p50,) = [one["values"] for one in latency["series"] if one["label"] == "p50"]
     assert p50 == [moment.p50 for moment in report.runs[0].moments]
+
+
+def test_a_ramp_has_its_latency_against_its_rate():
+    report = make_report(make_run(), settings={"rate": "100..4000"})
+    (chart, *_) = charts(report)
+    assert chart.name == "rate-latency"
+    assert sorted(chart.data["xs"]) == pytest.approx(sorted(one.sent for one in report.runs[0].moments))
+    assert charts(make_report(make_run()))[0].name == "latency"
+
+
+@pytest.mark.tier2
+def test_which_runs_are_shown():
+    def end(kind, name):
+        (caption,) = [chart.caption for chart in charts(EVERY[kind]()) if chart.name == name]
+        return caption.removeprefix(WORDS[name][1])
+
+    assert end("single", "latency") == ""
+    assert end("search", "latency") == " This is the run 3,438 requests/s."
+    assert end("sweep", "batches") == " This is the run rate=3000."
+    assert end("long_sweep", "percentiles") == " 10 of the 20 runs are drawn."
+    assert end("long_sweep", "rate-latency") == ""
 
 
 def test_only_its_own_scripts_may_run():

@@ -1,5 +1,7 @@
 """From settings to what one process does: times, windows, arrivals, and how much may be on the way."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,11 +11,10 @@ from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import BLOCK, Schedule, TraceEntry
 from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.plans import (
-    WINDOW_S,
+    WINDOWS_MAX,
     make_plan,
     resolve,
     trace_shapes,
-    window_seconds,
 )
 from asynctrt.loadtest.recorder import RunRecorder
 from asynctrt.loadtest.samples import Sample
@@ -65,31 +66,25 @@ def test_how_long_to_warm_up_and_to_measure(told, warmup, seconds):
 @settings(deadline=None)
 @given(st.floats(1e-6, 1e6), st.floats(0, 1e5))
 def test_windows_cover_exactly_what_is_measured(seconds, warmup):
-    """From its first moment to its last, and none of them is empty."""
-    told = {"rate": 1, "seconds": seconds, "warmup": warmup}
-    window_s, count = window_seconds(LoadSettings(**told))
-    made = plan(**told)
-    assert 0 < window_s <= WINDOW_S
-    assert window_s * count == pytest.approx(seconds)
+    """From its first moment to its last, and none of them is empty; also when they are merged in pairs."""
+    made = plan(rate=1, seconds=seconds, warmup=warmup)
+    count = -(-made.measured_ns // made.window_ns)
     assert (count - 1) * made.window_ns < made.measured_ns <= count * made.window_ns
     # As the recorder has it, which does the counting.
+    pairs = 2 ** max(0, math.ceil(math.log2(count / WINDOWS_MAX)))
+    assert seconds < 1 or made.measured_ns / made.window_ns / pairs == pytest.approx(-(-count // pairs))
     recorder = RunRecorder(made.warmup_ns, made.window_ns)
-    ends_ns = (-1, 0, made.measured_ns - 1)
-    for at_ns in ends_ns:
+    for at_ns in (-1, 0, made.measured_ns - 1):
         recorder.failed(made.warmup_ns + at_ns, "Error", "")
     assert set(recorder.take()) == {-1, 0, count - 1}
 
 
 @pytest.mark.parametrize(
-    ("seconds", "window_s", "count"),
-    [(10, 0.25, 40), (0.25, 0.25, 1), (0.1, 0.1, 1), (1.1, 0.22, 5), (600, 0.25, 2400)],
+    ("seconds", "window_s"),
+    [(10, 0.25), (0.25, 0.25), (0.1, 0.1), (1.1, 0.22), (600, 0.25), (600.1, 600.1 / 2408)],
 )
-def test_windows(seconds, window_s, count):
-    assert window_seconds(LoadSettings(seconds=seconds)) == pytest.approx((window_s, count))
-
-
-def test_windows_of_a_trace_end_with_the_last_answer():
-    assert window_seconds(LoadSettings(trace="trace.csv")) == (WINDOW_S, None)
+def test_windows(seconds, window_s):
+    assert plan(seconds=seconds).window_ns == pytest.approx(window_s * 1e9)
 
 
 # ---- closed loops

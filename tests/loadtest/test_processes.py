@@ -25,9 +25,10 @@ QUICK = LoadSettings(rate=300, seconds=0.5, warmup=0.0)
 
 
 async def run(fleet, settings):
-    windows = {}
+    windows, plans = {}, []
     async with asyncio.timeout(WAIT_S):
-        plan, outcomes = await fleet.run(settings, lambda more: merge(windows, more))
+        plan, outcomes = await fleet.perform(settings, lambda more: merge(windows, more), plans.append)
+    assert plans == [plan]
     return plan, outcomes, total(windows.values())
 
 
@@ -38,7 +39,7 @@ async def under_way(tmp_path, **settings):
     settings = LoadSettings(seconds=600, **settings)
     async with asyncio.timeout(WAIT_S), Fleet.open(spec, settings) as fleet:
         seen = []
-        running = asyncio.create_task(fleet.run(settings, seen.append))
+        running = asyncio.create_task(fleet.perform(settings, seen.append, lambda _: None))
         await until(lambda: seen)
         yield fleet, running
 
@@ -48,7 +49,6 @@ async def test_two_runs_of_one_process(tmp_path):
     spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
     async with asyncio.timeout(WAIT_S):
         async with Fleet.open(spec, QUICK) as fleet:
-            assert (fleet.name, fleet.kind) == ("double", "engine")
             pids = fleet.pids
             for rate in (200, 400):
                 settings = LoadSettings(rate=rate, seconds=0.5, warmup=0.0)
@@ -116,7 +116,9 @@ async def test_a_run_is_stopped(tmp_path):
 async def test_a_run_that_is_stopped_before_it_has_begun_ends_all_the_same(tmp_path):
     spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
     async with asyncio.timeout(WAIT_S), Fleet.open(spec, QUICK) as fleet:
-        running = asyncio.create_task(fleet.run(LoadSettings(rate=100, seconds=600), lambda more: None))
+        running = asyncio.create_task(
+            fleet.perform(LoadSettings(rate=100, seconds=600), lambda _: None, lambda _: None)
+        )
         await asyncio.sleep(0)  # The order is given.
         fleet.stop()
         _, (outcome,) = await running

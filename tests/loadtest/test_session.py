@@ -102,6 +102,19 @@ async def test_it_is_stopped_while_it_runs_and_does_nothing_more():
     assert session.runs == [run]
 
 
+async def test_a_long_run_keeps_a_bounded_number_of_windows(monkeypatch):
+    """They are merged in pairs, and nothing is lost or counted twice."""
+    monkeypatch.setattr("asynctrt.loadtest.session.WINDOWS_HELD_MAX", 4)
+    monkeypatch.setattr("asynctrt.loadtest.plans.WINDOW_S", 0.01)
+    monkeypatch.setattr("asynctrt.loadtest.runner.EMIT_NS", 50_000_000)
+    async with LoadSession(apart=False, watch=None) as session:
+        run = await session.run(case(Target(at_once), LoadSettings(rate=1000, seconds=0.5, warmup=0.0)))
+    assert len(session.progress.windows) <= 4
+    assert run.requests == run.answered == sum(moment.answered for moment in run.moments) > 300
+    assert sum(moment.seconds for moment in run.moments) == pytest.approx(0.5)
+    assert run.throughput == pytest.approx(run.answered / 0.5, rel=0.02)
+
+
 @pytest.mark.tier2
 async def test_what_goes_on_is_told():
     seen = []

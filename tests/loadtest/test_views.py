@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 
 from asynctrt.loadtest.views import (
-    CAPTIONS,
     GROUPS_MAX,
     MARKS,
-    TITLES,
     groups,
     judged,
     main_run,
@@ -17,7 +15,6 @@ from asynctrt.loadtest.views import (
     odds,
     rate_of,
     sizes,
-    words,
 )
 from tests.loadtest import reports
 
@@ -125,27 +122,6 @@ class TestGroups:
     def test_a_search_is_in_the_order_of_its_rates(self):
         rates = [group.runs[0].offered for group in groups(reports.search())]
         assert rates == sorted(rates)
-
-
-class TestWords:
-    def test_every_chart_has_some(self):
-        assert TITLES.keys() == CAPTIONS.keys()
-
-    @pytest.mark.tier2
-    def test_which_runs_are_shown(self):
-        def end(report, chart):
-            _, caption = words(report, chart)
-            return caption.removeprefix(CAPTIONS[chart])
-
-        assert end(reports.single(), "latency") == ""
-        assert end(reports.repeats(), "latency") == " Each thin line is one run."
-        assert end(reports.repeats(), "batches") == ""
-        assert end(reports.search(), "latency") == " This is the run 3,438 requests/s."
-        assert end(reports.sweep(), "batches") == " This is the run rate=3000."
-        assert end(reports.sweep(), "percentiles") == ""
-        assert end(reports.sweep(rates=(500, 500)), "percentiles") == " Each thin line is one run."
-        assert end(reports.long_sweep(), "percentiles") == " 10 of the 20 runs are drawn."
-        assert end(reports.long_sweep(), "throughput-latency") == ""
 
 
 def test_what_is_better():
