@@ -33,23 +33,23 @@ class Chart:
 WORDS: Final = {
     "rate-latency": (
         "Latency against rate",
-        "Each point is a run that is not void, or a moment of a run whose load changes: the requests/s that were "
-        "due (with callers: that were answered), and the latency.",
+        """Each point is a run that is not void, or a moment of a run whose load changes: the requests/s that
+        were due (with callers: that were answered), and the latency.""",
     ),
     "latency": (
         "Latency over time",
-        "Latency of the requests that were due at each moment. A gap is a moment with too few requests for the "
-        "figure, and a red mark one with errors.",
+        """Latency of the requests that were due at each moment. A gap is a moment with too few requests for
+        the figure, and a red mark one with errors.""",
     ),
     "throughput": (
         "Throughput over time",
-        "Answers per second, beside the requests that were due. If the answers stay below for long, the target "
-        "does not keep up.",
+        """Answers per second, beside the requests that were due. If the answers stay below for long, the
+        target does not keep up.""",
     ),
     "percentiles": (
         "Latency by percentile",
-        "The latency that this share of the requests did not exceed. Dots count from when a request was sent, "
-        "and so leave out how long it had waited before.",
+        """The latency that this share of the requests did not exceed. Dots count from when a request was
+        sent, and so leave out how long it had waited before.""",
     ),
     "batches": ("Batches by size", "Number of batches by their rows."),
 }
@@ -61,7 +61,7 @@ def charts(report: Report) -> list[Chart]:
     makers = (_rate_latency, _latency, _throughput, _percentiles, _batches)
     made = zip(WORDS.items(), [maker(report) for maker in makers], strict=True)
     return [
-        Chart(name, title, caption + _which(report, name), data)
+        Chart(name, title, " ".join(caption.split()) + _which(report, name), data)
         for (name, (title, caption)), data in made
         if data is not None
     ]
@@ -133,10 +133,11 @@ def _rate_latency(report: Report) -> dict[str, Any] | None:
         return None
     points: tuple[dict[float, float | None], ...] = {}, {}
     for rate, *values in found:
-        while rate in points[0]:  # Two runs at the same rate are two points.
-            rate = math.nextafter(rate, math.inf)
-        for values_by_rate, value in zip(points, values, strict=True):
-            values_by_rate[rate] = value
+        place = rate
+        while place in points[0]:  # Two runs at the same rate are two points.
+            place = math.nextafter(place, math.inf)
+        for by_rate, value in zip(points, values, strict=True):
+            by_rate[place] = value
     series = [(name, "points", one) for name, one in zip(("p50", "p99"), points, strict=True)]
     is_log = _is_wide(value for one in points for value in one.values())
     return _chart(series, "rate (requests/s)", "latency (ms)", is_log=is_log)

@@ -60,7 +60,7 @@ def test_a_ramp_has_its_latency_against_its_rate():
 def test_which_runs_are_shown():
     def end(kind, name):
         (caption,) = [chart.caption for chart in charts(EVERY[kind]()) if chart.name == name]
-        return caption.removeprefix(WORDS[name][1])
+        return caption.removeprefix(" ".join(WORDS[name][1].split()))
 
     assert end("single", "latency") == ""
     assert end("search", "latency") == " This is the run 3,438 requests/s."
