@@ -9,7 +9,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -30,6 +30,7 @@ BLOCK: Final = 8192
 KNOTS: Final = 1000
 """Number of constant pieces that approximate a ramp."""
 
+JSON_LINES: Final = (".jsonl", ".ndjson")
 LEVELS: Final = re.compile(r"\d+(?:\.\d+)?(?:e\d+)?")
 
 
@@ -237,54 +238,55 @@ def read_trace(path: Path) -> list[TraceEntry]:
     :raises UsageError: if the file cannot be read.
     :raises OptionsError: for an invalid entry; the message names its line.
     """
-    try:
-        text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the trace {str(path)!r} cannot be read: {error}") from error
     entries = []
-    for number, item in _trace_records(path, text):
+    for number, item in read_table(path, "trace", missing=""):
+        where = f"{str(path)!r}, line {number}: {item!r:.100}"
         try:
-            extra = {
-                name: _whole(size) for name, size in item.items() if name not in ("time", "rows", "priority")
-            }
-            entry = TraceEntry(
-                float(item["time"]),
-                _whole(item.get("rows", 1)),
-                _whole(item.get("priority", 0)),
-                tuple(sorted(extra.items())),
-            )
+            told = {name: value for name, value in item.items() if value != ""}
+            sizes = {name: _whole(told[name]) for name in sorted(told.keys() - {"time", "rows", "priority"})}
+            rows, priority = (_whole(told.get(name, usual)) for name, usual in (("rows", 1), ("priority", 0)))
+            entry = TraceEntry(float(told["time"]), rows, priority, tuple(sizes.items()))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise OptionsError(
-                f"{str(path)!r}, line {number}: {item!r:.100} lacks a time in seconds, or has a value that "
-                f"is not a number ({type(error).__name__}: {error})"
+                f"{where} lacks a time in seconds, or has a value that is not a number "
+                f"({type(error).__name__}: {error})"
             ) from error
-        if not 0 <= entry.seconds < 1e9 or entry.rows < 1 or min(extra.values(), default=0) < 0:
-            raise OptionsError(f"{str(path)!r}, line {number}: {item!r:.100} is out of range")
+        if not 0 <= entry.seconds < 1e9 or rows < 1 or min(sizes.values(), default=0) < 0:
+            raise OptionsError(f"{where} is out of range")
         entries.append(entry)
     if not entries:
         raise OptionsError(f"the trace {str(path)!r} has no entries")
     entries.sort(key=lambda entry: entry.seconds)
     first = entries[0].seconds
-    return [TraceEntry(entry.seconds - first, entry.rows, entry.priority, entry.dims) for entry in entries]
+    return [replace(entry, seconds=entry.seconds - first) for entry in entries]
 
 
-def _trace_records(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield the raw entries of a trace with their line numbers."""
-    lines = text.splitlines()
-    if lines and lines[0].lstrip().startswith("{"):
+def read_table(path: Path, what: str, *, missing: str | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file, CSV with a header or JSON Lines, each with its line number.
+
+    :param what: what the file is, for messages.
+    :param missing: what a row of CSV with too few values has for the others. Too many have the name ``None``.
+    :raises UsageError: if the file cannot be read.
+    :raises OptionsError: for a line that is not JSON or CSV.
+    """
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the {what} {str(path)!r} cannot be read: {error}") from error
+    if path.suffix in JSON_LINES or (lines and lines[0].lstrip().startswith("{")):
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
+            try:
+                if line.strip():
                     yield number, json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise OptionsError(f"{str(path)!r}, line {number} is not JSON: {error}") from error
-    else:
-        rows = csv.DictReader(lines, skipinitialspace=True)
-        try:
-            for item in rows:
-                yield rows.line_num, {name: value for name, value in item.items() if value not in (None, "")}
-        except csv.Error as error:
-            raise OptionsError(f"{str(path)!r}, line {rows.line_num + 1} is not CSV: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise OptionsError(f"{str(path)!r}, line {number} is not JSON: {error}") from error
+        return
+    rows = csv.DictReader(lines, skipinitialspace=True, restval=missing, strict=True)
+    try:
+        for item in rows:
+            yield rows.line_num, item
+    except csv.Error as error:
+        raise OptionsError(f"{str(path)!r}, line {rows.line_num + 1} is not CSV: {error}") from error
 
 
 def _whole(value: Any) -> int:

@@ -24,16 +24,16 @@ from asynctrt.loadtest.report import (
 from asynctrt.loadtest.runner import OWN_ERROR, ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.statistics import (
-    STEADY_LEAST,
     exceeds,
     interval_within,
     requests_least,
-    steady_from,
 )
 from asynctrt.loadtest.targets import BatchCounters
 
 DRIFT_SHARE: Final = 0.1
-"""The latency drifts if its mean at the beginning differs from the rest by more than this share."""
+"""The latency drifts if its mean in the first fifth of a run is off the rest's by more than this share."""
+DRIFT_REQUESTS: Final = 100
+"""With fewer requests in either part, such a difference may be chance."""
 MOMENTS_MAX: Final = 120
 
 LATE_MS: Final = 0.1
@@ -88,7 +88,7 @@ def make_run(
     throughput = sum(window.completed for window in windows) / seconds
     error_share = failed / (answered + failed) if answered + failed else 0.0
     goodput = whole.latency.within(limit_ms * 1e6) / seconds if limit_ms is not None else None
-    steady, notes = _steadiness(plan, windows)
+    notes = _drift(plan, windows)
     held_back = None if plan.is_void_at_limit else _held_back(counted, plan)
     if held_back is not None:
         notes = (*notes, held_back)
@@ -118,7 +118,6 @@ def make_run(
         lateness=late,
         slo=held(criteria, whole, throughput, goodput),
         unjudged=unjudged(criteria, whole),
-        steady_from_s=steady,
         throughput_interval=_throughput_interval(windows, plan.window_ns / 1e9) if level else None,
         latency_interval=_latency_interval(windows) if level else None,
         batches=batches,
@@ -263,27 +262,17 @@ def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
     )
 
 
-def _steadiness(plan: ProcessPlan, windows: Sequence[Window]) -> tuple[float | None, tuple[str, ...]]:
-    """Return when the latency becomes steady, in s, and notes about it."""
-    if not plan.is_level:
-        return None, ()
-    means = [window.latency.total_ns / window.answered for window in windows if window.answered]
-    if len(means) < len(windows):
-        return None, ()
-    first = steady_from(means)
-    seconds = plan.window_ns / 1e9
-    if first:
-        # Ignore a small difference: even in pure noise, leaving out some beginning looks best.
-        before, after = sum(means[:first]) / first, sum(means[first:]) / (len(means) - first)
-        first = first if abs(before / after - 1) > DRIFT_SHARE else 0
-    if first is None:
-        return None, () if len(means) < STEADY_LEAST else (
-            "the latency drifted throughout the run: measure for longer",
-        )
-    if first:
-        note = f"the latency is steady only from {first * seconds:.2f} s on: set a longer warm-up"
-        return first * seconds, (note,)
-    return 0.0, ()
+def _drift(plan: ProcessPlan, windows: Sequence[Window]) -> tuple[str, ...]:
+    """Return a note if the latency at the beginning of a level load differs from that of the rest."""
+    first = len(windows) // 5
+    early, late = total(windows[:first]).latency, total(windows[first:]).latency
+    if not plan.is_level or min(len(early), len(late)) < DRIFT_REQUESTS:
+        return ()
+    change = early.total_ns / len(early) / (late.total_ns / len(late)) - 1
+    if abs(change) <= DRIFT_SHARE:
+        return ()
+    seconds = first * plan.window_ns / 1e9
+    return (f"in the first {seconds:.3g} s the mean latency is {change:+.0%} off the rest's: warm up longer",)
 
 
 def _throughput_interval(windows: Sequence[Window], window_s: float) -> Interval | None:

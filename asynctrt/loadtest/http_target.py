@@ -52,6 +52,8 @@ PAGE_NBYTES_MAX: Final = 16 << 20
 """Limit on the bytes of a model's description or statistics, or of a server's list of models."""
 PAGE_S: Final = 10.0
 """Timeout for reading any of these pages."""
+HEADERS_NBYTES_MAX: Final = 256 << 10
+HEADERS_MAX: Final = 5000
 HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 
 KINDS: Final = {kind.http_status: kind for kind in (*REFUSALS, OverloadError)}
@@ -94,16 +96,10 @@ class Pages:
         self.address = address
         if has(headers, "Accept-Encoding"):
             raise OptionsError("the header 'Accept-Encoding' cannot be given: answers are read as they are")
-        self.session = aiohttp.ClientSession(
-            # Do not limit the connections, because a request that waits for one would be late. Resolve the
-            # host name only once.
-            connector=aiohttp.TCPConnector(
-                limit=0, ttl_dns_cache=None, ssl=tls.used_by(address.server.partition(":")[0])
-            ),
-            headers=CIMultiDict([*headers, ("Accept-Encoding", "identity")]),
+        self.session = open_session(
+            [*headers, ("Accept-Encoding", "identity")],
+            tls.used_by(address.server.partition(":")[0]),
             skip_auto_headers=("Accept", "User-Agent"),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),  # The load test has its own timeout.
             auto_decompress=False,
         )
         self.takes_binary = True
@@ -246,6 +242,23 @@ class HttpTarget:
         await self._pages.aclose()
 
 
+def open_session(headers: Headers, ssl: Any, **settings: Any) -> aiohttp.ClientSession:
+    """Open a session that sends these headers with every request, and keeps no cookies."""
+    return aiohttp.ClientSession(
+        # Do not limit the connections, because a request that waits for one would be late. Resolve the host
+        # name only once.
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, ssl=ssl),
+        headers=CIMultiDict(headers),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),  # The load test has its own timeout.
+        # The limits of browsers and curl; the library's defaults are meant for servers.
+        max_line_size=HEADERS_NBYTES_MAX,
+        max_field_size=HEADERS_NBYTES_MAX,
+        max_headers=HEADERS_MAX,
+        **settings,
+    )
+
+
 async def read_body(response: aiohttp.ClientResponse, nbytes_max: int) -> bytes:
     """Read the body of an answer.
 
@@ -263,7 +276,12 @@ async def read_body(response: aiohttp.ClientResponse, nbytes_max: int) -> bytes:
         else:
             return bytes(body)
     response.close()
-    raise TargetError(f"the answer has more than {nbytes_max:,} bytes, and is not read any further")
+    raise too_long(nbytes_max)
+
+
+def too_long(nbytes_max: int) -> TargetError:
+    """Return the error for an answer with too many bytes."""
+    return TargetError(f"the answer has more than {nbytes_max:,} bytes, and is not read any further")
 
 
 def refusal(where: str, status: int, body: bytes) -> AsynctrtError:
@@ -272,16 +290,25 @@ def refusal(where: str, status: int, body: bytes) -> AsynctrtError:
         said = parse_object(body, "the answer")["error"]
         kind = KINDS[status]
     except (KeyError, AsynctrtError):
-        text = " ".join(body[: 4 * TEXT_LENGTH_MAX].decode(errors="replace").split())[:TEXT_LENGTH_MAX]
-        return TargetError(f"{where} answered with status {status}: {text or 'nothing else'}")
+        return TargetError(f"{where} answered with status {status}: {quoted(body) or 'nothing else'}")
     return kind(str(said)[:TEXT_LENGTH_MAX])
 
 
 def failure(where: str, error: Exception) -> AsynctrtError:
     """Convert an error of the HTTP library to ours."""
-    said = str(error) or type(error).__name__
     if isinstance(error, aiohttp.ClientResponseError):
-        return TargetError(f"{where} did not answer in HTTP: {error.message:.{TEXT_LENGTH_MAX}}")
+        return TargetError(f"{where} did not answer in HTTP: {_clipped(error.message)}")
+    # The library may add a status that no server sent.
+    text = _clipped(str(error).removeprefix("400, message:")) or type(error).__name__
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.InvalidURL):
-        return ConnectionLostError(f"{where} cannot be reached: {said:.{TEXT_LENGTH_MAX}}")
-    return ConnectionLostError(f"the connection to {where} was lost: {said:.{TEXT_LENGTH_MAX}}")
+        return ConnectionLostError(f"{where} cannot be reached: {text}")
+    return ConnectionLostError(f"the connection to {where} was lost: {text}")
+
+
+def quoted(body: bytes) -> str:
+    """Return the beginning of an answer for a message."""
+    return _clipped(body[: 4 * TEXT_LENGTH_MAX].decode(errors="replace"))
+
+
+def _clipped(text: str) -> str:
+    return " ".join(text.split())[:TEXT_LENGTH_MAX]

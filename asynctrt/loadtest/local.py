@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt._util import clock
-from asynctrt.errors import AsynctrtError, OptionsError, TargetError, describe
+from asynctrt.errors import AsynctrtError, ConnectionLostError, OptionsError, TargetError, describe
 from asynctrt.loadtest.arrivals import read_trace
 from asynctrt.loadtest.limits import room
 from asynctrt.loadtest.opening import opened
@@ -147,6 +147,8 @@ async def answer(target: Target, prepared: Any, timeout: float, what: str) -> An
         if isinstance(error, AsynctrtError):
             raise
         raise TargetError(f"{target.name!r} did not answer {what} within {timeout:g} s") from error
+    except ConnectionLostError as error:
+        raise TargetError(str(error)) from error
     except AsynctrtError:
         raise
     except Exception as error:

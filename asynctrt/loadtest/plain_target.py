@@ -18,8 +18,8 @@ from asynctrt.errors import (
     TargetError,
     UsageError,
 )
-from asynctrt.loadtest.headers import TOKEN, Headers, has, headers_of
-from asynctrt.loadtest.http_target import read_body
+from asynctrt.loadtest.headers import TOKEN, has, headers_of
+from asynctrt.loadtest.http_target import failure, open_session, quoted, read_body, too_long
 from asynctrt.loadtest.streams import DONE, Events, IsLast, Streamed, ending
 from asynctrt.loadtest.targets import (
     ANSWER_NBYTES_MAX,
@@ -45,11 +45,7 @@ SETTLE_S: Final = (0.2, 1.0)
 time is as long as that answer took, because further messages of the answer would come by then."""
 EVENT_STREAM: Final = "text/event-stream"
 
-TEXT_LENGTH_MAX: Final = 300
-"""Limit on the characters of an answer that an error quotes."""
 OVERLOADED: Final = (429, 503)
-HEADERS_NBYTES_MAX: Final = 256 << 10
-HEADERS_MAX: Final = 5000
 
 
 async def open_plain_target(spec: TargetSpec) -> Target:
@@ -70,7 +66,7 @@ async def open_plain_target(spec: TargetSpec) -> Target:
         )
     if spec.method is not None and not TOKEN.fullmatch(spec.method):
         raise OptionsError(f"{spec.method!r} is not a method of HTTP, such as POST")
-    headers = headers_of(spec)
+    headers, ssl = headers_of(spec), spec.tls.used_by(spec.scheme)
     template = None if spec.body is None else Template(spec.body)
     if spec.scheme in ("ws", "wss"):
         if template is None:
@@ -84,7 +80,7 @@ async def open_plain_target(spec: TargetSpec) -> Target:
                 "a websocket is opened once for many requests, so its address and headers cannot have "
                 "placeholders"
             )
-        return PlainWebsocketTarget(url, template, _session(headers, spec), is_last)
+        return PlainWebsocketTarget(url, template, open_session(headers, ssl), is_last)
     if template is not None and not has(headers, "Content-Type"):
         kind = "text/plain; charset=utf-8" if template.is_text else "application/octet-stream"
         headers.append(("Content-Type", "application/json" if template.is_json else kind))
@@ -94,21 +90,7 @@ async def open_plain_target(spec: TargetSpec) -> Target:
     same = [pair for pair, (_, line) in zip(headers, lines, strict=True) if not line.names]
     address = Line(spec.where, is_address=True)
     return PlainHttpTarget(
-        url, method, template, _session(same, spec), address if address.names else None, varied
-    )
-
-
-def _session(headers: Headers, spec: TargetSpec) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        # Do not limit the connections, because a request that waits for one would be late.
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, ssl=spec.tls.used_by(spec.scheme)),
-        headers=CIMultiDict(headers),
-        # The limits of browsers and curl; the library's defaults are meant for servers.
-        max_line_size=HEADERS_NBYTES_MAX,
-        max_field_size=HEADERS_NBYTES_MAX,
-        max_headers=HEADERS_MAX,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None),  # The load test has its own timeout.
+        url, method, template, open_session(same, ssl), address if address.names else None, varied
     )
 
 
@@ -217,16 +199,11 @@ class PlainHttpTarget(_PlainTarget):
             except BaseException:
                 response.close()
                 raise
-        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
-            raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
-        except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as error:
-            raise TargetError(f"{self._shown} did not answer in HTTP: {_said(error)}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionLostError(f"the connection to {self._shown} was lost: {_said(error)}") from error
+            raise failure(self._shown, error) from error
         if not 200 <= response.status < 300:
-            text = " ".join(answer[: 4 * TEXT_LENGTH_MAX].decode(errors="replace").split())
             kind = OverloadError if response.status in OVERLOADED else TargetError
-            raise kind(f"status {response.status}: {text:.{TEXT_LENGTH_MAX}}")
+            raise kind(f"status {response.status}: {quoted(answer)}")
         return answer
 
     async def _read_events(self, response: aiohttp.ClientResponse) -> Streamed:
@@ -237,12 +214,11 @@ class PlainHttpTarget(_PlainTarget):
             now_ns = clock.now_ns()
             nbytes += len(part)
             if nbytes > ANSWER_NBYTES_MAX:
-                raise _too_long()
+                raise too_long(ANSWER_NBYTES_MAX)
             is_over = not part
             for kind, data in events.feed(part or b"\n\n"):  # The last event may lack its empty line.
                 if kind == b"error" or data.startswith(b'{"error"'):
-                    said = data[: 4 * TEXT_LENGTH_MAX].decode(errors="replace")
-                    raise TargetError(f"an error in the stream: {said:.{TEXT_LENGTH_MAX}}")
+                    raise TargetError(f"an error in the stream: {quoted(data)}")
                 if data == DONE:
                     is_over = True
                     break
@@ -320,7 +296,7 @@ class _Socket:
             if answer.done():
                 return
             if is_long:
-                answer.set_exception(_too_long())
+                answer.set_exception(too_long(ANSWER_NBYTES_MAX))
             else:
                 answer.set_result(Streamed(_bytes(data), self._came_ns))
 
@@ -354,12 +330,10 @@ class PlainWebsocketTarget(_PlainTarget):
                 made = await self._session.ws_connect(self._url, max_msg_size=ANSWER_NBYTES_MAX, compress=0)
                 socket = _Socket(made, self._is_last)
             answer: bytes | Streamed | None = await socket.ask(message, is_text=self._is_text)
-        except aiohttp.ClientConnectorError as error:
-            raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
         except aiohttp.WSServerHandshakeError as error:
             raise TargetError(f"{self._shown} refuses websockets with status {error.status}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionLostError(f"the connection to {self._shown} was lost: {_said(error)}") from error
+            raise failure(self._shown, error) from error
         except (asyncio.CancelledError, TargetError):
             # Its answer may still come, and would be mistaken for the answer to the next message.
             if socket is not None:
@@ -418,16 +392,5 @@ async def _read_to_end(response: aiohttp.ClientResponse) -> None:
         response.close()
 
 
-def _too_long() -> TargetError:
-    return TargetError(f"the answer has more than {ANSWER_NBYTES_MAX:,} bytes, and is not read any further")
-
-
 def _bytes(data: str | bytes) -> bytes:
     return data.encode() if isinstance(data, str) else bytes(data)
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientResponseError):
-        return " ".join(error.message.split())[:TEXT_LENGTH_MAX]
-    text = str(error).removeprefix("400, message:").strip()  # The library adds a status that no server sent.
-    return f"{text or type(error).__name__:.{TEXT_LENGTH_MAX}}"

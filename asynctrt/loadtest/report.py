@@ -170,8 +170,6 @@ class Run:
     """Lateness of the generator, in ms by name."""
     slo: Mapping[str, bool]
     """Whether each criterion of the slo was met, without ``unjudged`` criteria."""
-    steady_from_s: float | None
-    """When the figures stop drifting, in s from the end of the warm-up; ``None`` if unknown."""
     throughput_interval: Interval | None
     """Confidence interval of the throughput over the pieces of this run."""
     latency_interval: Interval | None

@@ -1,8 +1,6 @@
 """Makes the requests to send, from random rows, files, or a folder and a reader; and checks answers."""
 
-import csv
 import importlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt.errors import OptionsError, UsageError
+from asynctrt.loadtest.arrivals import JSON_LINES, read_table
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.tensors import Array, TensorSpec, convert
 
@@ -39,7 +38,7 @@ class Sample:
     expected: Mapping[str, Array] | None = None
 
 
-COLUMNS: Final = (".csv", ".jsonl", ".ndjson")
+COLUMNS: Final = (".csv", *JSON_LINES)
 """Suffixes of files that hold a table."""
 
 Reader = Callable[[Path], Any]
@@ -203,18 +202,10 @@ def _load(path: Any) -> Any:
 
 
 def _columns(path: Path) -> dict[str, Array]:
-    """Read a table: CSV, whose values stay text as they are written, or JSON Lines, an object each line."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            if path.suffix == ".csv":
-                rows: list[Any] = list(csv.DictReader(file, strict=True))
-            else:
-                rows = [json.loads(line) for line in file if line.strip()]
-    except (OSError, ValueError, csv.Error, RecursionError) as error:
-        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+    """Read a table, whose values of CSV stay text as they are written."""
+    rows = [row for _, row in read_table(path, "table")]
     names = list(rows[0]) if rows and isinstance(rows[0], dict) else []
     for number, row in enumerate(rows, 1):
-        # The reader of CSV gives too many values the name None, and missing ones the value None.
         if not isinstance(row, dict) or list(row) != names or None in row or None in row.values():
             raise UsageError(
                 f"row {number} of {str(path)!r} does not have a value for each of {names}, and no others"

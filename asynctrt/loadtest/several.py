@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from functools import reduce
 from itertools import cycle
 from typing import Any
 
@@ -38,15 +38,7 @@ class SeveralTargets:
         """Return the sum of all counters; ``None`` if one target has none."""
         read = await asyncio.gather(*(target.batches() for target in self._targets))
         known = [counters for counters in read if counters is not None]
-        if len(known) < len(read):
-            return None
-        by_rows: dict[int, int] = {}
-        for counters in known:
-            for rows, count in counters.by_rows.items():
-                by_rows[rows] = by_rows.get(rows, 0) + count
-        names = [item.name for item in fields(BatchCounters) if item.name != "by_rows"]
-        sums = {name: sum(getattr(counters, name) for counters in known) for name in names}
-        return BatchCounters(**sums, by_rows=dict(sorted(by_rows.items())))
+        return reduce(BatchCounters.plus, known) if len(known) == len(read) else None
 
     async def aclose(self) -> None:
         for target in self._targets:

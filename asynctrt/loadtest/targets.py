@@ -15,7 +15,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
@@ -63,19 +63,21 @@ class BatchCounters:
     by_rows: Mapping[int, int]
     """Batches by their number of rows."""
 
+    def plus(self, other: "BatchCounters", sign: int = 1) -> "BatchCounters":
+        """Return the sum with other counters."""
+        sizes = self.by_rows.keys() | other.by_rows.keys()
+        by_rows = {
+            rows: self.by_rows.get(rows, 0) + sign * other.by_rows.get(rows, 0) for rows in sorted(sizes)
+        }
+        names = [item.name for item in fields(self) if item.name != "by_rows"]
+        return BatchCounters(
+            *[getattr(self, name) + sign * getattr(other, name) for name in names],
+            {rows: count for rows, count in by_rows.items() if count},
+        )
+
     def since(self, before: "BatchCounters") -> "BatchCounters":
         """Return the difference from an earlier reading."""
-        sizes = {rows: count - before.by_rows.get(rows, 0) for rows, count in self.by_rows.items()}
-        return BatchCounters(
-            self.requests - before.requests,
-            self.rows - before.rows,
-            self.batches - before.batches,
-            self.queue_ns - before.queue_ns,
-            self.copy_in_ns - before.copy_in_ns,
-            self.compute_ns - before.compute_ns,
-            self.copy_out_ns - before.copy_out_ns,
-            {rows: count for rows, count in sorted(sizes.items()) if count},
-        )
+        return self.plus(before, -1)
 
 
 @runtime_checkable

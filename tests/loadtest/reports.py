@@ -154,7 +154,6 @@ def make_run(
         uncorrected=figures_of(uncorrected),
         lateness=figures_of(counted(late_ns)),
         slo={},
-        steady_from_s=1.25 if len(moments) > 8 and rate <= capacity else None,
         throughput_interval=Interval(throughput, throughput * 0.99, throughput * 1.01, 10),
         latency_interval=Interval(found["mean"], found["mean"] * 0.97, found["mean"] * 1.03, 10)
         if "mean" in found
@@ -192,7 +191,7 @@ def nothing(label="run", **changed):
     """A run that nobody answered."""
     refused = {"ConnectionRefusedError": ErrorCount(500, "[Errno 111] Connect call failed ('10.0.0.7', 80)")}
     empty = make_run(label, rate=50, has_batches=False, failing=2.0)
-    return replace(empty, errors=refused, steady_from_s=None, throughput_interval=None, **changed)
+    return replace(empty, errors=refused, throughput_interval=None, **changed)
 
 
 def make_report(*runs, kind="run", settings=None, **changed):
@@ -288,7 +287,6 @@ def void():
         unanswered=12,
         void=("the generator was 14.2 ms late at p99, more than a tenth of the latency",),
         notes=("The figures drift until the end: it never became steady.",),
-        steady_from_s=None,
     )
     return make_report(run, settings={"rate": "3900", "slo": ["p99<20ms"]})
 
@@ -314,7 +312,7 @@ def sweep_of_hostile_names():
 def few():
     """So few requests that most percentiles are not known, of a server that does not tell what it does."""
     run = make_run(rate=8, seconds=5, is_open=False, has_batches=False)
-    run = replace(run, resources=Resources(generator_cores=0.02), steady_from_s=None)
+    run = replace(run, resources=Resources(generator_cores=0.02))
     return make_report(run, settings={"rate": None, "callers": "4"})
 
 

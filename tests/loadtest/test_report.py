@@ -56,7 +56,6 @@ def make_run(**changed):
         "uncorrected": {"p50": 1.25},
         "lateness": {},
         "slo": {"p99<20ms": True},
-        "steady_from_s": 0.0,
         "throughput_interval": Interval(99.0, 98.0, 100.0, 10),
         "latency_interval": None,
         "batches": BatchFigures(990, 100, 9.9, 0.1, 0.2, 0.3, 0.4, {8: 30, 10: 70}),
@@ -172,7 +171,7 @@ def test_the_half_width_is_a_share_of_the_mean(low, high, mean, width):
 
 WHOLE = make_report(
     make_run(kept=7.5),
-    make_run(goodput=None, offered=None, batches=None, steady_from_s=None, throughput_interval=None),
+    make_run(goodput=None, offered=None, batches=None, throughput_interval=None),
     kind="search",
     intervals={"p99": Interval(3.0, 2.0, 4.0, 3)},
     search=SearchResult(("p99<20ms",), 100.0, None, "it was stopped"),
@@ -186,7 +185,7 @@ def test_what_is_not_known_is_not_there():
     assert "latency_interval" not in content["runs"][0]
     assert "p99" not in content["runs"][0]["moments"][0]
     assert content["runs"][0]["resources"] == {"generator_cores": 0.5, "gpu_name": "GPU"}
-    assert {"goodput", "offered", "batches", "steady_from_s"}.isdisjoint(content["runs"][1])
+    assert {"goodput", "offered", "batches"}.isdisjoint(content["runs"][1])
     assert "callers" not in content["settings"]
     assert "search" not in make_report().as_json()
 
@@ -216,7 +215,6 @@ def test_everything_that_is_known_is_there():
     compare(WHOLE, content)
     assert content["format"] == FORMAT
     assert content["complete"] is True
-    assert content["runs"][0]["steady_from_s"] == 0
     assert content["runs"][0]["batches"]["by_rows"] == {"8": 30, "10": 70}
     assert set(content["runs"][0]) == {item.name for item in dataclasses.fields(Run)} - {"latency_interval"}
 

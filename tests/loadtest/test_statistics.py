@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import stdtrit
 
 from asynctrt.loadtest.statistics import (
     CONFIDENCE,
     PIECES,
-    STEADY_LEAST,
     interval,
     interval_within,
     ratio_interval,
     requests_least,
-    steady_from,
+    student_t,
 )
 
 SIGMAS = 5
@@ -45,8 +45,13 @@ def coverage(make, truth, times=2000):
 def test_an_interval_is_students(values, mean, half_width):
     made = interval(values)
     assert (made.mean, made.count) == (mean, len(values))
-    assert made.high - made.mean == pytest.approx(half_width, rel=1e-6)
-    assert made.mean - made.low == pytest.approx(half_width, rel=1e-6)
+    assert made.high - made.mean == pytest.approx(half_width, rel=2e-3)
+    assert made.mean - made.low == pytest.approx(half_width, rel=2e-3)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 30, 1000])
+def test_students_t(freedom):
+    assert student_t(freedom) == pytest.approx(float(stdtrit(freedom, 0.975)), rel=2e-3)
 
 
 @pytest.mark.parametrize("values", [[], [3.0]])
@@ -155,77 +160,6 @@ def test_every_window_is_in_one_piece(count):
     assert made.count == PIECES
     assert made.mean == pytest.approx((count - 1) / 2, abs=1.25 if count % PIECES else 1e-9)
     assert made.low < made.mean < made.high
-
-
-# ---- steady state
-
-
-@pytest.mark.parametrize("change", [5, 20, 45])
-@pytest.mark.parametrize("height", [3.0, 100.0, -3.0])
-def test_a_change_is_found(change, height):
-    """Never before it, and nearly always soon after it."""
-    found = []
-    for seed in range(20):
-        values = np.random.default_rng(seed).normal(10, 0.5, 100)
-        values[:change] += height
-        found.append(steady_from(values.tolist()))
-    assert all(change <= first < 50 for first in found)
-    assert np.quantile(found, 0.75) <= change + 5
-
-
-def test_a_start_that_fades_is_left_out():
-    """An exponential from 10 times the noise: it has gone under in it after 3 * ln(10 * 3), 10 windows."""
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        values = 50 + 10 * np.exp(-np.arange(120) / 3) + rng.normal(0, 1, 120)
-        assert 3 <= steady_from(values.tolist()) <= 25
-
-
-def test_noise_is_steady_from_nearly_the_beginning():
-    """Nearly: the first windows may be outliers by chance."""
-    found = [steady_from(np.random.default_rng(seed).normal(10, 1, 100).tolist()) for seed in range(300)]
-    assert None not in found
-    assert np.mean([first == 0 for first in found]) > 0.5
-    assert np.quantile(found, 0.95) <= 15
-
-
-@pytest.mark.parametrize("slope", [1.0, -1.0])
-def test_what_drifts_all_the_time_is_never_steady(slope):
-    for seed in range(20):
-        values = slope * np.arange(100) + np.random.default_rng(seed).normal(0, 1, 100)
-        assert steady_from(values.tolist()) is None
-
-
-def test_too_few_to_say():
-    assert steady_from([1.0] * (STEADY_LEAST - 1)) is None
-    assert steady_from([1.0] * STEADY_LEAST) == 0
-
-
-@settings(deadline=None)
-@given(st.floats(1e-9, 1e12), st.integers(STEADY_LEAST, 200))
-def test_what_never_changes_is_steady_from_the_beginning(value, count):
-    """Whatever is lost in the last bits."""
-    assert steady_from([value] * count) == 0
-
-
-@settings(deadline=None)
-@given(st.integers(0, 50), st.sampled_from([1e-6, 1.0, 1e6]), st.sampled_from([0.0, 1e3, 1e6, 1e8]))
-def test_steady_does_not_depend_on_the_unit(seed, scale, shift):
-    """Nor on how large the latency is, next to how much it varies."""
-    rng = np.random.default_rng(seed)
-    values = rng.normal(0, 1, 60)
-    values[:10] += 5
-    assert steady_from((values * scale).tolist()) == steady_from(values.tolist())
-    assert steady_from((values + shift).tolist()) == steady_from(values.tolist())
-
-
-def test_mser_by_its_definition():
-    """Each way to leave the beginning out, by itself."""
-    for seed in range(20):
-        values = np.random.default_rng(seed).lognormal(0, 1, 40)
-        errors = [values[start:].var() / (40 - start) for start in range(21)]
-        best = int(np.argmin(errors))
-        assert steady_from(values.tolist()) == (best if best < 20 else None)
 
 
 # ---- how many may be over
