@@ -24,6 +24,8 @@ event loop is busy."""
 LOOSE_WINDOWS: Final = 64
 """Number of recent windows that are not compacted; older ones are."""
 KINDS_MAX: Final = 64
+COUNTS: Final = ("latency", "uncorrected", "lateness", "first", "between")
+"""The counts of a window."""
 EXAMPLE_CHARACTERS: Final = 500
 
 
@@ -69,8 +71,8 @@ class Window:
 
     def compact(self) -> None:
         """Compact the counts, so that they take less memory."""
-        for counts in (self.latency, self.uncorrected, self.lateness, self.first, self.between):
-            counts.compact()
+        for name in COUNTS:
+            getattr(self, name).compact()
         for step in self.steps.values():
             step.latency.compact()
 
@@ -78,11 +80,8 @@ class Window:
         """Add counts of the same window: another process's, or later ones."""
         self.sent += other.sent
         self.completed += other.completed
-        self.latency.merge(other.latency)
-        self.uncorrected.merge(other.uncorrected)
-        self.lateness.merge(other.lateness)
-        self.first.merge(other.first)
-        self.between.merge(other.between)
+        for name in COUNTS:
+            getattr(self, name).merge(getattr(other, name))
         self.pieces += other.pieces
         for kind, error in other.errors.items():
             _count(self.errors, kind, error.count, error.example)
@@ -121,12 +120,8 @@ def total(windows: Iterable[Window]) -> Window:
     whole = Window(
         sent=sum(item.sent for item in items),
         completed=sum(item.completed for item in items),
-        latency=merged(item.latency for item in items),
-        uncorrected=merged(item.uncorrected for item in items),
-        lateness=merged(item.lateness for item in items),
-        first=merged(item.first for item in items),
-        between=merged(item.between for item in items),
         pieces=sum(item.pieces for item in items),
+        **{name: merged(getattr(item, name) for item in items) for name in COUNTS},
     )
     for item in items:
         for kind, error in item.errors.items():

@@ -23,7 +23,7 @@ from asynctrt.tensors import Dims, TensorSpec, too_many_rows
 from asynctrt.workers.front import Dispatcher
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
-from asynctrt.workers.messages import Description
+from asynctrt.workers.messages import Description, Want
 from asynctrt.workers.original import Original
 from asynctrt.workers.spawn import SPAWNER, OwnWorkers
 from asynctrt.workers.stand_ins import StandIns
@@ -217,7 +217,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
     spawner = SPAWNER.get() or OwnWorkers()
     name, original = ENGINE_NAME.get(), Original()
     links = [
-        Link(loop, model, device, own, memory, spawner, f"{name}, worker {number}", original)
+        Link(loop, Want(model, device, own, f"{name}, worker {number}"), memory, spawner, original)
         for number, device in enumerate(devices)
     ]
     try:
@@ -235,9 +235,8 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
         raise
 
     def stand_in(link: Link) -> Link:
-        place = f"{link.place}, beside"
-        return Link(
-            loop, model, link.device, replace(own, warm_spare=False), memory, spawner, place, original
-        )
+        alone = replace(own, warm_spare=False)
+        want = replace(link.want, options=alone, place=f"{link.want.place}, beside")
+        return Link(loop, want, memory, spawner, original)
 
     return IsolatedEngine(loop, descriptions[0], options, memory, links, stand_in)

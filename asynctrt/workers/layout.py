@@ -8,7 +8,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -129,58 +129,36 @@ class GroupLayout:
         first = offsets[count] if self._outputs else end
         return first, end - first
 
-    def inputs(
-        self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
-    ) -> dict[str, Array]:
-        """Return the inputs in a block by name, each ``(rows, *dims)``."""
-        if capacity is None:
-            return self._known_arrays(memory, block, rows).inputs
-        return self._inputs_at(memory, block, rows, self.offsets(rows, start, capacity))
+    def inputs(self, *where: Any) -> dict[str, Array]:
+        """Return the inputs in a block by name, each ``(rows, *dims)``; see :meth:`arrays`."""
+        return self.arrays(*where).inputs
 
-    def outputs(
-        self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
-    ) -> dict[str, Array]:
-        """Return the outputs in a block by name, each ``(rows, *dims)``."""
-        if capacity is None:
-            return self._known_arrays(memory, block, rows).outputs
-        return self._outputs_at(memory, block, rows, self.offsets(rows, start, capacity))
+    def outputs(self, *where: Any) -> dict[str, Array]:
+        """Return the outputs in a block by name, each ``(rows, *dims)``; see :meth:`arrays`."""
+        return self.arrays(*where).outputs
 
     def arrays(
         self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
     ) -> BlockArrays:
         """Return inputs and outputs. They are kept if the group does not share its block."""
-        if capacity is None:
-            return self._known_arrays(memory, block, rows)
-        offsets = self.offsets(rows, start, capacity)
-        inputs = self._inputs_at(memory, block, rows, offsets)
-        return BlockArrays(self, memory, inputs, self._outputs_at(memory, block, rows, offsets))
-
-    def _known_arrays(self, memory: SharedMemory, block: int, rows: int) -> BlockArrays:
+        if capacity is not None:
+            return self._over(memory, block, rows, self.offsets(rows, start, capacity))
         known = self._known.get((block, rows))
         if known is None or known.layout is not self or known.memory is not memory:
             if len(self._known) >= ARRAYS_KEPT:
                 self._known.clear()
-            offsets = self._at(rows)[0]
-            inputs = self._inputs_at(memory, block, rows, offsets)
-            outputs = self._outputs_at(memory, block, rows, offsets)
-            known = self._known[block, rows] = BlockArrays(self, memory, inputs, outputs)
+            known = self._known[block, rows] = self._over(memory, block, rows, self._at(rows)[0])
         return known
 
-    def _inputs_at(
-        self, memory: SharedMemory, block: int, rows: int, offsets: Sequence[int]
-    ) -> dict[str, Array]:
-        return {
-            name: np.ndarray((rows, *dims), dtype, memory.buffer, block + offset)
-            for (name, dtype, dims), offset in zip(self._inputs, offsets, strict=False)
-        }
-
-    def _outputs_at(
-        self, memory: SharedMemory, block: int, rows: int, offsets: Sequence[int]
-    ) -> dict[str, Array]:
-        return {
-            name: np.ndarray((rows, *dims), dtype, memory.buffer, block + offset)
-            for (name, dtype, dims), offset in zip(self._outputs, offsets[len(self._inputs) :], strict=True)
-        }
+    def _over(self, memory: SharedMemory, block: int, rows: int, offsets: Sequence[int]) -> BlockArrays:
+        """Make the arrays over the memory."""
+        specs = [*self._inputs, *self._outputs]
+        made = [
+            (name, np.ndarray((rows, *dims), dtype, memory.buffer, block + offset))
+            for (name, dtype, dims), offset in zip(specs, offsets, strict=True)
+        ]
+        count = len(self._inputs)
+        return BlockArrays(self, memory, dict(made[:count]), dict(made[count:]))
 
     def offsets(self, rows: int, start: int = 0, capacity: int | None = None) -> tuple[int, ...]:
         """Return the offset in the block of a group's rows: for each input, then for each output."""

@@ -12,13 +12,13 @@ import logging
 import os
 import weakref
 from collections import deque
+from dataclasses import replace
 from functools import reduce
 from typing import Any, Final, Protocol
 
 from asynctrt._util import clock
 from asynctrt._util.forks import in_child
 from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceUnavailableError, ModelError, copy_for
-from asynctrt.options import Options
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
 from asynctrt.workers.groups import RequestGroup
@@ -33,6 +33,7 @@ from asynctrt.workers.messages import (
     Kind,
     Lost,
     Ready,
+    Want,
 )
 from asynctrt.workers.original import Original
 from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
@@ -132,8 +133,8 @@ class Candidate:
     def __init__(self, link: "Link") -> None:
         self.link = link
         self.process: WorkerHandle | None = None
-        self.is_alone = False
-        """Whether no other front shares it, because it tries suspects of this front."""
+        self.want = link.want
+        """The engine that it opens."""
         self.description: Description | None = None
         self.counts: Statistics | None = None
         self.ready_ns: int | None = None
@@ -160,31 +161,26 @@ class Candidate:
 class Link:
     """A front's link to the worker on one device.
 
-    :param model: as :func:`asynctrt.open` takes it: a path, or ``module:attribute``.
+    :param want: the engine that its workers open.
     :param memory: the heap of the front.
     :param spawner: where it gets workers.
-    :param place: which of this process's workers it uses.
     :param original: the engine that every worker must match.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        model: str,
-        device: str,
-        options: Options,
+        want: Want,
         memory: SharedMemory,
         spawner: Spawner,
-        place: str,
         original: Original,
     ) -> None:
         self._loop = loop
-        self._model = model
-        self.device = device
-        self._options = options
+        self.want = want
+        self.device = want.device
+        self._options = want.options
         self._memory = memory
         self._spawner = spawner
-        self.place = place
         self.owner: LinkOwner | None = None
         self.state = "starting"
         """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
@@ -195,7 +191,7 @@ class Link:
         """Whether it gets no more groups."""
         self._worker: Candidate | None = None
         self._spare: Candidate | None = None
-        self._spares = Spares(loop, device, self._have_spare)
+        self._spares = Spares(loop, want.device, self._have_spare)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
@@ -441,15 +437,7 @@ class Link:
         if limit_s is not None:
             candidate.limit = self._loop.call_later(limit_s, self._hangs, candidate, limit_s)
         try:
-            candidate.process = await self._spawner.start(
-                self._model,
-                self.device,
-                self._options,
-                candidate.heard,
-                candidate.died,
-                place=self.place,
-                alone=candidate.is_alone,
-            )
+            candidate.process = await self._spawner.start(candidate.want, candidate.heard, candidate.died)
         except Exception as error:
             candidate.error = error
             self._died(candidate, "was not started")
@@ -608,7 +596,8 @@ class Link:
             pause_s = PAUSE_S * 2 ** (self._failed_starts - 2) if self._failed_starts > 1 else 0.0
             self._worker = self._new_candidate(pause_s)
             # In a shared worker, a request of another front could end it, and our suspect would be blamed.
-            self._worker.is_alone = self._spawner.is_shared and bool(self._suspects)
+            if self._spawner.is_shared and self._suspects:
+                self._worker.want = replace(self.want, alone=True)
         elif self._worker.description is not None:
             self._attach(self._worker)
         if self.owner is not None:
@@ -656,7 +645,7 @@ class Link:
             return
         self._is_turn_of_others, self._turn_ns, self._until_ns = False, 0, 0
         worker = self._worker
-        if worker is not None and worker.is_alone and self.state == "open" and not self.groups:
+        if worker is not None and worker.want.alone and self.state == "open" and not self.groups:
             self._share_again(worker)
 
     def _change_turns(self) -> None:

@@ -164,13 +164,14 @@ class Want:
     """From a front: a worker with this engine."""
 
     model: str
+    """As :func:`asynctrt.open` takes it: a path, or ``module:attribute``."""
     device: str
     options: Options
     place: str
     """Which of the front's workers it is: two of one model on one device may differ in nothing else. Fronts
     that want the same one share it."""
-    alone: bool
-    """Whether no other front may share it."""
+    alone: bool = False
+    """Whether no other front may share it, because it tries suspects of this front."""
 
 
 @dataclass(frozen=True, slots=True)

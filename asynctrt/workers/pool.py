@@ -248,11 +248,7 @@ class WorkerPool:
             self._loop.call_later(limit_s, self._hangs, worker, original.why_late(limit_s))
         try:
             worker.process = await WorkerProcess.start(
-                want.model,
-                want.device,
-                want.options,
-                partial(self._heard, worker),
-                partial(self._died, worker),
+                want, partial(self._heard, worker), partial(self._died, worker)
             )
         except Exception as error:
             self._died(worker, f"was not started: {describe(error)}")

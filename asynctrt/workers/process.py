@@ -18,8 +18,7 @@ from asynctrt._util.process import child_command
 from asynctrt._util.version import __version__
 from asynctrt.core.loading import gpu_memory_limit
 from asynctrt.errors import DeviceUnavailableError
-from asynctrt.options import Options
-from asynctrt.workers.messages import Outbox, Record, Start, channel, receive, send
+from asynctrt.workers.messages import Outbox, Record, Start, Want, channel, receive, send
 from asynctrt.workers.tether import Tether
 
 logger = logging.getLogger("asynctrt")
@@ -69,9 +68,7 @@ class WorkerProcess:
     @classmethod
     async def start(
         cls,
-        model: str,
-        device: str,
-        options: Options,
+        want: Want,
         hear: Callable[[Any], None],
         died: Callable[[str], None],
     ) -> "WorkerProcess":
@@ -80,7 +77,7 @@ class WorkerProcess:
         :raises DeviceUnavailableError: if the system refuses another process.
         """
         level = logger.getEffectiveLevel()
-        start = Start(model, device, options, gpu_memory_limit(), level)
+        start = Start(want.model, want.device, want.options, gpu_memory_limit(), level)
         with ExitStack() as undo:
             try:
                 own, its = channel()

@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
 from asynctrt.errors import DeviceUnavailableError
-from asynctrt.options import Options
 from asynctrt.workers.messages import Beat, Gone, Kill, Outbox, Stop, To, Want, receive
 from asynctrt.workers.process import WorkerProcess
 
@@ -42,22 +41,12 @@ class Spawner(Protocol):
     """Whether a worker may have other fronts. If so, the spawner manages spares."""
 
     async def start(
-        self,
-        model: str,
-        device: str,
-        options: Options,
-        hear: Callable[[Any], None],
-        died: Callable[[str], None],
-        *,
-        place: str,
-        alone: bool,
+        self, want: Want, hear: Callable[[Any], None], died: Callable[[str], None]
     ) -> WorkerHandle:
         """Return a worker that opens this engine.
 
         :param hear: called with its messages.
         :param died: called once, with a description of how it ended.
-        :param place: which of this process's workers it is.
-        :param alone: whether no other front may share it.
         :raises DeviceUnavailableError: if no further process can be started.
         """
 
@@ -68,17 +57,9 @@ class OwnWorkers:
     is_shared = False
 
     async def start(
-        self,
-        model: str,
-        device: str,
-        options: Options,
-        hear: Callable[[Any], None],
-        died: Callable[[str], None],
-        *,
-        place: str,
-        alone: bool,
+        self, want: Want, hear: Callable[[Any], None], died: Callable[[str], None]
     ) -> WorkerHandle:
-        return await WorkerProcess.start(model, device, options, hear, died)
+        return await WorkerProcess.start(want, hear, died)
 
 
 class SharedWorker:
@@ -139,22 +120,14 @@ class SharedWorkers:
         loop.add_reader(end.fileno(), self._readable)
 
     async def start(
-        self,
-        model: str,
-        device: str,
-        options: Options,
-        hear: Callable[[Any], None],
-        died: Callable[[str], None],
-        *,
-        place: str,
-        alone: bool,
+        self, want: Want, hear: Callable[[Any], None], died: Callable[[str], None]
     ) -> WorkerHandle:
         if self._is_orphaned:
             raise DeviceUnavailableError(f"no worker can be started: {ORPHANED}")
         self._last_ticket += 1
         worker = SharedWorker(self._last_ticket, self._tell, hear, died)
         self._workers[self._last_ticket] = worker
-        self._tell(self._last_ticket, Want(model, device, options, place, alone))
+        self._tell(self._last_ticket, want)
         return worker
 
     def beat(self, *, is_lost: bool) -> None:

@@ -17,7 +17,7 @@ from asynctrt.options import Options
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.workers.layout import Layouts
 from asynctrt.workers.memory import SharedMemory
-from asynctrt.workers.messages import Attach, Attached, Kind, Ready
+from asynctrt.workers.messages import Attach, Attached, Kind, Ready, Want
 from asynctrt.workers.process import WorkerProcess
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from tests.benchmarks.common import arguments, median, save, show, spread
@@ -138,8 +138,9 @@ async def opened(options):
         heard.how_it_ended = how
         changed.set()
 
+    want = Want(MODEL, "host", Options(max_rows=options.max_rows), "")
     async with asyncio.timeout(START_S):
-        worker = await WorkerProcess.start(MODEL, "host", Options(max_rows=options.max_rows), hear, died)
+        worker = await WorkerProcess.start(want, hear, died)
         await until(lambda: heard.description is not None)
         layout = Layouts(heard.description.inputs, heard.description.outputs).of_sizes(())
         fronts = [Front(layout) for _ in range(options.fronts)]

@@ -118,8 +118,8 @@ class Workers:
         self.why_not = ""
         """Why they cannot have the memory of the front."""
 
-    async def start(self, _model, _device, _options, hear, died, *, place, alone):
-        assert not alone
+    async def start(self, want, hear, died):
+        assert not want.alone
         self.all.append(Worker(self, hear, died))
         if self.starts:
             self.all[-1].loop.call_soon(self.all[-1].say_ready)

@@ -71,8 +71,8 @@ class Workers:
         """The worker's side of the latest front."""
         return self.all[-1].served
 
-    async def start(self, _model, _device, _options, hear, died, *, place, alone):
-        assert not alone
+    async def start(self, want, hear, died):
+        assert not want.alone
         self.all.append(Worker(self.engine, hear, died))
         asyncio.get_running_loop().call_soon(self.all[-1].say_ready)
         return self.all[-1]

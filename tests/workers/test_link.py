@@ -348,7 +348,7 @@ async def test_only_a_silence_that_is_not_broken_ends_a_worker():
 async def test_a_start_that_fails_in_an_unforeseen_way_is_said():
     async with workers(KIND) as made:
 
-        async def start(*_, place, alone):
+        async def start(*_):
             raise ValueError("not foreseen")
 
         made.start = start

@@ -74,7 +74,7 @@ async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_
     """Where the parent has none left, the kernel drops those that it was sent."""
     process, hears = Process(), []
 
-    async def start(_model, _device, _options, hear, _died):
+    async def start(_want, hear, _died):
         hears.append(hear)
         return process
 
@@ -83,7 +83,7 @@ async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_
     ends = [channel() for _ in range(2)]
     for number, (own, _) in enumerate(ends):
         pool.add(number, own)
-        pool.hear(number, To(1, Want("kind", "host", asynctrt.Options(), place="", alone=False)), [])
+        pool.hear(number, To(1, Want("kind", "host", asynctrt.Options(), place="")), [])
     async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
         while not hears:
             await asyncio.sleep(0)
@@ -134,7 +134,7 @@ class Started:
             end.close()
 
     def want(self, number, ticket=1, place="", **settings):
-        wanted = Want("kind", "host", asynctrt.Options(**settings), place, alone=False)
+        wanted = Want("kind", "host", asynctrt.Options(**settings), place)
         self.pool.hear(number, To(ticket, wanted), [])
 
     async def say_ready(self, *numbers):
@@ -233,7 +233,7 @@ async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, 
     monkeypatch.setattr(spares, "PAUSE_S", 0.001)
     started, hears, ends = [], [], []
 
-    async def start(_model, _device, _options, hear, died):
+    async def start(_want, hear, died):
         started.append(Process())
         hears.append(hear)
         ends.append(died)
@@ -246,7 +246,7 @@ async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, 
         described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
     own, its = channel()
     pool.add(0, own)
-    want = Want("kind", "host", asynctrt.Options(warm_spare=True), place="", alone=False)
+    want = Want("kind", "host", asynctrt.Options(warm_spare=True), place="")
     pool.hear(0, To(1, want), [])
     await until(lambda: len(started) == 1)
     hears[0](Ready(described, one))
