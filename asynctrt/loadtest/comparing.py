@@ -1,14 +1,11 @@
 """Compares two saved reports. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from asynctrt.loadtest import criteria
 from asynctrt.loadtest.criteria import Criterion
-from asynctrt.loadtest.report import saved_figures
-
-STEPS: Final = ("mean", "p50", "p99")
-"""Figures of steps that are compared."""
+from asynctrt.loadtest.report import mean_figures
 
 Line = tuple[str, float | None, float | None]
 """The name of a figure, or of a setting that differs, and its values in both reports."""
@@ -16,14 +13,9 @@ Line = tuple[str, float | None, float | None]
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Line], list[str]]:
     """Return each figure of two reports, with those of their steps, and notes about what else differs."""
-    before, after = saved_figures(a), saved_figures(b)
-    lines: list[Line] = [
-        (name, before.get(name), after.get(name)) for name in dict.fromkeys([*before, *after])
-    ]
-    steps = [_steps(content) for content in (a, b)]
-    names = dict.fromkeys([*steps[0], *steps[1]])
-    lines += [(name, steps[0].get(name), steps[1].get(name)) for name in names]
-    return lines, list(_notes(a, b))
+    before, after = mean_figures(a["runs"]), mean_figures(b["runs"])
+    names = dict.fromkeys([*before, *after])
+    return [(name, before.get(name), after.get(name)) for name in names], list(_notes(a, b))
 
 
 def gate(texts: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -31,19 +23,7 @@ def gate(texts: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> tu
 
     :raises OptionsError: for an invalid criterion.
     """
-    return criteria.gate(map(Criterion.parse, texts), saved_figures(b), saved_figures(a))
-
-
-def _steps(content: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of each step that every run of a report has, as means over its runs."""
-    found: dict[str, list[float]] = {}
-    for run in content["runs"]:
-        for name, step in run.get("steps", {}).items():
-            for figure in STEPS:
-                if figure in step.get("latency", {}):
-                    found.setdefault(f"{name} {figure}", []).append(step["latency"][figure])
-    count = len(content["runs"])
-    return {name: sum(values) / count for name, values in found.items() if len(values) == count}
+    return criteria.gate(map(Criterion.parse, texts), mean_figures(b["runs"]), mean_figures(a["runs"]))
 
 
 def _notes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

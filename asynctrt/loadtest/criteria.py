@@ -15,18 +15,22 @@ FIGURES: Final = (*LATENCIES, "throughput", "goodput", "errors")
 """Figures that a criterion may name. ``errors`` is a share of the requests; throughput and goodput are in
 requests/s."""
 
-SHAPE: Final = re.compile(r"\s*([a-z]+[\d.]*)\s*([<>])\s*([+-]?)\s*(\d+(?:\.\d+)?)\s*(%|[a-zµ]*)\s*")
+SHAPE: Final = re.compile(
+    r"(?:(.*\S)\s*:)?\s*([a-z]+[\d.]*)\s*([<>])\s*([+-]?)\s*(\d+(?:\.\d+)?)\s*(%|[a-zµ]*)\s*"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
     """Compare a figure with a limit.
 
+    :param step: the step whose figure it is; empty for that of the requests.
     :param limit: in ms for latencies, requests/s for throughput and goodput, a share for errors. If the
         criterion is relative, the change as a share of the baseline: ``+0.1`` is 10% more.
     """
 
     text: str
+    step: str
     figure: str
     sign: Literal["<", ">"]
     limit: float
@@ -37,7 +41,8 @@ class Criterion:
 
     @classmethod
     def parse(cls, text: str) -> "Criterion":
-        """Parse ``p99<20ms``, ``errors<0.1%``, ``throughput>1000``; relative with a sign: ``p99>+10%``.
+        """Parse ``p99<20ms``, ``errors<0.1%``, ``throughput>1000``; relative with a sign: ``p99>+10%``; for a
+        step with its name, ``login:p99<50ms``.
 
         :raises OptionsError: for anything else.
         """
@@ -45,9 +50,11 @@ class Criterion:
         if found is None:
             raise OptionsError(f"{text!r} is not a criterion: write p99<20ms, errors<0.1% or p99>+10%")
         text = text.strip()
-        figure, sign, plus, number, unit = found.groups()
+        step, figure, sign, plus, number, unit = found.groups()
         if figure not in FIGURES:
             raise OptionsError(f"{text!r}: unknown figure {figure!r}; valid figures: {', '.join(FIGURES)}")
+        if step and figure in ("throughput", "goodput"):
+            raise OptionsError(f"{text!r}: a step has latencies and errors, but no {figure}")
         limit = float(number)
         if plus:
             if unit != "%":
@@ -55,7 +62,7 @@ class Criterion:
                     f"{text!r}: a change over a baseline must be in percent, as in {figure}>+10%"
                 )
             signed = limit / 100 if plus == "+" else -limit / 100
-            return cls(text, figure, _sign(sign), signed, is_relative=True)
+            return cls(text, step or "", figure, _sign(sign), signed, is_relative=True)
         if figure in LATENCIES:
             if unit not in UNITS_MS:
                 raise OptionsError(f"{text!r}: a latency needs a unit: {', '.join(UNITS_MS)}")
@@ -64,7 +71,12 @@ class Criterion:
             limit /= 100
         elif unit:
             raise OptionsError(f"{text!r}: {figure} does not take the unit {unit!r}")
-        return cls(text, figure, _sign(sign), limit, is_relative=False)
+        return cls(text, step or "", figure, _sign(sign), limit, is_relative=False)
+
+    @property
+    def key(self) -> str:
+        """The name of its figure among a run's: ``p99``, or ``login p99`` for a step."""
+        return f"{self.step} {self.figure}" if self.step else self.figure
 
     def compare(self, value: float, baseline: float | None = None) -> bool:
         """Return whether a value, or for a relative criterion its change over the baseline, fulfils it."""
@@ -98,7 +110,8 @@ def parse_slo(texts: Iterable[str]) -> tuple[Criterion, ...]:
 
 def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
     """Return the latency limit for goodput: the largest of the percentile and ``max`` limits."""
-    limits = [item.limit for item in criteria if item.figure in PERCENTILES or item.figure == "max"]
+    timed = (*PERCENTILES, "max")
+    limits = [item.limit for item in criteria if item.figure in timed and not item.step]
     return max(limits) if limits else None
 
 
@@ -108,13 +121,13 @@ def gate(
     """Return the ``--fail-if`` criteria that are true, with the values; and those that cannot be checked."""
     failed, unchecked = [], []
     for item in criteria:
-        value, before = figures.get(item.figure), (baseline or {}).get(item.figure)
+        value, before = figures.get(item.key), (baseline or {}).get(item.key)
         if value is None or (item.is_relative and before is None):
             where = "this run" if value is None else "the baseline"
-            unchecked.append(f"{item}: cannot be checked, because {where} has no {item.figure}")
+            unchecked.append(f"{item}: cannot be checked, because {where} has no {item.key}")
         elif item.compare(value, before):
             against = f", against {before:,.6g} in the baseline" if item.is_relative else ""
-            failed.append(f"{item}: {item.figure} is {value:,.6g}{against}")
+            failed.append(f"{item}: {item.key} is {value:,.6g}{against}")
     return failed, unchecked
 
 

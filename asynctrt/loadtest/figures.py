@@ -11,7 +11,7 @@ from typing import Any, Final
 from asynctrt.loadtest.criteria import PERCENTILES, Criterion, latency_target_ms
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.plans import ProcessPlan
-from asynctrt.loadtest.recorder import Window, Windows, total
+from asynctrt.loadtest.recorder import StepCount, Window, Windows, total
 from asynctrt.loadtest.report import (
     BatchFigures,
     Interval,
@@ -169,19 +169,19 @@ def held(
 
     A failed request counts as infinite latency.
     """
-    failed = whole.failed
-    ended = whole.answered + failed
     left_out = unjudged(criteria, whole)
     found = {}
     for item in criteria:
+        latency, failed = _judged(item, whole)
+        ended = len(latency) + failed
         if str(item) in left_out:
             continue
         if not ended:
             found[str(item)] = False
         elif item.figure in PERCENTILES:
-            found[str(item)] = whole.latency.within(item.limit * 1e6) >= float(item.figure[1:]) / 100 * ended
+            found[str(item)] = latency.within(item.limit * 1e6) >= float(item.figure[1:]) / 100 * ended
         elif item.figure in ("mean", "max"):
-            value = latencies(whole.latency).get(item.figure)
+            value = latencies(latency).get(item.figure)
             found[str(item)] = not failed and value is not None and item.compare(value)
         elif item.figure == "errors":
             found[str(item)] = item.compare(failed / ended)
@@ -193,17 +193,28 @@ def held(
 
 def unjudged(criteria: Sequence[Criterion], whole: Window) -> dict[str, str]:
     """Return the criteria that cannot be judged from so few requests, and why."""
-    ended = whole.answered + whole.failed
     found = {}
     for item in criteria:
+        latency, failed = _judged(item, whole)
+        ended = len(latency) + failed
+        if item.step and not ended:
+            found[str(item)] = f"no step {item.step!r} ended"
         if not ended or item.figure not in PERCENTILES:
             continue
         percent = float(item.figure[1:])
         least = requests_least(percent)
-        beyond = ended - whole.latency.within(item.limit * 1e6)
+        beyond = ended - latency.within(item.limit * 1e6)
         if ended < least and not exceeds(beyond, ended, percent):
             found[str(item)] = f"{item.figure} needs {least:,} requests, and {ended:,} ended"
     return found
+
+
+def _judged(item: Criterion, whole: Window) -> tuple[Counts, int]:
+    """Return the latencies and the number of failures that a criterion judges."""
+    if not item.step:
+        return whole.latency, whole.failed
+    step = whole.steps.get(item.step, StepCount())
+    return step.latency, step.failed
 
 
 def _void(

@@ -9,9 +9,8 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from importlib import import_module
 from numbers import Integral, Real
@@ -21,7 +20,7 @@ from typing import Any, Final
 
 from asynctrt._util.files import write_whole
 from asynctrt.errors import UsageError
-from asynctrt.loadtest.criteria import FIGURES, LATENCIES
+from asynctrt.loadtest.criteria import LATENCIES
 
 FORMAT: Final = 1
 
@@ -207,11 +206,7 @@ class Run:
 
     def figure(self, name: str) -> float | None:
         """Return a figure by its name in criteria; ``None`` if it is unknown."""
-        if name in ("throughput", "goodput"):
-            return self.throughput if name == "throughput" else self.goodput
-        if name == "errors":
-            return self.error_share
-        return self.latency.get(name)
+        return figures_of(self).get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,30 +341,31 @@ def _summary() -> ModuleType:
     return import_module("asynctrt.loadtest.summary")
 
 
-def mean_figures(runs: Sequence[Run]) -> dict[str, float]:
-    """Return the mean of each figure that every run has, by its name in criteria."""
-    return _means([run.figure for run in runs])
+def figures_of(run: Run | Mapping[str, Any]) -> dict[str, float]:
+    """Return the known figures of a run, or of a run in JSON, by their names in criteria.
+
+    Those of a step have its name before theirs: ``login p99``.
+    """
+    known = _part(run, "latency") or {}
+    found = {name: known.get(name) for name in LATENCIES}
+    found |= {name: _part(run, name) for name in ("throughput", "goodput")}
+    found["errors"] = _part(run, "error_share")
+    for name, step in (_part(run, "steps") or {}).items():
+        found |= {f"{name} {figure}": value for figure, value in (_part(step, "latency") or {}).items()}
+        if _part(step, "count"):
+            found[f"{name} errors"] = (_part(step, "failed") or 0) / _part(step, "count")
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def saved_figures(content: Mapping[str, Any]) -> dict[str, float]:
-    """Compute :func:`mean_figures` for the runs of a JSON report."""
-    return _means([partial(_saved_figure, run) for run in content["runs"]])
+def mean_figures(runs: Sequence[Run | Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean of each figure that every run has, as :func:`figures_of` names them."""
+    every = [figures_of(run) for run in runs]
+    names = [name for name in (every[0] if every else ()) if all(name in figures for figures in every)]
+    return {name: sum(figures[name] for figures in every) / len(every) for name in names}
 
 
-def _means(runs: Sequence[Callable[[str], float | None]]) -> dict[str, float]:
-    found = {}
-    for name in FIGURES:
-        known = [value for figure in runs if (value := figure(name)) is not None]
-        if known and len(known) == len(runs):
-            found[name] = sum(known) / len(known)
-    return found
-
-
-def _saved_figure(run: Mapping[str, Any], name: str) -> float | None:
-    """Compute :meth:`Run.figure` for a run in JSON."""
-    if name in ("throughput", "goodput"):
-        return run.get(name)
-    return run.get("error_share") if name == "errors" else run.get("latency", {}).get(name)
+def _part(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name)
 
 
 def _plain(value: Any) -> Any:

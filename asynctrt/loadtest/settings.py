@@ -158,7 +158,8 @@ class LoadSettings:
     slo: tuple[str, ...] = setting(
         default=(),
         check=TEXTS,
-        doc="What a run has to meet, such as p99<20ms: for goodput, a search, and the exit status.",
+        doc="""What a run has to meet, such as p99<20ms, or login:p99<50ms for a step: for goodput, a search,
+        and the exit status.""",
     )
 
     rows: int = setting(

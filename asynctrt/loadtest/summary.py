@@ -201,12 +201,12 @@ def _missed(report: Report, asked: Sequence[str]) -> tuple[str, ...]:
     failed = []
     for criterion in parse_slo(asked):
         runs = [run for run in report.runs if not run.slo.get(criterion.text, True)]
-        known = [value for run in runs if (value := run.figure(criterion.figure)) is not None]
+        known = [value for run in runs if (value := run.figure(criterion.key)) is not None]
         if runs:
-            what = f"too many requests took longer, though they are too few to give {criterion.figure}"
+            what = f"too many requests took longer, though they are too few to give {criterion.key}"
             if known:
                 worst = max(known) if criterion.sign == "<" else min(known)
-                what = f"{criterion.figure} is {_figure(criterion.figure, worst)}"
+                what = f"{criterion.key} is {_figure(criterion.figure, worst)}"
                 if criterion.compare(worst):  # A failed request counts as infinite latency.
                     what += " among answered requests, but too many requests failed"
             many = f" at worst, in {len(runs)} of {len(report.runs)} runs" if len(report.runs) > 1 else ""

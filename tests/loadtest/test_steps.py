@@ -1,6 +1,7 @@
 """Steps of a coroutine function, and users who keep their state from request to request."""
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from asynctrt.errors import OptionsError, TargetError
 from asynctrt.loadtest import step
 from asynctrt.loadtest.page import interactive
 from asynctrt.loadtest.recorder import WARM_UP, RunRecorder, merge, total
+from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.steps import StepTime
+from asynctrt.loadtest.summary import banners
 from tests.loadtest.support import serving_app
 from tests.models import double_onnx
 
@@ -207,3 +210,28 @@ async def test_users_of_several_processes(tmp_path, monkeypatch):
 async def test_an_engine_is_in_one_process(tmp_path):
     with pytest.raises(OptionsError, match="several processes can only send to a server or call"):
         await loadtest.run(double_onnx(tmp_path / "double.onnx"), processes=2, **QUICK)
+
+
+async def test_an_slo_of_a_step():
+    async def shopper():
+        async with step("log in"):
+            await asyncio.sleep(0.001)
+        with suppress(ValueError):
+            async with step("buy"):
+                raise ValueError
+
+    slo = ["log in:p50<1s,log in:errors<1%", "buy:errors<1%", "log in : mean<1us", "pay:p50<1s"]
+    report = await loadtest.run(shopper, requests=20, callers=2, seconds=20, warmup=0, slo=slo)
+    (run,) = report.runs
+    assert run.slo == {
+        "log in:p50<1s": True,
+        "log in:errors<1%": True,
+        "buy:errors<1%": False,
+        "log in : mean<1us": False,
+    }
+    assert run.unjudged == {"pay:p50<1s": "no step 'pay' ended"}
+    assert report.figure("buy errors") == 1
+    (missed,) = (banner for banner in banners(report) if banner.level == "bad")
+    assert missed.reasons[0] == "buy:errors<1%: buy errors is 100%"
+    with pytest.raises(OptionsError, match="a step has latencies and errors, but no goodput"):
+        LoadSettings(slo="buy:goodput>1")
