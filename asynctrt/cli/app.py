@@ -37,7 +37,6 @@ try:
     import typer.core
     from rich.console import Console, ConsoleOptions, RenderHook
     from rich.markup import escape
-    from rich.progress import Progress
     from rich.segment import Segment
 
     from asynctrt.cli.build_terminal import BuildBar, builds_shown, progress_on
@@ -519,7 +518,7 @@ def _build(ctx: typer.Context, model: str, **given: Any) -> None:
 
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     files = {name: settings.pop(name, None) for name in ("plan", "device")}
-    with _progress() as progress:
+    with progress_on(err) as progress:
         shown = BuildBar(progress)
         try:
             built = build(model, progress=shown, **files, **settings)
@@ -772,7 +771,3 @@ def _end(was_interrupted: bool) -> None:
     if was_interrupted:
         err.print("[yellow]Interrupted: only what was measured until then is shown.[/]")
         raise typer.Exit(INTERRUPTED)
-
-
-def _progress() -> Progress:
-    return progress_on(err)

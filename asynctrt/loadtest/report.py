@@ -43,11 +43,6 @@ class Interval:
     count: int
     """Number of values in the mean: repetitions, or pieces of one run."""
 
-    @property
-    def half_width(self) -> float:
-        """Half of the width, as a share of the mean."""
-        return (self.high - self.low) / 2 / self.mean if self.mean else float("inf")
-
 
 @dataclass(frozen=True, slots=True)
 class Moment:

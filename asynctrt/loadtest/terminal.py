@@ -1,6 +1,5 @@
 """Shows the progress and the results of a load test in a terminal. Imports ``rich``, as ``cli`` does."""
 
-from collections.abc import Sequence
 from typing import Final, Self
 
 from asynctrt._util import clock
@@ -28,8 +27,6 @@ except ImportError as error:
     raise MissingExtraError("the command line needs rich: pip install 'asynctrt[load]'") from error
 
 REFRESH_S: Final = 0.25
-SPARKS: Final = "▁▂▃▄▅▆▇█"
-SPARKS_MAX: Final = 60
 STYLES: Final = {"bad": "bold red", "warn": "bold yellow", "good": "green", "note": "dim"}
 LEFT_OUT_FIRST: Final = (
     "p99.99", "p95", "p90", "Seconds", "GPU power", "GPU memory", "Memory", "mean", "Due", "Requests",
@@ -91,8 +88,7 @@ def progress_view(title: str, progress: Progress, now_ns: int) -> RenderableType
     for name, windows in (("now", whole[-max(1, round(1 / window_s)) :]), ("so far", whole)):
         if windows:
             table.add_row(name, *_live_row(total(windows), len(windows) * window_s))
-    tails = [latencies(progress.windows[number].latency).get("p99", 0.0) for number in numbers[-SPARKS_MAX:]]
-    return Group(*parts, table, Text(f"p99 {sparks(tails)}"))
+    return Group(*parts, table)
 
 
 def _live_row(whole: Window, seconds: float) -> list[str]:
@@ -101,14 +97,6 @@ def _live_row(whole: Window, seconds: float) -> list[str]:
         _number(figures.get(name)) for figures, name in ((latency, "p50"), (latency, "p99"), (late, "p99"))
     ]
     return [f"{whole.completed / seconds:,.0f}", *times[:2], f"{whole.failed:,}", times[2]]
-
-
-def sparks(values: Sequence[float]) -> str:
-    """Draw values as a row of small bars, from 0 to the largest."""
-    most = max(values, default=0.0)
-    if not most:
-        return SPARKS[0] * len(values)
-    return "".join(SPARKS[min(len(SPARKS) - 1, int(value / most * len(SPARKS)))] for value in values)
 
 
 def show(console: Console, report: Report, *, uncorrected: bool) -> None:

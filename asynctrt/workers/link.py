@@ -60,8 +60,7 @@ RETRY_S: Final = 1.0
 """The pause before a lost engine is started again. It doubles each time until a worker has answered."""
 
 RETRY_S_MAX: Final = 300.0
-LOSSES_COUNTED: Final = 10
-"""With more losses than this, the pause has reached its maximum anyway."""
+"""The maximum of that pause, so that a model which was mended is found within minutes."""
 
 LOOK_S: Final = 0.5
 """How often the link checks that the worker's event loop runs."""
@@ -218,7 +217,7 @@ class Link:
         self._failed_starts = 0
         self._vain_deaths = 0
         self._original = original
-        self._losses = 0
+        self._retry_s = RETRY_S
         self.deaths = 0
         """Workers that died."""
         # When the worker's loop was last checked, its heartbeat then, and for how long that has not changed.
@@ -700,8 +699,8 @@ class Link:
     def _lose(self, how: str) -> None:
         """Fail waiting callers; if the engine was ever open, try again later."""
         tries = max(self._failed_starts, self._vain_deaths)
-        pause_s = min(RETRY_S * 2**self._losses, RETRY_S_MAX)
-        self._losses = min(self._losses + 1, LOSSES_COUNTED)
+        pause_s = self._retry_s
+        self._retry_s = min(2 * pause_s, RETRY_S_MAX)
         before = f", as did the {tries - 1} before it, without an answer in between" if tries > 1 else ""
         what = "open the engine again"
         if self.first.done():
@@ -761,7 +760,7 @@ class Link:
             self._rows -= group.rows
             if group is self._tried:
                 self._end_trial()
-            self._vain_deaths = self._losses = 0
+            self._vain_deaths, self._retry_s = 0, RETRY_S
             # Cancelled and expired groups do not count: they are reported even while a batch hangs.
             if fields[0] == Kind.ANSWER or (fields[0] == Kind.ERROR and group.deadline_ns == NO_DEADLINE_NS):
                 self._has_answered, self.is_stuck = True, False

@@ -5,7 +5,6 @@ an end of the socket.
 """
 
 import asyncio
-import fcntl
 import os
 import pickle
 import socket
@@ -20,12 +19,12 @@ from asynctrt._util.forks import in_child, seal
 from asynctrt.options import Options
 from asynctrt.statistics import TRUSTED, Batching, Statistics
 from asynctrt.tensors import TensorSpec
+from asynctrt.workers.tether import beyond_std
 
 MESSAGE_NBYTES_MAX: Final = 128 << 10
 FDS_MAX: Final = 8
 ATTACH_FDS: Final = 4
 """The number of descriptors sent with an :class:`Attach`."""
-STDERR_FILENO: Final = 2
 
 
 class Kind(IntEnum):
@@ -317,15 +316,4 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[Any, list[int]]:
 def channel() -> tuple[socket.socket, socket.socket]:
     """Return both ends of a new socket pair that keeps messages apart. A child may inherit one end."""
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return _beyond_std(first), _beyond_std(second)
-
-
-def _beyond_std(end: socket.socket) -> socket.socket:
-    """Return the socket with a descriptor above those of the standard streams.
-
-    A process that began without standard streams (a daemon) may use descriptors 0 to 2 for anything.
-    """
-    if end.fileno() > STDERR_FILENO:
-        return end
-    with end:
-        return socket.socket(fileno=fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, STDERR_FILENO + 1))
+    return socket.socket(fileno=beyond_std(first.detach())), socket.socket(fileno=beyond_std(second.detach()))

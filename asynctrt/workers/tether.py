@@ -17,6 +17,20 @@ from asynctrt._util.forks import in_child, seal
 STDERR_FILENO: Final = 2
 
 
+def beyond_std(fd: int) -> int:
+    """Return a descriptor above those of the standard streams; a lower one is replaced by a copy and closed.
+
+    A process that began without standard streams (a daemon) may use descriptors 0 to 2 for anything.
+
+    :raises OSError: if the system refuses a descriptor.
+    """
+    if fd > STDERR_FILENO:
+        return fd
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, STDERR_FILENO + 1)
+    os.close(fd)
+    return high
+
+
 class Tether:
     """Both ends of the pipe until :meth:`hold`, then the parent's end.
 
@@ -28,13 +42,7 @@ class Tether:
     def __init__(self) -> None:
         self.child_end, self._end = os.pipe()
         try:
-            if self.child_end <= STDERR_FILENO:
-                # A process without standard streams may get these descriptors, which no child inherits.
-                low, self.child_end = (
-                    self.child_end,
-                    fcntl.fcntl(self.child_end, fcntl.F_DUPFD_CLOEXEC, STDERR_FILENO + 1),
-                )
-                os.close(low)
+            self.child_end = beyond_std(self.child_end)
         except OSError:
             self.close()
             raise

@@ -159,14 +159,6 @@ def test_what_runs_say_is_said_once():
     assert make_report().complete
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "mean", "width"),
-    [(98, 102, 100, 0.02), (100, 100, 100, 0), (-1, 1, 0, INF), (0, 0, 0, INF)],
-)
-def test_the_half_width_is_a_share_of_the_mean(low, high, mean, width):
-    assert Interval(mean, low, high, 5).half_width == pytest.approx(width)
-
-
 # ---- as JSON
 
 WHOLE = make_report(

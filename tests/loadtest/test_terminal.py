@@ -12,7 +12,7 @@ from asynctrt.loadtest.recorder import ErrorCount, Window
 from asynctrt.loadtest.report import StreamFigures
 from asynctrt.loadtest.session import Progress
 from asynctrt.loadtest.summary import DASH
-from asynctrt.loadtest.terminal import SPARKS, LiveView, progress_view, show, sparks
+from asynctrt.loadtest.terminal import LiveView, progress_view, show
 from tests.loadtest import reports
 
 
@@ -121,12 +121,6 @@ def test_how_far_it_is():
 def test_a_progress_without_an_end():
     progress = Progress(number=1, label="trace", started_ns=0, windows={0: window([5] * 9)})
     assert "runs until the last answer" in rendered(progress_view("x", progress, 10**9))
-
-
-def test_sparks():
-    assert sparks([]) == ""
-    assert sparks([0.0, 0.0]) == SPARKS[0] * 2
-    assert sparks([1.0, 8.0, 4.0]) == SPARKS[1] + SPARKS[-1] + SPARKS[4]
 
 
 def test_the_live_view_is_drawn_now_and_then_and_leaves_nothing():
