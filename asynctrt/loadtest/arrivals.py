@@ -108,7 +108,7 @@ class LoadProfile:
 
 
 def stages_seconds(text: str) -> float | None:
-    """Return the length of all stages; ``None`` if they have no lengths of their own.
+    """Return the length of all stages; ``None`` if they have none.
 
     :raises OptionsError: if only some of them have one, or the text is not a profile.
     """

@@ -103,7 +103,7 @@ def parse_slo(texts: Iterable[str]) -> tuple[Criterion, ...]:
             )
         if criterion.sign != ("<" if criterion.figure not in ("throughput", "goodput") else ">"):
             raise OptionsError(
-                f"{criterion}: an slo says what is good, and this says what is bad: turn the sign round"
+                f"{criterion}: an slo states what is good, and this states what is bad: reverse the sign"
             )
     return criteria
 

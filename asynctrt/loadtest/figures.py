@@ -330,9 +330,8 @@ def _unbelievable(counters: BatchCounters | None, both: tuple[int, int]) -> str 
     if is_all and min(counters.batches, counters.queue_ns) >= 0:
         return None
     return (
-        f"the target's own statistics are left out: they rose by {requests:,} requests, and "
-        f"{answered:,} were answered. It has other clients too, or began anew, or has several processes of "
-        "which each tells its own"
+        f"the target's own statistics are left out: they rose by {requests:,} requests, while {answered:,} "
+        "were answered. It may have other clients, have restarted, or have several processes that count apart"
     )
 
 

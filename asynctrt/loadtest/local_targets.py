@@ -88,7 +88,7 @@ class CallTarget:
         self.is_self_contained = _takes_nothing(call)
         """Whether the function takes no arguments, so that no inputs are needed."""
         self.steps: list[StepTime] = []
-        """The steps that have ended; whoever counts them empties the list."""
+        """The steps that have ended. The runner counts them and empties the list."""
         self._call = call
         self._has_users = inspect.isasyncgenfunction(call)
         self._idle: list[AsyncGenerator[Any, Any]] = []

@@ -69,14 +69,14 @@ async def _open_all(specs: Sequence[TargetSpec]) -> Target:
     """Open each address. All must be of the same kind, so that their figures belong together."""
     kinds = {(spec.scheme, spec.is_plain) for spec in specs}
     if len(kinds) > 1:
-        raise UsageError("several addresses are of the same scheme, and all or none of models")
+        raise UsageError("several addresses must have the same scheme, and either all or none name a model")
     async with AsyncExitStack() as stack:
         made = []
         for spec in specs:
             made.append(await _open(spec))
             stack.push_async_callback(made[-1].aclose)
         if any(target.inputs != made[0].inputs for target in made):
-            raise UsageError("the models at several addresses have different inputs: test them apart")
+            raise UsageError("the models at several addresses have different inputs: test each by itself")
         stack.pop_all()
         return made[0] if len(made) == 1 else SeveralTargets(made)
 
@@ -84,7 +84,7 @@ async def _open_all(specs: Sequence[TargetSpec]) -> Target:
 async def _open(spec: TargetSpec) -> Target:
     if spec.until_message is not None and not (spec.is_plain and spec.scheme in ("ws", "wss")):
         raise OptionsError(
-            "until_message is for websockets that do not speak KServe: what ends any other answer is known"
+            "until_message is for websockets that do not speak KServe: the end of any other answer is known"
         )
     if spec.tls != Tls() and spec.scheme not in ("https", "wss", "grpcs"):
         raise OptionsError(

@@ -71,8 +71,8 @@ async def open_plain_target(spec: TargetSpec) -> Target:
     if spec.scheme in ("ws", "wss"):
         if template is None:
             raise OptionsError(
-                f"{spec.where} is not a websocket of a model (/v2/models/NAME/ws), so what to send has to be "
-                "said: set body to a text or to JSON"
+                f"{spec.where} is not the websocket of a model (/v2/models/NAME/ws): set body to the text or "
+                "JSON to send"
             )
         is_last = None if spec.until_message is None else ending(spec.until_message)
         if "${" in spec.where or any("${" in text for text in spec.headers):
@@ -371,8 +371,8 @@ class PlainWebsocketTarget(_PlainTarget):
     def _unasked(self) -> TargetError:
         """Return the error for an unsolicited message."""
         return TargetError(
-            f"{self._shown} sends messages that nothing asked for, so that it cannot be told which of them "
-            "is an answer: if one has several, say with until_message (--until-message) what tells the last"
+            f"{self._shown} sends unsolicited messages, so answers cannot be matched to requests. If an "
+            "answer has several messages, describe the last one with until_message (--until-message)"
         )
 
     async def aclose(self) -> None:

@@ -471,7 +471,7 @@ class Runner:
 
     async def _until(self, when_ns: int) -> None:
         """Sleep until the clock reaches ``when_ns``. The event loop's timers alone may fire early."""
-        while (delay_ns := when_ns - self._now_ns()) > 0:  # noqa: ASYNC110  (there is no event of a clock)
+        while (delay_ns := when_ns - self._now_ns()) > 0:  # noqa: ASYNC110  (a clock has no event)
             await asyncio.sleep(delay_ns / 1e9)
 
     async def _take_batches(self, counting: "asyncio.Task[None]") -> None:

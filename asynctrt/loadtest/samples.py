@@ -301,7 +301,7 @@ def _array(value: Any, spec: TensorSpec | None, where: str) -> Array:
 
 
 def _with_name(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Restore a type such as bfloat16, of which NumPy files keep the bytes but not the name."""
+    """Restore a type such as bfloat16: NumPy files keep its bytes, but not its name."""
     is_same = array.dtype.kind == dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize
     return array.view(dtype) if is_same else array
 

@@ -240,7 +240,7 @@ class LoadSettings:
 
     @property
     def stages_s(self) -> float | None:
-        """The length of the stages in seconds, if they have lengths of their own."""
+        """The total length of stages with lengths, in seconds; ``None`` for others."""
         if self.trace is not None:
             return None
         return stages_seconds(_text((self.rate if self.is_open else self.callers) or CALLERS_DEFAULT))
@@ -303,7 +303,7 @@ class LoadSettings:
         if self.trace is None:
             self.profile(1.0)
         if self.seconds is not None and self.stages_s is not None:
-            raise OptionsError("the stages have lengths of their own: leave seconds out")
+            raise OptionsError("the stages have lengths: leave seconds out")
         parse_slo(self.slo)
 
 

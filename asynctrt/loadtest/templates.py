@@ -106,7 +106,9 @@ def _as_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
-        raise OptionsError("an array for the body has NaN or infinity in it, which JSON has not") from error
+        raise OptionsError(
+            "an array for the body contains NaN or infinity, which JSON cannot represent"
+        ) from error
 
 
 def _as_text(value: Any) -> str:

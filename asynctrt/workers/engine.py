@@ -143,7 +143,7 @@ class IsolatedEngine(DrivenEngine):
 
     def _key_on_device(self, key: BatchKey, rows: int) -> BatchKey:
         raise InputError(
-            "outputs='device' leaves them with the worker process, where nobody can use them. Leave it out, "
+            "outputs='device' would leave them in the worker process, out of your reach. Leave it out, "
             "or open the engine with isolation='none'"
         )
 

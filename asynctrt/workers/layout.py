@@ -263,5 +263,5 @@ class Placed:
             found[name] = np.ndarray(shape, spec.dtype, memory.buffer, block + end)
             end = align(end + found[name].nbytes)
         if end > nbytes:
-            raise ValueError(f"the worker has written {end} bytes to where {nbytes} have room")
+            raise ValueError(f"the worker has written {end} bytes into a block of {nbytes}")
         return found

@@ -704,9 +704,9 @@ class Link:
         before = f", as did the {tries - 1} before it, without an answer in between" if tries > 1 else ""
         what = "open the engine again"
         if self.first.done():
-            what = f"another one is tried in {pause_s:g} s, and then ever more seldom"
+            what = f"another one is tried in {pause_s:g} s, and then less and less often"
         self.lost = DeviceLostError(
-            f"the worker on {self.device} {how}{before}. Mend the model or the device: {what}"
+            f"the worker on {self.device} {how}{before}. Fix the model or the device: {what}"
         )
         logger.error("%s", self.lost)
         self.state = "lost"

@@ -93,7 +93,7 @@ class StandIns:
         if spare is None and link.device != HOST:
             self._in_vain.add(link)
             return
-        logger.warning("%r answers nothing: a second worker takes what waits for it meanwhile", link)
+        logger.warning("%r has stopped answering: a second worker takes its waiting requests for now", link)
         stand_in = self._of[link] = self._make(link)
         stand_in.is_stand_in = True
         stand_in.owner = link.owner

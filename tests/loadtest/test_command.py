@@ -65,7 +65,7 @@ def test_the_demo_is_a_model_and_files():
         ({"fail_if": ["p99>+10%"]}, "asynctrt compare A.json B.json"),
         ({"fail_if": ["p99>1ms"], "sweep": ["rate=1,2"]}, "a sweep has several"),
         ({"fail_if": ["p98>1ms"]}, "unknown figure 'p98'"),
-        ({"slo": ["p99>20ms"]}, "an slo says what is good"),
+        ({"slo": ["p99>20ms"]}, "an slo states what is good"),
     ],
 )
 def test_what_makes_no_sense(given, says):

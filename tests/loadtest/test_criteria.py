@@ -150,10 +150,10 @@ def test_several_targets_in_one_text_or_in_many():
     [
         ("p99<+10%", "an slo needs an absolute limit"),
         ("throughput>-10%", "an slo needs an absolute limit"),
-        ("p99>20ms", "says what is good"),
-        ("errors>1%", "says what is good"),
-        ("throughput<100", "says what is good"),
-        ("goodput<100", "says what is good"),
+        ("p99>20ms", "states what is good"),
+        ("errors>1%", "states what is good"),
+        ("throughput<100", "states what is good"),
+        ("goodput<100", "states what is good"),
         ("p99<20ms,", "is not a criterion"),
     ],
 )
