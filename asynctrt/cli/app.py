@@ -85,16 +85,6 @@ REMOVED: Final = {
 }
 """Removed commands and flags, with their replacements."""
 
-WRONG_VALUES: Final = {
-    "int_parsing": "is not a whole number",
-    "int_from_float": "is not a whole number",
-    "float_parsing": "is not a number",
-    "bool_parsing": "is not true or false",
-    "greater_than_equal": "is less than {ge}",
-    "less_than_equal": "is more than {le}",
-}
-"""Messages for wrong values, by pydantic's error type. Newer versions of typer show pydantic's message."""
-
 
 def _seconds(given: Any) -> float:
     """Return a number of seconds, from a number or from a time such as 30s or 2ms."""
@@ -170,8 +160,6 @@ class _Command(typer.core.TyperCommand):
             if type(error).__name__ == "NoSuchOption":
                 _refuse_removed(f"{ctx.info_name} {error.option_name}")  # type: ignore[attr-defined]
                 _suggest(error, [name for item in self.params if (name := item.name)])
-            elif type(error).__name__ == "BadParameter":
-                _reword(error)
             raise
 
 
@@ -182,20 +170,6 @@ def _refuse_removed(name: str) -> None:
     """
     if name in REMOVED:
         raise UsageError(f"`asynctrt {name}` was removed. {REMOVED[name]}")
-
-
-def _reword(error: Any) -> None:
-    """Put the message of a typer error that pydantic caused into plain English."""
-    cause = error.__cause__
-    if not callable(getattr(cause, "errors", None)):
-        return
-    first = cause.errors()[0]
-    limits = first.get("ctx", {})
-    if (kind := WRONG_VALUES.get(first["type"])) is not None:
-        shown = first["input"] if limits else repr(first["input"])
-        error.message = f"{shown} {kind.format(**limits)}"
-    else:
-        error.message = error.message.removeprefix("Value error, ")
 
 
 def _suggest(error: Any, names: list[str]) -> None:

@@ -10,10 +10,8 @@ from rich.errors import LiveError
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from asynctrt._util.validation import printable
 from asynctrt.backends.tensorrt.builder import BuildStep
-
-ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160))}
-"""Replacements for control characters: model names may be untrusted, and must not control the terminal."""
 
 LOGGER: Final = logging.getLogger("asynctrt.build")
 
@@ -60,12 +58,12 @@ class _Bars(logging.Handler):
             if bar is not None:
                 bar(step)
             return
-        said = record.getMessage().translate(ESCAPES)
+        said = printable(record.getMessage())
         self._progress.console.print(said, highlight=False, markup=False, soft_wrap=True)
         if bar is None:
             with suppress(LiveError):  # Another live display is running, and rich allows only one at a time.
                 self._progress.start()
-            self._bars[model] = BuildBar(self._progress, model.rpartition("/")[2].translate(ESCAPES))
+            self._bars[model] = BuildBar(self._progress, printable(model.rpartition("/")[2]))
         else:
             self._progress.remove_task(self._bars.pop(model).task)
 

@@ -3,7 +3,6 @@
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,8 +28,6 @@ class Machine:
     """The memory that the container uses, without cached files that could be dropped."""
     oom_kills: int | None
     """Processes of the container that were killed because its memory was used up."""
-    shm_free_nbytes: int | None
-    """Free memory in ``/dev/shm``."""
     memlock_nbytes: int | None
     """The maximum memory that a process may lock."""
     descriptors: int | None
@@ -52,7 +49,6 @@ def read_machine(root: Path = Path("/")) -> Machine:
         memory_limit_nbytes=cgroup.memory_limit(),
         memory_used_nbytes=cgroup.memory_used(),
         oom_kills=cgroup.oom_kills(),
-        shm_free_nbytes=_free(root / "dev/shm"),
         memlock_nbytes=_limit(resource.RLIMIT_MEMLOCK),
         descriptors=_limit(resource.RLIMIT_NOFILE),
         gpu_signs=tuple(f"/{path.relative_to(root)}" for path in _gpu_signs(root)),
@@ -71,10 +67,3 @@ def _gpu_signs(root: Path) -> Iterator[Path]:
 def _limit(kind: int) -> int | None:
     soft, _ = resource.getrlimit(kind)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _free(path: Path) -> int | None:
-    with suppress(OSError):
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
-    return None

@@ -141,8 +141,6 @@ FAULTS = [
     ("container.oom", W, with_machine(oom_kills=1)),
     ("container.memory", W, with_machine(memory_used_nbytes=60 * GIB)),
     ("container.cpu", W, with_machine(quota_cores=2.5)),
-    ("container.shm", N, with_machine(shm_free_nbytes=64 << 20)),
-    ("container.shm", N, with_machine(shm_free_nbytes=None)),
     ("system.memlock", W, lambda: report(machine={"memlock_nbytes": 65536}, engines={"cuda:0": failed("x")})),
     ("system.memlock", N, lambda: without_gpu(machine={"memlock_nbytes": 65536})),
     ("system.descriptors", N, with_machine(descriptors=1024)),

@@ -60,7 +60,6 @@ def test_a_machine_that_tells_nothing(tmp_path):
     machine = read_machine(tmp_path)
     assert machine.memory_limit_nbytes is None
     assert machine.quota_cores is None
-    assert machine.shm_free_nbytes is None
     assert machine.gpu_signs == ()
 
 

@@ -367,29 +367,7 @@ class TestErrors:
             "<html>",
             "[]",
             {},
-            {"outputs": 1},
-            {"outputs": [1]},
-            {"outputs": [{"name": "y", "datatype": "FP32", "shape": [1]}]},
             outputs(("y", "FP33", [1], [1])),
-            outputs(("y", ["FP32"], [1], [1])),
-            outputs(("y", "FP32", [2], [1])),
-            outputs(("y", "FP32", 1, [1])),
-            outputs(("y", "FP32", [1], ["x"])),
-            outputs(("y", "INT32", [1], [1.5])),
-            outputs(("y", "INT8", [1], [300])),
-            outputs(("y", "INT64", [1], [None])),
-            outputs(("y", "BYTES", [1], [1])),
-            {
-                "outputs": [
-                    {"name": "y", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}}
-                ]
-            },
-            {"outputs": [{"name": "y", "datatype": "FP32", "shape": [1], "parameters": 1}]},
-            {
-                "outputs": [
-                    {"name": "y", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": "4"}}
-                ]
-            },
         ],
     )
     async def test_answers_that_nobody_can_read(self, page):

@@ -1,4 +1,4 @@
-"""The operating system: memory and cores of the container, shared and locked memory, open files."""
+"""The operating system: memory and cores of the container, locked memory, open files."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -9,10 +9,6 @@ from asynctrt.doctor.machine import Machine
 
 MEMORY_SHARE: Final = 0.1
 """With a smaller share of memory left, the next model may not fit."""
-
-SHM: Final = "/dev/shm"  # noqa: S108  (nothing is written there)
-SHM_NBYTES: Final = 64 << 20
-"""Docker's default for a container."""
 
 MEMLOCK_NBYTES: Final = 64 << 20
 
@@ -32,16 +28,6 @@ def check(facts: Facts) -> Iterator[Finding]:
             "container.cpu",
             f"{cores}, but a CPU quota of {quota:g}: when it is used up, threads stop for up to 100 ms",
             "Pin the container to whole cores (cpuset) and lift the quota, or use HostDevice(threads=...)",
-        )
-    free = machine.shm_free_nbytes or 0
-    if free > SHM_NBYTES:
-        yield ok("container.shm", f"{SHM} has {_mib(free)} free")
-    else:
-        yield note(
-            "container.shm",
-            f"{SHM} has {_mib(free)} free. NCCL and the shared memory of Python and PyTorch end with SIGBUS "
-            "beyond it; asynctrt and its workers do not use it",
-            "docker run --shm-size=1g or --ipc=host; an emptyDir of medium Memory in Kubernetes",
         )
     yield _locked(facts)
     if machine.descriptors is not None and machine.descriptors < DESCRIPTORS:
