@@ -121,8 +121,9 @@ def total(windows: Iterable[Window]) -> Window:
         sent=sum(item.sent for item in items),
         completed=sum(item.completed for item in items),
         pieces=sum(item.pieces for item in items),
-        **{name: merged(getattr(item, name) for item in items) for name in COUNTS},
     )
+    for name in COUNTS:
+        setattr(whole, name, merged(getattr(item, name) for item in items))
     for item in items:
         for kind, error in item.errors.items():
             _count(whole.errors, kind, error.count, error.example)

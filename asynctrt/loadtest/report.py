@@ -9,7 +9,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import import_module
@@ -314,13 +314,17 @@ class Report:
             unchanged.
         """
         path = Path(path)
-        makers = {".json": self.as_text, ".csv": self.as_csv, ".html": lambda: _page().interactive(self)}
+        makers: dict[str, Callable[[Report], str]] = {
+            ".json": Report.as_text,
+            ".csv": Report.as_csv,
+            ".html": lambda report: str(_page().interactive(report)),
+        }
         if path.suffix not in makers:
             raise UsageError(
                 f"{str(path)!r} is not a .json, .html or .csv file: a report is written as one of these"
             )
         try:
-            write_whole(path, makers[path.suffix]())
+            write_whole(path, makers[path.suffix](self))
         except OSError as error:
             raise UsageError(f"{str(path)!r} cannot be written: {error}") from error
         return [path]

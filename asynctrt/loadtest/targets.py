@@ -70,10 +70,8 @@ class BatchCounters:
             rows: self.by_rows.get(rows, 0) + sign * other.by_rows.get(rows, 0) for rows in sorted(sizes)
         }
         names = [item.name for item in fields(self) if item.name != "by_rows"]
-        return BatchCounters(
-            *[getattr(self, name) + sign * getattr(other, name) for name in names],
-            {rows: count for rows, count in by_rows.items() if count},
-        )
+        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in names}
+        return BatchCounters(**sums, by_rows={rows: count for rows, count in by_rows.items() if count})
 
     def since(self, before: "BatchCounters") -> "BatchCounters":
         """Return the difference from an earlier reading."""

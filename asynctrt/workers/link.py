@@ -36,6 +36,7 @@ from asynctrt.workers.messages import (
     Want,
 )
 from asynctrt.workers.original import Original
+from asynctrt.workers.pulse import LOOK_S, Pulse
 from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
 from asynctrt.workers.spares import Spares
 from asynctrt.workers.spawn import Spawner, WorkerHandle
@@ -61,21 +62,6 @@ RETRY_S: Final = 1.0
 
 RETRY_S_MAX: Final = 300.0
 """The maximum of that pause, so that a model which was mended is found within minutes."""
-
-LOOK_S: Final = 0.5
-"""How often the link checks that the worker's event loop runs."""
-
-STUCK_S: Final = 2.0
-"""A worker that has groups but has answered none for this long gets no more; waiting groups go to others."""
-
-STUCK_FACTOR: Final = 4
-"""The same limit as a multiple of the longest batch answered so far; the larger limit counts."""
-
-IDLE_LOOKS_MAX: Final = 3
-"""After this many checks, a worker that runs and has groups but works on none will never answer them."""
-
-SILENCE_S_MIN: Final = 0.9
-"""A shorter silence means nothing, whatever the batch_timeout is."""
 
 TURN_NS_MAX: Final = 10_000_000_000
 """The maximum turn of suspects and of others, apart from the batches still running when it ends."""
@@ -212,26 +198,13 @@ class Link:
         self._turn_ns = 0
         self._until_ns = 0
         self._turn_rows = 0
-        # The time that the longest batch took.
-        self._longest_ns = 0
         self._failed_starts = 0
         self._vain_deaths = 0
         self._original = original
         self._retry_s = RETRY_S
         self.deaths = 0
         """Workers that died."""
-        # When the worker's loop was last checked, its heartbeat then, and for how long that has not changed.
-        self._looked_ns = 0
-        self._beat = 0
-        self._silent_ns = 0
-        # The oldest group, and for how many checks in a row it was that while the loop ran but did no work.
-        self._idle_with = 0
-        self._idle_looks = 0
-        # For how long it has had groups without answering any.
-        self._waited_ns = 0
-        self._has_answered = False
-        self.is_stuck = False
-        """Whether it has answered nothing for so long that others take over its waiting groups."""
+        self._pulse = Pulse(want.options.batch_timeout)
         self._look: asyncio.TimerHandle | None = None
         self._counts_before: Statistics | None = None
         self.first: asyncio.Future[Description] = loop.create_future()
@@ -258,6 +231,11 @@ class Link:
         if self._is_turn_of_others:
             return self._turn_rows > 0 or clock.now_ns() < self._until_ns
         return not (self._suspects or self._tried)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its worker has answered nothing for so long that others take over its waiting groups."""
+        return self._pulse.is_stuck
 
     @property
     def drain(self) -> tuple[float, float]:
@@ -492,8 +470,7 @@ class Link:
         candidate.process.send(message, [memory.fd, rings.fd, theirs, own])
         rings.close()
         self._receiver.sleep()
-        self._looked_ns, self._beat, self._silent_ns, self._idle_looks = clock.now_ns(), 0, 0, 0
-        self._waited_ns, self.is_stuck = 0, False
+        self._pulse.begin(clock.now_ns())
         if self._look is None:
             self._look = self._loop.call_later(LOOK_S, self._look_after)
         self.state, self.lost = "open", None
@@ -667,7 +644,7 @@ class Link:
         self.put(suspect)
         self.publish()
         timeout_s = self._options.batch_timeout
-        limit_s = max(TRIAL_S_MIN, TRIAL_FACTOR * self._longest_ns / 1e9)
+        limit_s = max(TRIAL_S_MIN, TRIAL_FACTOR * self._pulse.longest_ns / 1e9)
         if suspect.hangs and timeout_s is not None and limit_s < timeout_s:
             self._trial = self._loop.call_later(limit_s, self._hangs_again, limit_s)
 
@@ -763,8 +740,7 @@ class Link:
             self._vain_deaths, self._retry_s = 0, RETRY_S
             # Cancelled and expired groups do not count: they are reported even while a batch hangs.
             if fields[0] == Kind.ANSWER or (fields[0] == Kind.ERROR and group.deadline_ns == NO_DEADLINE_NS):
-                self._has_answered, self.is_stuck = True, False
-                self._longest_ns = max(self._longest_ns, fields[6])
+                self._pulse.answered(fields[6])
             self.owner.answered(self, group, fields)
 
     def _fetch(self, group: RequestGroup, nbytes: int) -> None:
@@ -785,43 +761,21 @@ class Link:
         self._look = self._loop.call_later(LOOK_S, self._look_after)
         if self._sender is None or self._worker is None or self._worker.process is None:
             return
-        now_ns, (beat, works) = clock.now_ns(), beat_of(self._sender)
-        # If this process was stopped too (Ctrl-Z), it cannot know how long the worker was silent.
-        seen_ns = min(now_ns - self._looked_ns, int(LOOK_S * 1e9))
-        is_silent = beat == self._beat
-        self._silent_ns = self._silent_ns + seen_ns if is_silent else 0
-        self._looked_ns, self._beat = now_ns, beat
         oldest = next(iter(self.groups), 0)
-        is_idle = oldest and not is_silent and not works
-        self._idle_looks = (self._idle_looks + 1 if oldest == self._idle_with else 1) if is_idle else 0
-        self._idle_with = oldest
-        self._waited_ns = 0 if self._has_answered or not self.groups else self._waited_ns + seen_ns
-        self._has_answered = False
-        stuck_s = self._stuck_s
-        self.is_stuck = stuck_s is not None and self._waited_ns > stuck_s * 1e9
-        limit_s, why = self._options.batch_timeout, ""
-        if limit_s is not None and self._silent_ns > max(limit_s, SILENCE_S_MIN) * 1e9:
-            silent_s = self._silent_ns / 1e9
-            why = f"its event loop had not run for {silent_s:.1f} s (batch_timeout is {limit_s:g} s)"
-        elif self._idle_looks >= IDLE_LOOKS_MAX:
-            # Its loop has run twice since it got the oldest group, so it must have read it.
-            why = f"it worked on none of the {len(self.groups)} groups of requests that it was given"
+        beat, works = beat_of(self._sender)
+        why = self._pulse.looked(
+            clock.now_ns(),
+            beat,
+            works,
+            oldest=oldest,
+            groups=len(self.groups),
+            first_s=self._original.opening_s_max,
+        )
         if why:
             self._worker.error = DeviceLostError(why)
             self._worker.process.kill(why)
         elif self.owner is not None:
             self.owner.link_looked(self)
-
-    @property
-    def _stuck_s(self) -> float | None:
-        """The time without an answer after which others take over; ``None`` if nothing tells.
-
-        Before the first answer it is the limit for opening the engine: a first batch may have as much to
-        prepare.
-        """
-        if self._longest_ns:
-            return max(STUCK_S, STUCK_FACTOR * self._longest_ns / 1e9)
-        return self._original.opening_s_max
 
 
 def _because(candidate: Candidate) -> str:

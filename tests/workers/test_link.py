@@ -23,7 +23,7 @@ from asynctrt.errors import (
 )
 from asynctrt.runtime.jobs import Copiers
 from asynctrt.workers import front, groups, link, spares
-from asynctrt.workers.link import LOOK_S, VAIN_DEATHS_MAX
+from asynctrt.workers.link import VAIN_DEATHS_MAX
 from tests.helpers import WAIT_S, until
 from tests.workers.double import workers
 from tests.workers.models import HANG, SEGFAULT, rows
@@ -324,25 +324,6 @@ async def test_a_front_that_was_stopped_itself_does_not_blame_its_worker():
         assert not made.all[0].how_it_ended
         await until(lambda: made.all[0].how_it_ended)  # It is silent still.
         assert engine.workers[0].deaths == 1
-
-
-async def test_only_a_silence_that_is_not_broken_ends_a_worker():
-    async with workers(KIND) as made, opened(batch_timeout=1.2) as engine:
-        (worker,), link = made.all, engine._front.links[0]
-
-        def look():
-            link._look.cancel()
-            link._looked_ns -= int(LOOK_S * 1e9)
-            link._look_after()
-
-        for turn in range(20):
-            worker.receiver.beat(1 + turn // 2)  # It shows in every second look that it runs.
-            look()
-        await asyncio.sleep(0)
-        assert not worker.how_it_ended
-        for _ in range(3):
-            look()
-        await until(lambda: worker.how_it_ended)
 
 
 async def test_a_start_that_fails_in_an_unforeseen_way_is_said():

@@ -7,7 +7,7 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import PoisonError
-from asynctrt.workers import link, original
+from asynctrt.workers import link, original, pulse
 from asynctrt.workers.stand_ins import HOST
 from tests.helpers import until
 from tests.workers.double import workers
@@ -24,8 +24,9 @@ LARGE = "tests.workers.models:large"
 def found_soon(request, monkeypatch):
     """A worker that answers nothing is found out after some hundredths of a second."""
     if "costs_others" not in request.node.name:
-        monkeypatch.setattr(link, "STUCK_S", 0.05)
-        monkeypatch.setattr(link, "LOOK_S", 0.02)
+        monkeypatch.setattr(pulse, "STUCK_S", 0.05)
+        for module in (link, pulse):
+            monkeypatch.setattr(module, "LOOK_S", 0.02)
 
 
 def opened(model=KIND, **settings):

@@ -245,7 +245,7 @@ async def test_a_worker_that_runs_and_works_on_nothing_of_what_it_has_is_replace
         def look(beat, works):
             worker.receiver.beat(beat, works)
             one._look.cancel()
-            one._looked_ns -= int(LOOK_S * 1e9)
+            one._pulse.looked_ns -= int(LOOK_S * 1e9)
             one._look_after()
 
         for beat in range(1, 10):
