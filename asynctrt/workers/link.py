@@ -201,7 +201,7 @@ class Link:
         self._failed_starts = 0
         self._vain_deaths = 0
         self._original = original
-        self._retry_s = RETRY_S
+        self._retry_s = 0.0  # The next pause before a lost engine is tried again, if it was lost before.
         self.deaths = 0
         """Workers that died."""
         self._pulse = Pulse(want.options.batch_timeout)
@@ -676,7 +676,7 @@ class Link:
     def _lose(self, how: str) -> None:
         """Fail waiting callers; if the engine was ever open, try again later."""
         tries = max(self._failed_starts, self._vain_deaths)
-        pause_s = self._retry_s
+        pause_s = self._retry_s or RETRY_S
         self._retry_s = min(2 * pause_s, RETRY_S_MAX)
         before = f", as did the {tries - 1} before it, without an answer in between" if tries > 1 else ""
         what = "open the engine again"
@@ -737,7 +737,7 @@ class Link:
             self._rows -= group.rows
             if group is self._tried:
                 self._end_trial()
-            self._vain_deaths, self._retry_s = 0, RETRY_S
+            self._vain_deaths, self._retry_s = 0, 0.0
             # Cancelled and expired groups do not count: they are reported even while a batch hangs.
             if fields[0] == Kind.ANSWER or (fields[0] == Kind.ERROR and group.deadline_ns == NO_DEADLINE_NS):
                 self._pulse.answered(fields[6])

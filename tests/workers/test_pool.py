@@ -117,7 +117,7 @@ class Started:
         monkeypatch.setattr(WorkerProcess, "start", self._start)
         self.pool = WorkerPool(asyncio.get_running_loop())
 
-    async def _start(self, _model, _device, _options, hear, died):
+    async def _start(self, _want, hear, died):
         self.processes.append(Process())
         self.hears.append(hear)
         self.deaths.append(died)
