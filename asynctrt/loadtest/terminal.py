@@ -100,7 +100,7 @@ def _live_row(whole: Window, seconds: float) -> list[str]:
 
 
 def show(console: Console, report: Report, *, uncorrected: bool) -> None:
-    """Show the results: the important messages, the tables, and the result in one line."""
+    """Show the important messages, the tables, the confidence intervals, and the result in one line."""
     for banner in summary.banners(report):
         reasons = "".join(f"\n  {_clean(reason)}" for reason in banner.reasons)
         console.print(f"[{STYLES[banner.level]}]{_clean(banner.title)}[/]{reasons}", highlight=False)
@@ -108,6 +108,10 @@ def show(console: Console, report: Report, *, uncorrected: bool) -> None:
     for table in (*summary.tables(report), sent, *summary.results(report)):
         if table is not None:
             console.print(_drawn(table, console.width))
+    for tile in summary.tiles(report) if report.comparison is None else ():
+        if "95%" in tile.more:
+            figure = f"{tile.name}: {tile.value.text} {tile.unit} ({tile.more})"
+            console.print(_clean(figure), highlight=False)
     console.print(f"[bold]{_clean(summary.headline(report))}[/]", highlight=False)
 
 

@@ -72,6 +72,13 @@ def test_a_missing_percentile_is_not_made_up():
     assert DASH in line
 
 
+def test_intervals_are_those_over_the_repetitions():
+    report = reports.repeats()
+    within = report.intervals["p99"]
+    assert f"(95%: {within.low:.2f} to {within.high:.2f})\n" in shown(report)
+    assert "95%:" not in shown(reports.compare())
+
+
 def test_what_servers_say_is_no_markup():
     text = shown(reports.hostile())
     assert "<script>" in text
