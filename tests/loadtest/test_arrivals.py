@@ -298,12 +298,6 @@ def test_as_many_as_the_integral_in_every_piece(process, text):
         assert_poisson(found, expected)
 
 
-def test_nothing_comes_where_the_level_is_zero():
-    due_ns = gathered(schedule("3000,0,3000", 3).blocks()).due_ns
-    assert not counts_in(due_ns, [1, 2])[0]
-    assert counts_in(due_ns, [0, 1])[0] > 2000
-
-
 # ---- given arrivals
 
 

@@ -213,10 +213,3 @@ def test_the_end_from_outside():
     assert search.next_rate() is None
     found = search.result(SLO)
     assert (found.holds, found.fails, found.why) == (100, None, "it was stopped")
-
-
-def test_a_repr_shows_the_state():
-    search = Search(100.0, 0.05)
-    assert repr(search) == "<Search holds=None fails=None next=100.0>"
-    search.tell(holds=False)
-    assert repr(search) == "<Search holds=None fails=100.0 next=50.0>"
