@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import weakref
-from collections import deque
 from dataclasses import replace
 from functools import reduce
 from typing import Any, Final, Protocol
@@ -40,6 +39,7 @@ from asynctrt.workers.pulse import LOOK_S, Pulse
 from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
 from asynctrt.workers.spares import Spares
 from asynctrt.workers.spawn import Spawner, WorkerHandle
+from asynctrt.workers.trials import Trials
 
 GROUPS_MAX: Final = 8192
 """The maximum number of groups of one worker; the front holds the rest."""
@@ -62,9 +62,6 @@ RETRY_S: Final = 1.0
 
 RETRY_S_MAX: Final = 300.0
 """The maximum of that pause, so that a model which was mended is found within minutes."""
-
-TURN_NS_MAX: Final = 10_000_000_000
-"""The maximum turn of suspects and of others, apart from the batches still running when it ends."""
 
 TRIAL_S_MIN: Final = 5.0
 """The minimum time limit for the trial of a request that hung before."""
@@ -188,16 +185,8 @@ class Link:
         self.pace = 1.0
         """How long its batches take, as a multiple of the usual time for their size."""
         self._unpublished = False
-        # The suspects still to be tried, listed by original group; and the one being tried.
-        self._suspects: deque[list[RequestGroup]] = deque()
-        self._tried: RequestGroup | None = None
+        self._trials = Trials()
         self._trial: asyncio.TimerHandle | None = None
-        # While there are suspects: whose turn it is, when it began and when it ends, and how many rows the
-        # others may send even if it ends earlier.
-        self._is_turn_of_others = False
-        self._turn_ns = 0
-        self._until_ns = 0
-        self._turn_rows = 0
         self._failed_starts = 0
         self._vain_deaths = 0
         self._original = original
@@ -228,9 +217,7 @@ class Link:
             return False
         if self.state != "open" or len(self.groups) >= GROUPS_MAX:
             return False
-        if self._is_turn_of_others:
-            return self._turn_rows > 0 or clock.now_ns() < self._until_ns
-        return not (self._suspects or self._tried)
+        return self._trials.lets_in(clock.now_ns())
 
     @property
     def is_stuck(self) -> bool:
@@ -264,7 +251,7 @@ class Link:
         self._last_number += 1
         group.number = self._last_number
         group.sent_ns = clock.now_ns()
-        self._turn_rows -= group.rows
+        self._trials.sent(group.rows)
         self.groups[group.number] = group
         self._rows += group.rows
         deadline_ns = group.deadline_ns
@@ -287,8 +274,7 @@ class Link:
 
     def take_suspects(self) -> list[RequestGroup]:
         """Hand over the suspects that no worker has to the caller."""
-        suspects, self._suspects = self._suspects, deque()
-        return [group for part in suspects for group in part]
+        return self._trials.take_waiting()
 
     def give_spare(self) -> Candidate | None:
         """Hand over the spare to the caller, if it is ready."""
@@ -300,7 +286,7 @@ class Link:
 
     def not_begun(self) -> list[RequestGroup]:
         """Return the groups that wait, not yet launched, in a stuck worker."""
-        if not self.is_stuck or self._tried:
+        if not self.is_stuck or self._trials.tried:
             return []
         words = self._memory.words
         return [group for group in self.groups.values() if group.left and not words[group.launched]]
@@ -308,11 +294,11 @@ class Link:
     @property
     def has_suspects(self) -> bool:
         """Whether requests are still to be tried apart."""
-        return bool(self._suspects or self._tried)
+        return not self._trials.are_over
 
     def unanswered(self) -> list[RequestGroup]:
         """Return its unanswered groups, including the suspects still to be tried."""
-        return [*self.groups.values(), *[group for part in self._suspects for group in part]]
+        return [*self.groups.values(), *self._trials.waiting]
 
     @property
     def counts(self) -> Statistics:
@@ -572,7 +558,7 @@ class Link:
             pause_s = PAUSE_S * 2 ** (self._failed_starts - 2) if self._failed_starts > 1 else 0.0
             self._worker = self._new_candidate(pause_s)
             # In a shared worker, a request of another front could end it, and our suspect would be blamed.
-            if self._spawner.is_shared and self._suspects:
+            if self._spawner.is_shared and self._trials.are_waiting:
                 self._worker.want = replace(self.want, alone=True)
         elif self._worker.description is not None:
             self._attach(self._worker)
@@ -588,48 +574,34 @@ class Link:
         for suspects in self.owner.returned(groups, how):
             if tried in suspects:
                 self.owner.poisoned(suspects[0], how)
-                # Go on with another group's suspects: requests that came with this one may be as bad.
-                self._suspects.rotate(-1)
-                self._until_ns = 0
+                self._trials.convict()
             else:
-                self._suspects.append(suspects)
+                self._trials.add(suspects)
 
     def _next_turn(self) -> None:
-        """Try the next suspect, or begin the others' turn, once the worker has nothing else.
-
-        Each turn lasts as long as the one before, up to a limit. The suspects' turn ends when a worker dies,
-        and includes the time to replace it. The others' turn ends early when none of them waits.
-        """
-        while self.state == "open" and self._suspects and not self.groups:
+        """Try the next suspect, or begin the others' turn, once the worker has nothing else."""
+        trials = self._trials
+        while self.state == "open" and trials.are_waiting and not self.groups:
             assert self.owner is not None
-            if self._is_turn_of_others:
-                self._change_turns()
-            elif clock.now_ns() >= self._until_ns:
-                self._change_turns()
+            if trials.is_turn_of_others:
+                trials.change_turns(clock.now_ns(), self._worker_rows)
+            elif trials.is_turn_over(clock.now_ns()):
+                trials.change_turns(clock.now_ns(), self._worker_rows)
                 self.owner.send_held()
                 if self.groups:
                     return
-                self._change_turns()
-            suspect = self._suspects[0].pop()
-            if not self._suspects[0]:
-                self._suspects.popleft()
+                trials.change_turns(clock.now_ns(), self._worker_rows)
+            suspect = trials.next()
             if suspect.left:
                 self._try(suspect)
             else:
                 self.owner.hold([suspect])  # This frees it.
-        if self._suspects or self._tried:
+        if not trials.are_over:
             return
-        self._is_turn_of_others, self._turn_ns, self._until_ns = False, 0, 0
+        trials.end()
         worker = self._worker
         if worker is not None and worker.want.alone and self.state == "open" and not self.groups:
             self._share_again(worker)
-
-    def _change_turns(self) -> None:
-        now_ns = clock.now_ns()
-        took_ns = min(now_ns - self._turn_ns, TURN_NS_MAX) if self._turn_ns else 0
-        self._turn_ns, self._until_ns = now_ns, now_ns + took_ns
-        self._is_turn_of_others = not self._is_turn_of_others
-        self._turn_rows = self._worker_rows
 
     @property
     def _worker_rows(self) -> int:
@@ -640,7 +612,7 @@ class Link:
 
     def _try(self, suspect: RequestGroup) -> None:
         """Give the worker one suspect and nothing else."""
-        self._tried = suspect
+        self._trials.tried = suspect
         self.put(suspect)
         self.publish()
         timeout_s = self._options.batch_timeout
@@ -658,7 +630,7 @@ class Link:
 
     def _end_trial(self) -> RequestGroup | None:
         """End the current trial; return its group, if there was one."""
-        tried, self._tried = self._tried, None
+        tried, self._trials.tried = self._trials.tried, None
         if self._trial is not None:
             self._trial.cancel()
             self._trial = None
@@ -735,7 +707,7 @@ class Link:
                 continue
             del self.groups[number]
             self._rows -= group.rows
-            if group is self._tried:
+            if group is self._trials.tried:
                 self._end_trial()
             self._vain_deaths, self._retry_s = 0, 0.0
             # Cancelled and expired groups do not count: they are reported even while a batch hangs.

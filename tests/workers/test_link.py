@@ -230,7 +230,7 @@ async def test_a_suspect_of_an_engine_that_is_being_closed_is_answered_and_leave
         closing = asyncio.create_task(engine.aclose())
         await until(lambda: engine.state == "closing")
         made.all[1].end("ended by SIGKILL")
-        assert list(engine._front.links[0]._suspects) == [[group]]
+        assert engine._front.links[0]._trials.waiting == [group]
         if not waits:
             call.cancel()
         await closing
