@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from asynctrt.loadtest.criteria import PERCENTILES, Criterion, latency_target_ms
 from asynctrt.loadtest.histogram import Counts
-from asynctrt.loadtest.plans import ProcessPlan
+from asynctrt.loadtest.plans import WINDOWS_MAX, ProcessPlan
 from asynctrt.loadtest.recorder import StepCount, Window, Windows, total
 from asynctrt.loadtest.report import (
     BatchFigures,
@@ -34,7 +34,6 @@ DRIFT_SHARE: Final = 0.1
 """The latency drifts if its mean in the first fifth of a run is off the rest's by more than this share."""
 DRIFT_REQUESTS: Final = 100
 """With fewer requests in either part, such a difference may be chance."""
-MOMENTS_MAX: Final = 120
 
 LATE_MS: Final = 0.1
 """Lateness of the generator up to this never makes a run void."""
@@ -387,7 +386,7 @@ def _steps(whole: Window, windows: Windows) -> dict[str, StepFigures]:
 
 
 def _moments(windows: Sequence[Window], window_s: float, seconds: float) -> tuple[Moment, ...]:
-    each = max(1, -(-len(windows) // MOMENTS_MAX))
+    each = max(1, -(-len(windows) // WINDOWS_MAX))
     moments = []
     for start in range(0, len(windows), each):
         part = total(windows[start : start + each])

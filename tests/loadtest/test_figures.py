@@ -5,13 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from asynctrt.loadtest import figures
 from asynctrt.loadtest.command import exit_status
 from asynctrt.loadtest.criteria import parse_slo
 from asynctrt.loadtest.figures import Counted, held, latencies, make_run
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.limits import Room
-from asynctrt.loadtest.plans import make_plan
+from asynctrt.loadtest.plans import WINDOWS_MAX, make_plan
 from asynctrt.loadtest.recorder import ErrorCount, Window
 from asynctrt.loadtest.report import Report, Resources
 from asynctrt.loadtest.runner import OWN_ERROR, ProcessResult
@@ -240,7 +239,7 @@ def test_moments_are_at_most_so_many_and_add_up():
     windows = {number: window([5.0] * 25) for number in range(400)}
     outcome = ProcessResult(cpu_ns=1, elapsed_ns=100_050 * MS, last_done_ns=1, exhausted=True)
     run = run_of(windows, seconds=100.0, outcome=outcome)
-    assert len(run.moments) <= figures.MOMENTS_MAX
+    assert len(run.moments) <= WINDOWS_MAX
     assert sum(moment.seconds for moment in run.moments) == pytest.approx(100.0)
     assert sum(moment.throughput * moment.seconds for moment in run.moments) == pytest.approx(10_000)
 
