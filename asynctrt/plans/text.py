@@ -79,7 +79,7 @@ def lines_of_opened(opened: Opened) -> Iterator[str]:
         yield from _row(
             "shapes",
             "those that recur get sessions that are told their sizes, as CUDA graphs where possible; "
-            "shapes={...} names some beforehand",
+            "onnx={'shapes': {...}} names some beforehand",
         )
     if opened.memory is not None:
         yield from _memory(opened.memory)

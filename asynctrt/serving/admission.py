@@ -262,8 +262,7 @@ class Admission:
         """Return a gate for an engine that forms batches."""
         engine, options = self._engine, self._engine.options
         batch_rows = engine.max_rows
-        contexts = engine.statistics().contexts
-        in_flight = min(options.max_in_flight or contexts, contexts)
+        in_flight = engine.statistics().contexts
         # Half of the contexts, or two, keep a device busy; any more wait for it. One more batch is queued.
         busy = min(in_flight, max(2, in_flight // 2)) + 1
         factor = 1 if all(spec.is_fixed for spec in engine.inputs) else MIXED_FACTOR

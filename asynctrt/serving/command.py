@@ -159,7 +159,7 @@ def _check_isolation(models: list[ModelSource]) -> None:
     :raises OptionsError: for one that is not.
     """
     for source in models:
-        if source.settings.get("isolation") != "process":
+        if source.settings.get("isolation", "none") == "none":
             raise OptionsError(
                 f"several fronts share worker processes, and the isolation of {source.path!r} is 'none'. "
                 "Leave it out"

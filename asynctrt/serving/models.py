@@ -113,7 +113,7 @@ class ModelSource:
             token = ENGINE_NAME.set(f"{self.name}:{self.version}")
             try:
                 on = self.device or device
-                if is_attribute(self.path) and self.settings.get("isolation") != "process":
+                if is_attribute(self.path) and self.settings.get("isolation", "none") == "none":
                     engine = await open_attribute(self.path, on, self.settings)
                 else:
                     engine = await asynctrt.open(self.path, device=on, options=Options(**self.settings))

@@ -211,7 +211,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
             "isolation='process' needs Linux (memfd_create, pidfd_open). Leave it out, or run there"
         )
     loop = asyncio.get_running_loop()
-    own = dataclasses.replace(options, isolation="none", timeout=None)
+    own = dataclasses.replace(options, timeout=None)
     total = memory_nbytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = SharedMemory.create(int(total * SHARE_OF_MEMORY))
     spawner = SPAWNER.get() or OwnWorkers()
@@ -236,8 +236,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
 
     def stand_in(link: Link) -> Link:
         place = f"{link.place}, beside"
-        return Link(
-            loop, model, link.device, replace(own, warm_spare=False), memory, spawner, place, original
-        )
+        without = replace(own, isolation="process")
+        return Link(loop, model, link.device, without, memory, spawner, place, original)
 
     return IsolatedEngine(loop, descriptions[0], options, memory, links, stand_in)
