@@ -33,7 +33,7 @@ from asynctrt.errors import (
 from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest
 from asynctrt.kserve.datatypes import Buffer, Pause, brief, no_pause
 from asynctrt.kserve.json_codec import dump, mapping, parse_object, parsed_nbytes
-from asynctrt.serving.admission import Caller
+from asynctrt.serving.admission import Caller, Inference
 from asynctrt.serving.coding import (
     COMPRESS_NBYTES_MIN,
     OFF_LOOP_NBYTES_MIN,
@@ -46,7 +46,7 @@ from asynctrt.serving.coding import (
 from asynctrt.serving.memory import SMALL_NBYTES, ClientAccount, Hold, MemoryLimit, default_limit
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.responses import ID_HEADER, RequestIds, retry_after, told
-from asynctrt.serving.served import Inference, ServedModel
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.turns import Turns
 from asynctrt.serving.worker import ClientThreads, pause

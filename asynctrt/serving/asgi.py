@@ -89,13 +89,7 @@ class _Found:
             return engine
         if not isinstance(engine, Engine):
             raise UsageError(f"expected an open engine, or a function that returns one, not {show(engine)}")
-        settings = self.settings
-        repository = Repository(
-            tensors_max=settings.max_tensors,
-            json_max=settings.max_json,
-            answer_max=settings.max_answer,
-            waiting_max=settings.max_waiting,
-        )
+        repository = Repository(self.settings)
         repository.add(self._name, engine)
         return repository
 

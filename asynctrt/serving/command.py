@@ -73,16 +73,10 @@ class ServeConfig:
 
         :raises UsageError: if two have the same name and version.
         """
-        settings = self.settings
-        repository = Repository(
-            tensors_max=settings.max_tensors,
-            json_max=settings.max_json,
-            answer_max=settings.max_answer,
-            waiting_max=settings.max_waiting,
-        )
+        repository = Repository(self.settings)
         for source in self.models:
             if not source.is_folder:
-                opener = source.opener(self.device, settings.warmup)
+                opener = source.opener(self.device, self.settings.warmup)
                 repository.add(source.name, version=source.version, opener=opener, mark=source.mark)
         return repository
 

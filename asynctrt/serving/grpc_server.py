@@ -43,14 +43,14 @@ from asynctrt.kserve.protobuf import (
     streamed,
     streamed_error,
 )
-from asynctrt.serving.admission import Caller, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.memory import SMALL_NBYTES, Hold
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_METADATA, pushback
-from asynctrt.serving.served import Inference, ServedModel
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import pause
 
@@ -647,17 +647,7 @@ class GrpcServer:
     def _codec(self, served: ServedModel) -> ProtobufCodec:
         codec = self._codecs.get(served)
         if codec is None:
-            engine = served.engine
-            codec = self._codecs[served] = ProtobufCodec(
-                served.name,
-                served.version,
-                engine.inputs,
-                engine.outputs,
-                tensors_max=self._settings.max_tensors,
-                rows_max=engine.options.max_queue_rows,
-                answer_max=self._settings.max_answer,
-                pad=engine.options.pad,
-            )
+            codec = self._codecs[served] = served.make_codec(ProtobufCodec)
         return codec
 
     # ---- health

@@ -25,7 +25,7 @@ from asynctrt.errors import (
     UnauthorizedError,
 )
 from asynctrt.kserve.codec import FAST_NBYTES
-from asynctrt.serving.admission import Caller, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import (
     INFERENCES,
     Answer,
@@ -42,7 +42,6 @@ from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientAccount, ClientPace,
 from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_HEADER
-from asynctrt.serving.served import Inference
 
 SWEEP_S: Final = 0.25
 """Seconds between checks of all connections for timeouts."""

@@ -15,10 +15,11 @@ from typing import Any, Final, NamedTuple
 
 from asynctrt._util import clock
 from asynctrt.errors import DeviceError, InternalError
+from asynctrt.serving.admission import Inference
 from asynctrt.serving.line_writer import LineWriter, standard_error
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.responses import ID_HEADER
-from asynctrt.serving.served import Inference, ServedModel
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import LogFormat, LogLevel
 
 FIELDS: Final = ("request_id", "requests", "model", "version")

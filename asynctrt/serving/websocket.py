@@ -38,11 +38,11 @@ from asynctrt.errors import (
 from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest
 from asynctrt.kserve.datatypes import Buffer, Pause, brief, no_pause
 from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, parsed_nbytes
-from asynctrt.serving.admission import Caller, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, ModelRoute, logger
 from asynctrt.serving.coding import Body
 from asynctrt.serving.memory import ClientAccount, Hold
-from asynctrt.serving.served import Inference, ServedModel
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.worker import pause
 
 PREFIX_NBYTES: Final = 4

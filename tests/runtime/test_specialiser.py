@@ -189,7 +189,7 @@ async def test_nothing_is_built_for_shapes_that_are_ever_new(path):
 async def test_shapes_that_are_named_are_ready_when_the_engine_opens(tmp_path):
     model = SpecialisedSessions(detector_onnx(tmp_path / "detector.onnx"))
     shapes = [{"images": (3, 32, 32)}, {"images": (3, 64, 32)}]
-    async with opened(model, shapes=shapes) as engine:
+    async with opened(model, onnx={"shapes": shapes}) as engine:
         found = engine.statistics().specialised
         assert [one.shape for one in found] == ["height=32 width=32", "height=64 width=32"]
         ran = len(model.sessions[0].runs) + len(model.sessions[1].runs)
