@@ -34,9 +34,6 @@ BATCH_NBYTES_MAX: Final = 256 << 20
 """Bytes of inputs and outputs that one batch of rows of any size holds at most, unless a single row has more.
 Each context keeps memory for its largest batch so far. 64 images for a detector, of 1.2 MB each, fit."""
 
-WEIGHT_MIN: Final = 0.001
-WEIGHT_MAX: Final = 1000.0
-
 Waiting = Literal["adaptive", "spin", "thread"]
 """The ways to find completions."""
 
@@ -124,7 +121,7 @@ def _value_of(text: str) -> Any:
         return text.strip()
 
 
-WEIGHT: Final = number(WEIGHT_MIN, WEIGHT_MAX)
+WEIGHT: Final = number(0.001, 1000.0)
 TENSORRT: Final = Check(
     "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
     _tensorrt_options,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt._util.cgroup import memory_nbytes
-from asynctrt._util.files import read_toml
+from asynctrt._util.files import CONFIG_NBYTES_MAX, read_toml
 from asynctrt._util.process import (
     DEVICE_LOST,
     add_cwd_to_path,
@@ -41,8 +41,6 @@ from asynctrt.serving.settings import ServerSettings
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
-
-CONFIG_NBYTES_MAX: Final = 16 << 20
 
 OTHER_DESCRIPTORS: Final = 256
 """What a server may need beside its connections: models, workers, logs."""

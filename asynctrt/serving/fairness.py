@@ -23,13 +23,11 @@ SHARED_NS: Final = 10_000_000_000
 """How long the engine's queue is kept short after one client's requests have held up another's."""
 
 LIGHT_SHARE: Final = 4
-"""Divides the rows of a batch: a client may always have that many in the engine, whatever others do."""
+"""Divides the rows of a batch: a client may always have that many in the engine, whatever others do, and one
+turn is worth that many."""
 
 RESERVE_SHARE: Final = 8
 """Divides the rows of a batch: that many stay free, for late arrivals, in a queue that is kept short."""
-
-TURN_SHARE: Final = 4
-"""Divides the rows of a batch: one turn is worth that many."""
 
 MUCH_BATCHES: Final = 4
 """A connection with this many batches of rows waiting is not read for now."""
@@ -281,7 +279,6 @@ class Gate:
         self._short_rows = busy_rows - reserve_rows
         self._step_rows = max(1, batch_rows - reserve_rows)
         self._light_rows = max(1, batch_rows // LIGHT_SHARE)
-        self._turn_rows = max(1, batch_rows // TURN_SHARE)
         self._much_rows = MUCH_BATCHES * batch_rows
         self._waiting_rows_max = waiting_rows_max
         self._waiting_nbytes_max = waiting_nbytes_max
@@ -291,7 +288,7 @@ class Gate:
         # When a client, and a connection, last had more than the light rows in the engine.
         self._heavy_client_ns = self._heavy_lane_ns = -SHARED_NS
         self._clients: WeakValueDictionary[Hashable, ClientShare] = WeakValueDictionary()
-        self._turns: _Turns[ClientShare] = _Turns(self._turn_rows)
+        self._turns: _Turns[ClientShare] = _Turns(self._light_rows)
         self._deadlines: list[tuple[int, int, Ticket]] = []
         self._order = count()
         self.rows = 0
@@ -313,7 +310,7 @@ class Gate:
         """Return the lane of a new connection of the client called ``name``."""
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = ClientShare(self._turn_rows)
+            client = self._clients[name] = ClientShare(self._light_rows)
         return ConnectionShare(client, self._much_rows)
 
     def enter(self, ticket: Ticket, now_ns: int) -> bool:

@@ -45,14 +45,11 @@ while is restarted at once."""
 PAUSE_S_MAX: Final = 5.0
 SOON_NS: Final = 2_000_000_000
 """A front that has served for longer did not die of a failed start."""
-SPARE_S: Final = 5.0
-"""How much longer than their drain_timeout fronts may take to stop."""
-SCRAPE_S: Final = 5.0
-"""How long a front may take to return its metrics or statistics."""
+GRACE_S: Final = 5.0
+"""How long a front may take: to return its metrics, to run its event loop, for which its connections wait, and
+to stop after its drain_timeout."""
 LOOK_S: Final = 0.5
-"""Interval of checks that the fronts' event loops run."""
-SILENCE_S: Final = 5.0
-"""A front whose event loop has not run for this long is killed: all its connections wait for it."""
+"""Interval at which fronts say that their event loops run, and of the checks for that."""
 START_S: Final = 60.0
 """How long a front may take until its event loop first runs."""
 HURRIED_S: Final = 0.3
@@ -406,7 +403,7 @@ class Fronts:
                 if front.process is None:
                     continue
                 front.silent_ns += seen_ns
-                limit_s = SILENCE_S if front.has_beaten else START_S
+                limit_s = GRACE_S if front.has_beaten else START_S
                 if front.silent_ns > limit_s * 1e9:
                     logger.error("front %d hangs: its event loop had not run for %g s", front.number, limit_s)
                     front.silent_ns = 0
@@ -432,7 +429,7 @@ class Fronts:
         ended = self._loop.create_task(
             self._until(lambda: all(front.process is None for front in self._fronts))
         )
-        if not await self._seen(ended, settings.drain_delay + settings.drain_timeout + SPARE_S):
+        if not await self._seen(ended, settings.drain_delay + settings.drain_timeout + GRACE_S):
             for front in self._fronts:
                 self._tell(front, Stop(at_once=True))
             await asyncio.wait([ended], timeout=HURRIED_S)
@@ -441,8 +438,8 @@ class Fronts:
             for front in self._fronts:
                 self._kill(front)
         await ended
-        closed = self._loop.create_task(self._pool.aclose(SPARE_S))
-        if not await self._seen(closed, 2 * SPARE_S):
+        closed = self._loop.create_task(self._pool.aclose(GRACE_S))
+        if not await self._seen(closed, 2 * GRACE_S):
             self._pool.kill()
         await closed
 
@@ -457,7 +454,7 @@ class Fronts:
         """Request a text from every front; return the answers by front number, without missing ones."""
         asked = {front.number: front.scraped for front in self._fronts if front.number in self._ready}
         known = {number: scraped for number, scraped in asked.items() if scraped is not None}
-        texts = await asyncio.gather(*[scraped.ask(what, SCRAPE_S) for scraped in known.values()])
+        texts = await asyncio.gather(*[scraped.ask(what, GRACE_S) for scraped in known.values()])
         return {number: text for number, text in zip(known, texts, strict=True) if text}
 
 

@@ -47,6 +47,8 @@ from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
+from asynctrt.serving.http import SWEEP_S
+from asynctrt.serving.listener import HANDSHAKE_S
 from asynctrt.serving.memory import SMALL_NBYTES, Hold
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_METADATA, pushback
@@ -75,7 +77,7 @@ WATCH_S: Final = 600.0
 
 STRANGERS_MAX: Final = 32
 """Messages read at once from clients without a token: each could be of the largest size."""
-STRANGER_S: Final = 10.0
+STRANGER_S: Final = HANDSHAKE_S
 """Time for such a message to arrive: it holds only a name."""
 CROWD_S: Final = 0.25
 """How long a call waits before a message being read makes room: honest ones may come all at once."""
@@ -83,8 +85,6 @@ CROWD_S: Final = 0.25
 CALL_NS: Final = 100_000
 """Approximate event loop time of a call."""
 
-SWEEP_S: Final = 0.25
-"""Seconds between checks for calls whose clients send or receive too slowly."""
 SLOW_NS: Final = 1_000_000_000
 """Messages still incomplete after this time make room when memory is short."""
 
@@ -114,7 +114,7 @@ NBYTES_MAX: Final = 2**31 - 1
 DETAILS_LENGTH_MAX: Final = 2000
 """Characters sent of an error message; clients refuse trailers over 8 KiB."""
 
-HANDSHAKE_MS: Final = 10_000
+HANDSHAKE_MS: Final = int(HANDSHAKE_S * 1000)
 """Time limit for a new connection's handshake: TLS, and HTTP/2's first frame."""
 
 FIELDS_MAX: Final = 64

@@ -39,7 +39,7 @@ from asynctrt.serving.coding import COMPRESS_NBYTES_MIN, accepted_coding
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientAccount, ClientPace, Hold
-from asynctrt.serving.paced import PacedTransport
+from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_HEADER
 
@@ -52,7 +52,7 @@ CLOSED_MAX: Final = 40
 """Disconnected clients' connections closed in one turn of the event loop: 1 ms. All clients may
 disconnect at once."""
 
-JOIN_NBYTES_MAX: Final = 128 << 10
+JOIN_NBYTES_MAX: Final = SLICE_NBYTES
 """The pieces of a larger body are passed to the transport one by one instead of being joined."""
 
 SPARE: Final = 32

@@ -18,7 +18,7 @@ except ImportError as error:
     raise MissingExtraError("serving needs httptools: pip install 'asynctrt[serve]'") from error
 
 PIECES_MAX: Final = 1024
-PIECES_NBYTES_MAX: Final = 256 << 10
+PIECES_NBYTES_MAX: Final = UNCOUNTED_NBYTES
 """Limits on the pieces of a body, and their bytes, kept separate until the body is complete. Joining more
 would block the event loop: 40 ms for 60 MiB."""
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 from asynctrt.serving.admission import address_of
 from asynctrt.serving.http import Hub
 from asynctrt.serving.paced import PacedTransport
+from asynctrt.serving.server_log import PERIOD_NS
 
 ACCEPTED_AT_ONCE: Final = 128
 """Connections accepted in one turn of the event loop: 5 ms."""
@@ -27,8 +28,6 @@ HANDSHAKE_S: Final = 10.0
 RETRY_S: Final = 1.0
 """Delay before accepting again after a failure, such as too many open files."""
 
-TELL_S: Final = 10.0
-"""Interval at which the log says why connections are not accepted."""
 NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 """The process, or the system, is out of file descriptors."""
 
@@ -135,7 +134,7 @@ class Listener:
         """Log why connections are not accepted, at intervals."""
         now_s = self._hub.loop.time()
         if now_s >= self._tell_s:
-            self._tell_s = now_s + TELL_S
+            self._tell_s = now_s + PERIOD_NS / 1e9
             logger.error("cannot accept a connection: %s", error)
 
     def _resume(self, listening: socket.socket) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt._util.files import read_regular
+from asynctrt._util.files import CONFIG_NBYTES_MAX, read_regular
 from asynctrt.backends.registry import backend_names
 from asynctrt.errors import AsynctrtError, ModelError
 from asynctrt.kserve.datatypes import datatype_of
@@ -19,7 +19,6 @@ from asynctrt.serving.warmup import WarmUp, WarmUpTensor, row_text, stated_shape
 from asynctrt.tensors import TensorSpec
 
 CONFIG: Final = "config.pbtxt"
-NBYTES_MAX: Final = 1 << 20
 WARMUP_FOLDER: Final = "warmup"
 """The folder, within a model's folder, of the files that warm-up requests are read from."""
 
@@ -185,7 +184,7 @@ def read_model_config(folder: Path, within: Path | None = None) -> ModelConfig:
     """
     path = folder / CONFIG
     try:
-        text = read_regular(path, NBYTES_MAX, within=within or folder).decode()
+        text = read_regular(path, CONFIG_NBYTES_MAX, within=within or folder).decode()
     except FileNotFoundError:
         return ModelConfig()
     except OSError as error:

@@ -37,7 +37,7 @@ from asynctrt.serving.http import SWEEP_S, Hub
 from asynctrt.serving.listener import Listener
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
-from asynctrt.serving.monitoring import metrics_alone
+from asynctrt.serving.monitoring import SAMPLE_S, metrics_alone
 from asynctrt.serving.openapi import ask_of, docs_pages
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
@@ -48,7 +48,6 @@ from asynctrt.serving.signals import StopSignals
 from asynctrt.serving.stalls import Stalls
 from asynctrt.serving.telemetry import find_tracing
 
-SAMPLE_S: Final = 1.0
 BACKLOG: Final = 1024
 REPLACED_S: Final = 1.0
 """How long gRPC calls from before the restart may take to finish."""

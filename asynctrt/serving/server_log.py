@@ -33,6 +33,8 @@ FAILURES_MAX: Final = 10
 """Failed batches logged in one period."""
 
 PERIOD_NS: Final = 10_000_000_000
+"""How often a line that could come in floods is logged at most. Meanwhile, what it says is counted."""
+
 ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
 logger = logging.getLogger("asynctrt.serving")
