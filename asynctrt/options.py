@@ -158,12 +158,12 @@ class Options:
         run when the engine is opened, alone and together; where answers differ, and where the model's shapes
         forbid it, each request runs alone, and a warning says why. ``on``: they do; what the made-up rows
         showed is logged, and shapes that forbid it are an error. ``off``: each request runs alone, with
-        arrays of whatever shape the model takes. ``probe``: as ``auto``, also for functions and models of
-        your own, which are otherwise trusted as calling them may have effects. ``deterministic``: as
+        arrays of whatever shape the model takes. ``probe``: as ``auto``, also for your own functions and
+        models, which are otherwise trusted, because calling them may have effects. ``deterministic``: as
         ``auto``, but an answer depends on nothing but its request's own rows, to the last bit. Each request
-        is then a batch of its own, padded with its own rows to ``max_rows``, on one context, which costs
-        throughput. Layers that are random remain so (TensorRT: ``IFillLayer``, and ``IScatterLayer`` with
-        indices that occur twice), and so does what is built anew.""",
+        then runs alone, padded with copies of its rows to ``max_rows``, on one context, which costs
+        throughput. Random layers stay random (TensorRT: ``IFillLayer``, and ``IScatterLayer`` with repeated
+        indices), and a plan that is built again may give other answers.""",
     )
     ignore_extra: bool = setting(
         default=False,
@@ -184,20 +184,20 @@ class Options:
     max_queue_rows: int = setting(
         default=16384,
         check=count(1),
-        doc="""Rows that may be queued. A request that would exceed it takes the place of less urgent ones, of
-        those that came last first; without any it is refused. Who has no place gets ``QueueFullError``.""",
+        doc="""Rows that may be queued. A request that would exceed it takes the place of less urgent ones,
+        the newest first. A request that gets no place, or loses its place, fails with ``QueueFullError``.""",
     )
     timeout: float | None = setting(
         default=None,
         check=duration().or_none,
-        doc="How long a request that gives no timeout of its own may be queued. Default: no limit.",
+        doc="How long a request without its own timeout may be queued. Default: no limit.",
     )
     timeout_until: TimeoutUntil = setting(
         default="launch",
         check=choice(*get_args(TimeoutUntil)),
-        doc="""What has to happen before a timeout is over. ``launch``: the request has left the queue.
-        ``answer``: it is answered, as far as can be told from what batches took so far; what cannot be any
-        more is not computed. Either way a request that would be too late is refused when it comes, with
+        doc="""What has to happen before a timeout passes. ``launch``: the request leaves the queue.
+        ``answer``: it is answered, judging by how long earlier batches took; a request that can no longer
+        make it is not computed. Either way a request that would be too late is refused on arrival, with
         ``DeadlineUnreachableError``.""",
     )
     priorities: int = setting(
@@ -233,8 +233,8 @@ class Options:
         doc="""Batch sizes to capture as CUDA graphs, as ``(1, 8, 64)`` or ``"1,8,64"``; a batch is padded to
         the next one where that pays. ``auto``: on a GPU, the powers of four and ``max_rows``; of ONNX models
         1, 2, 3, 4, 6, 8, 12, 16, ... and ``max_rows``, of each shape if ``pad`` names several, as far as they
-        take at most half of the free memory. ``off``: none. Each size of each context takes an execution
-        context of its own, and the memory that it keeps.""",
+        take at most half of the free memory. ``off``: none. Each size of each context takes a separate
+        execution context, and its memory.""",
     )
     pad: Mapping[str, int | Sequence[int] | str] | str | None = setting(
         default=None,
@@ -295,8 +295,8 @@ class Options:
         check=choice(*get_args(Isolation)),
         doc="""Where the engine runs: ``none``, in this process; ``process``, in a worker process, which is
         replaced when it dies of a fault of the model, the driver or the GPU; ``spare``, as ``process``, and
-        a second worker has the model loaded too, and takes over at once. It takes as much memory again. Rows
-        travel in shared memory. The model is given by its path, or as ``module:attribute``. Linux only.""",
+        a second worker has the model loaded too, and takes over at once, for twice the memory. Rows travel in
+        shared memory. The model is given by its path, or as ``module:attribute``. Linux only.""",
     )
     idempotent: bool = setting(
         default=True,
@@ -327,7 +327,7 @@ class Options:
         if self.weight is not None and self.isolation != "none":
             raise OptionsError(
                 "weight divides a device among engines of one process, and with "
-                f"isolation={self.isolation!r} this one has a process of its own. Leave one of them out"
+                f"isolation={self.isolation!r} this one runs in another process. Leave one of them out"
             )
         if self.pad_with is not None and self.pad in (None, OFF):
             raise OptionsError("pad_with says what pad pads with, and there is no pad: which sizes?")

@@ -592,7 +592,7 @@ class Pipeline(Engine):
 
         :raises UsageError: always.
         """
-        self._lacks("batches of its own to trace")
+        self._lacks("batches to trace")
 
     def _lacks(self, what: str) -> NoReturn:
         raise UsageError(f"{self!r} has no {what}: its engines do")

@@ -110,7 +110,7 @@ class RequestLayout:
         self.binary_nbytes = sum([nbytes for _, _, nbytes, _ in inputs])
         """Raw bytes of all inputs."""
         self.raw_numbers = _raw_numbers_of(inputs)
-        """Name, shape, dtype and offset of each input, if all are raw numbers of which any value is valid."""
+        """Name, shape, dtype and offset of each input, if all are raw numbers and any value is valid."""
         self.rows = _rows_of(inputs)
         self.outputs = outputs
         """The spec of each wanted output, and whether it is wanted as raw bytes."""

@@ -244,7 +244,7 @@ class ProtobufCodec(ModelCodec):
             layout = self._layout(request, is_raw=False, pause=pause)
             arrays = {spec.name: array for spec, _, _, array in layout.inputs if array is not None}
             return DecodedRequest(layout, request_id, arrays)
-        # The remaining fields are usually those of an earlier request, byte for byte.
+        # The remaining fields usually equal an earlier request's, byte for byte.
         request.ClearField("id")
         request.ClearField("raw_input_contents")
         key = request.SerializeToString()

@@ -33,7 +33,7 @@ class Reading:
 
 
 class Metric(NamedTuple):
-    """A metric: ``samples`` returns those of one item, such as a :class:`Reading`.
+    """A metric: ``samples`` returns the samples of one item, such as a :class:`Reading`.
 
     A histogram's samples with the suffix ``_bucket`` have one more label, ``le``.
     """
@@ -223,7 +223,7 @@ ENGINE: Final[tuple[Metric, ...]] = (
     one(
         "asynctrt_device_seconds_total",
         COUNTER,
-        "Device time of the batches, divided among those that computed at once; absent without weight.",
+        "Device time of batches, shared among batches that computed at once; absent without weight.",
         lambda it: it.done.device_ns / 1e9 if it.done.device_ns else None,
     ),
     one(
@@ -265,7 +265,7 @@ READY: Final = Metric(
     MODEL,
     lambda item: [("", (item["name"], item["version"]), item["state"] == "READY")],
 )
-"""Whether each model is ready, loaded or not. Its items are those of a repository's index."""
+"""Whether each model is ready, loaded or not. Its items are a repository's index."""
 
 LOST_DEVICES: Final = Metric(
     "asynctrt_lost_devices",

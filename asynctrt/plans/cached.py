@@ -49,8 +49,8 @@ def load_for(model: str | os.PathLike[str] | OnnxObject | Model, device: Device,
 def _load_built(model: Path, device: Device, options: Options, tensorrt: TensorRTOptions) -> Model:
     if device.name == "host":
         raise DeviceUnavailableError(
-            f"{str(model)!r} is to be run by TensorRT (runtime='tensorrt'), which needs a GPU: open it with "
-            "device='cuda:0', or leave runtime out to run it on the host"
+            f"TensorRT (runtime='tensorrt') needs a GPU to run {str(model)!r}: open it with device='cuda:0', "
+            "or leave runtime out to run it on the host"
         )
     build = tensorrt.build or BuildOptions()
     assert isinstance(build, BuildOptions), "it was converted by its check"

@@ -93,7 +93,7 @@ class Opened:
     is_capturable: bool | None = None
     """Whether batches can be captured into CUDA graphs, as far as the library says without trying."""
     specialises: bool = False
-    """Whether shapes of rows that recur get contexts of their own, which are told all sizes."""
+    """Whether shapes of rows that recur get separate contexts that are specialised for their sizes."""
     engine: EngineDetails | None = None
     memory: MemoryEstimate | None = None
 

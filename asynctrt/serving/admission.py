@@ -4,21 +4,21 @@ import asyncio
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from ipaddress import IPv6Address, ip_address
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import unquote
 
 from asynctrt._util import clock
 from asynctrt._util.validation import timeout_ns_of
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError, once_begun
-from asynctrt.kserve.codec import DecodedRequest
+from asynctrt.kserve.codec import DecodedRequest, ModelCodec
+from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.pipeline import PLATFORM
 from asynctrt.serving.fairness import NO_DEADLINE_NS, ConnectionShare, Gate, Ticket
 from asynctrt.serving.memory import ClientAccount, Hold
 from asynctrt.tensors import Array, InferResult
 
-if TYPE_CHECKING:
-    from asynctrt.serving.served import ServedModel
+T = TypeVar("T", bound=ModelCodec)
 
 FULL_BATCHES: Final = 16
 FULL_BATCHES_MIN: Final = 4
@@ -119,6 +119,20 @@ def address_of(peer: Any) -> str | None:
     return host or None
 
 
+class Served(Protocol):
+    """What an inference uses of its model."""
+
+    name: str
+    version: str
+    codec: JsonCodec
+
+    def make_codec(self, kind: type[T]) -> T:
+        """Return a codec for its requests in one encoding."""
+
+    def ended(self, inference: "Inference") -> BaseException | None:
+        """Count the outcome of one of its requests; return its error, if it failed."""
+
+
 class Inference(Ticket):
     """One inference in progress: decoded, at the gate or in the engine, until its answer is sent.
 
@@ -144,7 +158,7 @@ class Inference(Ticket):
 
     def __init__(
         self,
-        served: "ServedModel",
+        served: Served,
         request: DecodedRequest,
         began_ns: int,
         headers: Mapping[bytes, bytes],

@@ -129,7 +129,7 @@ class Answer(NamedTuple):
 class ModelRoute(NamedTuple):
     """A parsed path of a model: ``/v2/models/NAME[/versions/VERSION][/VERB]``.
 
-    Those of plain JSON, ``/v1/models/NAME[/versions/VERSION][:predict]``, have the verbs ``status`` and
+    Paths of plain JSON, ``/v1/models/NAME[/versions/VERSION][:predict]``, have the verbs ``status`` and
     ``predict``.
     """
 
@@ -218,7 +218,7 @@ class Api:
         return bool(self._client_header) or self._is_by_token
 
     def named(self, headers: Headers) -> bytes | None:
-        """Return the client's name in an authorized request, if clients are told apart by name."""
+        """Return the client's name in an authorized request, if clients are distinguished by name."""
         if self._client_header and (name := headers.get(self._client_header)):
             return name
         if self._is_by_token and (given := headers.get(b"authorization")):
@@ -352,7 +352,7 @@ class Api:
         return caller.account
 
     def hold(self, caller: Caller, nbytes: int) -> Hold:
-        """Reserve the memory of a request, part of which the caller already holds.
+        """Reserve a request's memory. The caller already holds a part of it.
 
         A request whose body waited for memory is admitted with an answer of up to the body's size, so that
         the upload was not in vain.
@@ -678,7 +678,7 @@ class Api:
         return [served.statistics() for served in self.repository if not name or served.name == name]
 
     def index(self, body: Body) -> list[dict[str, str]]:
-        """List the repository's models; with ``{"ready": true}``, only those that are ready."""
+        """List the repository's models; with ``{"ready": true}``, only the ready ones."""
         content = parse_object(body, "the request", self.settings.max_json) if body else {}
         ready = content.get("ready", False)
         if not isinstance(ready, bool):

@@ -204,7 +204,7 @@ async def _read_body(receive: Receive, nbytes_max: int, hold: Hold) -> bytes:
             raise QueueFullError(hold.account.memory.refuse())
         if not event.get("more_body", False):
             if hold.nbytes:
-                hold.set(nbytes)  # Up to twice as much was reserved.
+                hold.set(nbytes)  # Up to twice the size was reserved.
             return b"".join(pieces)
 
 

@@ -2,7 +2,7 @@
 
 An engine's queue is first come, first served, so a client that fills it makes everyone wait. A :class:`Gate`
 in front of it keeps it so short that its requests go with the next batches. While there is room, requests
-pass at once. Otherwise each waits behind others of its own client, and clients take turns worth the same
+pass at once. Otherwise each waits behind others of its client, and clients take turns worth the same
 number of rows (deficit round robin); the connections of one client take turns in the same way. A client with
 only little in the engine need not wait at all.
 
@@ -41,7 +41,7 @@ class Ticket:
 
     :param rows: its cost.
     :param nbytes: the bytes that it holds while it waits.
-    :param priority: requests with a higher one go first among those of their client.
+    :param priority: a client's requests with a higher one go first.
     """
 
     __slots__ = ("deadline_ns", "is_inside", "is_light", "is_waiting", "lane", "nbytes", "priority", "rows")
@@ -153,7 +153,7 @@ class _Queue:
         return None
 
     def left(self) -> None:
-        """Record that a request no longer waits; drop those that left once they outnumber the others."""
+        """Record that a request no longer waits; drop the ones that left once they outnumber the others."""
         self.waiting -= 1
         if len(self.tickets) > 2 * self.waiting + DEAD_MIN:
             self.tickets = deque([ticket for ticket in self.tickets if ticket.is_waiting])
@@ -335,7 +335,7 @@ class Gate:
         return True
 
     def _look(self, ticket: Ticket, now_ns: int) -> None:
-        """Keep the engine's queue short for a while if this request is held up by those of others."""
+        """Keep the engine's queue short for a while if other clients' requests hold up this one."""
         lane, rows, most = ticket.lane, ticket.rows, self._light_rows
         since_ns = now_ns - SHARED_NS
         if (lane.rows + rows <= most and self._heavy_lane_ns > since_ns) or (
@@ -345,7 +345,7 @@ class Gate:
             self._window_rows = self._short_rows
 
     def _is_light(self, ticket: Ticket) -> bool:
-        """Return whether a request may pass waiting ones; only if urgent, those of its own connection."""
+        """Return whether a request may pass waiting ones; only an urgent one passes its own connection's."""
         lane, most = ticket.lane, self._light_rows
         light_rows = lane.client.light_rows + ticket.rows
         if ticket.priority > 0:

@@ -1,7 +1,7 @@
 """``asynctrt serve --fronts N``: several server processes on one port, which share workers.
 
-This is their parent. It listens only on the port for metrics. It starts fronts and workers, restarts those
-that die, and forwards signals. :mod:`asynctrt.serving.front` is a front.
+This is their parent. It listens only on the port for metrics. It starts fronts and workers, restarts the ones
+whose process dies, and forwards signals. :mod:`asynctrt.serving.front` is a front.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ PAUSE_S_MAX: Final = 5.0
 SOON_NS: Final = 2_000_000_000
 """A front that has served for longer did not die of a failed start."""
 GRACE_S: Final = 5.0
-"""How long a front may take: to return its metrics, to run its event loop, for which its connections wait, and
-to stop after its drain_timeout."""
+"""How long a front may take to return its metrics, to run its event loop again, and to stop after its
+drain_timeout."""
 LOOK_S: Final = 0.5
 """Interval at which fronts say that their event loops run, and of the checks for that."""
 START_S: Final = 60.0
@@ -150,7 +150,7 @@ class Front:
         self.is_lost = False
         """Whether one of its models can no longer run."""
         self.is_leaving = False
-        """Whether it was told to stop, so that another process can replace it."""
+        """Whether it is stopping so that another process can replace it."""
         self.pause_s = 0.0
         self.error: AsynctrtError | None = None
         self.scraped: Scraped | None = None
@@ -286,7 +286,7 @@ class Fronts:
         self._loop.add_reader(own.fileno(), self._readable, front)
         self._loop.add_reader(front.pidfd, self._ended, front)
         if self._asked:
-            self._tell(front, Stop(at_once=False))  # It did not exist when the others were told.
+            self._tell(front, Stop(at_once=False))  # It did not exist when the others were stopped.
 
     def _begin(self, front: Front) -> Begin:
         settings = self._config.settings
@@ -512,7 +512,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
                 ) from error
         try:
             say(f"starting {settings.fronts} fronts")
-            more = ["metrics                     of one front at a time: --metrics-port has those of all"]
+            more = ["metrics                     of one front at a time; of all fronts with --metrics-port"]
             if listener is not None:
                 port = listener.sockets[0].getsockname()[1]
                 more = [f"metrics                     http://{settings.host}:{port}/metrics"]

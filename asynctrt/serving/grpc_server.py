@@ -43,7 +43,7 @@ from asynctrt.kserve.protobuf import (
     streamed,
     streamed_error,
 )
-from asynctrt.serving.admission import Caller, Inference, address_of
+from asynctrt.serving.admission import Caller, Inference, Served, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
@@ -118,7 +118,7 @@ HANDSHAKE_MS: Final = int(HANDSHAKE_S * 1000)
 """Time limit for a new connection's handshake: TLS, and HTTP/2's first frame."""
 
 FIELDS_MAX: Final = 64
-"""Fields that a large request may have besides those of its tensors."""
+"""Fields that a large request may have besides its tensors."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -143,7 +143,7 @@ class GrpcServer:
         self._certificate = certificate
         self._kinds = message_classes()
         self._request = self._kinds["ModelInferRequest"]
-        self._codecs: WeakKeyDictionary[ServedModel, ProtobufCodec] = WeakKeyDictionary()
+        self._codecs: WeakKeyDictionary[Served, ProtobufCodec] = WeakKeyDictionary()
         self._callers: WeakValueDictionary[tuple[str, bytes | None], Caller] = WeakValueDictionary()
         self._streams: set[_Stream] = set()
         self._server: Any = None
@@ -644,7 +644,7 @@ class GrpcServer:
                 "rows or outputs, use HTTP or a websocket, or raise max_grpc_message, and the client's limit"
             )
 
-    def _codec(self, served: ServedModel) -> ProtobufCodec:
+    def _codec(self, served: Served) -> ProtobufCodec:
         codec = self._codecs.get(served)
         if codec is None:
             codec = self._codecs[served] = served.make_codec(ProtobufCodec)

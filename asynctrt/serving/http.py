@@ -368,7 +368,7 @@ class HttpConnection(asyncio.Protocol):
         """Whether it waits for memory for the body being read."""
         self._is_reading = True
         self._is_awaited = False
-        """Whether a client waits to be told to send its body, until earlier requests are answered."""
+        """Whether a client waits for ``100 Continue``, which is sent once earlier requests are answered."""
         self._refused: tuple[HttpRequest, Answer] | None = None
         """A refused request whose client waits before its body, and the answer to send after earlier ones."""
         self._inference: Inference | None = None
@@ -953,7 +953,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _expected(request: HttpRequest) -> bytes | None:
-    """Return what the client expects to be told before it sends a body; ``None`` if it does not wait.
+    """Return the client's expectation before it sends a body; ``None`` if it does not wait.
 
     HTTP/1.0 has no interim answers, so a client of that version must not be sent one.
     """

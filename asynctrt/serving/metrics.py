@@ -1,4 +1,4 @@
-"""Expose a server's metrics to Prometheus: those of its engines, and its own.
+"""Expose a server's metrics to Prometheus: its engines' and its own.
 
 Metrics are computed at each scrape from counters. A scrape gives the event loop back after :data:`SLICE_NS`,
 again and again, so that one of many models does not block it.
@@ -358,5 +358,5 @@ def merged_answer(texts: Mapping[int, bytes]) -> Answer:
                 samples.append(f"{name}{label},{rest}" if name[-1] == "{" else f"{name}{{{label}}}{rest}")
             elif line not in samples[:2]:  # Help and type, from the first front.
                 samples.append(line)
-    text = "".join([f"{line}\n" for samples in found.values() for line in samples])
-    return Answer(200, HEADERS, [text.encode()])
+    merged = "".join([f"{line}\n" for samples in found.values() for line in samples])
+    return Answer(200, HEADERS, [merged.encode()])

@@ -128,7 +128,7 @@ class ModelConfig:
     """The contents of a ``config.pbtxt``, as asynctrt's settings. Without a file, all have defaults."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the engine, except those that follow from ``instances``."""
+    """Options of the engine, except the ones that follow from ``instances``."""
     instances: int | None = None
     """How many batches compute at the same time."""
     device: str | None = None
@@ -156,7 +156,7 @@ class ModelConfig:
         return {**self.options, "contexts": self.instances}
 
     def check(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Check the stated tensors against those of the model.
+        """Check the stated tensors against the model's.
 
         :raises ModelError: for the first that differs.
         """
@@ -238,7 +238,7 @@ def interpret(text: str, folder: Path, within: Path | None = None) -> ModelConfi
 
 
 def _stated(message: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every stated field, down to those that the tables above name."""
+    """Yield path and value of every stated field, down to the fields that the tables above name."""
     for descriptor, value in message.ListFields():
         path = prefix + descriptor.name
         kind = descriptor.message_type
@@ -292,7 +292,7 @@ def _device(groups: Any, ignored: list[str]) -> str | None:
     if len(gpus) > 1 or len(kinds) > 1:
         raise ModelError(
             "instance_group has more than one device, and an engine runs on one: name one, and serve the "
-            "model on each other device from a server of its own"
+            "model on each other device from a separate server"
         )
     if not groups:
         return None

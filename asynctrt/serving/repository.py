@@ -218,7 +218,7 @@ class Repository:
         ]
 
     async def load_all(self) -> None:
-        """Load every model that is not loaded, including those of all places.
+        """Load every model that is not loaded, including the models of all places.
 
         :raises AsynctrtError: the first failure, once the others were loaded; all are listed with reasons.
         """

@@ -23,7 +23,7 @@ LATENCIES_MAX: Final = 65536
 REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 """Triton's labels for failures: overload, a client that disconnected, the model, a bad request."""
 
-Codec = TypeVar("Codec", bound=ModelCodec)
+T = TypeVar("T", bound=ModelCodec)
 Headers = Mapping[bytes, bytes]
 
 
@@ -66,7 +66,7 @@ class ServedModel:
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
 
-    def make_codec(self, kind: type[Codec]) -> Codec:
+    def make_codec(self, kind: type[T]) -> T:
         """Return a codec for the model's requests in one encoding."""
         return kind(
             self.name,
@@ -322,7 +322,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _sizes(shape: Iterable[int | str]) -> list[int]:
-    """Return sizes, with -1 for those that may differ between requests."""
+    """Return sizes, with -1 for sizes that may differ between requests."""
     return [-1 if isinstance(size, str) else size for size in shape]
 
 

@@ -57,7 +57,7 @@ logger = logging.getLogger("asynctrt.serving")
 class Server:
     """A server of a repository over HTTP, websocket and gRPC, on the running event loop.
 
-    :param repository: the models. The server closes those that the repository loaded.
+    :param repository: the models. The server closes the ones that the repository loaded.
     :param settings: ports, limits and times.
     :param is_front: whether it is one of several processes that share its ports.
     :raises UsageError: for several fronts, which only ``asynctrt serve`` can start.

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from asynctrt._util import clock
 from asynctrt.errors import DeviceError, InternalError
-from asynctrt.serving.admission import Inference
+from asynctrt.serving.admission import Inference, Served
 from asynctrt.serving.line_writer import LineWriter, standard_error
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.responses import ID_HEADER
@@ -131,7 +131,7 @@ def _traceback(record: logging.LogRecord) -> str:
 class _Failed(NamedTuple):
     """One failed batch, whose requests are reported one after the other in a turn of the event loop."""
 
-    served: ServedModel
+    served: Served
     error: BaseException
     ids: list[str]
     is_left_out: bool

@@ -133,7 +133,7 @@ class Stalls:
         self._said_ns, self._unsaid = now_ns, 0
         cpu_ns = self._cpu_ns() - self._cpu_before_ns
         logger.warning(
-            "the event loop was held for %d ms, of which its thread computed %d ms%s: %s",
+            "the event loop was held for %d ms, while its thread computed for %d ms%s: %s",
             *(late_ns // 1_000_000, cpu_ns // 1_000_000, more, _told(seen)),
         )
 
