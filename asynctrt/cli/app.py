@@ -203,6 +203,7 @@ def _suggest(error: Any, names: list[str]) -> None:
     given = error.option_name.lstrip("-").removeprefix("no-").replace("-", "_")
     if given in REMOVED_OPTIONS:
         error.message += f". T{removed(given)[1:]}"
+        error.possibilities = []
         return
     meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS, 0.75)
     error.possibilities = [_flag_of(meant)] if meant else []

@@ -27,8 +27,8 @@ from asynctrt.serving import command
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.command import ServeConfig
 from asynctrt.serving.folder import FoundModels
-from asynctrt.serving.grpc_server import reason_of
 from asynctrt.serving.http import Hub
+from asynctrt.serving.listener import cannot_listen
 from asynctrt.serving.metrics import compressed, merged_answer
 from asynctrt.serving.monitoring import open_pages
 from asynctrt.serving.notify import notify_ready
@@ -490,8 +490,8 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
 async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     settings = config.settings
     with ExitStack() as stack:
-        http_port = _reserve(stack, settings.host, settings.http_port)
-        grpc_port = _reserve(stack, settings.host, settings.grpc_port) if settings.grpc else 0
+        http_port = _reserve(stack, settings.host, settings.http_port, "http_port")
+        grpc_port = _reserve(stack, settings.host, settings.grpc_port, "grpc_port") if settings.grpc else 0
         own = replace(settings, http_port=http_port, grpc_port=grpc_port, metrics_port=None)
         # All fronts serve the models found now, however often they are replaced.
         places = [await folder.found() for folder in config.folders()]
@@ -506,10 +506,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
             try:
                 listener = await hub.loop.create_server(hub, settings.host, settings.metrics_port)
             except OSError as error:
-                raise UsageError(
-                    f"cannot listen on {settings.host} port {settings.metrics_port}: {reason_of(error)}. "
-                    "Choose another port; 0 picks a free one"
-                ) from error
+                raise cannot_listen(settings.host, settings.metrics_port, error, "metrics_port") from error
         try:
             say(f"starting {settings.fronts} fronts")
             more = ["metrics                     of one front at a time; of all fronts with --metrics-port"]
@@ -524,7 +521,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     say("stopped")
 
 
-def _reserve(stack: ExitStack, host: str, port: int) -> int:
+def _reserve(stack: ExitStack, host: str, port: int, option: str) -> int:
     """Reserve a port that fronts can share, and that no other process listens on.
 
     :raises UsageError: if the port is not available.
@@ -540,10 +537,7 @@ def _reserve(stack: ExitStack, host: str, port: int) -> int:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         kept.bind((host, port))
     except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host} port {port}: {reason_of(error)}. Choose another port; 0 picks a "
-            "free one"
-        ) from error
+        raise cannot_listen(host, port, error, option) from error
     return port
 
 

@@ -9,7 +9,6 @@ messages, on the one thread that all calls share: that is turned off, and done h
 """
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -32,7 +31,6 @@ from asynctrt.errors import (
     UnauthorizedError,
     UnknownModelError,
     UnsupportedError,
-    UsageError,
 )
 from asynctrt.kserve.protobuf import (
     ProtobufCodec,
@@ -48,7 +46,7 @@ from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.http import SWEEP_S
-from asynctrt.serving.listener import HANDSHAKE_S
+from asynctrt.serving.listener import HANDSHAKE_S, cannot_listen
 from asynctrt.serving.memory import SMALL_NBYTES, Hold
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_METADATA, pushback
@@ -210,7 +208,7 @@ class GrpcServer:
         except BaseException as error:
             await server.stop(None)
             if isinstance(error, RuntimeError):
-                raise _cannot_listen(host, port, str(error)) from error
+                raise cannot_listen(host, port, error, "grpc_port") from error
             raise
         self._server = server
         self._sweep()
@@ -1009,29 +1007,6 @@ async def _check_address(host: str, port: int) -> None:
     try:
         probe = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except OSError as error:
-        raise _cannot_listen(host, port, reason_of(error)) from error
+        raise cannot_listen(host, port, error, "grpc_port") from error
     probe.close()
     await probe.wait_closed()
-
-
-def reason_of(error: OSError) -> str:
-    """Return why listening failed, without the address that asyncio repeats in the error's text."""
-    number = errno_of(error)
-    if number is None or isinstance(error, socket.gaierror):
-        return error.strerror or str(error)
-    return os.strerror(number)
-
-
-def errno_of(error: OSError) -> int | None:
-    """Return the errno with which listening failed."""
-    # From Python 3.13 on, asyncio sets no errno for an address that is not this machine's.
-    if error.errno is None and "could not bind on any address" in str(error):
-        return errno.EADDRNOTAVAIL
-    return error.errno
-
-
-def _cannot_listen(host: str, port: int, why: str) -> UsageError:
-    return UsageError(
-        f"gRPC cannot listen on {host} port {port}: {why}. Choose another host or grpc_port; port 0 picks a "
-        "free one"
-    )

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 from asynctrt._util import clock
 from asynctrt.errors import DeviceError, InternalError
 from asynctrt.serving.admission import Inference, Served
+from asynctrt.serving.api import Api
 from asynctrt.serving.line_writer import LineWriter, standard_error
-from asynctrt.serving.repository import Repository
 from asynctrt.serving.responses import ID_HEADER
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import LogFormat, LogLevel
@@ -212,25 +212,13 @@ class Refusals:
     It takes differences of existing counters, so it costs requests nothing.
 
     :param connections: returns the number of connections refused so far.
-    :param unauthorized: returns the number of requests refused for their token, host or origin.
-    :param memory: returns the number of requests refused for lack of memory.
-    :param foreign: returns the host or origin that was refused last.
     """
 
     def __init__(
-        self,
-        repository: Repository,
-        connections: Callable[[], int],
-        unauthorized: Callable[[], int] = lambda: 0,
-        memory: Callable[[], int] = lambda: 0,
-        foreign: Callable[[], str] = str,
-        now_ns: Callable[[], int] = clock.now_ns,
+        self, api: Api, connections: Callable[[], int], now_ns: Callable[[], int] = clock.now_ns
     ) -> None:
-        self._repository = repository
+        self._api = api
         self._connections = connections
-        self._unauthorized = unauthorized
-        self._memory = memory
-        self._foreign = foreign
         self._now_ns = now_ns
         self._told_ns = now_ns() - PERIOD_NS
         self._since_ns = now_ns()
@@ -265,7 +253,7 @@ class Refusals:
                     "refused %d requests within %d s, as max_memory is held for clients", new[0], seconds
                 )
             else:
-                foreign = self._foreign()
+                foreign = self._api.foreign
                 logger.warning(
                     "refused %d requests within %d s for their token, host or origin%s",
                     *(new[0], seconds, f"; the latest foreign one is {foreign}" if foreign else ""),
@@ -275,10 +263,10 @@ class Refusals:
     def _read(self) -> dict[Any, Iterable[int]]:
         known: dict[Any, Iterable[int]] = {
             "connections": (self._connections(), 0, 0),
-            "unauthorized": (self._unauthorized(), 0, 0),
-            "memory": (self._memory(), 0, 0),
+            "unauthorized": (self._api.unauthorized, 0, 0),
+            "memory": (self._api.memory.refused, 0, 0),
         }
-        for served in self._repository:
+        for served in self._api.repository:
             if served.failures["REJECTED"]:
                 done = served.engine.statistics()
                 before = served.refused

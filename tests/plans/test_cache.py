@@ -302,7 +302,7 @@ def test_an_entry_that_does_not_run_is_built_again_once(opened, builder, model, 
 @pytest.mark.parametrize(
     ("name", "options", "error", "said"),
     [
-        ("m.onnx", {"runtime": "tensorrt"}, DeviceUnavailableError, "which needs a GPU"),
+        ("m.onnx", {"runtime": "tensorrt"}, DeviceUnavailableError, "needs a GPU"),
         ("m.plan", {"runtime": "onnxruntime"}, OptionsError, "ONNX Runtime does not run"),
         ("m:model", {"runtime": "tensorrt"}, OptionsError, "neither an .onnx file nor a plan"),
         (
