@@ -43,11 +43,12 @@ logger = logging.getLogger("asynctrt.serving")
 class Repository:
     """Models by name and version. Engines that were added open are closed by their owner.
 
-    :param settings: limits on requests: ``max_tensors``, ``max_json``, ``max_answer`` and ``max_waiting``.
+    :param settings: its limits on requests apply: ``max_tensors``, ``max_json``, ``max_answer`` and
+        ``max_waiting``. A server of it has these settings unless it is given others.
     """
 
     def __init__(self, settings: ServerSettings | None = None) -> None:
-        self._settings = settings or ServerSettings()
+        self.settings = settings or ServerSettings()
         self._models: dict[str, ModelEntry] = {}
         self._places: list[ModelPlace] = []
         # Places that were not looked through yet: a server listens before it looks.
@@ -134,7 +135,7 @@ class Repository:
             raise UsageError(f"duplicate version {version} of model {name!r}: give this one another version")
         served = None
         if engine is not None:
-            served = ServedModel(name, version, engine, self._settings)
+            served = ServedModel(name, version, engine, self.settings)
         entry = Entry(served, reason="" if served else NOT_LOADED)
         if opener is not None:
             entry.source = VersionSource(opener, mark)
@@ -386,7 +387,7 @@ class Repository:
         try:
             if self._is_closed:
                 raise EngineClosedError("the server was closed while it was loading the model")
-            served = ServedModel(name, version, engine, self._settings)
+            served = ServedModel(name, version, engine, self.settings)
             if source.mark is not None and mark != await in_lost_thread(source.mark):
                 raise ModelError(
                     f"version {version} of {name!r} was changed while it was being loaded: load it again "

@@ -2,9 +2,9 @@
 
 ::
 
-    repository = Repository()
+    repository = Repository(ServerSettings(http_port=0))
     repository.add("resnet", engine)
-    async with Server(repository, ServerSettings(http_port=0)) as server:
+    async with Server(repository) as server:
         print(server.http_url)
         await server.wait_stopped()
 """
@@ -57,7 +57,7 @@ class Server:
     """A server of a repository over HTTP, websocket and gRPC, on the running event loop.
 
     :param repository: the models. The server closes the ones that the repository loaded.
-    :param settings: ports, limits and times.
+    :param settings: ports, limits and times. Default: the repository's.
     :param is_front: whether it is one of several processes that share its ports.
     :raises UsageError: for several fronts, which only ``asynctrt serve`` can start.
     """
@@ -66,7 +66,7 @@ class Server:
         self, repository: Repository, settings: ServerSettings | None = None, *, is_front: bool = False
     ) -> None:
         self.repository = repository
-        self.settings = settings or ServerSettings()
+        self.settings = settings or repository.settings
         self._is_front = is_front
         if self.settings.fronts > 1 and not is_front:
             raise UsageError(
