@@ -336,8 +336,8 @@ def test_a_port_is_not_shared_with_another_server():
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(UsageError, match="Address already in use"):
-            _reserve(stack, "127.0.0.1", other.getsockname()[1])
+        with pytest.raises(UsageError, match="Address already in use. Choose another http_port"):
+            _reserve(stack, "127.0.0.1", other.getsockname()[1], "http_port")
 
 
 @pytest.mark.parametrize("settings", [{"model_control": True}, {"watch": 1.0}])
