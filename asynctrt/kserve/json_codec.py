@@ -4,6 +4,7 @@ HTTP bodies and the websocket's binary messages share this form.
 """
 
 import re
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Final
 
