@@ -20,6 +20,7 @@ from typing import (
     Concatenate,
     Generic,
     Literal,
+    NamedTuple,
     ParamSpec,
     Protocol,
     Self,
@@ -37,6 +38,7 @@ from asynctrt._util.loops import result_of, running_loop
 from asynctrt._util.synonyms import SYNONYMS
 from asynctrt._util.validation import check_names
 from asynctrt.backends.function import (
+    BATCH_SIZES,
     RUN_ON,
     FunctionModel,
     FunctionRunsOn,
@@ -85,7 +87,17 @@ class BatchSettings(TypedDict, total=False):
     contexts: int | None
     batch_timeout: float | None
     close_timeout: float
-    isolate_failures: bool
+    idempotent: bool
+
+
+class Decoration(NamedTuple):
+    """What a function was decorated with."""
+
+    options: Options
+    key: object
+    items: bool
+    run_on: FunctionRunsOn
+    batch_sizes: tuple[int, ...]
 
 
 class Decorator(Protocol):
@@ -253,9 +265,9 @@ def batch(
         batch which is not full may wait for more items while another one runs, 0 by default),
         ``batch_sizes``, ``max_queue_rows``, ``timeout``, ``batch_timeout``, ``close_timeout``: see
         :class:`asynctrt.Options`. ``contexts`` is the number of batches that run at once; 1 by default, so
-        that the function need not be thread-safe. ``isolate_failures`` calls the function again with each
-        half of a batch that raised; it is off by default, because a function may have effects that must not
-        happen twice.
+        that the function need not be thread-safe. ``idempotent=True`` calls the function again with each half
+        of a batch that raised; it is off by default, because a function may have effects that must not happen
+        twice.
     :returns: a :class:`Batched`; or, if called with options, a decorator that makes one.
     :raises OptionsError: if an option or parameter is unknown, or a value is not valid.
     :raises ModelError: for a generator function.
@@ -263,8 +275,11 @@ def batch(
     check_names(
         settings, ["items", "key", "run_on", *BatchSettings.__annotations__], "option", synonyms=SYNONYMS
     )
-    options = Options.from_settings(None, {"contexts": 1, "isolate_failures": False, **settings})
+    given: dict[str, Any] = {"contexts": 1, "idempotent": False, **settings}
+    sizes = BATCH_SIZES.or_none("batch_sizes", given.pop("batch_sizes", None)) or ()
+    options = Options.from_settings(None, given)
     RUN_ON("run_on", run_on)
+    decoration = Decoration(options, key, items, run_on, sizes)
 
     def decorate(decorated: Any) -> Batched[Any, Any]:
         if not callable(decorated) and not isinstance(decorated, classmethod):
@@ -273,7 +288,7 @@ def batch(
                 "@asynctrt.batch(max_rows=32)"
             )
         refuse_generators(decorated.__func__ if isinstance(decorated, classmethod) else decorated)
-        return Batched(decorated, options, key, items=items, run_on=run_on)
+        return Batched(decorated, decoration)
 
     return decorate if function is None else decorate(function)
 
@@ -283,30 +298,19 @@ class Batched(Generic[P, R]):
 
     __wrapped__: Callable[..., Any]
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        options: Options,
-        key: object,
-        *,
-        items: bool,
-        run_on: FunctionRunsOn = "thread",
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], decoration: Decoration) -> None:
         # The attributes of a callable object are its changing state, and their names may clash with ours.
         updated = functools.WRAPPER_UPDATES if inspect.isroutine(function) else ()
         functools.update_wrapper(self, function, updated=updated)
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         mark_as_coroutine_function(self)
-        self._settings = options, key, items, run_on
+        self._decoration = decoration
         # A class method's function takes the class, as a method's function takes the instance.
         self._function = function.__func__ if isinstance(function, classmethod) else function
-        self._options = options
-        self._key = key_of(key, self._function, self.__name__)
-        self._items = items
-        self._run_on: FunctionRunsOn = run_on
+        self._key = key_of(decoration.key, self._function, self.__name__)
         self._waits = is_coroutine_function(self._function)
         self._engines = self._engines_of(self._function, self._key, self.__name__)
-        self._origin = origin_of(self, function, self._settings)
+        self._origin = origin_of(self, function, decoration)
         self._instance: object = None
         # The classes that have it as a method.
         self._owners: tuple[type, ...] = ()
@@ -314,7 +318,7 @@ class Batched(Generic[P, R]):
         self._bound: dict[int, tuple[weakref.ref[Any], Engines]] = {}
 
     def __repr__(self) -> str:
-        return f"<asynctrt.batch {self.__name__!r} max_rows={self._options.max_rows or 'default'}>"
+        return f"<asynctrt.batch {self.__name__!r} max_rows={self._decoration.options.max_rows or 'default'}>"
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         """Pickle and copy by name, as functions do; if no name leads here, by its function, without engines.
@@ -327,7 +331,7 @@ class Batched(Generic[P, R]):
         path: str = getattr(self, "__qualname__", self.__name__)
         found = found_by_name(self.__module__, path)
         if not isinstance(found, Batched) or found._origin is not self._origin:
-            return restored, (self.__wrapped__, self._settings)
+            return Batched, (self.__wrapped__, self._decoration)
         # Before protocol 4, an attribute is pickled together with its parent, which here is this object.
         return path if protocol < 4 else (original, (self._origin,))
 
@@ -395,7 +399,7 @@ class Batched(Generic[P, R]):
             raise
 
     async def __aenter__(self) -> Self:
-        if self._options.batch_sizes is None:  # Otherwise the first call brings the item to begin with.
+        if not self._decoration.batch_sizes:  # Otherwise the first call brings the item to begin with.
             await self._engines.open()
         return self
 
@@ -467,32 +471,20 @@ class Batched(Generic[P, R]):
         return self._bound.setdefault(key, found)
 
     def _engines_of(self, function: Callable[..., Any], key: Key, name: str) -> "Engines":
-        return Engines(
-            function, self._options, key, name, items=self._items, waits=self._waits, run_on=self._run_on
-        )
-
-
-def restored(
-    function: Callable[..., Any], settings: tuple[Options, object, bool, FunctionRunsOn]
-) -> Batched[Any, Any]:
-    """Decorate a function that was pickled or copied."""
-    options, key, items, run_on = settings
-    return Batched(function, options, key, items=items, run_on=run_on)
+        return Engines(function, self._decoration, key, name, waits=self._waits)
 
 
 def origin_of(
-    batched: Batched[Any, Any],
-    function: Callable[..., Any],
-    settings: tuple[Options, object, bool, FunctionRunsOn],
+    batched: Batched[Any, Any], function: Callable[..., Any], decoration: Decoration
 ) -> Callable[[], tuple[Any, ...]]:
     """Return a function that pickles as the application's function does: by name, or else by value.
 
-    :returns: a function that returns ``function`` and ``settings``; its qualified name leads to the
+    :returns: a function that returns ``function`` and ``decoration``; its qualified name leads to the
         attribute ``_origin``.
     """
 
     def origin() -> tuple[Any, ...]:
-        return function, settings
+        return function, decoration
 
     origin.__module__, origin.__name__ = batched.__module__, "_origin"
     origin.__qualname__ = f"{getattr(batched, '__qualname__', batched.__name__)}._origin"
@@ -504,7 +496,7 @@ def original(origin: Callable[[], tuple[Any, ...]]) -> Any:
     found = found_by_name(origin.__module__, origin.__qualname__.removesuffix("._origin"))
     if isinstance(found, Batched) and found._origin is origin:
         return found
-    return restored(*origin())
+    return Batched(*origin())
 
 
 def found_by_name(module: str, path: str) -> Any:
@@ -544,29 +536,18 @@ class Engines:
     """The engines of one function, by event loop.
 
     :param key: the part of a call that must be equal for calls to share a batch.
-    :param items: whether the function takes lists, regardless of the items' type.
     :param waits: whether it is a coroutine function.
-    :param run_on: where a plain function runs.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        options: Options,
-        key: Key,
-        name: str,
-        *,
-        items: bool,
-        waits: bool,
-        run_on: FunctionRunsOn,
+        self, function: Callable[..., Any], decoration: Decoration, key: Key, name: str, *, waits: bool
     ) -> None:
         self._function = function
-        self._run_on: FunctionRunsOn = run_on
+        self._decoration = decoration
         self._waits = waits
-        self._options = options
         self._key = key
         self._name = name
-        self._items = items
+        self._items = decoration.items
         self._opening: dict[asyncio.AbstractEventLoop, asyncio.Task[TicketEngine]] = {}
         self._closing: dict[asyncio.AbstractEventLoop, Engine] = {}
         in_child(self, Engines._let_go)
@@ -592,7 +573,7 @@ class Engines:
 
         :raises InputError: if the call's key cannot be hashed, or its arguments cannot be stacked.
         """
-        if self._options.batch_sizes is None or self.find(running_loop()) is not None:
+        if not self._decoration.batch_sizes or self.find(running_loop()) is not None:
             return None
         args, kwargs, group = Groups(self._key, items=self._items).enter(args, dict(kwargs))
         return Item(args, kwargs, group)
@@ -634,15 +615,24 @@ class Engines:
 
     async def _open(self, loop: asyncio.AbstractEventLoop, example: Item | None) -> "TicketEngine":
         try:
-            isolates, sizes = self._options.isolate_failures, tuple(map(int, self._options.batch_sizes or ()))
-            tickets = Tickets(self._function, self._key, items=self._items, isolates=isolates, sizes=sizes)
-            model = FunctionModel(tickets, inputs=TICKET, outputs=DONE, name=self._name, run_on=self._run_on)
+            options, _, items, run_on, sizes = self._decoration
+            tickets = Tickets(
+                self._function, self._key, items=items, isolates=options.idempotent, sizes=sizes
+            )
+            model = FunctionModel(
+                tickets,
+                inputs=TICKET,
+                outputs=DONE,
+                name=self._name,
+                run_on=run_on,
+                batch_sizes=sizes or None,
+            )
             if example is not None:
                 tickets.example = example
                 model.capabilities = replace(model.capabilities, shapes_beforehand=((("group", 1),),))
             if self._waits:
                 model.await_results()
-            engine = await open_engine(model, options=self._options)
+            engine = await open_engine(model, options=options)
             tickets.example = None
             opened = TicketEngine(loop, engine, tickets, Groups(self._key, items=self._items))
             await opened.attach(weakref.WeakMethod(self._forget))

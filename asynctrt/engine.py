@@ -204,7 +204,7 @@ class Engine(ABC):
         """Return rows of a slab, to write inputs directly into: ``async with engine.slot(rows=4) as slot``.
 
         :param rows: the number of rows, up to ``max_rows`` and up to the rows of this shape that fit into
-            ``max_batch_bytes``.
+            256 MiB.
         :param dims: the dimensions of one row by input name, for inputs whose dimensions the model leaves
             open.
         :raises InputError: if the number of rows is impossible, or dimensions are missing.

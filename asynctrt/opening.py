@@ -183,7 +183,7 @@ class Opening:
     async def _open(self) -> "Engine":
         running_loop()
         devices = _names(self._device)
-        if self._options.isolation == "process":
+        if self._options.isolation != "none":
             return await self._open_isolated(devices)
         if len(devices) != 1:
             raise OptionsError(

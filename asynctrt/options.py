@@ -2,12 +2,11 @@
 
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypedDict, get_args
 
-from asynctrt._util.frozen import FrozenDict
-from asynctrt._util.pad_options import OFF, shapes_of, sizes_of, values_of
+from asynctrt._util.pad_options import OFF, sizes_of, values_of
 from asynctrt._util.synonyms import SYNONYMS
 from asynctrt._util.validation import (
     FLAG,
@@ -22,28 +21,23 @@ from asynctrt._util.validation import (
     duration,
     number,
     removed,
-    rising_sizes,
     setting,
     validate,
 )
-from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.onnx_options import OnnxOptions
-from asynctrt.backends.tensorrt_options import FLAVOURS, TensorRTOptions
+from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.errors import OptionsError, show
 
 MAX_ROWS_DEFAULT: Final = 64
 
-WEIGHT_MIN: Final = 0.001
-WEIGHT_MAX: Final = 1000.0
+BATCH_NBYTES_MAX: Final = 256 << 20
+"""Bytes of inputs and outputs that one batch of rows of any size holds at most, unless a single row has more.
+Each context keeps memory for its largest batch so far. 64 images for a detector, of 1.2 MB each, fit."""
 
 Waiting = Literal["adaptive", "spin", "thread"]
 """The ways to find completions."""
 
-ArenaSize = Literal["profile", "shapes"]
-"""What determines the size of arenas."""
-
-
-Isolation = Literal["none", "process"]
+Isolation = Literal["none", "process", "spare"]
 """Where an engine runs."""
 
 
@@ -55,7 +49,7 @@ Runtime = Literal["onnxruntime", "tensorrt"]
 """The runtimes that can run a model."""
 
 
-BatchingChoice = Literal["auto", "on", "off", "probe"]
+BatchingChoice = Literal["auto", "on", "off", "probe", "deterministic"]
 """Whether rows of different requests share batches."""
 
 
@@ -63,40 +57,27 @@ class Settings(TypedDict, total=False):
     """The keywords of :func:`asynctrt.open` besides model and device: see :class:`Options`."""
 
     batching: BatchingChoice
-    batch_axis: Mapping[str, int] | None
-    shared: Iterable[str] | None
     ignore_extra: bool
     max_rows: int | None
-    batch_sizes: str | Sequence[int] | None
-    max_batch_bytes: int
     max_delay: float
     max_queue_rows: int
-    max_in_flight: int | None
     timeout: float | None
     timeout_until: TimeoutUntil
     priorities: int
     weight: float | None
     contexts: int | None
     arenas: int | None
-    arena_size: ArenaSize
     graphs: str | Sequence[int]
     pad: Mapping[str, int | Sequence[int] | str] | str | None
     pad_with: Mapping[str, int | float | str] | None
-    shapes: Mapping[str, Sequence[int]] | Sequence[Mapping[str, Sequence[int]]] | None
     runtime: Runtime | None
-    flavour: str | None
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
     onnx: OnnxOptions | Mapping[str, Any] | None
-    build: BuildOptions | Mapping[str, Any] | None
     waiting: Waiting
-    check_finite: bool
-    deterministic: bool
     batch_timeout: float | None
     close_timeout: float
-    isolate_failures: bool
     isolation: Isolation
     idempotent: bool
-    warm_spare: bool
 
 
 def _graph_sizes(given: Any) -> str | tuple[int, ...]:
@@ -115,37 +96,20 @@ def _graph_sizes(given: Any) -> str | tuple[int, ...]:
 
 
 def _tensorrt_options(given: Any) -> TensorRTOptions:
-    """Return the options of a TensorRT model, from a mapping or a list of ``NAME=VALUE``."""
-    if isinstance(given, TensorRTOptions):
-        return given
-    if isinstance(given, Mapping):
-        return TensorRTOptions.from_settings(dict(given))
-    if isinstance(given, list | tuple) and all(isinstance(text, str) and "=" in text for text in given):
-        named = (text.partition("=") for text in given)
-        return TensorRTOptions.from_settings({name.strip(): _value_of(text) for name, _, text in named})
-    raise ValueError
+    return given if isinstance(given, TensorRTOptions) else TensorRTOptions.from_settings(_settings(given))
 
 
 def _onnx_options(given: Any) -> OnnxOptions:
-    """Return the options of an ONNX model, from a mapping or a list of ``NAME=VALUE``."""
-    if isinstance(given, OnnxOptions | Mapping):
-        return OnnxOptions.of(given)
-    if isinstance(given, list | tuple) and all(isinstance(text, str) and "=" in text for text in given):
-        named = (text.partition("=") for text in given)
-        return OnnxOptions.of({name.strip(): _value_of(text) for name, _, text in named})
-    raise ValueError
+    return OnnxOptions.of(given if isinstance(given, OnnxOptions) else _settings(given))
 
 
-def _build_options(given: Any) -> BuildOptions:
-    """Return the options of a build, from a mapping or a list of ``NAME=VALUE``."""
-    if isinstance(given, BuildOptions):
-        return given
+def _settings(given: Any) -> dict[str, Any]:
+    """Return values by name, from a mapping or a list of ``NAME=VALUE``."""
     if isinstance(given, Mapping):
-        return BuildOptions.from_settings(None, given)
+        return dict(given)
     if isinstance(given, list | tuple) and all(isinstance(text, str) and "=" in text for text in given):
         named = (text.partition("=") for text in given)
-        settings = {name.strip(): _value_of(text) for name, _, text in named}
-        return BuildOptions.from_settings(None, settings)
+        return {name.strip(): _value_of(text) for name, _, text in named}
     raise ValueError
 
 
@@ -157,31 +121,7 @@ def _value_of(text: str) -> Any:
         return text.strip()
 
 
-def _axes(given: Any) -> FrozenDict[str, int]:
-    """Return axes by tensor name, from a mapping or a list of ``NAME=1``."""
-    if isinstance(given, list | tuple):
-        if not all(isinstance(text, str) and "=" in text for text in given):
-            raise ValueError
-        given = {name.strip(): int(axis) for name, _, axis in (text.rpartition("=") for text in given)}
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise TypeError
-    axes = {name: as_int(axis) for name, axis in given.items()}
-    if any(axis < 0 for axis in axes.values()):
-        raise ValueError
-    return FrozenDict(axes)
-
-
-def _names(given: Any) -> frozenset[str]:
-    """Return names, from a sequence or a comma-separated text."""
-    if isinstance(given, str):
-        given = given.split(",")
-    names = [name.strip() if isinstance(name, str) else name for name in given]
-    if not all(isinstance(name, str) and name for name in names):
-        raise TypeError
-    return frozenset(part.strip() for name in names for part in name.split(","))
-
-
-WEIGHT: Final = number(WEIGHT_MIN, WEIGHT_MAX)
+WEIGHT: Final = number(0.001, 1000.0)
 TENSORRT: Final = Check(
     "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
     _tensorrt_options,
@@ -189,11 +129,6 @@ TENSORRT: Final = Check(
 ONNX: Final = Check(
     "an asynctrt.OnnxOptions, a mapping such as {'intra_op_num_threads': 2}, or a list of 'NAME=VALUE'",
     _onnx_options,
-)
-BUILD: Final = Check(
-    "an asynctrt.BuildOptions, a mapping such as {'dims': {'length': '1:128:512'}}, or a list of "
-    "'NAME=VALUE'",
-    _build_options,
 )
 PAD: Final = Check(
     "sizes ≥ 1 by the names of dimensions, such as {'sequence': (32, 64, 128)}, or a list of "
@@ -205,15 +140,6 @@ PAD_WITH: Final = Check(
     "'NAME=VALUE'",
     values_of,
 )
-SHAPES: Final = Check(
-    "the dimensions of a row by the names of inputs, such as {'images': (3, 640, 640)}, or a list of such or "
-    "of 'NAME=3x640x640'",
-    shapes_of,
-)
-AXES: Final = Check(
-    "axes from 0 on by the names of inputs and outputs, such as {'state': 1}, or a list of 'NAME=1'", _axes
-)
-NAMES: Final = Check("names of inputs, such as {'sr'} or 'sr,mode'", _names)
 GRAPHS: Final = Check("'auto', 'off' or batch sizes ≥ 1, such as (1, 8, 64) or '1,8,64'", _graph_sizes)
 
 
@@ -232,21 +158,12 @@ class Options:
         run when the engine is opened, alone and together; where answers differ, and where the model's shapes
         forbid it, each request runs alone, and a warning says why. ``on``: they do; what the made-up rows
         showed is logged, and shapes that forbid it are an error. ``off``: each request runs alone, with
-        arrays of whatever shape the model takes. ``probe``: as ``auto``, also for functions and models of
-        your own, which are otherwise trusted as calling them may have effects.""",
-    )
-    batch_axis: Mapping[str, int] | None = setting(
-        default=None,
-        check=AXES.or_none,
-        doc="""The axis that counts rows, by the names of tensors of an ONNX model, where that is not
-        the first: ``{"state": 1, "stateN": 1}``. Default: the axis whose name is that of a batch, if every
-        tensor has one (``batch``, ``batch_size``, ``N``). On the command line ``NAME=1``, once for each.""",
-    )
-    shared: Iterable[str] | None = setting(
-        default=None,
-        check=NAMES.or_none,
-        doc="""Inputs of an ONNX model that all rows of a batch have in common, such as ``{"sr"}``. Requests
-        share a batch if these are equal. Scalars, and inputs of the shape ``[1]``, need not be named.""",
+        arrays of whatever shape the model takes. ``probe``: as ``auto``, also for your own functions and
+        models, which are otherwise trusted, because calling them may have effects. ``deterministic``: as
+        ``auto``, but an answer depends on nothing but its request's own rows, to the last bit. Each request
+        then runs alone, padded with copies of its rows to ``max_rows``, on one context, which costs
+        throughput. Random layers stay random (TensorRT: ``IFillLayer``, and ``IScatterLayer`` with repeated
+        indices), and a plan that is built again may give other answers.""",
     )
     ignore_extra: bool = setting(
         default=False,
@@ -258,21 +175,6 @@ class Options:
         check=count(1).or_none,
         doc="Rows that one batch holds at most. Default: 64, or the model's own limit if that is lower.",
     )
-    batch_sizes: str | Sequence[int] | None = setting(
-        default=None,
-        check=rising_sizes().or_none,
-        doc="""The only batch sizes that a function sees, rising, such as ``(1, 4, 16, 64)`` or
-        ``"1,4,16,64"``: batches are padded to the next one with copies of a row, and each context runs each
-        size in its own thread before the engine is ready. ``max_rows`` is then the largest of them. For
-        libraries that prepare each size separately, such as PyTorch on a GPU. Default: as the
-        ``FunctionModel`` says, or any size.""",
-    )
-    max_batch_bytes: int = setting(
-        default=256 << 20,
-        check=count(1),
-        doc="""Bytes that one batch of rows of any size holds at most, inputs and outputs; a batch of large
-        rows has fewer, one at least. Each context keeps memory for the largest batch that it had.""",
-    )
     max_delay: float = setting(
         default=0.0,
         check=duration(0, 1, fix="For milliseconds, divide by 1000, or write '2ms'"),
@@ -282,25 +184,20 @@ class Options:
     max_queue_rows: int = setting(
         default=16384,
         check=count(1),
-        doc="""Rows that may be queued. A request that would exceed it takes the place of less urgent ones, of
-        those that came last first; without any it is refused. Who has no place gets ``QueueFullError``.""",
-    )
-    max_in_flight: int | None = setting(
-        default=None,
-        check=count(1).or_none,
-        doc="Batches that may be in flight at once. Default: one per context.",
+        doc="""Rows that may be queued. A request that would exceed it takes the place of less urgent ones,
+        the newest first. A request that gets no place, or loses its place, fails with ``QueueFullError``.""",
     )
     timeout: float | None = setting(
         default=None,
         check=duration().or_none,
-        doc="How long a request that gives no timeout of its own may be queued. Default: no limit.",
+        doc="How long a request without its own timeout may be queued. Default: no limit.",
     )
     timeout_until: TimeoutUntil = setting(
         default="launch",
         check=choice(*get_args(TimeoutUntil)),
-        doc="""What has to happen before a timeout is over. ``launch``: the request has left the queue.
-        ``answer``: it is answered, as far as can be told from what batches took so far; what cannot be any
-        more is not computed. Either way a request that would be too late is refused when it comes, with
+        doc="""What has to happen before a timeout passes. ``launch``: the request leaves the queue.
+        ``answer``: it is answered, judging by how long earlier batches took; a request that can no longer
+        make it is not computed. Either way a request that would be too late is refused on arrival, with
         ``DeadlineUnreachableError``.""",
     )
     priorities: int = setting(
@@ -330,21 +227,14 @@ class Options:
         doc="""Blocks of enqueue memory that the contexts share. Default: one per context. A model that brings
         its own working memory, as ONNX Runtime does, needs none and gets none.""",
     )
-    arena_size: ArenaSize = setting(
-        default="profile",
-        check=choice(*get_args(ArenaSize)),
-        doc="""How large arenas are. ``profile``: as the largest batch of any profile needs them, from the
-        start, so that none fails later for want of memory. ``shapes``: as the batches so far needed them;
-        they grow when a larger one comes. For TensorRT plans with wide profiles.""",
-    )
     graphs: str | Sequence[int] = setting(
         default="auto",
         check=GRAPHS,
         doc="""Batch sizes to capture as CUDA graphs, as ``(1, 8, 64)`` or ``"1,8,64"``; a batch is padded to
         the next one where that pays. ``auto``: on a GPU, the powers of four and ``max_rows``; of ONNX models
         1, 2, 3, 4, 6, 8, 12, 16, ... and ``max_rows``, of each shape if ``pad`` names several, as far as they
-        take at most half of the free memory. ``off``: none. Each size of each context takes an execution
-        context of its own, and the memory that it keeps.""",
+        take at most half of the free memory. ``off``: none. Each size of each context takes a separate
+        execution context, and its memory.""",
     )
     pad: Mapping[str, int | Sequence[int] | str] | str | None = setting(
         default=None,
@@ -363,14 +253,6 @@ class Options:
         leave the input out, which then has 1 for what is not padding. ``length``: callers may leave it out,
         and it has the size of the dimension (``length:NAME`` if several are padded).""",
     )
-    shapes: Mapping[str, Sequence[int]] | Sequence[Mapping[str, Sequence[int]]] | None = setting(
-        default=None,
-        check=SHAPES.or_none,
-        doc="""Shapes of rows that will come often, such as ``{"images": (3, 640, 640)}``, or a list of such,
-        for an ONNX model on a GPU whose dimensions vary: each gets sessions that are told its sizes, captured
-        as CUDA graphs where possible, before the engine opens. Shapes that are not named get theirs while the
-        engine serves, once they have come often. On the command line ``images=3x640x640``, once for each.""",
-    )
     runtime: Runtime | None = setting(
         default=None,
         check=choice(*get_args(Runtime)).or_none,
@@ -378,48 +260,24 @@ class Options:
         files, on a GPU with its CUDA provider, and TensorRT for plans. With ``tensorrt`` a plan is built
         from an ``.onnx`` file, and kept in the plan cache.""",
     )
-    flavour: str | None = setting(
-        default=None,
-        check=choice(*FLAVOURS).or_none,
-        doc="""Which package runs a TensorRT plan: ``tensorrt``, ``tensorrt_lean``, ``tensorrt_dispatch`` or
-        ``tensorrt_rtx``. Default: the first that is installed and fits the plan.""",
-    )
     tensorrt: TensorRTOptions | Mapping[str, Any] | None = setting(
         default=None,
         check=TENSORRT.or_none,
-        doc="""How a TensorRT plan is loaded and run: ``TensorRTOptions``, or a mapping of its names, such as
-        ``{"memory_budget": 2 << 30}``; on the command line ``NAME=VALUE``, once for each.""",
+        doc="""How a TensorRT plan is built, loaded and run: ``TensorRTOptions``, or a mapping of its names,
+        such as ``{"memory_budget": 2 << 30}``; on the command line ``NAME=VALUE``, once for each.""",
     )
     onnx: OnnxOptions | Mapping[str, Any] | None = setting(
         default=None,
         check=ONNX.or_none,
-        doc="""How ONNX Runtime loads and runs a model: ``OnnxOptions``, or a mapping of its names, such as
-        ``{"providers": "OpenVINOExecutionProvider"}``; on the command line ``NAME=VALUE``, once for each.""",
-    )
-    build: BuildOptions | Mapping[str, Any] | None = setting(
-        default=None,
-        check=BUILD.or_none,
-        doc="""How a plan is built with ``runtime="tensorrt"``: ``BuildOptions``, or a mapping of its names,
-        such as ``{"dims": {"length": "1:128:512"}}``; on the command line ``NAME=VALUE``, once for each.""",
+        doc="""Which axes of an ONNX model count rows, and how ONNX Runtime loads and runs it:
+        ``OnnxOptions``, or a mapping of its names, such as ``{"providers": "OpenVINOExecutionProvider"}``; on
+        the command line ``NAME=VALUE``, once for each.""",
     )
     waiting: Waiting = setting(
         default="adaptive",
         check=choice(*get_args(Waiting)),
         doc="""How completions are found. ``adaptive`` sleeps while it can; ``spin`` keeps a core busy to be
         prompt; ``thread`` has a thread wait, for loops that are mostly idle.""",
-    )
-    check_finite: bool = setting(
-        default=False,
-        check=FLAG,
-        doc="Refuse inputs with a NaN or an infinity. Off by default, since it reads every value once more.",
-    )
-    deterministic: bool = setting(
-        default=False,
-        check=FLAG,
-        doc="""Let an answer depend on nothing but its request's own rows, to the last bit: each request is a
-        batch of its own, from the first slot on, padded with its own rows to ``max_rows``, on one context.
-        That costs throughput. Layers that are random remain so (TensorRT: ``IFillLayer``, and
-        ``IScatterLayer`` with indices that occur twice), and so does what is built anew.""",
     )
     batch_timeout: float | None = setting(
         default=60.0,
@@ -432,32 +290,21 @@ class Options:
         check=duration(),
         doc="How long closing waits for batches in flight before it gives them up.",
     )
-    isolate_failures: bool = setting(
-        default=True,
-        check=FLAG,
-        doc="""Run a batch that failed again in halves, down to single requests, so that only requests whose
-        rows make the model fail do so. New batches take turns with these. Off: all requests of a batch fail
-        with it, for models with effects that must not happen twice.""",
-    )
     isolation: Isolation = setting(
         default="none",
         check=choice(*get_args(Isolation)),
         doc="""Where the engine runs: ``none``, in this process; ``process``, in a worker process, which is
-        replaced when it dies of a fault of the model, the driver or the GPU. Rows travel in shared memory.
-        The model is given by its path, or as ``module:attribute``. Linux only.""",
+        replaced when it dies of a fault of the model, the driver or the GPU; ``spare``, as ``process``, and
+        a second worker has the model loaded too, and takes over at once, for twice the memory. Rows travel in
+        shared memory. The model is given by its path, or as ``module:attribute``. Linux only.""",
     )
     idempotent: bool = setting(
         default=True,
         check=FLAG,
-        doc="""With ``isolation="process"``: compute requests again that were in a batch when their worker
-        died. A request that ends its workers again and again fails with ``PoisonError``. Off: all requests
-        of those batches fail with ``DeviceLostError``. Those that still waited are computed either way.""",
-    )
-    warm_spare: bool = setting(
-        default=False,
-        check=FLAG,
-        doc="""With ``isolation="process"``: keep a second worker that has the model loaded, to take over at
-        once when the first one dies. It takes the memory that the first one takes.""",
+        doc="""Whether the model may be given the same rows twice. A batch that failed is then run again in
+        halves, down to single requests, so that only requests whose rows make the model fail do so; and
+        requests in a batch whose worker process died are computed again, unless they end their workers again
+        and again (``PoisonError``). Off, for models with effects: all requests of such a batch fail.""",
     )
 
     __repr__ = changed_repr
@@ -471,52 +318,43 @@ class Options:
 
     def __post_init__(self) -> None:
         validate(self)
-        if self.flavour is not None and isinstance(self.tensorrt, TensorRTOptions):
-            object.__setattr__(self, "tensorrt", self.tensorrt.with_flavour(self.flavour))
         self._check_model()
         if self.max_rows is not None and self.max_rows > self.max_queue_rows:
             raise OptionsError(
                 f"max_queue_rows ({self.max_queue_rows}) must be ≥ max_rows ({self.max_rows}), or no batch "
                 "could ever fill"
             )
-        if self.weight is not None and self.isolation == "process":
+        if self.weight is not None and self.isolation != "none":
             raise OptionsError(
-                "weight divides a device among engines of one process, and with isolation='process' this one "
-                "has a process of its own. Leave one of them out"
+                "weight divides a device among engines of one process, and with "
+                f"isolation={self.isolation!r} this one runs in another process. Leave one of them out"
             )
         if self.pad_with is not None and self.pad in (None, OFF):
             raise OptionsError("pad_with says what pad pads with, and there is no pad: which sizes?")
         self._check_deterministic()
-        for name in ("max_in_flight", "arenas"):
-            value = getattr(self, name)
-            if value is not None and self.contexts is not None and value > self.contexts:
-                raise OptionsError(
-                    f"{name} ({value}) must be ≤ contexts ({self.contexts}), since each batch in flight "
-                    "holds a context"
-                )
+        if self.arenas is not None and self.contexts is not None and self.arenas > self.contexts:
+            raise OptionsError(
+                f"arenas ({self.arenas}) must be ≤ contexts ({self.contexts}), since a batch uses one of each"
+            )
 
     def _check_model(self) -> None:
         """Check the options that describe the model."""
-        if self.batching == "off" and (self.batch_axis or self.shared):
+        onnx = self.onnx
+        if self.batching == "off" and isinstance(onnx, OnnxOptions) and (onnx.batch_axis or onnx.shared):
             raise OptionsError(
                 "batch_axis and shared say how requests share batches, and with batching='off' each runs "
                 "alone. Leave them out"
             )
-        if self.batching == "off" and self.batch_sizes is not None:
-            raise OptionsError(
-                "batch_sizes are sizes of batches of several requests, and with batching='off' each runs "
-                "alone. Leave one of them out"
-            )
-        if self.batch_sizes is not None and (self.runtime == "tensorrt" or self.build is not None):
-            raise OptionsError(
-                "batch_sizes is for functions, and runtime and build are for TensorRT plans, whose batches "
-                f"graphs={self.batch_sizes} pads. Leave batch_sizes out"
-            )
-        if self.onnx is not None and self.runtime == "tensorrt":
+        if onnx is not None and self.runtime == "tensorrt":
             raise OptionsError(
                 "onnx says how ONNX Runtime loads a model, and runtime is 'tensorrt'. Leave one of them out; "
-                "options of a plan are in tensorrt, and of its build in build"
+                "options of a plan and of its build are in tensorrt"
             )
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether an answer depends on nothing but its request's own rows, to the last bit."""
+        return self.batching == "deterministic"
 
     @property
     def pads_by_choice(self) -> bool:
@@ -531,24 +369,24 @@ class Options:
         return frozenset(name for name, value in given.items() if isinstance(value, str))
 
     def _check_deterministic(self) -> None:
-        if not self.deterministic:
+        if not self.is_deterministic:
             return
         if self.pads_by_choice:
             raise OptionsError(
-                "deterministic lets an answer depend on nothing but its own rows, and with "
+                "with batching='deterministic' an answer depends on nothing but its own rows, and with "
                 f"pad={show(self.pad)} their size when they are padded depends on what else comes. Give the "
                 "sizes"
             )
-        for name in ("contexts", "arenas", "max_in_flight"):
+        for name in ("contexts", "arenas"):
             if getattr(self, name) not in (None, 1):
                 raise OptionsError(
-                    f"deterministic runs one batch at a time, and {name} is {getattr(self, name)}. Leave "
-                    "it out, or open several engines"
+                    f"batching='deterministic' runs one batch at a time, and {name} is "
+                    f"{getattr(self, name)}. Leave it out, or open several engines"
                 )
         if self.graphs not in ("auto", "off"):
             raise OptionsError(
-                f"deterministic pads every batch to max_rows, so graphs must be 'auto' or 'off', not "
-                f"{show(self.graphs)}"
+                f"batching='deterministic' pads every batch to max_rows, so graphs must be 'auto' or "
+                f"'off', not {show(self.graphs)}"
             )
 
     @classmethod

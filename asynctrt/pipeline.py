@@ -196,7 +196,7 @@ class Pipeline(Engine):
         self._name = name
         self._inputs = specs_of("inputs", inputs)
         self._outputs = specs_of("outputs", outputs)
-        self._check = InputCheck(self._inputs, check_finite=False, check_key=None, import_array=None)
+        self._check = InputCheck(self._inputs, check_key=None, import_array=None)
         self._default_ns = None if timeout is None else timeout_ns_of(timeout)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"asynctrt-{name}")
         self._runs = Runs(name)  # Of its threads: a stage that waits for one could wait for itself.
@@ -592,7 +592,7 @@ class Pipeline(Engine):
 
         :raises UsageError: always.
         """
-        self._lacks("batches of its own to trace")
+        self._lacks("batches to trace")
 
     def _lacks(self, what: str) -> NoReturn:
         raise UsageError(f"{self!r} has no {what}: its engines do")

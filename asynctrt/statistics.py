@@ -135,7 +135,7 @@ class Statistics:
     batches_timed: int
     """Batches that the device timed: all of them, except that a GPU times one in 8 of those below 5 ms."""
     batches_bisected: int
-    """Batches that failed and whose requests were retried in halves (``isolate_failures``)."""
+    """Batches that failed and whose requests were retried in halves (``idempotent``)."""
     launched: Mapping[str, int]
     """Batches by the reason for launching them, including batches in flight: ``full`` (the batch could not
     grow), ``idle`` (the device had room), ``delay`` (``max_delay`` had passed), ``deadline`` (a deadline
@@ -326,4 +326,4 @@ class WorkerState:
     """The number of request groups that it holds now."""
     spare: str
     """The state of the worker that would replace it: ``starting``, ``ready``, or ``failed`` if too many died
-    to start another. Empty without ``warm_spare``, and in a server's front, whose parent has the spare."""
+    to start another. Empty without ``isolation="spare"``, and in a server's front, whose parent has it."""

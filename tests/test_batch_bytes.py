@@ -1,4 +1,4 @@
-"""Rows of any size: a batch holds as many as ``max_batch_bytes`` leaves room for, and memory no more."""
+"""Rows of any size: a batch holds as many as ``BATCH_NBYTES_MAX`` leaves room for, and memory no more."""
 
 import asyncio
 
@@ -8,6 +8,7 @@ import pytest
 import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.backends.tensorrt import TensorRTModel
+from asynctrt.core import assembly
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError
 from asynctrt.tensors import TensorSpec
@@ -35,10 +36,11 @@ class Sums:
 
 
 @pytest.mark.parametrize("in_place", ["never", "always"])
-async def test_one_large_row_takes_no_memory_for_others(in_place):
+async def test_one_large_row_takes_no_memory_for_others(in_place, monkeypatch):
+    monkeypatch.setattr(assembly, "BATCH_NBYTES_MAX", MIB)
     sums = Sums()
     device = HostDevice(in_place=in_place, threads=2, unified=in_place == "always")
-    async with asynctrt.open(sums.model, device=device, contexts=2, max_batch_bytes=MIB) as engine:
+    async with asynctrt.open(sums.model, device=device, contexts=2) as engine:
         large = np.ones((1, 2 * MIB), np.float32)
         async with asyncio.timeout(WAIT_S):
             result = await engine.infer(large)
@@ -48,9 +50,10 @@ async def test_one_large_row_takes_no_memory_for_others(in_place):
         assert 16 * MIB <= engine.statistics().memory_nbytes / sides <= 17 * MIB
 
 
-async def test_a_call_of_many_large_rows_is_split_and_answered_in_order():
+async def test_a_call_of_many_large_rows_is_split_and_answered_in_order(monkeypatch):
+    monkeypatch.setattr(assembly, "BATCH_NBYTES_MAX", 8 * 1024)
     sums = Sums()
-    async with asynctrt.open(sums.model, contexts=1, max_batch_bytes=8 * 1024, max_rows=16) as engine:
+    async with asynctrt.open(sums.model, contexts=1, max_rows=16) as engine:
         given = np.arange(10 * 256, dtype=np.float32).reshape(10, 256)  # 1 KiB in, and 1 KiB out.
         async with asyncio.timeout(WAIT_S):
             result = await engine.infer(given)
@@ -67,7 +70,8 @@ async def test_a_call_of_many_large_rows_is_split_and_answered_in_order():
         np.testing.assert_array_equal(result["output"], 2 * given[:4])
 
 
-async def test_rows_of_one_shape_are_what_the_options_say():
+async def test_rows_of_one_shape_are_what_the_options_say(monkeypatch):
+    monkeypatch.setattr(assembly, "BATCH_NBYTES_MAX", 1)
     model = FunctionModel(
         lambda inputs: {"output": inputs["input"]},
         inputs=TensorSpec("input", "float32", (1024,)),
@@ -75,7 +79,7 @@ async def test_rows_of_one_shape_are_what_the_options_say():
     )
     async with (
         asyncio.timeout(WAIT_S),
-        asynctrt.open(model, contexts=1, max_rows=8, max_batch_bytes=1) as engine,
+        asynctrt.open(model, contexts=1, max_rows=8) as engine,
         engine.slot(rows=8) as slot,
     ):
         slot["input"][:] = 1

@@ -414,7 +414,7 @@ class TestCancellation:
     async def test_a_batch_that_nobody_waits_for_ends(self, isolates):
         begun, ended, never = asyncio.Event(), [], asyncio.Event()
 
-        @asynctrt.batch(items=True, isolate_failures=isolates)
+        @asynctrt.batch(items=True, idempotent=isolates)
         async def wait(names):
             if "quick" in names:
                 return names

@@ -586,7 +586,7 @@ class TestKey:
             await asyncio.sleep(0)
             return check(x, model)
 
-        batched = asynctrt.batch(key="model", isolate_failures=isolate)(check_later if waits else check)
+        batched = asynctrt.batch(key="model", idempotent=isolate)(check_later if waits else check)
 
         async def main():
             await batched(0, 0)

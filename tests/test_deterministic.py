@@ -1,4 +1,4 @@
-"""``deterministic=True``: the answer to a request depends on nothing but its own rows."""
+"""``batching="deterministic"``: the answer to a request depends on nothing but its own rows."""
 
 import asyncio
 import random
@@ -80,13 +80,13 @@ async def test_without_it_the_double_rounds_as_its_company_would_have_it(model_o
 @pytest.mark.parametrize("spec", [FIXED, DYNAMIC], ids=["fixed rows", "profiles"])
 async def test_with_it_only_ones_own_rows_count(model_of, spec, slots):
     model, device = model_of(spec)
-    kw = {"deterministic": True, "slots": slots}
+    kw = {"batching": "deterministic", "slots": slots}
     one, statistics = await answers(model, device, 1, **kw)
     assert statistics.batches == 24
     assert statistics.rows_padded == 24 * 8 - statistics.rows
     for seed in (2, 3, 4):
         assert (await answers(model, device, seed, **kw))[0] == one
-    async with asynctrt.open(model, device=device, max_rows=8, deterministic=True) as engine:
+    async with asynctrt.open(model, device=device, max_rows=8, batching="deterministic") as engine:
         assert engine.statistics().contexts == 1
         for number in range(24):
             assert (await engine.infer(request_of(number)))["output"].tobytes() == one[number]
@@ -95,7 +95,7 @@ async def test_with_it_only_ones_own_rows_count(model_of, spec, slots):
 async def test_a_call_of_more_rows_than_a_batch_holds(model_of):
     model, device = model_of(FIXED)
     sent = np.random.default_rng(1).random((21, 4), np.float32)
-    async with asynctrt.open(model, device=device, max_rows=8, deterministic=True) as engine:
+    async with asynctrt.open(model, device=device, max_rows=8, batching="deterministic") as engine:
         alone = (await engine.infer(sent))["output"]
         _, among, _ = await asyncio.gather(*[engine.infer(given) for given in (rows(1), sent, rows(2))])
         np.testing.assert_array_equal(among["output"], alone)
@@ -103,20 +103,18 @@ async def test_a_call_of_more_rows_than_a_batch_holds(model_of):
 
 async def test_it_says_what_remains_random(model_of, caplog):
     model, device = model_of(FIXED)
-    async with asynctrt.open(model, device=device, deterministic=True):
+    async with asynctrt.open(model, device=device, batching="deterministic"):
         assert "layers that TensorRT leaves random" in caplog.text
 
 
 async def test_it_works_for_functions():
-    async with asynctrt.open(double_model(), deterministic=True, max_rows=4) as engine:
+    async with asynctrt.open(double_model(), batching="deterministic", max_rows=4) as engine:
         results = await asyncio.gather(*[engine.infer(rows(value)) for value in range(9)])
         assert [result["output"][0, 0] for result in results] == [2 * value for value in range(9)]
         assert engine.statistics().batches == 9
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"contexts": 2}, {"max_in_flight": 2, "contexts": 2}, {"arenas": 2}, {"graphs": (1, 2)}]
-)
+@pytest.mark.parametrize("wrong", [{"contexts": 2}, {"arenas": 2}, {"graphs": (1, 2)}])
 def test_what_contradicts_it(wrong):
     with pytest.raises(OptionsError, match="deterministic"):
-        asynctrt.open("model.onnx", deterministic=True, **wrong)
+        asynctrt.open("model.onnx", batching="deterministic", **wrong)

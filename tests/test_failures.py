@@ -152,7 +152,7 @@ class TestEngine:
     @pytest.mark.parametrize("function", FUNCTIONS)
     @pytest.mark.parametrize("isolates", [False, True])
     async def test_a_batch_that_fails(self, watch, function, isolates, rows, submits):
-        async with asynctrt.open(model(function), max_rows=4, isolate_failures=isolates) as engine:
+        async with asynctrt.open(model(function), max_rows=4, idempotent=isolates) as engine:
             for _ in range(3):
                 call = self.call(engine, watch.rows(rows), submits)
                 await ends(call, with_error=ExecutionError)
@@ -165,7 +165,7 @@ class TestEngine:
                 raise ValueError("bad")
             return inputs["x"]
 
-        async with asynctrt.open(model(third), max_rows=4, isolate_failures=False) as engine:
+        async with asynctrt.open(model(third), max_rows=4, idempotent=False) as engine:
             array = watch.rows(rows)
             array[-1] = 2
             call = self.call(engine, array, submits)
@@ -316,7 +316,7 @@ class TestBatch:
     @pytest.mark.parametrize("isolates", [False, True])
     @pytest.mark.parametrize("function", [raises_in_coroutine, raises_at_once, fails_each, too_few])
     async def test_a_function_that_fails(self, watch, function, isolates, items):
-        decorated = asynctrt.batch(items=items, isolate_failures=isolates)(function)
+        decorated = asynctrt.batch(items=items, idempotent=isolates)(function)
         async with decorated:
             for _ in range(3):
                 await ends(decorated(watch.rows()), with_error=(ValueError, ExecutionError))

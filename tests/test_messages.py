@@ -208,7 +208,7 @@ async def test_the_text_of_an_error_is_asked_for_once_a_batch():
     def fails(inputs):
         raise LongError
 
-    async with asynctrt.open(double_model(fails), max_rows=64, isolate_failures=False) as engine:
+    async with asynctrt.open(double_model(fails), max_rows=64, idempotent=False) as engine:
         LongError.asked = 0
         await asyncio.gather(*[engine.submit(rows(1)) for _ in range(64)], return_exceptions=True)
     assert LongError.asked == 1

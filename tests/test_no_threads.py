@@ -50,7 +50,7 @@ def wide(**settings):
         inputs=TensorSpec("x", "float32", ("n",)),
         outputs=TensorSpec("y", "float32", ("n",)),
     )
-    return asynctrt.open(model, max_rows=4, isolate_failures=False, **settings)
+    return asynctrt.open(model, max_rows=4, idempotent=False, **settings)
 
 
 def wide_rows():

@@ -57,16 +57,16 @@ def test_options_with_mappings_can_be_compared_hashed_and_sent():
     ],
 )
 def test_shapes_are_written_in_several_ways(given):
-    options = Options(shapes=given)
-    assert options.shapes == ({"images": (3, 64, 32), "scale": ()},)
+    options = Options(onnx={"shapes": given})
+    assert options.onnx.shapes == ({"images": (3, 64, 32), "scale": ()},)
     assert pickle.loads(pickle.dumps(options)) == options
-    assert len({options, Options(shapes=given)}) == 1
+    assert len({options, Options(onnx={"shapes": given})}) == 1
 
 
-@pytest.mark.parametrize("given", [(), {}, {"a": 3}, {"a": (-1,)}, {"a": ("x",)}, 3, ["a"], {"a": (1.5,)}])
+@pytest.mark.parametrize("given", [{}, {"a": 3}, {"a": (-1,)}, {"a": ("x",)}, 3, ["a"], {"a": (1.5,)}])
 def test_shapes_that_are_none(given):
     with pytest.raises(OptionsError, match="shapes must be"):
-        Options(shapes=given)
+        Options(onnx={"shapes": given})
 
 
 def test_frozen():
@@ -81,7 +81,6 @@ def test_frozen():
         ("maxdelay", "max_delay"),
         ("context", "contexts"),
         ("time_out", "timeout"),
-        ("inflight", "max_in_flight"),
         ("batch_size", "max_rows"),
         ("max_batchsize", "max_rows"),
         ("max_queue_delay", "max_delay"),
@@ -89,7 +88,6 @@ def test_frozen():
         ("workers", "isolation"),
         ("batch_timout", "batch_timeout"),
         ("graph", "graphs"),
-        ("flavor", "flavour"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_nearest(wrong, hint):
@@ -109,7 +107,7 @@ def test_an_option_that_was_removed_names_what_to_use_instead(name, instead):
 
 def test_an_unknown_option_that_is_like_none():
     with pytest.raises(
-        OptionsError, match="unknown option 'zzz'; valid options: batching, batch_axis, shared"
+        OptionsError, match="unknown option 'zzz'; valid options: batching, ignore_extra, max_rows"
     ):
         asynctrt.open("model.onnx", zzz=1)
 
@@ -136,19 +134,21 @@ def test_an_unknown_option_that_is_like_none():
         ({"close_timeout": None}, "close_timeout"),
         ({"waiting": "busy"}, "'adaptive', 'spin' or 'thread', not 'busy'"),
         ({"waiting": None}, "'adaptive', 'spin' or 'thread', not None"),
-        ({"check_finite": 1}, "True or False"),
+        ({"idempotent": 1}, "True or False"),
         ({"batch_timeout": -1}, "batch_timeout must be a number of seconds ≥ 0, not -1"),
         ({"batch_timeout": "60"}, "batch_timeout"),
         ({"batch_timeout": float("nan")}, "batch_timeout"),
         ({"batch_timeout": True}, "batch_timeout"),
         (
-            {"flavour": "trt"},
+            {"tensorrt": {"flavour": "trt"}},
             "'tensorrt', 'tensorrt_lean', 'tensorrt_dispatch' or 'tensorrt_rtx', not 'trt'",
         ),
-        ({"flavour": ""}, "flavour must be"),
-        ({"flavour": 11}, "flavour must be"),
+        ({"tensorrt": {"flavour": ""}}, "flavour must be"),
+        ({"tensorrt": {"build": {"dimm": 1}}}, "unknown build option 'dimm'; did you mean 'dims'"),
+        ({"onnx": {"batch_axis": {"x": -1}}}, "batch_axis must be axes from 0 on"),
+        ({"onnx": {"batch_axis": 1}}, "batch_axis must be axes from 0 on"),
+        ({"onnx": {"shared": 3}}, "shared must be names of inputs"),
         ({"max_rows": 64, "max_queue_rows": 32}, "max_queue_rows (32) must be ≥ max_rows (64)"),
-        ({"contexts": 2, "max_in_flight": 3}, "max_in_flight (3) must be ≤ contexts (2)"),
         ({"contexts": 2, "arenas": 3}, "arenas (3) must be ≤ contexts (2)"),
     ],
 )
@@ -218,11 +218,6 @@ def test_sizes_of_graphs_are_whole_numbers_as_max_rows_is(graphs):
     """To round one down would capture another size than was asked for."""
     with pytest.raises(OptionsError, match="graphs must be"):
         Options(graphs=graphs)
-
-
-@pytest.mark.parametrize("flavour", [None, "tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx"])
-def test_flavours(flavour):
-    assert Options(flavour=flavour).flavour == flavour
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ async def test_rows_that_are_padded_and_cut_back(device):
 async def test_outputs_with_rows_on_another_axis(device, tmp_path):
     path, rng = voice_onnx(tmp_path / "voice.onnx"), np.random.default_rng(0)
     async with asynctrt.open(
-        path, batch_axis={"state": 1, "stateN": 1}, shared={"sr"}, max_rows=8, device=device
+        path, onnx={"batch_axis": {"state": 1, "stateN": 1}, "shared": {"sr"}}, max_rows=8, device=device
     ) as engine:
         requests = [voice_request(rng, count, 8000) for count in (2, 3, 20)]
         wishes = [["stateN"], ["output"], ["stateN"]]

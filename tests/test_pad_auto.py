@@ -81,8 +81,8 @@ def test_what_is_no_way_to_write_it(given):
 def test_what_depends_on_others_is_not_deterministic():
     for pad in ("auto", {"n": "auto", "m": 4}):
         with pytest.raises(OptionsError, match="depends on what else comes"):
-            Options(pad=pad, deterministic=True)
-    Options(pad={"n": 4}, deterministic=True)
+            Options(pad=pad, batching="deterministic")
+    Options(pad={"n": 4}, batching="deterministic")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from asynctrt.errors import (
     QueueFullError,
     UsageError,
 )
-from asynctrt.serving.admission import Admission, Submission
+from asynctrt.serving.admission import Admission, Inference
 from asynctrt.testing import LatchDevice
 from tests.helpers import WAIT_S, until
 from tests.models import double_model, rows
@@ -321,9 +321,9 @@ async def test_the_state_is_that_of_an_engine_within_that_takes_nothing():
 def submit(admission, lane, count=1):
     layout = SimpleNamespace(rows=count, timeout=None, wanted="host")
     request = SimpleNamespace(layout=layout, inputs={"x": rows(*range(count))}, nbytes=16 * count)
-    submission = Submission(request, 0, lane, admission, 0)
-    admission.submit(submission)
-    return submission
+    inference = Inference(None, request, 0, {}, lane, admission, 0, lambda _: None)
+    admission.submit(inference)
+    return inference
 
 
 async def test_what_waits_for_a_pipeline_is_never_split():
@@ -338,7 +338,7 @@ async def test_what_waits_for_a_pipeline_is_never_split():
         pipeline(stage, max_in_flight=8, outputs=TensorSpec("y", "float32", ("n",))) as one,
         asyncio.timeout(WAIT_S),
     ):
-        admission = Admission(one)
+        admission = Admission(one, 1 << 20)
         lane = admission.gate.lane("client")
         sent = [submit(admission, lane, 6), submit(admission, lane, 3)]
         assert [one.has_future for one in sent] == [True, False]
@@ -354,7 +354,7 @@ async def test_one_client_of_a_server_cannot_take_all_of_it():
         return {"y": given["x"]}
 
     async with pipeline(stage, max_in_flight=64) as one, asyncio.timeout(WAIT_S):
-        admission = Admission(one)
+        admission = Admission(one, 1 << 20)
 
         greedy, modest = admission.gate.lane("greedy"), admission.gate.lane("modest")
         sent = [submit(admission, greedy) for _ in range(64)]

@@ -218,7 +218,7 @@ class TestOnTwoNodes:
         in_time(calls())
 
     def test_a_worker_process_of_a_replica_that_dies_is_noticed_by_nobody(self, run):
-        handle = run(who_and_twice, isolation="process", warm_spare=True)
+        handle = run(who_and_twice, isolation="spare")
 
         async def calls():
             first = await check(handle, 1)

@@ -66,7 +66,9 @@ async def test_rows_on_another_axis_and_inputs_in_common(settings, tmp_path):
         voice_request(rng, int(count), rate) for count in rng.integers(1, 12, 40) for rate in (8000, 16000)
     ]
     session = direct(path)
-    async with asynctrt.open(path, batch_axis=STATE_AXES, shared={"sr"}, max_rows=8, **settings) as engine:
+    async with asynctrt.open(
+        path, onnx={"batch_axis": STATE_AXES, "shared": {"sr"}}, max_rows=8, **settings
+    ) as engine:
         assert engine.batching.is_on
         assert [spec.shape("n") for spec in engine.inputs] == [("n", 3), (2, "n", 4), ()]
         answers = await asyncio.gather(*map(engine.infer, requests))
@@ -80,8 +82,7 @@ async def test_requests_share_a_batch_only_if_what_is_in_common_is_equal(tmp_pat
     rng = np.random.default_rng(0)
     async with asynctrt.open(
         voice_onnx(tmp_path / "voice.onnx"),
-        batch_axis=STATE_AXES,
-        shared="sr",
+        onnx={"batch_axis": STATE_AXES, "shared": "sr"},
         device=device,
         contexts=1,
     ) as engine:
@@ -111,7 +112,7 @@ async def test_padding_and_other_devices_lay_rows_out_alike(unified, tmp_path):
     session = direct(path)
     device = asynctrt.HostDevice(in_place="never", unified=unified)
     async with asynctrt.open(
-        path, batch_axis={"x": 1, "y": 1}, pad={"time": (4, 8)}, device=device
+        path, onnx={"batch_axis": {"x": 1, "y": 1}}, pad={"time": (4, 8)}, device=device
     ) as engine:
         for _ in range(3):
             answers = await asyncio.gather(*map(engine.infer, requests))
@@ -125,12 +126,15 @@ async def test_padding_and_other_devices_lay_rows_out_alike(unified, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"batch_axis": {"stat": 1}}, "batch_axis names 'stat'"),
-        ({"batch_axis": {"state": 3}}, "it has 3 axes"),
-        ({"batch_axis": {"state": -1}}, "batch_axis must be axes from 0 on"),
-        ({"shared": {"rate"}}, "shared names"),
-        ({"batching": "off", "shared": {"sr"}}, "with batching='off'"),
-        ({"batch_axis": {"state": 1}, "batching": "on"}, "'stateN' has the size 'batch'.*on axis 1 too"),
+        ({"onnx": {"batch_axis": {"stat": 1}}}, "batch_axis names 'stat'"),
+        ({"onnx": {"batch_axis": {"state": 3}}}, "it has 3 axes"),
+        ({"onnx": {"batch_axis": {"state": -1}}}, "batch_axis must be axes from 0 on"),
+        ({"onnx": {"shared": {"rate"}}}, "shared names"),
+        ({"batching": "off", "onnx": {"shared": {"sr"}}}, "with batching='off'"),
+        (
+            {"onnx": {"batch_axis": {"state": 1}}, "batching": "on"},
+            "'stateN' has the size 'batch'.*on axis 1 too",
+        ),
     ],
 )
 async def test_what_is_wrong_with_axes_is_said(settings, match, tmp_path):
@@ -193,8 +197,8 @@ async def test_only_an_onnx_file_is_told_where_its_rows_are():
     model = FunctionModel(
         lambda inputs: inputs["x"], inputs=TensorSpec("x", "f4", (2,)), outputs=TensorSpec("y", "f4", (2,))
     )
-    with pytest.raises(OptionsError, match="are for ONNX models"):
-        await asynctrt.open(model, shared={"x"})
+    with pytest.raises(OptionsError, match="the option onnx says how ONNX Runtime loads"):
+        await asynctrt.open(model, onnx={"shared": {"x"}})
 
 
 async def test_two_lengths_under_one_name_run_as_onnx_runtime_runs_them(tmp_path):

@@ -67,7 +67,7 @@ async def _search(port, chromium):
         page = await browser.new_page(viewport={"width": 390, "height": 800})
         page.on("request", lambda request: asked.add(urlsplit(request.url).hostname))
         page.on("pageerror", lambda error: trouble.append(str(error)))
-        await page.goto(f"http://127.0.0.1:{port}/search.html?q=isolate_failures")
+        await page.goto(f"http://127.0.0.1:{port}/search.html?q=idempotent")
         found = page.locator("ul.search a", has_text="Options")
         await expect(found.first).to_be_visible(timeout=WAIT_S * 1000)
         for name in ("index", "migrating", "options"):

@@ -5,9 +5,11 @@ import asyncio
 import gc
 import re
 import subprocess
+import tokenize
 import warnings
 from functools import cache
 from pathlib import Path
+from tokenize import COMMENT
 
 import pytest
 
@@ -248,3 +250,51 @@ def imported(path):
         elif isinstance(item, ast.ImportFrom):
             names |= {item.module, *(f"{item.module}.{alias.name}" for alias in item.names)}
     return names
+
+
+STUMBLES = {
+    "those that ...": r"\bthose (that|which|who|whose|of)\b",
+    "what batches take": r"\bwhat (batches|a batch|it|they|each|one) (take|takes|took)\b",
+    "is none, is no ...": r"(?<!there )\b(is|are|was|were) (none\b(?! of)|no (?!longer|more|less)\w)",
+    "of its own": r"\bof (its|their|his|one's|our|your) own\b",
+    "is to be done": r"\b(is|are|was|were) to be \w",
+    "nobody, somebody, whoever": r"\b(nobody|somebody|whoever)\b",
+    "is told": r"\b(is|are|was|were|be) told\b",
+    "of which": r"\bof which\b",
+    "as many, without as": r"\bas (many|much)\b(?![^.;:]*\bas\b)",
+    "so many": r"\bso many\b",
+    "for ever": r"\bfor ever\b",
+    "all the same": r"\ball the same\b",
+}
+"""Phrases that a native reader stumbles over. Use the verb, name the subject, put the condition first."""
+
+PLAIN = ("batching.py", "client", "kserve", "observe", "options.py", "pipeline.py", "plans", "serving")
+"""The packages without any; add yours."""
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_english_is_plain(name):
+    """Comments, docstrings and messages use none of the phrases."""
+    stumbles = {phrase: re.compile(pattern, re.IGNORECASE) for phrase, pattern in STUMBLES.items()}
+    modules = [module for module in MODULES if module.relative_to(PACKAGE).parts[0] == name]
+    assert modules
+    found = [
+        f"{module.relative_to(PACKAGE)}: {phrase}: {text[max(0, match.start() - 40) : match.end() + 40]}"
+        for module in modules
+        for text in prose(module)
+        for phrase, stumble in stumbles.items()
+        for match in stumble.finditer(text)
+    ]
+    assert not found
+
+
+def prose(module):
+    """Yield the comments and the texts of a module, each as one line."""
+    with module.open("rb") as file:
+        yield from (token.string for token in tokenize.tokenize(file.readline) if token.type == COMMENT)
+    for item in ast.walk(trees()[module]):
+        if isinstance(item, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "X" for part in item.values]
+            yield " ".join("".join(parts).split())
+        elif isinstance(item, ast.Constant) and isinstance(item.value, str):
+            yield " ".join(item.value.split())

@@ -46,8 +46,6 @@ def shapes_of(given: Any) -> tuple[FrozenDict[str, tuple[int, ...]], ...]:
     for part in parts:
         named = _named(part.split() if isinstance(part, str) else part)
         found.append(FrozenDict({name: _dims(dims) for name, dims in named.items()}))
-    if not found:
-        raise ValueError
     return tuple(dict.fromkeys(found))
 
 

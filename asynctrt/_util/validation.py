@@ -43,6 +43,20 @@ PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 REMOVED_OPTIONS: Final = {
+    "arena_size": "tensorrt={'arena_size': 'shapes'} says so of a plan",
+    "batch_axis": "onnx={'batch_axis': {...}} says so of an ONNX model",
+    "batch_sizes": "give them to FunctionModel or @asynctrt.batch; for an ONNX model write "
+    "onnx={'batch_sizes': (1, 4)}, and for a plan graphs=(1, 4)",
+    "build": "tensorrt={'build': {...}} has the options of a build",
+    "check_finite": "check inputs before the call: numpy.isfinite(rows).all()",
+    "deterministic": "batching='deterministic' does the same",
+    "flavour": "tensorrt={'flavour': 'tensorrt_lean'} chooses the package",
+    "isolate_failures": "idempotent=False is for a model that must not be given the same rows twice",
+    "max_batch_bytes": "max_rows limits batches; they also hold at most 256 MiB",
+    "max_in_flight": "contexts is the number of batches that run at once",
+    "shapes": "onnx={'shapes': {...}} names shapes that come often",
+    "shared": "onnx={'shared': [...]} says so of an ONNX model",
+    "warm_spare": "isolation='spare' keeps a second worker",
     "latency_target": "max_delay limits how long a batch waits for more requests, and timeout with "
     "timeout_until='answer' forms batches so that answers are in time",
     "suspendable": "close the engine to free its memory, and open it again; a server does so when a model is "
@@ -320,6 +334,11 @@ def _words(value: Any) -> tuple[str, ...]:
     return tuple(map(_word, value))
 
 
+def _paths(value: Any) -> tuple[str, ...]:
+    paths = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
+    return tuple(os.fsdecode(path) for path in paths)
+
+
 def _path(value: Any) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise TypeError
@@ -331,6 +350,7 @@ TEXT: Final = Check("a string", _text)
 TEXTS: Final = Check("a string or several", _texts)
 WORDS: Final = Check("a list of words of printable ASCII characters without spaces", _words)
 PATH: Final = Check("a path", _path)
+PATHS: Final = Check("a path or a list of paths", _paths)
 PORT: Final = count(0, 65535)
 
 

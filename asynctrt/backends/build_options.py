@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 from asynctrt._util.validation import (
     FLAG,
     PATH,
+    PATHS,
     Check,
     changed_repr,
     check_names,
@@ -20,7 +21,6 @@ from asynctrt._util.validation import (
     setting,
     validate,
 )
-from asynctrt.backends.tensorrt_options import PATHS
 from asynctrt.errors import OptionsError
 
 BUILDERS: Final = ("tensorrt", "tensorrt_rtx")

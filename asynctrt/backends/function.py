@@ -7,10 +7,9 @@ import sys
 from asyncio import _get_running_loop
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
@@ -173,17 +172,6 @@ class FunctionModel(ModelBase):
 
     def __repr__(self) -> str:
         return f"<FunctionModel {self.name}>"
-
-    def sized(self, sizes: tuple[int, ...]) -> Self:
-        """Return a model of the same function that sees only these batch sizes.
-
-        :raises OptionsError: if ``rows_fixed`` or ``rows_max`` contradicts them.
-        """
-        model = copy(self)
-        if self.capabilities.needs_sizes:
-            model.capabilities = replace(self.capabilities, rows_max=None)  # The largest of its former sizes.
-        model._size(sizes)
-        return model
 
     def _size(self, sizes: tuple[int, ...]) -> None:
         its = self.capabilities

@@ -1,13 +1,12 @@
 """Find the axis of each tensor of an ONNX model that counts rows, or why each request must run alone."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from asynctrt._util.validation import Check
+from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.errors import ModelError, OptionsError
 from asynctrt.tensors import TensorSpec
 
@@ -30,33 +29,13 @@ ML_DTYPES: Final = {
 UNKNOWN: Final = re.compile(r"|\?|-1|None|dynamic|unk__\d+")
 """Placeholders that exporters write for an unknown dimension. They are not names: two of them may differ."""
 
+FIRST_AXIS: Final = OnnxOptions()
+"""Options of a model whose rows are on the first axis of every tensor."""
+
 BATCH: Final = re.compile(r"batch|^[nb]$|^bs$", re.IGNORECASE)
 """Common names for the axis of rows."""
 
 KINDS: Final = {"seq": "sequence", "map": "map", "optional": "optional", "sparse_tensor": "sparse tensor"}
-
-
-@dataclass(frozen=True, slots=True)
-class RowSettings:
-    """The engine's options about a model's rows: see :class:`asynctrt.Options`."""
-
-    must_batch: bool = False
-    """Refuse a model whose requests cannot share batches instead of running each alone."""
-    batch_axis: Mapping[str, int] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
-
-
-FIRST_AXIS: Final = RowSettings()
-"""Settings for rows that are on the first axis of every tensor."""
-
-
-def _row_settings(given: Any) -> RowSettings:
-    if not isinstance(given, RowSettings):
-        raise TypeError
-    return given
-
-
-ROWS: Final = Check("a RowSettings, such as RowSettings(shared=frozenset({'sr'}))", _row_settings)
 
 
 class Axes(NamedTuple):
@@ -102,21 +81,26 @@ class Arg(NamedTuple):
 
 
 def read_axes(
-    name: str, inputs: Sequence[Any], outputs: Sequence[Any], settings: RowSettings = FIRST_AXIS
+    name: str,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    options: OnnxOptions = FIRST_AXIS,
+    *,
+    must_batch: bool = False,
 ) -> Axes:
     """Return the specs that ONNX Runtime's ``NodeArg`` objects describe, and what is known about their rows.
 
-    :raises OptionsError: if the settings name a tensor or an axis that the model does not have.
+    :raises OptionsError: if the options name a tensor or an axis that the model does not have.
     :raises ModelError: for a type that NumPy cannot hold, and if the model must batch but cannot.
     """
     given = [_read(name, "input", arg) for arg in inputs]
     results = [_read(name, "output", arg) for arg in outputs]
     if not results:
         raise ModelError(f"{name!r} has no outputs")
-    _check_names(name, given, results, settings)
-    rows = _Rows(given, results, settings)
+    _check_names(name, given, results, options)
+    rows = _Rows(given, results, options)
     alone = rows.why_alone()
-    if alone and settings.must_batch:
+    if alone and must_batch:
         raise ModelError(
             f"{alone}, so requests to {name!r} cannot share batches. Open it with batching='auto' or "
             "'off', and each request runs alone"
@@ -147,18 +131,18 @@ def whole_axes(inputs: Sequence[Arg], outputs: Sequence[Arg], reason: str) -> Ax
 class _Rows:
     """The information about the rows of a model in its declared shapes.
 
-    Rows are on the first axis unless the settings say otherwise, or every tensor has one dimension with the
+    Rows are on the first axis unless the options say otherwise, or every tensor has one dimension with the
     same batch name. Inputs that are scalars, or of shape ``[1]``, are shared by all rows.
     """
 
-    def __init__(self, inputs: Sequence[Arg], outputs: Sequence[Arg], settings: RowSettings) -> None:
-        self._settings = settings
+    def __init__(self, inputs: Sequence[Arg], outputs: Sequence[Arg], options: OnnxOptions) -> None:
+        self._options = options
         self._inputs, self._outputs = inputs, outputs
-        told = {arg.name for arg in inputs if arg.name in settings.shared}
+        told = {arg.name for arg in inputs} & set(options.shared)
         self.guessed = {
             arg.name
             for arg in inputs
-            if arg.kind == "tensor" and arg.shape in ((), (1,)) and arg.name not in settings.batch_axis
+            if arg.kind == "tensor" and arg.shape in ((), (1,)) and arg.name not in options.batch_axis
         } - told
         if told | self.guessed == {arg.name for arg in inputs}:
             self.guessed = set()  # Some input must have rows.
@@ -172,7 +156,7 @@ class _Rows:
 
     def _symbol(self) -> str | None:
         """Return the name that counts rows, if every tensor has one dimension of that name."""
-        if self._settings.batch_axis or not self._with_rows:
+        if self._options.batch_axis or not self._with_rows:
             return None
         shapes = [arg.shape for arg in (*self._with_rows, *self._outputs)]
         names = {dim for dim in shapes[0] if isinstance(dim, str)}
@@ -187,7 +171,7 @@ class _Rows:
             return None
         if self.symbol is not None:
             return arg.shape.index(self.symbol)
-        return self._settings.batch_axis.get(arg.name, 0)
+        return self._options.batch_axis.get(arg.name, 0)
 
     def _has_axis(self, arg: Arg) -> bool:
         axis = self.axis(arg)
@@ -211,14 +195,14 @@ class _Rows:
         for arg in self._with_rows:
             if not self._has_axis(arg):
                 return (
-                    f"input {arg.name!r} has no axis for rows (shared={{{arg.name!r}}} says that all rows "
-                    "of a batch have it in common)"
+                    f"input {arg.name!r} has no axis for rows (onnx={{'shared': [{arg.name!r}]}} says that "
+                    "all rows of a batch have it in common)"
                 )
         if len(self._sizes) > 1:
             shapes = {arg.name: _shown(arg.shape) for arg in self._with_rows}
             return (
-                f"the inputs do not have their rows on one axis: {shapes} (batch_axis={{name: axis}} says "
-                "where rows are, and shared={names} which inputs a whole batch has in common)"
+                f"the inputs do not have their rows on one axis: {shapes} (batch_axis in the option "
+                "onnx says where rows are, and shared which inputs a whole batch has in common)"
             )
         for arg in (*self._inputs, *self._outputs):
             for at, dim in enumerate(arg.shape):
@@ -292,9 +276,9 @@ def _type_of(model: str, side: str, arg: Any) -> tuple[np.dtype[Any], str]:
     return np.dtype(object), kind
 
 
-def _check_names(model: str, inputs: Sequence[Arg], outputs: Sequence[Arg], settings: RowSettings) -> None:
+def _check_names(model: str, inputs: Sequence[Arg], outputs: Sequence[Arg], options: OnnxOptions) -> None:
     ranks = {arg.name: len(arg.shape) for arg in (*inputs, *outputs)}
-    for name, axis in settings.batch_axis.items():
+    for name, axis in options.batch_axis.items():
         if name not in ranks:
             raise OptionsError(f"batch_axis names {name!r}, and the tensors of {model!r} are {sorted(ranks)}")
         if axis >= ranks[name]:
@@ -302,7 +286,7 @@ def _check_names(model: str, inputs: Sequence[Arg], outputs: Sequence[Arg], sett
                 f"batch_axis says that axis {axis} of {name!r} counts rows, and it has {ranks[name]} axes"
             )
     names = {arg.name for arg in inputs}
-    unknown = settings.shared - names
+    unknown = frozenset(options.shared) - names
     if unknown:
         raise OptionsError(f"shared names {sorted(unknown)}, and the inputs of {model!r} are {sorted(names)}")
 

@@ -3,12 +3,13 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from asynctrt._util.frozen import FrozenDict
+from asynctrt._util.pad_options import shapes_of
 from asynctrt._util.validation import (
     FLAG,
     PATH,
@@ -115,6 +116,17 @@ def _providers(given: Any) -> tuple[tuple[str, FrozenDict[str, str]], ...]:
     return tuple(found.items())
 
 
+def _axes(given: Any) -> FrozenDict[str, int]:
+    return _named(given, count(0).convert)
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    names = {given} if isinstance(given, str) else set(given)
+    if not all(isinstance(name, str) and name for name in names):
+        raise TypeError
+    return tuple(sorted(names))
+
+
 def _batch_sizes(given: Any) -> tuple[int, ...]:
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise TypeError
@@ -132,16 +144,49 @@ PROVIDERS: Final = Check(
     "[('OpenVINOExecutionProvider', {'device_type': 'CPU'}), 'CPUExecutionProvider']",
     _providers,
 )
+AXES: Final = Check(
+    "axes from 0 on by the names of inputs and outputs, such as {'state': 1}",
+    _axes,
+)
+NAMES: Final = Check("names of inputs, such as {'sr'}", _names)
+SHAPES: Final = Check(
+    "the dimensions of a row by the names of inputs, such as {'images': (3, 640, 640)}, or a list of such",
+    shapes_of,
+)
 BATCH_SIZES: Final = Check("several whole numbers, such as (4, 16)", _batch_sizes)
 
 
 @documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnnxOptions:
-    """How ONNX Runtime loads and runs a model.
+    """How an ONNX model is understood, and how ONNX Runtime loads and runs it.
 
     :raises OptionsError: for a value out of its range, or for one that is the engine's to give.
     """
+
+    batch_axis: Mapping[str, int] = setting(
+        default=FrozenDict(),
+        check=AXES,
+        doc="""The axis that counts rows, by the names of inputs and outputs, where that is not the first:
+        ``{"state": 1, "stateN": 1}``. Default: the axis whose name is that of a batch, if every tensor has
+        one (``batch``, ``batch_size``, ``N``).""",
+    )
+
+    shared: Iterable[str] = setting(
+        default=(),
+        check=NAMES,
+        doc="""Inputs that all rows of a batch have in common, such as ``{"sr"}``. Requests share a batch if
+        these are equal. Scalars, and inputs of the shape ``[1]``, need not be named.""",
+    )
+
+    shapes: tuple[Mapping[str, Sequence[int]], ...] = setting(
+        default=(),
+        check=SHAPES,
+        doc="""Shapes of rows that will come often, such as ``{"images": (3, 640, 640)}``, or a list of such,
+        on a GPU, for a model whose dimensions vary. Each gets sessions for its sizes, captured as CUDA graphs
+        where possible, before the engine opens. Other shapes get theirs while the engine serves, once they
+        have come often.""",
+    )
 
     providers: tuple[tuple[str, Mapping[str, str]], ...] = setting(
         default=(),
@@ -311,6 +356,11 @@ class OnnxOptions:
             raise OptionsError(f"options must be an asynctrt.OnnxOptions, or a mapping, not {show(given)}")
         check_names(given, [item.name for item in fields(cls)], "option of ONNX Runtime")
         return cls(**given)
+
+    def says_more_than(self, names: Sequence[str]) -> bool:
+        """Return whether any option besides these differs from its default."""
+        others = (item for item in fields(self) if item.name not in names)
+        return any(getattr(self, item.name) != item.default for item in others)
 
     def with_threads(self, threads: int | None) -> "OnnxOptions":
         """Return these options with this number of threads for a batch; unchanged for ``None``."""

@@ -16,11 +16,8 @@ import numpy as np
 
 from asynctrt.backends.base import Binding, Capabilities, ExecutionContext, ModelBase, TensorMemory
 from asynctrt.backends.onnx_axes import (
-    FIRST_AXIS,
     ML_DTYPES,
-    ROWS,
     Axes,
-    RowSettings,
     declared,
     read_axes,
     read_whole_axes,
@@ -58,7 +55,7 @@ class OnnxModel(ModelBase):
         stays open when the model is closed.
     :param options: :class:`~asynctrt.backends.onnx_options.OnnxOptions`, or a mapping of option names to
         values.
-    :param rows: the axis of rows, as in an engine's options ``batch_axis`` and ``shared``.
+    :param must_batch: refuse a model whose requests cannot share batches, instead of running each alone.
     :raises OptionsError: for an argument of the wrong type, or an invalid option.
     :raises ModelNotFoundError: if the file does not exist.
     :raises ModelError: if it is not an ONNX model, or has a tensor that NumPy cannot hold.
@@ -73,10 +70,9 @@ class OnnxModel(ModelBase):
         path: str | os.PathLike[str] | OnnxObject,
         options: OnnxOptions | Mapping[str, Any] | None = None,
         *,
-        rows: RowSettings = FIRST_AXIS,
+        must_batch: bool = False,
     ) -> None:
         self.options = OnnxOptions.of(options)
-        settings: RowSettings = ROWS("rows", rows)
         self.source = Source(path)
         self.path = self.source.path
         """The file, or ``None`` if the model was given as an object."""
@@ -95,7 +91,9 @@ class OnnxModel(ModelBase):
         self._kind = object()
         # Copies, because ONNX Runtime's objects keep the session alive.
         self._declared = declared(session.get_inputs()), declared(session.get_outputs())
-        self._adopt(read_axes(self.name, self._declared[0], self._declared[1], settings))
+        self._adopt(
+            read_axes(self.name, self._declared[0], self._declared[1], self.options, must_batch=must_batch)
+        )
 
     def _session_options(self) -> ort.SessionOptions:
         return session_options(self.options)

@@ -23,7 +23,7 @@ from io import StringIO
 from typing import Any, Final
 
 from asynctrt._util.validation import PATH
-from asynctrt.backends.onnx_axes import FIRST_AXIS, ROWS, Axes, RowSettings
+from asynctrt.backends.onnx_axes import Axes
 from asynctrt.backends.onnx_objects import OnnxObject, is_onnx_object, shown
 from asynctrt.backends.onnx_options import CPU, CUDA, NO_FALLBACK, TENSORRT, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel
@@ -100,13 +100,12 @@ class OnnxCudaModel(StreamedOnnxModel):
         options: OnnxOptions | Mapping[str, Any] | None = None,
         *,
         device: Device,
-        rows: RowSettings = FIRST_AXIS,
+        must_batch: bool = False,
     ) -> None:
         refuse_session(path)
         if not is_onnx_object(path):
             PATH("path", path)
         options = OnnxOptions.of(options)
-        ROWS("rows", rows)
         _check_providers(options)
         if not isinstance(device, CudaDevice):
             raise DeviceUnavailableError(
@@ -116,12 +115,12 @@ class OnnxCudaModel(StreamedOnnxModel):
         check_provider()
         check_available([name for name, _ in options.providers])
         self._device = device
-        self._given, self._rows = path, rows
+        self._given, self._must_batch = path, must_batch
         self._has_told = False
         self._random: tuple[str, ...] = ()
         self._weights: SharedWeights | None = None
         self._was_optimised = False
-        super().__init__(path, options, rows=rows)
+        super().__init__(path, options, must_batch=must_batch)
 
     def _adopt(self, axes: Axes) -> None:
         super()._adopt(axes)
@@ -155,7 +154,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         settings = dataclasses.replace(
             self.options, providers=(), launch="threads", batch_sizes=None, session_config=entries
         )
-        twin = OnnxModel(self._given, settings, rows=self._rows)
+        twin = OnnxModel(self._given, settings, must_batch=self._must_batch)
         alone = self.capabilities.alone
         return twin.whole(alone) if alone else twin
 

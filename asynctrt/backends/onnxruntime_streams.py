@@ -28,7 +28,6 @@ from weakref import WeakSet
 import numpy as np
 
 from asynctrt.backends.base import TensorMemory
-from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
 from asynctrt.backends.onnx_objects import OnnxObject, is_session
 from asynctrt.backends.onnx_options import NO_FALLBACK, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel, checked_shape, element_type, ort
@@ -50,10 +49,10 @@ class StreamedOnnxModel(OnnxModel):
         path: str | os.PathLike[str] | OnnxObject,
         options: OnnxOptions | Mapping[str, Any] | None = None,
         *,
-        rows: RowSettings = FIRST_AXIS,
+        must_batch: bool = False,
     ) -> None:
         refuse_session(path)
-        super().__init__(path, options, rows=rows)
+        super().__init__(path, options, must_batch=must_batch)
         # That session was only needed to read names and types.
         super().close()
         self.capabilities = replace(

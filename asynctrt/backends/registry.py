@@ -13,7 +13,6 @@ from typing import Final
 
 from asynctrt._util.files import is_there
 from asynctrt.backends.base import Model
-from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
 from asynctrt.backends.onnx_objects import OnnxObject, is_onnx_object, shown
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
@@ -32,10 +31,10 @@ class LoadRequest:
     model: Path | OnnxObject
     device: Device
     runtime: str | None = None
-    flavour: str | None = None
     tensorrt: TensorRTOptions | None = None
     onnx: OnnxOptions | None = None
-    rows: RowSettings = FIRST_AXIS
+    must_batch: bool = False
+    """Refuse an ONNX model whose requests cannot share batches, instead of running each alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ def _load_plan(request: LoadRequest) -> Model:
         )
     from asynctrt.backends.tensorrt import TensorRTModel  # noqa: PLC0415
 
-    return TensorRTModel(path, device=request.device, flavour=request.flavour, options=request.tensorrt)
+    return TensorRTModel(path, device=request.device, options=request.tensorrt)
 
 
 def _load_onnx(request: LoadRequest) -> Model:
@@ -81,10 +80,10 @@ def _load_onnx(request: LoadRequest) -> Model:
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
     if device.name == "host":
-        return OnnxModel(model, request.onnx, rows=request.rows)
+        return OnnxModel(model, request.onnx, must_batch=request.must_batch)
     from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel  # noqa: PLC0415
 
-    loaded = OnnxCudaModel(model, request.onnx, device=device, rows=request.rows)
+    loaded = OnnxCudaModel(model, request.onnx, device=device, must_batch=request.must_batch)
     logger.info("%r runs on %s by ONNX Runtime's CUDA provider", loaded.name, device.name)
     return loaded
 

@@ -1,9 +1,9 @@
 """The options of a TensorRT model: frozen, and checked when they are made."""
 
-import dataclasses
 import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, get_args
 from asynctrt._util.validation import (
     FLAG,
     PATH,
+    PATHS,
     Check,
     as_int,
     changed_repr,
@@ -21,6 +22,7 @@ from asynctrt._util.validation import (
     setting,
     validate,
 )
+from asynctrt.backends.build_options import BuildOptions
 from asynctrt.errors import OptionsError
 
 FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
@@ -29,6 +31,7 @@ FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_r
 TRUSTED: Final = re.compile(r"signed|built-here|sha256:[0-9a-fA-F]{64}")
 """How a way to be trusted is written."""
 
+ArenaSize = Literal["profile", "shapes"]
 AuxStreams = Literal["ours", "library"]
 Nvtx = Literal["none", "names", "detailed"]
 KernelSpecialization = Literal["lazy", "eager", "none"]
@@ -46,11 +49,6 @@ def _watermark(value: Any) -> float | int:
 WATERMARK: Final = Check(
     "a fraction of the device's memory (a float > 0.0 and ≤ 1.0) or bytes (an int > 0)", _watermark
 )
-
-
-def _paths(value: Any) -> tuple[str, ...]:
-    paths = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
-    return tuple(os.fsdecode(path) for path in paths)
 
 
 def _ways(value: Any) -> tuple[str, ...]:
@@ -71,7 +69,13 @@ def _streaming(value: Any) -> int | str:
     return nbytes
 
 
-PATHS: Final = Check("a path or a list of paths", _paths)
+def _build(value: Any) -> BuildOptions:
+    return value if isinstance(value, BuildOptions) else BuildOptions.from_settings(None, dict(value))
+
+
+BUILD: Final = Check(
+    "an asynctrt.BuildOptions, or a mapping such as {'dims': {'length': '1:128:512'}}", _build
+)
 STREAMING: Final = Check("'auto' or a whole number ≥ 0", _streaming)
 
 
@@ -139,6 +143,21 @@ class TensorRTOptions:
         check=WATERMARK.or_none,
         doc="""Refuse TensorRT memory when that would take the use of the device, by all processes, beyond
         this: a fraction of its memory (a float up to 1.0) or bytes (an int).""",
+    )
+
+    arena_size: ArenaSize = setting(
+        default="profile",
+        check=choice(*get_args(ArenaSize)),
+        doc="""How large arenas are. ``profile``: as the largest batch of any profile needs them, from the
+        start, so that none fails later for want of memory. ``shapes``: as the batches so far needed them;
+        they grow when a larger one comes. For plans with wide profiles, of TensorRT 10.1 and later.""",
+    )
+
+    build: BuildOptions | Mapping[str, Any] | None = setting(
+        default=None,
+        check=BUILD.or_none,
+        doc="""How a plan is built from an ``.onnx`` file with ``runtime="tensorrt"``: ``BuildOptions``, or a
+        mapping of its names, such as ``{"dims": {"length": "1:128:512"}}``.""",
     )
 
     persistent_cache_limit: int | None = setting(
@@ -256,16 +275,5 @@ class TensorRTOptions:
         """
         check_names(settings, [item.name for item in fields(cls)], "option of TensorRT")
         return cls(**settings)
-
-    def with_flavour(self, flavour: str) -> "TensorRTOptions":
-        """Return these options for a package.
-
-        :raises OptionsError: if they name another one.
-        """
-        if self.flavour not in (None, flavour):
-            raise OptionsError(
-                f"the option flavour is {flavour!r}, but tensorrt has flavour={self.flavour!r}. Leave one out"
-            )
-        return dataclasses.replace(self, flavour=flavour)
 
     __repr__ = changed_repr

@@ -177,6 +177,7 @@ def _suggest(error: Any, names: list[str]) -> None:
     given = error.option_name.lstrip("-").removeprefix("no-").replace("-", "_")
     if given in REMOVED_OPTIONS:
         error.message += f". T{removed(given)[1:]}"
+        error.possibilities = []
         return
     meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS, 0.75)
     error.possibilities = [_flag_of(meant)] if meant else []
@@ -307,7 +308,6 @@ def _inspect(
         int | None, typer.Option(min=1, help="Contexts of the engine whose memory is estimated.")
     ] = None,
     arenas: Annotated[int, typer.Option(min=1, help="Arenas that they share.")] = 1,
-    flavour: Annotated[str | None, typer.Option(help="The TensorRT package to open a plan with.")] = None,
     tensorrt: Annotated[
         list[str] | None, typer.Option(help="How a plan is opened: NAME=VALUE, once for each.")
     ] = None,
@@ -323,7 +323,7 @@ def _inspect(
     cannot be read or opened.
     """
     path = Path(file)
-    options = Options(flavour=flavour, tensorrt=tensorrt, onnx=onnx)  # type: ignore[arg-type]  # Their checks convert them.
+    options = Options(tensorrt=tensorrt, onnx=onnx)  # type: ignore[arg-type]  # Their checks convert them.
     found = inspect_file(path)
     opened, refusal = None, None
     if open_it:

@@ -494,11 +494,11 @@ class Course:
             with suppress(AsynctrtError):  # The server may be full, and it ends before the load does.
                 await client.infer(name, random.choice(rows))  # noqa: S311  (a load, not a secret)
 
-        repository = Repository()
+        # Use any free port, and do not warn when something holds up the demo's loop.
+        repository = Repository(ServerSettings(http_port=0, grpc=False, max_pause=60.0))
         for name, (engine, _) in engines.items():
             repository.add(name, engine)
-        # Use any free port, and do not warn when something holds up the demo's loop.
-        server = Server(repository, ServerSettings(http_port=0, grpc=False, max_pause=60.0))
+        server = Server(repository)
         await server.start()
         tasks = [asyncio.create_task(server.serve())]  # From here on, Ctrl-C ends the server.
         try:

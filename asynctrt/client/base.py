@@ -2,9 +2,10 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from asynctrt._util.forks import Origin
 from asynctrt._util.loops import running_loop
@@ -14,6 +15,8 @@ from asynctrt.client.persistence import (
     input_specs,
     is_plain,
     only_input,
+    persist,
+    queue_timeout,
     seconds_of,
     with_dtype,
     without_credentials,
@@ -21,6 +24,8 @@ from asynctrt.client.persistence import (
 from asynctrt.errors import UsageError
 from asynctrt.limits import limits_here
 from asynctrt.tensors import Array, TensorSpec
+
+T = TypeVar("T")
 
 
 class Client(ABC):
@@ -58,7 +63,6 @@ class Client(ABC):
         :raises UsageError: in a process that was forked from the client's.
         """
 
-    @abstractmethod
     async def infer(
         self,
         model: str,
@@ -97,8 +101,11 @@ class Client(ABC):
             from the client's.
         :raises AnswerError: if the server's answer cannot be read.
         """
+        inputs, deadline = await self._named(model, version, inputs, deadline)
+        send = self._request(model, version, inputs, outputs, queue_timeout(timeout, deadline), priority)
+        is_idempotent = self._idempotent if idempotent is None else idempotent
+        return await self._persist(send, deadline, is_idempotent=is_idempotent)
 
-    @abstractmethod
     async def metadata(
         self, model: str, *, version: str = "", deadline: float | None = None
     ) -> dict[str, Any]:
@@ -108,6 +115,44 @@ class Client(ABC):
         :raises AsynctrtError: the server's error.
         :raises ConnectionLostError: if there is no answer.
         """
+        self._check_loop()
+        check_names(model, version)
+        send = partial(self._describe, model, version)
+        return await self._persist(send, seconds_of("deadline", deadline), is_idempotent=True)
+
+    @property
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """Whether no further attempt can succeed."""
+
+    @abstractmethod
+    def _request(
+        self,
+        model: str,
+        version: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str] | None,
+        timeout: float | None,
+        priority: int,
+    ) -> Callable[[], Awaitable[dict[str, Array]]]:
+        """Return a function that sends a request, once each time it is called, and returns its answer."""
+
+    @abstractmethod
+    async def _describe(self, model: str, version: str) -> dict[str, Any]:
+        """Ask for a model's description once."""
+
+    async def _persist(
+        self, send: Callable[[], Awaitable[T]], deadline: float | None, *, is_idempotent: bool
+    ) -> T:
+        if self._attempts == 1 and deadline is None:
+            return await send()
+        return await persist(
+            send,
+            attempts=self._attempts,
+            is_idempotent=is_idempotent,
+            deadline=deadline,
+            is_over=lambda: self._is_over,
+        )
 
     async def _named(
         self, model: str, version: str, inputs: Any, deadline: float | None

@@ -31,9 +31,9 @@ def connect_blocking(
     max_size: int | None = None,
     **settings: Any,
 ) -> "BlockingClient":
-    """Return a client to enter with ``with``. Its methods block, where those of ``connect`` are awaited.
+    """Return a client to enter with ``with``, whose methods block instead of being awaited.
 
-    The parameters are those of :func:`asynctrt.client.connect`.
+    The parameters are the same as for :func:`asynctrt.client.connect`.
 
     :raises UsageError: as for ``connect``.
     """

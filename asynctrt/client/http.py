@@ -2,21 +2,14 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
 from asynctrt import errors
 from asynctrt._util.loops import is_cancelled
 from asynctrt.client.base import Client
-from asynctrt.client.persistence import (
-    NotConnectedError,
-    check_names,
-    persist,
-    queue_timeout,
-    remote_error,
-    seconds_of,
-)
+from asynctrt.client.persistence import NotConnectedError, remote_error
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
@@ -25,7 +18,14 @@ from asynctrt.errors import (
     UsageError,
     show,
 )
-from asynctrt.kserve.client import AnswerError, as_arrays, describe_request, read_answer, takes_binary
+from asynctrt.kserve.client import (
+    TEXT_LENGTH_MAX,
+    AnswerError,
+    as_arrays,
+    describe_request,
+    read_answer,
+    takes_binary,
+)
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import dump, parse_object
 from asynctrt.tensors import Array
@@ -49,8 +49,6 @@ BY_STATUS: Final = {
     501: errors.UnsupportedError,
 }
 """The error for each status, for a server that does not name its class."""
-
-TEXT_LENGTH_MAX: Final = 300
 
 REFUSAL_NBYTES_MAX: Final = 64 * 1024
 """The maximum number of bytes read of an error's body."""
@@ -109,20 +107,19 @@ class HttpClient(Client):
         if session is not None:
             await session.close()
 
-    async def infer(
+    @property
+    def _is_over(self) -> bool:
+        return self._session is None
+
+    def _request(
         self,
         model: str,
-        inputs: Any,
-        *,
-        version: str = "",
-        outputs: Sequence[str] | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        idempotent: bool | None = None,
-    ) -> dict[str, Array]:
-        """Send rows as one POST: see :meth:`asynctrt.client.Client.infer`."""
-        inputs, deadline = await self._named(model, version, inputs, deadline)
+        version: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str] | None,
+        timeout: float | None,
+        priority: int,
+    ) -> Callable[[], Awaitable[dict[str, Array]]]:
         arrays = as_arrays(inputs)
         tensors = [write_tensor(array) for array in arrays.values()]
         path = f"{_path(model, version)}/infer"
@@ -130,15 +127,8 @@ class HttpClient(Client):
         async def send() -> dict[str, Array]:
             if self._takes_binary is None:
                 self._takes_binary = await self._learns_binary()
-            head = dump(
-                describe_request(
-                    arrays,
-                    [len(tensor) for tensor in tensors] if self._takes_binary else None,
-                    outputs=outputs,
-                    timeout=queue_timeout(timeout, deadline),
-                    priority=priority,
-                )
-            )
+            sizes = [len(tensor) for tensor in tensors] if self._takes_binary else None
+            head = dump(describe_request(arrays, sizes, outputs=outputs, timeout=timeout, priority=priority))
             body, headers = head, {"Content-Type": "application/json"}
             if self._takes_binary:
                 body = b"".join((head, *tensors))
@@ -152,13 +142,7 @@ class HttpClient(Client):
             # The caller may write to its outputs, so they are copies.
             return {name: array.copy() for name, array in found.items()}
 
-        return await persist(
-            send,
-            attempts=self._attempts,
-            is_idempotent=self._idempotent if idempotent is None else idempotent,
-            deadline=deadline,
-            is_over=lambda: self._session is None,
-        )
+        return send
 
     async def _learns_binary(self) -> bool:
         """Ask the server whether it accepts raw tensors, or only JSON."""
@@ -170,27 +154,12 @@ class HttpClient(Client):
         except AsynctrtError:
             return True  # Some servers have no such page.
 
-    async def metadata(
-        self, model: str, *, version: str = "", deadline: float | None = None
-    ) -> dict[str, Any]:
-        """Ask for a description: see :meth:`asynctrt.client.Client.metadata`."""
-        self._check_loop()
-        check_names(model, version)
-
-        async def send() -> dict[str, Any]:
-            answer, _ = await self._ask("GET", _path(model, version))
-            try:
-                return parse_object(answer, "the answer")
-            except RequestError as error:
-                raise AnswerError(f"{error}; it begins {answer[:100]!r}") from error
-
-        return await persist(
-            send,
-            attempts=self._attempts,
-            is_idempotent=True,
-            deadline=seconds_of("deadline", deadline),
-            is_over=lambda: self._session is None,
-        )
+    async def _describe(self, model: str, version: str) -> dict[str, Any]:
+        answer, _ = await self._ask("GET", _path(model, version))
+        try:
+            return parse_object(answer, "the answer")
+        except RequestError as error:
+            raise AnswerError(f"{error}; it begins {answer[:100]!r}") from error
 
     async def _ask(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None

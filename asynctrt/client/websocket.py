@@ -1,20 +1,13 @@
 """Call a server over its websocket: many requests in flight on one connection."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Self
 
 from asynctrt import errors
 from asynctrt._util.forks import in_child, seal
 from asynctrt.client.base import Client
-from asynctrt.client.persistence import (
-    NotConnectedError,
-    check_names,
-    persist,
-    queue_timeout,
-    remote_error,
-    seconds_of,
-)
+from asynctrt.client.persistence import NotConnectedError, remote_error
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
@@ -32,7 +25,7 @@ from asynctrt.kserve.client import (
     read_outputs,
 )
 from asynctrt.kserve.codec import PlacedTensor, remember
-from asynctrt.kserve.datatypes import Buffer, write_tensor
+from asynctrt.kserve.datatypes import LENGTH_NBYTES, Buffer, write_tensor
 from asynctrt.kserve.json_codec import dump, parse_object
 from asynctrt.tensors import Array
 
@@ -52,8 +45,6 @@ except ImportError as error:
     raise MissingExtraError(
         "clients over websockets need websockets: pip install 'asynctrt[client]'"
     ) from error
-
-PREFIX_NBYTES: Final = 4
 
 
 class WebSocketClient(Client):
@@ -116,63 +107,35 @@ class WebSocketClient(Client):
         if socket is not None:
             await socket.close()
 
-    async def infer(
+    @property
+    def _is_over(self) -> bool:
+        return self._lost is not None
+
+    def _request(
         self,
         model: str,
-        inputs: Any,
-        *,
-        version: str = "",
-        outputs: Sequence[str] | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        idempotent: bool | None = None,
-    ) -> dict[str, Array]:
-        """Send rows as one message: see :meth:`asynctrt.client.Client.infer`."""
-        inputs, deadline = await self._named(model, version, inputs, deadline)
+        version: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str] | None,
+        timeout: float | None,
+        priority: int,
+    ) -> Callable[[], Awaitable[dict[str, Array]]]:
         arrays = {name: as_array(name, value) for name, value in inputs.items()}
         tensors = [write_tensor(array) for array in arrays.values()]
         sizes = tuple([len(tensor) for tensor in tensors])
-        timeout = queue_timeout(timeout, deadline)
         rest = self._head(model, version, arrays, sizes, outputs, timeout, priority)
-        if self._attempts == 1 and deadline is None:
+
+        async def send() -> dict[str, Array]:
             async with self._room:
                 answer: dict[str, Array] = await self._call(rest, tensors)
                 return answer
 
-        async def send() -> dict[str, Array]:
-            async with self._room:
-                again: dict[str, Array] = await self._call(rest, tensors)
-                return again
+        return send
 
-        return await persist(
-            send,
-            attempts=self._attempts,
-            is_idempotent=self._idempotent if idempotent is None else idempotent,
-            deadline=deadline,
-            is_over=lambda: self._lost is not None,
-        )
-
-    async def metadata(
-        self, model: str, *, version: str = "", deadline: float | None = None
-    ) -> dict[str, Any]:
-        """Ask for a description: see :meth:`asynctrt.client.Client.metadata`."""
-        self._check_loop()
-        check_names(model, version)
+    async def _describe(self, model: str, version: str) -> dict[str, Any]:
         content = {"metadata": True, "model_name": model, "model_version": version}
-        rest = b"," + dump(content)[1:]
-
-        async def send() -> dict[str, Any]:
-            answer: dict[str, Any] = await self._call(rest, [])
-            return answer
-
-        return await persist(
-            send,
-            attempts=self._attempts,
-            is_idempotent=True,
-            deadline=seconds_of("deadline", deadline),
-            is_over=lambda: self._lost is not None,
-        )
+        answer: dict[str, Any] = await self._call(b"," + dump(content)[1:], [])
+        return answer
 
     async def _call(self, rest: bytes, tensors: list[Buffer]) -> Any:
         if not self._connected.is_set():
@@ -189,7 +152,7 @@ class WebSocketClient(Client):
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            await socket.send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
+            await socket.send(b"".join((len(head).to_bytes(LENGTH_NBYTES, "little"), head, *tensors)))
             return await future
         except ConnectionClosed as error:
             if socket is self._socket:  # The receiving task notices later.
@@ -309,8 +272,8 @@ class WebSocketClient(Client):
             message = message.encode()
             head, stop = message, len(message)
         else:
-            stop = PREFIX_NBYTES + int.from_bytes(message[:PREFIX_NBYTES], "little")
-            head = message[PREFIX_NBYTES:stop]
+            stop = LENGTH_NBYTES + int.from_bytes(message[:LENGTH_NBYTES], "little")
+            head = message[LENGTH_NBYTES:stop]
         content = parse_object(head, "the answer")
         request_id = content.pop("id", "")
         if "error" in content:

@@ -4,15 +4,13 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol, cast
 
 from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model, ProfiledModel, SpecialisableModel, ranged_model
-from asynctrt.backends.function import FunctionModel
-from asynctrt.backends.onnx_axes import RowSettings
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
@@ -25,7 +23,7 @@ from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, DeviceLostError, InputError, ModelError, OptionsError
-from asynctrt.options import MAX_ROWS_DEFAULT, Options
+from asynctrt.options import BATCH_NBYTES_MAX, MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
 from asynctrt.runtime.prepare import few_sizes, sizes_to_prepare
@@ -55,7 +53,6 @@ class Capacity:
     rows_max: int
     contexts: int
     arenas: int
-    in_flight_max: int
     graphs: tuple[int, ...]
     """Batch sizes to capture."""
     graphs_named: tuple[int, ...] = ()
@@ -67,10 +64,8 @@ class Capacity:
 
         :raises AsynctrtError: naming the option that the model cannot be opened with.
         """
-        contexts = options.contexts or max(
-            device.contexts_default, options.max_in_flight or 0, options.arenas or 0
-        )
-        if options.deterministic:
+        contexts = options.contexts or max(device.contexts_default, options.arenas or 0)
+        if options.is_deterministic:
             contexts = 1
         if model.capabilities.needs_sizes and model.capabilities.occupies_device:
             contexts = min(contexts, device.concurrency)  # Two in one thread would wait for each other.
@@ -80,7 +75,6 @@ class Capacity:
             arenas = cls._shared(device, options, shared, asked)
         if not model.capabilities.enqueue_nbytes:
             arenas = 0
-        in_flight_max = min(options.max_in_flight or contexts, contexts)
         rows_max = cls._rows_max(model, options)
         graphs = cls._graphs(model, device, options, rows_max)
         if graphs and not model.capabilities.is_capturable:
@@ -94,7 +88,7 @@ class Capacity:
                 )
             graphs = ()
         named = () if isinstance(options.graphs, str) else tuple(map(int, options.graphs))
-        return cls(rows_max, contexts, arenas, in_flight_max, graphs, named)
+        return cls(rows_max, contexts, arenas, graphs, named)
 
     @staticmethod
     def _shared(device: Device, options: Options, shared: Arenas, contexts: int) -> int:
@@ -140,7 +134,7 @@ class Capacity:
             return ()
         if model.capabilities.rows_fixed is not None:
             return (model.capabilities.rows_fixed,)
-        if options.deterministic:
+        if options.is_deterministic:
             return (rows_max,)
         least = model.capabilities.rows_min
         batch_sizes = model.capabilities.batch_sizes
@@ -225,12 +219,12 @@ class EngineParts:
         """Create the scheduler of an engine with these parts."""
         device, model, capacity = self.device, self.model, self.capacity
         its = model.capabilities
-        concurrency = device.concurrency if its.occupies_device else capacity.in_flight_max
+        concurrency = device.concurrency if its.occupies_device else capacity.contexts
         is_pipelined = device.is_pipelined and its.occupies_device
         lanes_max = 1
         if is_pipelined:
             # A context has an arena to itself, or waits for the others that use it.
-            lanes_max = min(capacity.arenas or capacity.contexts, capacity.in_flight_max)
+            lanes_max = capacity.arenas or capacity.contexts
             concurrency += lanes_max - 1
         company = NoCompany()
         if self.padding is not None:
@@ -240,10 +234,10 @@ class EngineParts:
                 rows_max=capacity.rows_max,
                 delay_ns_max=int(options.max_delay * 1e9),
                 # Without a context a batch cannot run, so more concurrency would not keep the device busier.
-                concurrency=min(concurrency, capacity.in_flight_max),
+                concurrency=min(concurrency, capacity.contexts),
                 is_parallel=device.is_parallel and its.occupies_device and its.rows_fixed is None,
                 captured=self.pool.captured,
-                is_alone=options.deterministic,
+                is_alone=options.is_deterministic,
                 is_pipelined=is_pipelined,
                 lanes_max=lanes_max,
                 may_enqueue_slowly=its.enqueue_may_block and not self.pool.always_replays,
@@ -254,7 +248,7 @@ class EngineParts:
             priorities=options.priorities,
             contexts=capacity.contexts,
             arenas=capacity.arenas,
-            in_flight_max=capacity.in_flight_max,
+            in_flight_max=capacity.contexts,
             arena_users=None if self.arenas is None else self.arenas.users,
             times_all=device.timing_is_free,
             company=company,
@@ -290,7 +284,6 @@ class EngineParts:
         create = InputCheck if self.padding is None else partial(PaddedInputCheck, padding=self.padding)
         return create(
             self.model.inputs,
-            check_finite=options.check_finite,
             check_key=check_key if self.shapes.has_profiles else None,
             import_array=self.device.import_array,
             ignores_extra=options.ignore_extra,
@@ -416,29 +409,13 @@ def _load(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, op
     assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
     onnx = options.onnx
     assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
-    if options.runtime != "tensorrt" and options.build is None:
-        shared = frozenset(options.shared or ())
-        rows = RowSettings(options.batching == "on", options.batch_axis or {}, shared)
-        loaded = load_model(model, device, options.flavour, tensorrt, options.runtime, rows, onnx)
-        return loaded if options.batch_sizes is None else _sized(loaded, tuple(map(int, options.batch_sizes)))
+    if options.runtime != "tensorrt" and (tensorrt is None or tensorrt.build is None):
+        must_batch = options.batching == "on"
+        return load_model(model, device, tensorrt, options.runtime, onnx, must_batch=must_batch)
     # Imported only when needed: few engines build their plans.
     from asynctrt.plans.cached import load_for  # noqa: PLC0415
 
     return load_for(model, device, options)
-
-
-def _sized(model: Model, sizes: tuple[int, ...]) -> Model:
-    """Return a model of the same function that sees only these batch sizes.
-
-    :raises OptionsError: for any model but that of a function.
-    """
-    if isinstance(model, FunctionModel):
-        return model.sized(sizes)
-    raise OptionsError(
-        f"batch_sizes is for functions (asynctrt.FunctionModel, @asynctrt.batch), and {model.name!r} "
-        f"({model.platform}) is none. For an ONNX model on a GPU write onnx={{'batch_sizes': {sizes}}}, and "
-        f"for a TensorRT plan graphs={sizes}"
-    )
 
 
 def _made_as_proven(given: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
@@ -462,9 +439,10 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     if batching.is_on and not parts.batching.is_on:
         parts.close(UNDO_S)
         parts = make_and_prove(parts.batching)
-    if options.shapes is not None:
+    named = options.onnx.shapes if isinstance(options.onnx, OnnxOptions) else ()
+    if named:
         try:
-            _specialise(parts, options)
+            _specialise(parts, options, named)
         except BaseException:
             parts.close(UNDO_S)
             raise
@@ -473,7 +451,7 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     return parts
 
 
-def _specialise(parts: EngineParts, options: Options) -> None:
+def _specialise(parts: EngineParts, options: Options, named: Sequence[Mapping[str, Sequence[int]]]) -> None:
     """Give the shapes that the options name contexts of their own.
 
     :raises OptionsError: for a shape that the model does not take.
@@ -481,7 +459,7 @@ def _specialise(parts: EngineParts, options: Options) -> None:
     name, model, builder = repr(parts.model.name), parts.model, parts.builder
     check = parts.create_check(options, lambda _: None)
     keys = []
-    for dims in options.shapes or ():
+    for dims in named:
         try:
             keys.append(check.key_of_dims(cast("Mapping[str, Dims]", dims)))
         except InputError as error:
@@ -568,23 +546,23 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:
-            by_shapes = options.arena_size == "shapes"
+            by_shapes = model.capabilities.grows_arenas
             arenas = shared or Arenas(device, capacity.arenas, by_shapes=by_shapes)
             if arenas.by_shapes and not model.capabilities.reserves_arenas:
                 raise OptionsError(
                     "arenas can be sized by shapes for plans of TensorRT 10.1 and later, and "
-                    f"{model.name!r} is none: it does not say what a batch of a shape needs. Leave "
-                    "arena_size out"
+                    f"{model.name!r} is none: it does not say what a batch of a shape needs. Leave out "
+                    "arena_size, or by_shapes of the arenas that it shares"
                 )
         shapes = Shapes(
             rows_max=capacity.rows_max,
             rows_fixed=model.capabilities.rows_fixed,
             profiles=ModelProfiles(cast("ProfiledModel", model)) if model.capabilities.has_profiles else None,
-            fills_batches=options.deterministic,
-            nbytes_max=options.max_batch_bytes,
+            fills_batches=options.is_deterministic,
+            nbytes_max=BATCH_NBYTES_MAX,
             row_nbytes=row_nbytes_of(model),
         )
-        if options.deterministic and model.platform == "tensorrt_plan":
+        if options.is_deterministic and model.platform == "tensorrt_plan":
             logger.warning(
                 "%r is deterministic but for layers that TensorRT leaves random: IFillLayer, and "
                 "IScatterLayer with indices that occur twice. Whether the plan has any cannot be told",
@@ -599,11 +577,11 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             graphs=capacity.graphs,
             profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
             rows_held=shapes.rows_held,
-            prepares=not options.deterministic,  # With deterministic, all batches have one size.
+            prepares=not options.is_deterministic,  # If it is, all batches have one size.
             padding=padding,
             shapes=_shapes_to_capture(model, padding, capacity, shapes),
         )
-        if not pool.prepared and pool.may_grow and not options.deterministic:
+        if not pool.prepared and pool.may_grow and not options.is_deterministic:
             pool.prepared = _few_sizes(model, capacity.rows_max)
         shapes.restrict(pool.prepared)
         builder = _builder(model, device, options, capacity, pool)
@@ -613,10 +591,11 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             logger.warning(
                 "graphs is %s, but rows of %r vary in shape: its batches are put on the device call by call. "
                 "Graphs are captured of ONNX models, if pad gives the sizes of each dimension that varies, "
-                "at most %d shapes, and max_batch_bytes leaves each of them max_rows rows",
+                "at most %d shapes, and max_rows rows of each take at most %d MiB",
                 options.graphs,
                 model.name,
                 SHAPES_MAX,
+                BATCH_NBYTES_MAX >> 20,
             )
     except BaseException:
         if arenas is not None and arenas is not shared:
@@ -639,7 +618,7 @@ def _builder(
     model: Model, device: Device, options: Options, capacity: Capacity, pool: ContextPool
 ) -> Builder | None:
     """Return what builds contexts for shapes that recur; ``None`` if shapes are known, or gain nothing."""
-    if not (pool.may_grow and is_specialisable(model)) or options.deterministic:
+    if not (pool.may_grow and is_specialisable(model)) or options.is_deterministic:
         return None
     captures = options.graphs != "off" and (device.prefers_graphs or options.graphs != "auto")
     return Builder(device, cast("SpecialisableModel", model), capacity.contexts, captures=captures)

@@ -175,7 +175,7 @@ def _tried(
         is_as_decided = batching.is_on is not is_alone(model)  # If not, the parts are created again.
         if parts.padding is not None and is_as_decided:
             _prove_padding(probe, parts, options)
-        if options.pad is None and not options.deterministic and batching.is_on and is_as_decided:
+        if options.pad is None and not options.is_deterministic and batching.is_on and is_as_decided:
             lengths = _lengths_of(probe, parts).find()
     finally:
         probe.close()

@@ -46,7 +46,6 @@ class InputCheck:
     """Checks the inputs of a call against the specs, and finds the key of the batches that they may join.
 
     :param specs: the model's inputs, in the order in which arrays are returned.
-    :param check_finite: refuse NaN and infinities in floating-point inputs.
     :param check_key: an additional check of the rows' shape; raises ``InputError`` to refuse it.
     :param import_array: returns an array on the engine's device, or ``None`` for any other object.
     :param ignores_extra: drop inputs that the model does not have instead of refusing them.
@@ -60,7 +59,6 @@ class InputCheck:
         self,
         specs: Sequence[TensorSpec],
         *,
-        check_finite: bool = False,
         check_key: Callable[[BatchKey], object] | None = None,
         import_array: Callable[[object], DeviceArray | None] | None = None,
         ignores_extra: bool = False,
@@ -78,11 +76,10 @@ class InputCheck:
         )
         self._is_plain = not self._shared and all(spec.axis == 0 for spec in self._given)
         # Whether checking shapes and dtypes is enough.
-        self._remembers = not check_finite and not any(spec.dtype.hasobject for spec in self.specs)
+        self._remembers = not any(spec.dtype.hasobject for spec in self.specs)
         self._remembers &= self._is_plain or not (rows_first or repeats_shared)
         self._ignores_extra = ignores_extra
         self._dims_are_hints = dims_are_hints
-        self._check_finite = check_finite
         self._check_key = check_key
         self._import_array = import_array
         self._names = tuple(spec.name for spec in self.specs)
@@ -292,16 +289,6 @@ class InputCheck:
                 )
             array = array.astype(spec.dtype)
         check_shape(spec, array.shape)
-        if self._check_finite and isinstance(array, DeviceArray):
-            raise InputError(
-                f"input {spec.name!r} lies on the device, and this engine was opened with check_finite=True, "
-                "which reads values on the CPU. Check it on the device, and open the engine without that"
-            )
-        if self._check_finite and (row := first_row_not_finite(array)) is not None:
-            raise InputError(
-                f"input {spec.name!r} has a NaN or an infinity in row {row}, and this engine was opened with "
-                "check_finite=True. Remove it, or open the engine without that option"
-            )
         return array
 
     def _as_array(self, spec: TensorSpec, value: Any) -> Any:
@@ -378,28 +365,3 @@ def _converts(array: Any, spec: TensorSpec) -> bool:
         and spec.dtype.kind in "iu"
         and np.can_cast(array.dtype, spec.dtype, casting="safe")
     )
-
-
-def first_row_not_finite(array: Array) -> int | None:
-    """Return the first row with a NaN or an infinity; ``None`` if every value is finite.
-
-    Complex numbers, the fields of structured dtypes and the floats of ``ml_dtypes`` (``bfloat16``,
-    ``float8_e4m3fn``) are checked too.
-    """
-    if array.dtype.names:
-        rows = [first_row_not_finite(array[name]) for name in array.dtype.names]
-        return min((row for row in rows if row is not None), default=None)
-    if not _may_be_not_finite(array.dtype):
-        return None
-    finite = np.isfinite(array)
-    return None if finite.all() else int(np.argwhere(~finite)[0][0])
-
-
-def _may_be_not_finite(dtype: np.dtype[Any]) -> bool:
-    if dtype.kind != "V":
-        return dtype.kind in "fc"
-    try:
-        np.isfinite(np.zeros(1, dtype))  # NumPy has this loop only for floats of another library.
-    except TypeError:
-        return False
-    return True

@@ -14,7 +14,6 @@ from asynctrt._util.files import is_there
 from asynctrt._util.validation import number
 from asynctrt.backends.base import Model, misplaced_capabilities, missing_members
 from asynctrt.backends.function import is_coroutine_function
-from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
 from asynctrt.backends.onnx_objects import OnnxObject, is_session, shown
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.registry import ONNX, PLAN, PLAN_SUFFIXES, Backend, LoadRequest, find_backend
@@ -101,17 +100,20 @@ def gpu_memory_limit() -> int | None:
 def load_model(
     model: str | os.PathLike[str] | OnnxObject | Model | Made,
     device: Device,
-    flavour: str | None = None,
     tensorrt: TensorRTOptions | None = None,
     runtime: str | None = None,
-    rows: RowSettings = FIRST_AXIS,
     onnx: OnnxOptions | None = None,
+    *,
+    must_batch: bool = False,
 ) -> Model:
-    """Load a model with the backend for it, or return the given object. Blocks."""
+    """Load a model with the backend for it, or return the given object. Blocks.
+
+    :param must_batch: refuse an ONNX model whose requests cannot share batches.
+    """
     if is_attribute(model):
         model = _made(str(model))
     backend = find_backend(model)
-    _check_options(model, backend, tensorrt, onnx, rows)
+    _check_options(model, backend, tensorrt, onnx)
     if backend is not None:
         path = Path(model) if isinstance(model, str | os.PathLike) else cast("OnnxObject", model)
         return backend.load(
@@ -119,10 +121,9 @@ def load_model(
                 model=path,
                 device=device,
                 runtime=runtime,
-                flavour=flavour,
                 tensorrt=tensorrt,
                 onnx=onnx,
-                rows=rows,
+                must_batch=must_batch,
             )
         )
     if isinstance(cast("object", model), FunctionType):
@@ -157,7 +158,6 @@ def _check_options(
     backend: Backend | None,
     tensorrt: TensorRTOptions | None,
     onnx: OnnxOptions | None,
-    rows: RowSettings,
 ) -> None:
     """Check that options of a runtime are given only for models that it runs."""
     if tensorrt is not None and backend is not PLAN:
@@ -165,15 +165,13 @@ def _check_options(
             f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {shown(model)} is "
             "none. Leave it out; a TensorRTModel takes it as its own argument options"
         )
-    if onnx is not None and (backend is not ONNX or is_session(model)):  # A session was loaded before.
+    honoured: tuple[str, ...] = ("shapes",) if backend is not ONNX else ()
+    if is_session(model):  # It was loaded before: what remains to be said is which axes count rows.
+        honoured = ("batch_axis", "shared", "shapes")
+    if onnx is not None and honoured and onnx.says_more_than(honoured):
         raise OptionsError(
             f"the option onnx says how ONNX Runtime loads a model, which it does not do with "
             f"{shown(model)}. Leave it out; an OnnxModel takes it as its own argument options"
-        )
-    if (rows.batch_axis or rows.shared) and backend is not ONNX:
-        raise OptionsError(
-            f"batch_axis and shared are for ONNX models, and {shown(model)} is none. Leave them out; an "
-            "OnnxModel takes both as its own argument rows, and a model of your own says so in its specs"
         )
 
 

@@ -68,7 +68,7 @@ class LocalEngine(DrivenEngine):
             device=device,
             waiting=options.waiting,
             batch_timeout_ns=None if options.batch_timeout is None else timeout_ns_of(options.batch_timeout),
-            bisects=options.isolate_failures,
+            bisects=options.idempotent,
             rows_first=rows_first,
         )
         super().__init__(

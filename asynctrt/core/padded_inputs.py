@@ -155,7 +155,6 @@ def front_check(
     create = InputCheck if padding is None else partial(PaddedInputCheck, padding=padding, keeps_shapes=True)
     return create(
         inputs,
-        check_finite=options.check_finite,
         ignores_extra=options.ignore_extra,
         repeats_shared=True,
     )

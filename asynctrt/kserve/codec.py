@@ -48,6 +48,10 @@ with those sizes are allocated anyway."""
 ANSWER_NBYTES_MAX: Final = 1 << 30
 """Default limit for the total bytes of a request's outputs."""
 
+JSON_NBYTES_MAX: Final = 4 << 20
+"""Default limit for the JSON of one request, and of one answer. The parser holds the GIL, and so blocks the
+event loop, until it is done: 9 ms for JSON full of numbers, 12 ms for JSON full of short strings."""
+
 STRINGS_MAX: Final = 1 << 18
 """The largest number of elements of a BYTES tensor: reading more would block the event loop too long."""
 
@@ -106,7 +110,7 @@ class RequestLayout:
         self.binary_nbytes = sum([nbytes for _, _, nbytes, _ in inputs])
         """Raw bytes of all inputs."""
         self.raw_numbers = _raw_numbers_of(inputs)
-        """Name, shape, dtype and offset of each input, if all are raw numbers of which any value is valid."""
+        """Name, shape, dtype and offset of each input, if all are raw numbers and any value is valid."""
         self.rows = _rows_of(inputs)
         self.outputs = outputs
         """The spec of each wanted output, and whether it is wanted as raw bytes."""
@@ -152,6 +156,7 @@ class ModelCodec:
     :param name: the model's name, as answers state it, like ``version``.
     :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
     :param rows_max: the largest number of rows that the engine accepts in a request.
+    :param json_max: the largest JSON part of a request, and of an answer, in bytes.
     :param answer_max: the largest total size in bytes of a request's outputs, wanted or not, as far as its
         inputs' shapes determine it; the same limit applies to padded inputs.
     :param pad: the sizes that dimensions are padded to, as in :attr:`Options.pad`.
@@ -167,6 +172,7 @@ class ModelCodec:
         *,
         tensors_max: int = 64,
         rows_max: int | None = None,
+        json_max: int = JSON_NBYTES_MAX,
         answer_max: int = ANSWER_NBYTES_MAX,
         pad: Mapping[str, Any] | str | None = None,
     ) -> None:
@@ -174,6 +180,7 @@ class ModelCodec:
         self.version = version
         self.tensors_max = tensors_max
         self.rows_max = rows_max
+        self.json_max = json_max
         self.answer_max = answer_max
         if pad == "off":
             pad = None
@@ -182,7 +189,7 @@ class ModelCodec:
         self._pad = {dim.strip(): sizes for dims, sizes in (pad or {}).items() for dim in dims.split("=")}
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
-        self._layouts: dict[bytes, RequestLayout] = {}
+        self._layouts: dict[Any, RequestLayout] = {}
         # Raw tensors whose values are all checked, and the size from which that is slow.
         kinds = {spec.dtype.kind for spec in inputs}
         self._slow_nbytes = (

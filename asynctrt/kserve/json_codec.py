@@ -4,14 +4,14 @@ HTTP bodies and the websocket's binary messages share this form.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Final
 
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.codec import (
-    ANSWER_NBYTES_MAX,
     IN_HEAD,
+    JSON_NBYTES_MAX,
     LAYOUT_NBYTES_MAX,
     DecodedRequest,
     ModelCodec,
@@ -55,10 +55,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("serving needs orjson: pip install 'asynctrt[serve]'") from error
 
-JSON_NBYTES_MAX: Final = 4 << 20
-"""Default limit for the JSON of one request, and of one answer. The parser holds the GIL, and so blocks the
-event loop, until it is done: 9 ms for JSON full of numbers, 12 ms for JSON full of short strings."""
-
 JSON_LISTS_MAX: Final = 16_384
 JSON_VALUES_MAX: Final = 262_144
 """Limits for the JSON of one request: lists, objects and names in objects; and values. A list or a name costs
@@ -83,38 +79,7 @@ NAME_END: Final = re.compile(rb'"[ \t\r\n]*:')
 
 
 class JsonCodec(ModelCodec):
-    """Decode requests to one model and encode its answers, as JSON and raw tensors.
-
-    :param json_max: the largest JSON part of a request, in bytes. The other parameters are those of
-        :class:`ModelCodec`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        version: str,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        *,
-        tensors_max: int = 64,
-        rows_max: int | None = None,
-        json_max: int = JSON_NBYTES_MAX,
-        answer_max: int = ANSWER_NBYTES_MAX,
-        pad: Mapping[str, Any] | str | None = None,
-    ) -> None:
-        super().__init__(
-            name,
-            version,
-            inputs,
-            outputs,
-            tensors_max=tensors_max,
-            rows_max=rows_max,
-            answer_max=answer_max,
-            pad=pad,
-        )
-        self.json_max = json_max
-        # By form, shapes, priority and timeout.
-        self._plain_layouts: dict[Any, RequestLayout] = {}
+    """Decode requests to one model and encode its answers, as JSON and raw tensors."""
 
     def is_slow(self, body: Buffer, head_nbytes: int) -> bool:
         """Return whether decoding a request would block the event loop for a millisecond or more.
@@ -209,10 +174,10 @@ class JsonCodec(ModelCodec):
         shapes = {name: tuple(nested_shape(name, data)) for name, data in values.items()}
         scheduling = read_scheduling(mapping(content, "parameters", "the request"))
         key = form, tuple(shapes.items()), scheduling
-        layout = self._plain_layouts.get(key)
+        layout = self._layouts.get(key)
         if layout is None:
             layout = self._plain_layout(form, shapes, scheduling)
-            remember(self._plain_layouts, key, layout)
+            remember(self._layouts, key, layout)
         inputs = {}
         for spec, shape, _, _ in layout.inputs:
             # In the form of rows, they come first.

@@ -135,8 +135,8 @@ def plain_values(answer: str, specs: Sequence[TensorSpec], arrays: Sequence[Arra
         values = to_json(spec.rows_first(array), is_nested=True)
         if len(values) != rows:
             raise RequestError(
-                f"output {spec.name!r} has {len(values)} rows for {rows} instances, so they cannot be told "
-                'apart: send whole tensors as "inputs"'
+                f"output {spec.name!r} has {len(values)} rows for {rows} instances, so they do not match: "
+                'send whole tensors as "inputs"'
             )
         columns.append(values)
     if len(columns) == 1:

@@ -92,9 +92,6 @@ VARINT_BITS_MAX: Final = 70
 COPY_NBYTES_MAX: Final = 1 << 20
 """The largest answer, in bytes of tensors, that the event loop copies."""
 
-SMALL_NBYTES: Final = 16 << 10
-"""A message up to this size is parsed without checks: whatever it holds costs little."""
-
 
 @cache
 def message_classes() -> Mapping[str, Any]:
@@ -171,7 +168,7 @@ def split_request(body: Buffer, *, fields_max: int, nbytes_max: int) -> SplitReq
     :raises TooLargeError: if it exceeds either limit.
     :raises RequestError: if it is not such a message. Most malformed messages are left for :func:`parse`.
     """
-    if len(body) <= SMALL_NBYTES:
+    if len(body) <= FAST_NBYTES:  # Whatever it holds costs little.
         return SplitRequest(bytes(body), None)
     position, raw_nbytes, fields, end = 0, 0, 0, len(body)
     view, raw = memoryview(body), []
@@ -247,7 +244,7 @@ class ProtobufCodec(ModelCodec):
             layout = self._layout(request, is_raw=False, pause=pause)
             arrays = {spec.name: array for spec, _, _, array in layout.inputs if array is not None}
             return DecodedRequest(layout, request_id, arrays)
-        # The remaining fields are usually those of an earlier request, byte for byte.
+        # The remaining fields usually equal an earlier request's, byte for byte.
         request.ClearField("id")
         request.ClearField("raw_input_contents")
         key = request.SerializeToString()

@@ -228,7 +228,7 @@ def _external(path: Path, content: bytes) -> dict[str, str]:
 def _check_target(target: Path, model: Path) -> None:
     if target.suffix not in PLAN_SUFFIXES:
         raise OptionsError(
-            f"{str(target)!r} is to be a plan, and asynctrt.open knows plans by their suffix: "
+            f"{str(target)!r} is not named like a plan. asynctrt.open recognises plans by their suffix: "
             f"{', '.join(PLAN_SUFFIXES)}"
         )
     if not target.parent.is_dir() or target.is_dir() or target == model:

@@ -24,38 +24,36 @@ ONNX_SUFFIX: Final = ".onnx"
 def load_for(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, options: Options) -> Model:
     """Return a model for the runtime that the options name. Blocks; a build may take long.
 
-    :raises OptionsError: if the options ``runtime`` and ``build`` do not fit the model or each other.
+    :raises OptionsError: if the options do not fit the model or each other.
     :raises AsynctrtError: whatever building or loading it raises.
     """
-    tensorrt, build, onnx = options.tensorrt, options.build, options.onnx
+    tensorrt, onnx = options.tensorrt, options.onnx
     assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
-    assert build is None or isinstance(build, BuildOptions), "it was converted by its check"
     assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
     suffix = Path(model).suffix if isinstance(model, str | os.PathLike) else ""
     if options.runtime == "tensorrt" and isinstance(model, str | os.PathLike) and suffix == ONNX_SUFFIX:
-        return _load_built(Path(model), device, options, tensorrt or TensorRTOptions(), build)
+        return _load_built(Path(model), device, options, tensorrt or TensorRTOptions())
     if options.runtime == "tensorrt" and suffix not in PLAN_SUFFIXES:
         raise OptionsError(
             f"runtime is 'tensorrt', and {shown(model)} is neither an .onnx file nor a plan. Leave "
             "runtime out"
         )
-    if build is not None:
+    if tensorrt is not None and tensorrt.build is not None:
         raise OptionsError(
             f"build says how a plan is built, and {shown(model)} needs none. It goes with an .onnx model and "
             "runtime='tensorrt'; leave it out"
         )
-    return load_model(model, device, options.flavour, tensorrt, options.runtime, onnx=onnx)
+    return load_model(model, device, tensorrt, options.runtime, onnx)
 
 
-def _load_built(
-    model: Path, device: Device, options: Options, tensorrt: TensorRTOptions, build: BuildOptions | None
-) -> Model:
+def _load_built(model: Path, device: Device, options: Options, tensorrt: TensorRTOptions) -> Model:
     if device.name == "host":
         raise DeviceUnavailableError(
-            f"{str(model)!r} is to be run by TensorRT (runtime='tensorrt'), which needs a GPU: open it with "
-            "device='cuda:0', or leave runtime out to run it on the host"
+            f"TensorRT (runtime='tensorrt') needs a GPU to run {str(model)!r}: open it with device='cuda:0', "
+            "or leave runtime out to run it on the host"
         )
-    build = build or BuildOptions()
+    build = tensorrt.build or BuildOptions()
+    assert isinstance(build, BuildOptions), "it was converted by its check"
     if options.max_rows is not None and not build.profiles and build.max_rows == BuildOptions().max_rows:
         # Unless the build options set profiles or rows, build for the engine's max_rows.
         build = dataclasses.replace(build, max_rows=options.max_rows)
@@ -63,8 +61,7 @@ def _load_built(
     # elsewhere.
     trusted = dataclasses.replace(tensorrt, trust=("built-here",))
     cache = PlanCache.of_user()
-    flavour = options.flavour or tensorrt.flavour
-    found = cache.plan_for(model, device, flavour, build)
+    found = cache.plan_for(model, device, tensorrt.flavour, build)
     try:
         return TensorRTModel(found.plan, device=device, options=trusted)
     except ModelError as error:
@@ -72,5 +69,5 @@ def _load_built(
             raise
         # Something has changed that is not a part of the entry's name.
         cache.forget(found, str(error))
-    again = cache.plan_for(model, device, flavour, build)
+    again = cache.plan_for(model, device, tensorrt.flavour, build)
     return TensorRTModel(again.plan, device=device, options=trusted)

@@ -197,7 +197,7 @@ def _dtype(number: int) -> str:
 
 
 def _nodes(model: Any) -> Iterator[Any]:
-    """Yield every node, including those of subgraphs and functions, without recursion at any depth."""
+    """Yield every node, also of subgraphs and functions, without recursion at any depth."""
     left = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     while left:
         node = left.pop()

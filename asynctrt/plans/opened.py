@@ -93,7 +93,7 @@ class Opened:
     is_capturable: bool | None = None
     """Whether batches can be captured into CUDA graphs, as far as the library says without trying."""
     specialises: bool = False
-    """Whether shapes of rows that recur get contexts of their own, which are told all sizes."""
+    """Whether shapes of rows that recur get separate contexts that are specialised for their sizes."""
     engine: EngineDetails | None = None
     memory: MemoryEstimate | None = None
 
@@ -113,7 +113,7 @@ def open_file(
     :param device: the device. Default: ``cuda:0`` for a plan, ``host`` for an ONNX model.
     :param contexts: the number of contexts for the memory estimate. Default: the device's default.
     :param arenas: the number of blocks of enqueue memory that these contexts share.
-    :param options: ``flavour`` and ``tensorrt`` say how a plan is loaded, ``onnx`` how an ONNX model is.
+    :param options: ``tensorrt`` says how a plan is loaded, and ``onnx`` how an ONNX model is.
     :raises ModelError, DeviceUnavailableError, DeviceMemoryError, MissingExtraError: as when an engine is
         opened.
     :raises OptionsError: if there are more arenas than contexts, or none.
@@ -137,9 +137,9 @@ def open_file(
             raise OptionsError(f"onnx says how ONNX Runtime loads a model, and {str(path)!r} is a plan")
         # A plan is recognised by its content, whatever its name.
         model: Model = (
-            TensorRTModel(path, device=found, flavour=options.flavour, options=tensorrt)
+            TensorRTModel(path, device=found, options=tensorrt)
             if is_a_plan
-            else load_model(path, found, options.flavour, tensorrt, onnx=onnx)
+            else load_model(path, found, tensorrt, onnx=onnx)
         )
         try:
             found_out = _try_batching(model, found, options)
@@ -157,7 +157,7 @@ def open_file(
 def _try_batching(model: Model, device: Device, options: Options) -> str:
     """Run made-up rows, as opening an engine does; return the conclusion about batching."""
     try:
-        settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None, shapes=None)
+        settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None, onnx=None)
         parts = build_on(model, device, settings, None)
     except AsynctrtError as error:
         return f"could not be tried: {error}"

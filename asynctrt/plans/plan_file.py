@@ -134,7 +134,7 @@ def _judge(header: PlanHeader, name: str, here: str | None) -> PlanRunner:
             return PlanRunner(name, here, "maybe", "it runs only plans that were built version-compatible")
         return PlanRunner(name, here, "yes", "the version that built it")
     if "rtx" in name:
-        return PlanRunner(name, here, "no", "it runs plans of its own version alone. Rebuild the plan")
+        return PlanRunner(name, here, "no", "it runs only plans of the same version. Rebuild the plan")
     if header.version > numbers:
         return PlanRunner(name, here, "no", "the plan was built by a later version. Update, or rebuild it")
     if header.version[:2] < COMPATIBLE_SINCE:

@@ -78,8 +78,8 @@ def lines_of_opened(opened: Opened) -> Iterator[str]:
     if opened.specialises:
         yield from _row(
             "shapes",
-            "those that recur get sessions that are told their sizes, as CUDA graphs where possible; "
-            "shapes={...} names some beforehand",
+            "recurring ones get sessions specialised for their sizes, as CUDA graphs where possible; "
+            "onnx={'shapes': {...}} names some beforehand",
         )
     if opened.memory is not None:
         yield from _memory(opened.memory)
@@ -167,7 +167,7 @@ def _operators(operators: Mapping[str, int]) -> str:
 
 def _weights(opened: Opened) -> str:
     engine, memory = opened.engine, opened.memory
-    assert engine is not None, "only engines have weights of their own"
+    assert engine is not None, "only engines report weights"
     total = engine.weights_nbytes
     if total is None and memory is not None:
         total = memory.weights_nbytes

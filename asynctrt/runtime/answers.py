@@ -41,7 +41,7 @@ def typed_errors(
     else:
         said = (
             f"{model} failed while it ran a batch of {rows} rows from {len(requests)} requests: "
-            f"{describe(error)}. Other batches are not affected. With isolate_failures=True such a batch is "
+            f"{describe(error)}. Other batches are not affected. With idempotent=True such a batch is "
             "tried again in halves, so that only the requests at fault fail"
         )
     return partial(_caused, said, error)

@@ -5,7 +5,7 @@ As a server::
     async with Server(repository, ServerSettings(http_port=8000)) as server:
         await server.serve()
 
-Or as parts of your own ASGI application::
+Or inside your ASGI application::
 
     routes = [WebSocketRoute("/ws", websocket_endpoint(engine)), Mount("/", kserve_app(engine))]
     app = Starlette(routes=routes)

@@ -1,24 +1,24 @@
 """Admit requests to an engine as its :class:`Gate` decides: at once, in their turn, or not at all."""
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from ipaddress import IPv6Address, ip_address
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import unquote
 
 from asynctrt._util import clock
 from asynctrt._util.validation import timeout_ns_of
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError, once_begun
-from asynctrt.kserve.codec import DecodedRequest
+from asynctrt.kserve.codec import DecodedRequest, ModelCodec
+from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.pipeline import PLATFORM
 from asynctrt.serving.fairness import NO_DEADLINE_NS, ConnectionShare, Gate, Ticket
-from asynctrt.serving.memory import ClientAccount
+from asynctrt.serving.memory import ClientAccount, Hold
 from asynctrt.tensors import Array, InferResult
 
-WAITING_NBYTES_MAX: Final = 256 << 20
-"""Default limit for the total bytes of inputs waiting for a model."""
+T = TypeVar("T", bound=ModelCodec)
 
 FULL_BATCHES: Final = 16
 FULL_BATCHES_MIN: Final = 4
@@ -119,18 +119,53 @@ def address_of(peer: Any) -> str | None:
     return host or None
 
 
-class Submission(Ticket):
-    """A request on its way through an :class:`Admission`."""
+class Served(Protocol):
+    """What an inference uses of its model."""
 
-    __slots__ = ("_admitted", "admission", "began_ns", "future", "has_future", "request")
+    name: str
+    version: str
+    codec: JsonCodec
+
+    def make_codec(self, kind: type[T]) -> T:
+        """Return a codec for its requests in one encoding."""
+
+    def ended(self, inference: "Inference") -> BaseException | None:
+        """Count the outcome of one of its requests; return its error, if it failed."""
+
+
+class Inference(Ticket):
+    """One inference in progress: decoded, at the gate or in the engine, until its answer is sent.
+
+    :param served: the model that it is for.
+    :param on_end: called when it has ended.
+    """
+
+    __slots__ = (
+        "_admitted",
+        "_on_end",
+        "admission",
+        "began_ns",
+        "client",
+        "future",
+        "has_future",
+        "headers",
+        "hold",
+        "key",
+        "request",
+        "served",
+        "then",
+    )
 
     def __init__(
         self,
+        served: Served,
         request: DecodedRequest,
         began_ns: int,
+        headers: Mapping[bytes, bytes],
         lane: ConnectionShare,
         admission: "Admission",
         priority: int,
+        on_end: "Callable[[Inference], None]",
     ) -> None:
         # Inlined from the base class to save a call, since each request makes one of these.
         self.lane = lane
@@ -139,12 +174,23 @@ class Submission(Ticket):
         self.priority = priority
         self.deadline_ns = NO_DEADLINE_NS
         self.is_waiting = self.is_light = self.is_inside = False
+        self.served = served
         self.request = request
+        self.headers = headers
         self.admission = admission
         self.began_ns = began_ns
         self.future: asyncio.Future[InferResult]
         """The answer's future, set once the request was admitted to the engine, or refused."""
         self.has_future = False
+        self.client: Hashable = None
+        """The client that it is submitted for; set by the caller."""
+        self.hold: Hold | None = None
+        """The memory of its inputs and outputs, if that is much."""
+        self.key = 0
+        """Set by a caller that needs to tell requests without an id apart."""
+        self.then: Callable[[Inference], None] | None = None
+        """Set by a caller that needs a callback at the end."""
+        self._on_end = on_end
         self._admitted: asyncio.Future[None] | None = None
 
     def cancel(self) -> None:
@@ -166,8 +212,9 @@ class Submission(Ticket):
         return await self.future
 
     def ended(self, _: "asyncio.Future[InferResult]") -> None:
-        """Make room for other requests."""
+        """Make room for other requests, and notify the caller."""
         self.admission.ended(self)
+        self._on_end(self)
 
     def go_on(self, future: "asyncio.Future[InferResult]") -> None:
         """Take over the future that will hold the answer."""
@@ -184,13 +231,13 @@ class _Part(Ticket):
     __slots__ = ("future", "inputs", "whole")
 
     def __init__(self, whole: "_Whole", inputs: dict[str, Array], rows: int, nbytes: int) -> None:
-        submission = whole.submission
+        inference = whole.inference
         super().__init__(
-            submission.lane,
+            inference.lane,
             rows,
             nbytes=nbytes,
-            priority=submission.priority,
-            deadline_ns=submission.deadline_ns,
+            priority=inference.priority,
+            deadline_ns=inference.deadline_ns,
         )
         self.whole = whole
         self.inputs = inputs
@@ -200,10 +247,10 @@ class _Part(Ticket):
 class _Whole:
     """A request that waits in parts, so that other requests can run in between."""
 
-    __slots__ = ("future", "left", "parts", "submission")
+    __slots__ = ("future", "inference", "left", "parts")
 
-    def __init__(self, submission: Submission, future: "_WholeAnswer") -> None:
-        self.submission = submission
+    def __init__(self, inference: Inference, future: "_WholeAnswer") -> None:
+        self.inference = inference
         self.future = future
         self.parts: list[_Part] = []
         self.left = 0
@@ -231,7 +278,7 @@ class Admission:
     :param nbytes_max: the total bytes of inputs that may wait for it.
     """
 
-    def __init__(self, engine: Engine, nbytes_max: int = WAITING_NBYTES_MAX) -> None:
+    def __init__(self, engine: Engine, nbytes_max: int) -> None:
         self._engine = engine
         options = engine.options
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
@@ -262,8 +309,7 @@ class Admission:
         """Return a gate for an engine that forms batches."""
         engine, options = self._engine, self._engine.options
         batch_rows = engine.max_rows
-        contexts = engine.statistics().contexts
-        in_flight = min(options.max_in_flight or contexts, contexts)
+        in_flight = engine.statistics().contexts
         # Half of the contexts, or two, keep a device busy; any more wait for it. One more batch is queued.
         busy = min(in_flight, max(2, in_flight // 2)) + 1
         factor = 1 if all(spec.is_fixed for spec in engine.inputs) else MIXED_FACTOR
@@ -291,7 +337,7 @@ class Admission:
             waiting_nbytes_max=nbytes_max,
         )
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, inference: Inference) -> None:
         """Submit a request to the engine, or let it wait at the gate.
 
         :raises AsynctrtError: as :meth:`Engine.submit` does, and if the client has too much waiting.
@@ -299,24 +345,24 @@ class Admission:
         gate = self.gate
         if self._closed:
             raise EngineClosedError(self._closed)
-        if gate.enter(submission, submission.began_ns):
-            request = submission.request
+        if gate.enter(inference, inference.began_ns):
+            request = inference.request
             try:
                 layout = request.layout
-                submission.future = future = self._engine.submit(
+                inference.future = future = self._engine.submit(
                     request.inputs,
                     timeout=layout.timeout,
-                    priority=submission.priority,
+                    priority=inference.priority,
                     outputs=layout.wanted,
                 )
             except BaseException as error:
-                gate.end(submission)
+                gate.end(inference)
                 self._foretell(error)
                 raise
-            submission.has_future = True
-            future.add_done_callback(submission.ended)
+            inference.has_future = True
+            future.add_done_callback(inference.ended)
             return
-        self._wait(submission)
+        self._wait(inference)
 
     def ended(self, ticket: Ticket) -> None:
         """Release the room of a request that was answered or failed. No-op if it was never admitted."""
@@ -327,10 +373,10 @@ class Admission:
             self._is_filling = True
             asyncio.get_running_loop().call_soon(self._fill)
 
-    def give_up(self, submission: Submission) -> None:
+    def give_up(self, inference: Inference) -> None:
         """Cancel a waiting request."""
-        if self.gate.leave(submission):
-            self._refuse(submission, None)
+        if self.gate.leave(inference):
+            self._refuse(inference, None)
             self._note_empty()
 
     def drop_parts(self, whole: _Whole) -> None:
@@ -357,38 +403,38 @@ class Admission:
 
     # ---- waiting
 
-    def _wait(self, submission: Submission) -> None:
+    def _wait(self, inference: Inference) -> None:
         gate = self.gate
-        request = submission.request
+        request = inference.request
         timeout = request.layout.timeout
         timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
         if timeout_ns is not None:
-            submission.deadline_ns = clock.now_ns() + timeout_ns
-        submission.nbytes = request.nbytes
-        crowded, has_room = gate.make_room(submission)
+            inference.deadline_ns = clock.now_ns() + timeout_ns
+        inference.nbytes = request.nbytes
+        crowded, has_room = gate.make_room(inference)
         for ticket in crowded:
             self._refuse(ticket, self._too_much())
         self.crowded += len(crowded) + (not has_room)
         if not has_room:
             raise self._too_much()
         self._empty.clear()
-        if submission.rows > gate.batch_rows and self._splits:
-            self._wait_in_parts(submission)
+        if inference.rows > gate.batch_rows and self._splits:
+            self._wait_in_parts(inference)
         else:
-            gate.wait(submission)
+            gate.wait(inference)
         if timeout_ns is not None:
             self._set_timer()
         if not gate.rows:
             self._fill()  # The engine is empty, so nothing will end and admit this request.
 
-    def _wait_in_parts(self, submission: Submission) -> None:
+    def _wait_in_parts(self, inference: Inference) -> None:
         gate = self.gate
         future = _WholeAnswer(loop=asyncio.get_running_loop())
         future.admission = self
-        future.whole = whole = _Whole(submission, future)
+        future.whole = whole = _Whole(inference, future)
         future.parts = []
-        submission.go_on(future)
-        inputs, rows = submission.request.inputs, submission.rows
+        inference.go_on(future)
+        inputs, rows = inference.request.inputs, inference.rows
         for start in range(0, rows, gate.batch_rows):
             span = slice(start, start + gate.batch_rows)
             part = {name: _part_of(array, span, self._axes[name]) for name, array in inputs.items()}
@@ -408,11 +454,11 @@ class Admission:
 
     def _launch(self, ticket: Ticket) -> None:
         """Submit a request to the engine when its turn has come."""
-        assert isinstance(ticket, Submission | _Part)
+        assert isinstance(ticket, Inference | _Part)
         timeout = None
         if ticket.deadline_ns != NO_DEADLINE_NS:
             timeout = max(1, ticket.deadline_ns - clock.now_ns()) / 1e9
-        request = (ticket.whole.submission if isinstance(ticket, _Part) else ticket).request
+        request = (ticket.whole.inference if isinstance(ticket, _Part) else ticket).request
         inputs = ticket.inputs if isinstance(ticket, _Part) else request.inputs
         try:
             future = self._engine.submit(
@@ -440,7 +486,7 @@ class Admission:
                 whole.future.set_exception(once_begun(error) if has_begun else error)
             self.drop_parts(whole)
             return
-        assert isinstance(ticket, Submission)
+        assert isinstance(ticket, Inference)
         future: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
         if error is None:
             future.cancel()
@@ -479,9 +525,9 @@ class Admission:
         """Refuse requests whose timeout has expired."""
         now_ns = clock.now_ns()
         for ticket in self.gate.due(now_ns):
-            assert isinstance(ticket, Submission | _Part)
-            submission = ticket if isinstance(ticket, Submission) else ticket.whole.submission
-            waited_ms = (now_ns - submission.began_ns) / 1e6
+            assert isinstance(ticket, Inference | _Part)
+            inference = ticket if isinstance(ticket, Inference) else ticket.whole.inference
+            waited_ms = (now_ns - inference.began_ns) / 1e6
             self.expired += 1
             self._refuse(
                 ticket,

@@ -33,7 +33,7 @@ from asynctrt.errors import (
 from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest
 from asynctrt.kserve.datatypes import Buffer, Pause, brief, no_pause
 from asynctrt.kserve.json_codec import dump, mapping, parse_object, parsed_nbytes
-from asynctrt.serving.admission import Caller
+from asynctrt.serving.admission import Caller, Inference
 from asynctrt.serving.coding import (
     COMPRESS_NBYTES_MIN,
     OFF_LOOP_NBYTES_MIN,
@@ -46,7 +46,7 @@ from asynctrt.serving.coding import (
 from asynctrt.serving.memory import SMALL_NBYTES, ClientAccount, Hold, MemoryLimit, default_limit
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.responses import ID_HEADER, RequestIds, retry_after, told
-from asynctrt.serving.served import Inference, ServedModel
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.turns import Turns
 from asynctrt.serving.worker import ClientThreads, pause
@@ -129,7 +129,7 @@ class Answer(NamedTuple):
 class ModelRoute(NamedTuple):
     """A parsed path of a model: ``/v2/models/NAME[/versions/VERSION][/VERB]``.
 
-    Those of plain JSON, ``/v1/models/NAME[/versions/VERSION][:predict]``, have the verbs ``status`` and
+    Paths of plain JSON, ``/v1/models/NAME[/versions/VERSION][:predict]``, have the verbs ``status`` and
     ``predict``.
     """
 
@@ -218,7 +218,7 @@ class Api:
         return bool(self._client_header) or self._is_by_token
 
     def named(self, headers: Headers) -> bytes | None:
-        """Return the client's name in an authorized request, if clients are told apart by name."""
+        """Return the client's name in an authorized request, if clients are distinguished by name."""
         if self._client_header and (name := headers.get(self._client_header)):
             return name
         if self._is_by_token and (given := headers.get(b"authorization")):
@@ -352,7 +352,7 @@ class Api:
         return caller.account
 
     def hold(self, caller: Caller, nbytes: int) -> Hold:
-        """Reserve the memory of a request, part of which the caller already holds.
+        """Reserve a request's memory. The caller already holds a part of it.
 
         A request whose body waited for memory is admitted with an answer of up to the body's size, so that
         the upload was not in vain.
@@ -678,7 +678,7 @@ class Api:
         return [served.statistics() for served in self.repository if not name or served.name == name]
 
     def index(self, body: Body) -> list[dict[str, str]]:
-        """List the repository's models; with ``{"ready": true}``, only those that are ready."""
+        """List the repository's models; with ``{"ready": true}``, only the ready ones."""
         content = parse_object(body, "the request", self.settings.max_json) if body else {}
         ready = content.get("ready", False)
         if not isinstance(ready, bool):

@@ -89,13 +89,7 @@ class _Found:
             return engine
         if not isinstance(engine, Engine):
             raise UsageError(f"expected an open engine, or a function that returns one, not {show(engine)}")
-        settings = self.settings
-        repository = Repository(
-            tensors_max=settings.max_tensors,
-            json_max=settings.max_json,
-            answer_max=settings.max_answer,
-            waiting_max=settings.max_waiting,
-        )
+        repository = Repository(self.settings)
         repository.add(self._name, engine)
         return repository
 
@@ -210,7 +204,7 @@ async def _read_body(receive: Receive, nbytes_max: int, hold: Hold) -> bytes:
             raise QueueFullError(hold.account.memory.refuse())
         if not event.get("more_body", False):
             if hold.nbytes:
-                hold.set(nbytes)  # Up to twice as much was reserved.
+                hold.set(nbytes)  # Up to twice the size was reserved.
             return b"".join(pieces)
 
 

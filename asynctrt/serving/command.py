@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt._util.cgroup import memory_nbytes
-from asynctrt._util.files import read_toml
+from asynctrt._util.files import CONFIG_NBYTES_MAX, read_toml
 from asynctrt._util.process import (
     DEVICE_LOST,
     add_cwd_to_path,
@@ -42,10 +42,8 @@ from asynctrt.serving.settings import ServerSettings
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
 
-CONFIG_NBYTES_MAX: Final = 16 << 20
-
 OTHER_DESCRIPTORS: Final = 256
-"""What a server may need beside its connections: models, workers, logs."""
+"""Descriptors that a server may need besides its connections: models, workers, logs."""
 
 PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 
@@ -53,7 +51,7 @@ HURRIED_S: Final = 0.6
 """How long a server that is to stop at once may take: a second signal ends it within a second."""
 
 TRIED_MAX: Final = 8
-"""Models for which the start shows how to ask them: the lines of a terminal."""
+"""Models for which the start shows a curl command, so that all fit on a terminal."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -66,23 +64,17 @@ class ServeConfig:
     models: tuple[ModelSource, ...]
     device: str
     notes: tuple[str, ...] = ()
-    """What was noticed before, for the log."""
+    """Earlier warnings, to be logged when the server starts."""
 
     def repository(self) -> Repository:
-        """Return a repository of the models that are no folders, which are not loaded yet.
+        """Return a repository of the single models, which are not loaded yet; folders are added later.
 
         :raises UsageError: if two have the same name and version.
         """
-        settings = self.settings
-        repository = Repository(
-            tensors_max=settings.max_tensors,
-            json_max=settings.max_json,
-            answer_max=settings.max_answer,
-            waiting_max=settings.max_waiting,
-        )
+        repository = Repository(self.settings)
         for source in self.models:
             if not source.is_folder:
-                opener = source.opener(self.device, settings.warmup)
+                opener = source.opener(self.device, self.settings.warmup)
                 repository.add(source.name, version=source.version, opener=opener, mark=source.mark)
         return repository
 
@@ -154,12 +146,12 @@ def configure(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServeConfi
 
 
 def _check_isolation(models: list[ModelSource]) -> None:
-    """Check that models are in worker processes, as those of several fronts must be.
+    """Check that all models run in worker processes, which several fronts need.
 
-    :raises OptionsError: for one that is not.
+    :raises OptionsError: for a model that does not.
     """
     for source in models:
-        if source.settings.get("isolation") != "process":
+        if source.settings.get("isolation", "none") == "none":
             raise OptionsError(
                 f"several fronts share worker processes, and the isolation of {source.path!r} is 'none'. "
                 "Leave it out"
@@ -185,11 +177,11 @@ async def serve(
 
     :param say: receives progress messages, a line each.
     :param opened: for one of several fronts: called with the server when it listens.
-    :param loaded: called when the models are loaded and all has been said.
-    :param listens_last: whether it loads its models before it listens: others answer at its port meanwhile.
+    :param loaded: called when the models are loaded and the addresses were reported.
+    :param listens_last: whether to load models before listening, while other fronts answer at the port.
     :param places: what to serve instead of the folders of the configuration as they are now.
     :raises AsynctrtError: if it cannot listen on a port or load a model.
-    :raises DeviceLostError: with ``on_device_lost="exit"``, once it has stopped because a device was lost.
+    :raises DeviceLostError: with ``on_device_lost="exit"``, after it stopped because a device was lost.
     """
     settings = config.settings
     _open_log(config)
@@ -242,7 +234,7 @@ async def _serve(
                 if settings.watch is not None:
                     watches = [FolderWatch(server.repository, folder) for folder in folders]
                     tasks += [asyncio.create_task(watch.run(settings.watch)) for watch in watches]
-                # A watch ends with an error of ours, if at all.
+                # A watch ends only with an internal error.
                 await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks[1:]:
                     if task.done():
@@ -265,10 +257,10 @@ def _status_of(server: Server) -> int:
 
 
 async def _leave_if_hurried(server: Server) -> None:
-    """End the process soon after its server is to stop at once: what is being closed may hang."""
+    """End the process soon after its server is to stop at once: closing may hang."""
     await server.wait_hurried()
     await asyncio.sleep(HURRIED_S)
-    logger.warning("what does not end is left behind: %r", server)
+    logger.warning("stopping took too long, so the process ends now: %r", server)
     logging.shutdown()
     os._exit(_status_of(server))
 
@@ -302,18 +294,18 @@ def _with_places(repository: Repository, places: Iterable[ModelPlace]) -> Reposi
 
 
 def _open_log(config: ServeConfig) -> None:
-    """Set the log up, and write there what was noticed before."""
+    """Set up the log, and write earlier warnings to it."""
     set_up_logging(config.settings.log_format, config.settings.log_level)
     for note in config.notes:
         logger.warning("%s", note)
 
 
 async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
-    """Do all that serving does before it answers: read tokens and certificate, load every model; then end.
+    """Check a configuration: read tokens and certificate, and load every model, without serving.
 
-    The ports are not those of the configuration, so that a server may run meanwhile.
+    It listens on free ports, not on the configured ones, so that a server may run meanwhile.
 
-    :raises AsynctrtError: for what would keep it from serving.
+    :raises AsynctrtError: for anything that would prevent serving.
     """
     settings = dataclasses.replace(
         config.settings,
@@ -333,7 +325,7 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
 
 
 def shower(settings: ServerSettings, say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return what tells of the command's progress: in the log, if that is for programs."""
+    """Return the function that reports the command's progress: to the log if its format is JSON."""
     if settings.log_format == "json":
         return lambda line: logger.info("%s", " ".join(line.split()))
     # Names of models may come from files of others: they must not control the terminal.
@@ -373,7 +365,7 @@ async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) 
 
 
 def curl_line(server: Server, served: ServedModel) -> str:
-    """Return a command that asks a model with zeros; about its inputs, if they are too many for a line."""
+    """Return a curl command that sends zeros to a model, or describes it if its inputs are too many."""
     settings = server.settings
     words = ["curl", "-s"]
     if settings.tls_certificate is not None:
@@ -402,7 +394,7 @@ async def _load_models(server: Server, say: Callable[[str], None]) -> None:
 
 
 def warnings_of(settings: ServerSettings) -> list[str]:
-    """Return what is dangerous about where a server listens, and what it lacks."""
+    """Return warnings about settings that are dangerous or that exceed what the machine has."""
     found = []
     limit = open_files_max()
     if limit < settings.max_connections + OTHER_DESCRIPTORS:

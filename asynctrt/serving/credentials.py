@@ -8,10 +8,9 @@ import stat
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from asynctrt._util.files import read_regular
+from asynctrt._util.files import CONFIG_NBYTES_MAX, read_regular
 from asynctrt.errors import OptionsError
 
-FILE_NBYTES_MAX: Final = 1 << 20
 TOKENS_MAX: Final = 1024
 
 
@@ -41,7 +40,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
 
 
 def _read(path: Path) -> bytes:
-    return read_regular(path, FILE_NBYTES_MAX)
+    return read_regular(path, CONFIG_NBYTES_MAX)
 
 
 def is_readable_by_all(path: Path) -> bool:

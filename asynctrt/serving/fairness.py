@@ -2,7 +2,7 @@
 
 An engine's queue is first come, first served, so a client that fills it makes everyone wait. A :class:`Gate`
 in front of it keeps it so short that its requests go with the next batches. While there is room, requests
-pass at once. Otherwise each waits behind others of its own client, and clients take turns worth the same
+pass at once. Otherwise each waits behind others of its client, and clients take turns worth the same
 number of rows (deficit round robin); the connections of one client take turns in the same way. A client with
 only little in the engine need not wait at all.
 
@@ -23,13 +23,11 @@ SHARED_NS: Final = 10_000_000_000
 """How long the engine's queue is kept short after one client's requests have held up another's."""
 
 LIGHT_SHARE: Final = 4
-"""Divides the rows of a batch: a client may always have that many in the engine, whatever others do."""
+"""Divides the rows of a batch: a client may always have that many in the engine, whatever others do, and one
+turn is worth that many."""
 
 RESERVE_SHARE: Final = 8
 """Divides the rows of a batch: that many stay free, for late arrivals, in a queue that is kept short."""
-
-TURN_SHARE: Final = 4
-"""Divides the rows of a batch: one turn is worth that many."""
 
 MUCH_BATCHES: Final = 4
 """A connection with this many batches of rows waiting is not read for now."""
@@ -43,7 +41,7 @@ class Ticket:
 
     :param rows: its cost.
     :param nbytes: the bytes that it holds while it waits.
-    :param priority: requests with a higher one go first among those of their client.
+    :param priority: a client's requests with a higher one go first.
     """
 
     __slots__ = ("deadline_ns", "is_inside", "is_light", "is_waiting", "lane", "nbytes", "priority", "rows")
@@ -155,7 +153,7 @@ class _Queue:
         return None
 
     def left(self) -> None:
-        """Record that a request no longer waits; drop those that left once they outnumber the others."""
+        """Record that a request no longer waits; drop the ones that left once they outnumber the others."""
         self.waiting -= 1
         if len(self.tickets) > 2 * self.waiting + DEAD_MIN:
             self.tickets = deque([ticket for ticket in self.tickets if ticket.is_waiting])
@@ -281,7 +279,6 @@ class Gate:
         self._short_rows = busy_rows - reserve_rows
         self._step_rows = max(1, batch_rows - reserve_rows)
         self._light_rows = max(1, batch_rows // LIGHT_SHARE)
-        self._turn_rows = max(1, batch_rows // TURN_SHARE)
         self._much_rows = MUCH_BATCHES * batch_rows
         self._waiting_rows_max = waiting_rows_max
         self._waiting_nbytes_max = waiting_nbytes_max
@@ -291,7 +288,7 @@ class Gate:
         # When a client, and a connection, last had more than the light rows in the engine.
         self._heavy_client_ns = self._heavy_lane_ns = -SHARED_NS
         self._clients: WeakValueDictionary[Hashable, ClientShare] = WeakValueDictionary()
-        self._turns: _Turns[ClientShare] = _Turns(self._turn_rows)
+        self._turns: _Turns[ClientShare] = _Turns(self._light_rows)
         self._deadlines: list[tuple[int, int, Ticket]] = []
         self._order = count()
         self.rows = 0
@@ -313,7 +310,7 @@ class Gate:
         """Return the lane of a new connection of the client called ``name``."""
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = ClientShare(self._turn_rows)
+            client = self._clients[name] = ClientShare(self._light_rows)
         return ConnectionShare(client, self._much_rows)
 
     def enter(self, ticket: Ticket, now_ns: int) -> bool:
@@ -338,7 +335,7 @@ class Gate:
         return True
 
     def _look(self, ticket: Ticket, now_ns: int) -> None:
-        """Keep the engine's queue short for a while if this request is held up by those of others."""
+        """Keep the engine's queue short for a while if other clients' requests hold up this one."""
         lane, rows, most = ticket.lane, ticket.rows, self._light_rows
         since_ns = now_ns - SHARED_NS
         if (lane.rows + rows <= most and self._heavy_lane_ns > since_ns) or (
@@ -348,7 +345,7 @@ class Gate:
             self._window_rows = self._short_rows
 
     def _is_light(self, ticket: Ticket) -> bool:
-        """Return whether a request may pass waiting ones; only if urgent, those of its own connection."""
+        """Return whether a request may pass waiting ones; only an urgent one passes its own connection's."""
         lane, most = ticket.lane, self._light_rows
         light_rows = lane.client.light_rows + ticket.rows
         if ticket.priority > 0:

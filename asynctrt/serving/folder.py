@@ -155,7 +155,7 @@ class ModelFolder:
         bad = tuple(name for name in names if not is_name(name))
         if bad and bad != self._left_out:
             logger.warning(
-                "%d folders in %s are no models, as their names are not printable: %r, for one",
+                "%d folders in %s are ignored, because their names are not printable; one is %r",
                 *(len(bad), self.path, bad[0]),
             )
         self._left_out = bad
@@ -200,7 +200,7 @@ class ModelFolder:
 
 
 class FolderWatch:
-    """Load new and changed models in a folder, and unload those that are gone.
+    """Load new and changed models in a folder, and unload the ones that are gone.
 
     A model is loaded once its files are unchanged in two consecutive looks, so that files are not read while
     they are written. A model that failed to load is not retried until it changes. A model that was unloaded

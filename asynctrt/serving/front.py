@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import uvloop
 
@@ -20,8 +20,9 @@ from asynctrt.errors import AsynctrtError
 from asynctrt.serving.command import serve
 from asynctrt.serving.folder import FoundModels
 from asynctrt.serving.fronts import (
+    GRACE_S,
+    LOOK_S,
     METRICS,
-    SCRAPE_S,
     STATISTICS,
     Begin,
     FrontRefused,
@@ -34,9 +35,6 @@ from asynctrt.serving.served import summed
 from asynctrt.serving.server import Server
 from asynctrt.workers.messages import receive, send
 from asynctrt.workers.spawn import SPAWNER, SharedWorkers
-
-BEAT_S: Final = 0.5
-"""Interval at which the parent is informed that the event loop runs, and whether a model is lost."""
 
 
 async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[FoundModels]) -> None:
@@ -59,7 +57,7 @@ async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[Fou
         while True:
             states = [served.engine.state for server in servers for served in server.repository]
             shared.beat(is_lost="lost" in states)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(LOOK_S)
 
     shared = SharedWorkers(loop, end, orphaned, stop)
     SPAWNER.set(shared)
@@ -92,7 +90,7 @@ async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[Fou
 
 async def _of_fronts(parent: Scraped) -> list[dict[str, Any]]:
     """Return the statistics of all fronts; nothing if the parent does not answer."""
-    text = await parent.ask(STATISTICS, 2 * SCRAPE_S)  # The parent itself waits for fronts.
+    text = await parent.ask(STATISTICS, 2 * GRACE_S)  # The parent itself waits for fronts.
     return summed(json.loads(text)) if text else []
 
 

@@ -1,7 +1,7 @@
 """``asynctrt serve --fronts N``: several server processes on one port, which share workers.
 
-This is their parent. It listens only on the port for metrics. It starts fronts and workers, restarts those
-that die, and forwards signals. :mod:`asynctrt.serving.front` is a front.
+This is their parent. It listens only on the port for metrics. It starts fronts and workers, restarts the ones
+whose process dies, and forwards signals. :mod:`asynctrt.serving.front` is a front.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from asynctrt.serving import command
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.command import ServeConfig
 from asynctrt.serving.folder import FoundModels
-from asynctrt.serving.grpc_server import reason_of
 from asynctrt.serving.http import Hub
+from asynctrt.serving.listener import cannot_listen
 from asynctrt.serving.metrics import compressed, merged_answer
 from asynctrt.serving.monitoring import open_pages
 from asynctrt.serving.notify import notify_ready
@@ -45,14 +45,11 @@ while is restarted at once."""
 PAUSE_S_MAX: Final = 5.0
 SOON_NS: Final = 2_000_000_000
 """A front that has served for longer did not die of a failed start."""
-SPARE_S: Final = 5.0
-"""How much longer than their drain_timeout fronts may take to stop."""
-SCRAPE_S: Final = 5.0
-"""How long a front may take to return its metrics or statistics."""
+GRACE_S: Final = 5.0
+"""How long a front may take to return its metrics, to run its event loop again, and to stop after its
+drain_timeout."""
 LOOK_S: Final = 0.5
-"""Interval of checks that the fronts' event loops run."""
-SILENCE_S: Final = 5.0
-"""A front whose event loop has not run for this long is killed: all its connections wait for it."""
+"""Interval at which fronts say that their event loops run, and of the checks for that."""
 START_S: Final = 60.0
 """How long a front may take until its event loop first runs."""
 HURRIED_S: Final = 0.3
@@ -153,7 +150,7 @@ class Front:
         self.is_lost = False
         """Whether one of its models can no longer run."""
         self.is_leaving = False
-        """Whether it was told to stop, so that another process can replace it."""
+        """Whether it is stopping so that another process can replace it."""
         self.pause_s = 0.0
         self.error: AsynctrtError | None = None
         self.scraped: Scraped | None = None
@@ -289,7 +286,7 @@ class Fronts:
         self._loop.add_reader(own.fileno(), self._readable, front)
         self._loop.add_reader(front.pidfd, self._ended, front)
         if self._asked:
-            self._tell(front, Stop(at_once=False))  # It did not exist when the others were told.
+            self._tell(front, Stop(at_once=False))  # It did not exist when the others were stopped.
 
     def _begin(self, front: Front) -> Begin:
         settings = self._config.settings
@@ -406,7 +403,7 @@ class Fronts:
                 if front.process is None:
                     continue
                 front.silent_ns += seen_ns
-                limit_s = SILENCE_S if front.has_beaten else START_S
+                limit_s = GRACE_S if front.has_beaten else START_S
                 if front.silent_ns > limit_s * 1e9:
                     logger.error("front %d hangs: its event loop had not run for %g s", front.number, limit_s)
                     front.silent_ns = 0
@@ -432,7 +429,7 @@ class Fronts:
         ended = self._loop.create_task(
             self._until(lambda: all(front.process is None for front in self._fronts))
         )
-        if not await self._seen(ended, settings.drain_delay + settings.drain_timeout + SPARE_S):
+        if not await self._seen(ended, settings.drain_delay + settings.drain_timeout + GRACE_S):
             for front in self._fronts:
                 self._tell(front, Stop(at_once=True))
             await asyncio.wait([ended], timeout=HURRIED_S)
@@ -441,8 +438,8 @@ class Fronts:
             for front in self._fronts:
                 self._kill(front)
         await ended
-        closed = self._loop.create_task(self._pool.aclose(SPARE_S))
-        if not await self._seen(closed, 2 * SPARE_S):
+        closed = self._loop.create_task(self._pool.aclose(GRACE_S))
+        if not await self._seen(closed, 2 * GRACE_S):
             self._pool.kill()
         await closed
 
@@ -457,7 +454,7 @@ class Fronts:
         """Request a text from every front; return the answers by front number, without missing ones."""
         asked = {front.number: front.scraped for front in self._fronts if front.number in self._ready}
         known = {number: scraped for number, scraped in asked.items() if scraped is not None}
-        texts = await asyncio.gather(*[scraped.ask(what, SCRAPE_S) for scraped in known.values()])
+        texts = await asyncio.gather(*[scraped.ask(what, GRACE_S) for scraped in known.values()])
         return {number: text for number, text in zip(known, texts, strict=True) if text}
 
 
@@ -493,8 +490,8 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
 async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     settings = config.settings
     with ExitStack() as stack:
-        http_port = _reserve(stack, settings.host, settings.http_port)
-        grpc_port = _reserve(stack, settings.host, settings.grpc_port) if settings.grpc else 0
+        http_port = _reserve(stack, settings.host, settings.http_port, "http_port")
+        grpc_port = _reserve(stack, settings.host, settings.grpc_port, "grpc_port") if settings.grpc else 0
         own = replace(settings, http_port=http_port, grpc_port=grpc_port, metrics_port=None)
         # All fronts serve the models found now, however often they are replaced.
         places = [await folder.found() for folder in config.folders()]
@@ -509,13 +506,10 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
             try:
                 listener = await hub.loop.create_server(hub, settings.host, settings.metrics_port)
             except OSError as error:
-                raise UsageError(
-                    f"cannot listen on {settings.host} port {settings.metrics_port}: {reason_of(error)}. "
-                    "Choose another port; 0 picks a free one"
-                ) from error
+                raise cannot_listen(settings.host, settings.metrics_port, error, "metrics_port") from error
         try:
             say(f"starting {settings.fronts} fronts")
-            more = ["metrics                     of one front at a time: --metrics-port has those of all"]
+            more = ["metrics                     of one front at a time; of all fronts with --metrics-port"]
             if listener is not None:
                 port = listener.sockets[0].getsockname()[1]
                 more = [f"metrics                     http://{settings.host}:{port}/metrics"]
@@ -527,7 +521,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     say("stopped")
 
 
-def _reserve(stack: ExitStack, host: str, port: int) -> int:
+def _reserve(stack: ExitStack, host: str, port: int, option: str) -> int:
     """Reserve a port that fronts can share, and that no other process listens on.
 
     :raises UsageError: if the port is not available.
@@ -543,10 +537,7 @@ def _reserve(stack: ExitStack, host: str, port: int) -> int:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         kept.bind((host, port))
     except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host} port {port}: {reason_of(error)}. Choose another port; 0 picks a "
-            "free one"
-        ) from error
+        raise cannot_listen(host, port, error, option) from error
     return port
 
 

@@ -9,7 +9,6 @@ messages, on the one thread that all calls share: that is turned off, and done h
 """
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -32,7 +31,6 @@ from asynctrt.errors import (
     UnauthorizedError,
     UnknownModelError,
     UnsupportedError,
-    UsageError,
 )
 from asynctrt.kserve.protobuf import (
     ProtobufCodec,
@@ -43,14 +41,16 @@ from asynctrt.kserve.protobuf import (
     streamed,
     streamed_error,
 )
-from asynctrt.serving.admission import Caller, address_of
+from asynctrt.serving.admission import Caller, Inference, Served, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
+from asynctrt.serving.http import SWEEP_S
+from asynctrt.serving.listener import HANDSHAKE_S, cannot_listen
 from asynctrt.serving.memory import SMALL_NBYTES, Hold
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_METADATA, pushback
-from asynctrt.serving.served import Inference, ServedModel
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import pause
 
@@ -75,7 +75,7 @@ WATCH_S: Final = 600.0
 
 STRANGERS_MAX: Final = 32
 """Messages read at once from clients without a token: each could be of the largest size."""
-STRANGER_S: Final = 10.0
+STRANGER_S: Final = HANDSHAKE_S
 """Time for such a message to arrive: it holds only a name."""
 CROWD_S: Final = 0.25
 """How long a call waits before a message being read makes room: honest ones may come all at once."""
@@ -83,8 +83,6 @@ CROWD_S: Final = 0.25
 CALL_NS: Final = 100_000
 """Approximate event loop time of a call."""
 
-SWEEP_S: Final = 0.25
-"""Seconds between checks for calls whose clients send or receive too slowly."""
 SLOW_NS: Final = 1_000_000_000
 """Messages still incomplete after this time make room when memory is short."""
 
@@ -114,11 +112,11 @@ NBYTES_MAX: Final = 2**31 - 1
 DETAILS_LENGTH_MAX: Final = 2000
 """Characters sent of an error message; clients refuse trailers over 8 KiB."""
 
-HANDSHAKE_MS: Final = 10_000
+HANDSHAKE_MS: Final = int(HANDSHAKE_S * 1000)
 """Time limit for a new connection's handshake: TLS, and HTTP/2's first frame."""
 
 FIELDS_MAX: Final = 64
-"""Fields that a large request may have besides those of its tensors."""
+"""Fields that a large request may have besides its tensors."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -143,7 +141,7 @@ class GrpcServer:
         self._certificate = certificate
         self._kinds = message_classes()
         self._request = self._kinds["ModelInferRequest"]
-        self._codecs: WeakKeyDictionary[ServedModel, ProtobufCodec] = WeakKeyDictionary()
+        self._codecs: WeakKeyDictionary[Served, ProtobufCodec] = WeakKeyDictionary()
         self._callers: WeakValueDictionary[tuple[str, bytes | None], Caller] = WeakValueDictionary()
         self._streams: set[_Stream] = set()
         self._server: Any = None
@@ -210,7 +208,7 @@ class GrpcServer:
         except BaseException as error:
             await server.stop(None)
             if isinstance(error, RuntimeError):
-                raise _cannot_listen(host, port, str(error)) from error
+                raise cannot_listen(host, port, error, "grpc_port") from error
             raise
         self._server = server
         self._sweep()
@@ -644,20 +642,10 @@ class GrpcServer:
                 "rows or outputs, use HTTP or a websocket, or raise max_grpc_message, and the client's limit"
             )
 
-    def _codec(self, served: ServedModel) -> ProtobufCodec:
+    def _codec(self, served: Served) -> ProtobufCodec:
         codec = self._codecs.get(served)
         if codec is None:
-            engine = served.engine
-            codec = self._codecs[served] = ProtobufCodec(
-                served.name,
-                served.version,
-                engine.inputs,
-                engine.outputs,
-                tensors_max=self._settings.max_tensors,
-                rows_max=engine.options.max_queue_rows,
-                answer_max=self._settings.max_answer,
-                pad=engine.options.pad,
-            )
+            codec = self._codecs[served] = served.make_codec(ProtobufCodec)
         return codec
 
     # ---- health
@@ -1019,29 +1007,6 @@ async def _check_address(host: str, port: int) -> None:
     try:
         probe = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except OSError as error:
-        raise _cannot_listen(host, port, reason_of(error)) from error
+        raise cannot_listen(host, port, error, "grpc_port") from error
     probe.close()
     await probe.wait_closed()
-
-
-def reason_of(error: OSError) -> str:
-    """Return why listening failed, without the address that asyncio repeats in the error's text."""
-    number = errno_of(error)
-    if number is None or isinstance(error, socket.gaierror):
-        return error.strerror or str(error)
-    return os.strerror(number)
-
-
-def errno_of(error: OSError) -> int | None:
-    """Return the errno with which listening failed."""
-    # From Python 3.13 on, asyncio sets no errno for an address that is not this machine's.
-    if error.errno is None and "could not bind on any address" in str(error):
-        return errno.EADDRNOTAVAIL
-    return error.errno
-
-
-def _cannot_listen(host: str, port: int, why: str) -> UsageError:
-    return UsageError(
-        f"gRPC cannot listen on {host} port {port}: {why}. Choose another host or grpc_port; port 0 picks a "
-        "free one"
-    )

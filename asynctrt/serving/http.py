@@ -25,7 +25,7 @@ from asynctrt.errors import (
     UnauthorizedError,
 )
 from asynctrt.kserve.codec import FAST_NBYTES
-from asynctrt.serving.admission import Caller, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import (
     INFERENCES,
     Answer,
@@ -39,10 +39,9 @@ from asynctrt.serving.coding import COMPRESS_NBYTES_MIN, accepted_coding
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientAccount, ClientPace, Hold
-from asynctrt.serving.paced import PacedTransport
+from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_HEADER
-from asynctrt.serving.served import Inference
 
 SWEEP_S: Final = 0.25
 """Seconds between checks of all connections for timeouts."""
@@ -53,7 +52,7 @@ CLOSED_MAX: Final = 40
 """Disconnected clients' connections closed in one turn of the event loop: 1 ms. All clients may
 disconnect at once."""
 
-JOIN_NBYTES_MAX: Final = 128 << 10
+JOIN_NBYTES_MAX: Final = SLICE_NBYTES
 """The pieces of a larger body are passed to the transport one by one instead of being joined."""
 
 SPARE: Final = 32
@@ -369,7 +368,7 @@ class HttpConnection(asyncio.Protocol):
         """Whether it waits for memory for the body being read."""
         self._is_reading = True
         self._is_awaited = False
-        """Whether a client waits to be told to send its body, until earlier requests are answered."""
+        """Whether a client waits for ``100 Continue``, which is sent once earlier requests are answered."""
         self._refused: tuple[HttpRequest, Answer] | None = None
         """A refused request whose client waits before its body, and the answer to send after earlier ones."""
         self._inference: Inference | None = None
@@ -954,7 +953,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _expected(request: HttpRequest) -> bytes | None:
-    """Return what the client expects to be told before it sends a body; ``None`` if it does not wait.
+    """Return the client's expectation before it sends a body; ``None`` if it does not wait.
 
     HTTP/1.0 has no interim answers, so a client of that version must not be sent one.
     """

@@ -18,7 +18,7 @@ except ImportError as error:
     raise MissingExtraError("serving needs httptools: pip install 'asynctrt[serve]'") from error
 
 PIECES_MAX: Final = 1024
-PIECES_NBYTES_MAX: Final = 256 << 10
+PIECES_NBYTES_MAX: Final = UNCOUNTED_NBYTES
 """Limits on the pieces of a body, and their bytes, kept separate until the body is complete. Joining more
 would block the event loop: 40 ms for 60 MiB."""
 
@@ -346,7 +346,7 @@ class RequestReader:
         self.rest = NOTHING
 
     def _count(self, nbytes: int) -> None:
-        """Count bytes that completed nothing: those of an unfinished header, trailer or chunk extension."""
+        """Count bytes that completed nothing: an unfinished header, trailer or chunk extension."""
         # It is -1 after a piece in which the request began or its body grew, because it is unknown how much
         # of that piece belongs to what follows.
         self._unread_nbytes += nbytes if self._unread_nbytes >= 0 else 1
@@ -463,7 +463,7 @@ class RequestReader:
         if version == "1.1" and b"host" not in headers:
             return 400, "an HTTP/1.1 request must have a Host header"
         if method == b"CONNECT":
-            return 501, "this server is no proxy"
+            return 501, "this server is not a proxy"
         coding = headers.get(b"transfer-encoding")
         if coding is not None:
             if version == "1.0":

@@ -1,7 +1,7 @@
 """Count latencies in buckets, as Prometheus histograms need them, at little cost per request."""
 
 from bisect import bisect_left
-from typing import Final, NamedTuple
+from typing import Final
 
 BOUNDS_S: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
@@ -12,16 +12,6 @@ BOUNDS_S: Final = (
 BOUNDS_NS: Final = tuple(round(bound * 1e9) for bound in BOUNDS_S)
 
 
-class Exemplar(NamedTuple):
-    """One traced request that fell into a bucket."""
-
-    trace_id: str
-    span_id: str
-    total_ns: int
-    at_s: float
-    """When it ended, in seconds since 1970."""
-
-
 class Latencies:
     """The latencies of one model's answered requests: in the queue, computing, and from arrival to answer.
 
@@ -29,14 +19,12 @@ class Latencies:
     times in ns.
     """
 
-    __slots__ = ("compute", "exemplars", "queue", "total")
+    __slots__ = ("compute", "queue", "total")
 
     def __init__(self) -> None:
         self.queue = [0] * (len(BOUNDS_NS) + 2)
         self.compute = [0] * (len(BOUNDS_NS) + 2)
         self.total = [0] * (len(BOUNDS_NS) + 2)
-        self.exemplars: dict[int, Exemplar] = {}
-        """The last traced request of each bucket of ``total``, by the bucket's index."""
 
     def add(self, total_ns: int, queue_ns: int, compute_ns: int) -> None:
         """Count one answered request."""
@@ -47,7 +35,3 @@ class Latencies:
         compute[-1] += compute_ns
         total[bisect_left(BOUNDS_NS, total_ns)] += 1
         total[-1] += total_ns
-
-    def trace(self, exemplar: Exemplar) -> None:
-        """Keep a traced request as the example of its bucket."""
-        self.exemplars[bisect_left(BOUNDS_NS, exemplar.total_ns)] = exemplar

@@ -16,9 +16,11 @@ import ssl
 from functools import partial
 from typing import Any, Final
 
+from asynctrt.errors import UsageError
 from asynctrt.serving.admission import address_of
 from asynctrt.serving.http import Hub
 from asynctrt.serving.paced import PacedTransport
+from asynctrt.serving.server_log import PERIOD_NS
 
 ACCEPTED_AT_ONCE: Final = 128
 """Connections accepted in one turn of the event loop: 5 ms."""
@@ -27,8 +29,6 @@ HANDSHAKE_S: Final = 10.0
 RETRY_S: Final = 1.0
 """Delay before accepting again after a failure, such as too many open files."""
 
-TELL_S: Final = 10.0
-"""Interval at which the log says why connections are not accepted."""
 NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 """The process, or the system, is out of file descriptors."""
 
@@ -135,7 +135,7 @@ class Listener:
         """Log why connections are not accepted, at intervals."""
         now_s = self._hub.loop.time()
         if now_s >= self._tell_s:
-            self._tell_s = now_s + TELL_S
+            self._tell_s = now_s + PERIOD_NS / 1e9
             logger.error("cannot accept a connection: %s", error)
 
     def _resume(self, listening: socket.socket) -> None:
@@ -161,3 +161,25 @@ class Listener:
 def _spare() -> int:
     """Return a spare file descriptor, to be closed when there are no others."""
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def cannot_listen(host: str, port: int, error: Exception, option: str) -> UsageError:
+    """Return the error for an address that a server cannot listen on.
+
+    :param error: what was raised: an :class:`OSError`, or gRPC's error.
+    :param option: the setting of the port.
+    """
+    fix = f"Choose another {option}; 0 picks a free one"
+    why, number = str(error), getattr(error, "errno", None)
+    # From Python 3.13 on, asyncio sets no errno for an address that is not this machine's.
+    if number is None and "could not bind on any address" in why:
+        number = errno.EADDRNOTAVAIL
+    if isinstance(error, OSError):
+        # Without the address, which asyncio repeats in the error's text.
+        is_of_lookup = isinstance(error, socket.gaierror)
+        why = (error.strerror or why) if number is None or is_of_lookup else os.strerror(number)
+    if number == errno.EACCES:
+        fix = "Ports below 1024 need a privilege that this user lacks: choose a higher one"
+    elif number not in (errno.EADDRINUSE, None):
+        fix = "Use an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+    return UsageError(f"cannot listen on {host} port {port}: {why}. {fix}")

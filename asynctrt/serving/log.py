@@ -8,11 +8,10 @@ from typing import Any, Final, Protocol
 from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.kserve.json_codec import dump
-from asynctrt.serving.admission import has_result
+from asynctrt.serving.admission import Inference, has_result
 from asynctrt.serving.api import CANCELLED_STATUS
 from asynctrt.serving.line_writer import LineWriter
 from asynctrt.serving.responses import ID_HEADER
-from asynctrt.serving.served import Inference
 
 FLUSH_NBYTES: Final = 64 << 10
 

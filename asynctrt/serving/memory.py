@@ -15,12 +15,14 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 
 from asynctrt._util import clock
 from asynctrt._util.cgroup import memory_nbytes
+from asynctrt.kserve.codec import FAST_NBYTES
 from asynctrt.serving.settings import ServerSettings
 
 UNCOUNTED_NBYTES: Final = 256 << 10
-"""Bytes of a message, and of unsent answers, that a connection may have unasked: uvloop reads as many."""
+"""Bytes of a message, and of unsent answers, that a connection may have unasked. It is what uvloop
+reads at once."""
 
-SMALL_NBYTES: Final = 16 << 10
+SMALL_NBYTES: Final = FAST_NBYTES
 """Requests with at most this many bytes of inputs and outputs are limited by ``max_requests`` alone."""
 
 WAIT_NS: Final = 5_000_000_000

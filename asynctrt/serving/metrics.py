@@ -1,100 +1,53 @@
-"""Expose a server's metrics to Prometheus: those of its engines, and its own.
+"""Expose a server's metrics to Prometheus: its engines' and its own.
 
-Metrics are computed at each scrape from counters. A scrape gives the event loop back after
-:data:`SLICE_NS`, again and again, so that one of many models does not hold it. Rendering in a thread instead
-would hold it longer: the loop would wait for the GIL each time that it had let go of it.
+Metrics are computed at each scrape from counters. A scrape gives the event loop back after :data:`SLICE_NS`,
+again and again, so that one of many models does not block it.
 """
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import asynctrt
 from asynctrt._util import clock
-from asynctrt.observe.prometheus import (
+from asynctrt.observe.metrics import (
+    COUNTER,
+    ENGINE,
+    GAUGE,
+    HISTOGRAM,
+    LOST_DEVICES,
     MODEL,
     READY,
-    Collector,
-    CollectorRegistry,
-    CounterMetricFamily,
-    Exemplar,
-    Family,
-    GaugeMetricFamily,
-    GCCollector,
-    HistogramMetricFamily,
-    InfoMetricFamily,
     Metric,
-    PlatformCollector,
-    ProcessCollector,
     Reading,
-    UnknownMetricFamily,
-    engine_families,
-    exposition,
-    family_by,
-    family_of,
-    lost_devices,
-    openmetrics,
-    text_string_to_metric_families,
+    Sample,
+    buckets,
+    one,
+    split,
 )
+from asynctrt.observe.prometheus import process_text
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.coding import accepted_codings, compress
 from asynctrt.serving.gpus import GpuFigures
-from asynctrt.serving.latency import BOUNDS_S, Latencies
-from asynctrt.serving.latency import Exemplar as Traced
+from asynctrt.serving.latency import BOUNDS_S
 from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import resident_nbytes
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.stalls import Stalls
 
-SECONDS: Final[tuple[tuple[str, str, Callable[[Latencies], list[int]]], ...]] = (
-    ("asynctrt_queue_seconds", "Answered requests by their time in the queue.", lambda known: known.queue),
-    (
-        "asynctrt_compute_seconds",
-        "Answered requests by the time that their batch computed.",
-        lambda known: known.compute,
-    ),
-    (
-        "asynctrt_request_seconds",
-        "Answered requests by their time from arrival to answer.",
-        lambda known: known.total,
-    ),
-)
-"""Histograms of latencies."""
-
-GPU: Final[tuple[tuple[str, str, Callable[[GpuFigures], float | None]], ...]] = (
-    (
-        "nv_gpu_utilization",
-        "Share of the time in which the GPU computed anything, 0 to 1.",
-        lambda gpu: gpu.utilization,
-    ),
-    ("nv_gpu_memory_total_bytes", "MemoryLimit of the GPU, in bytes.", lambda gpu: gpu.memory_nbytes),
-    (
-        "nv_gpu_memory_used_bytes",
-        "MemoryLimit of the GPU in use by any process, in bytes.",
-        lambda gpu: gpu.used_nbytes,
-    ),
-    ("nv_gpu_power_usage", "Power that the GPU draws, in watts.", lambda gpu: gpu.watts),
-)
-"""Gauges under Triton's names."""
-
 SLICE_NS: Final = 100_000
-"""How long a scrape holds the event loop at a time, plus one piece of work."""
+"""How long a scrape holds the event loop at a time, plus the time for one metric of a model."""
 
-PIECE_SAMPLES: Final = 8
-"""Samples that are rendered at a time, or those of one histogram: the library takes 10 µs for each."""
+NAME: Final = re.compile(r"[^{ ]+\{?")
+"""The name of a sample, and the brace before its labels, if it has any."""
 
-JOIN_NBYTES: Final = 64 << 10
-"""Bytes of a piece of the answer's body."""
-
-OPENMETRICS: Final = b"application/openmetrics-text"
-END: Final = b"# EOF\n"
-
-_UNTYPED: Final = re.compile(rb"^(# TYPE nv_\w+) untyped$", re.MULTILINE)
+HEADERS: Final = (
+    ("Content-Type", "text/plain; version=0.0.4; charset=utf-8"),
+    ("Cache-Control", "no-store"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +55,6 @@ class ServedReading(Reading):
     """A served model's statistics with the labels of its metrics."""
 
     served: ServedModel = field(kw_only=True)
-
-
-class _Only(NamedTuple):
-    """What the library renders: a collector of one metric."""
-
-    metrics: Sequence[Metric]
-
-    def collect(self) -> Iterable[Metric]:
-        return self.metrics
 
 
 class Metrics:
@@ -134,7 +78,7 @@ class Metrics:
         cpu_ns: Callable[[], int] = clock.cpu_ns,
         stalls: Stalls | None = None,
         memory: MemoryLimit | None = None,
-        gpus: Callable[[], list[GpuFigures]] | None = None,
+        gpus: Callable[[], list[GpuFigures]] = list,
     ) -> None:
         self._repository = repository
         self._connections = connections
@@ -144,10 +88,16 @@ class Metrics:
         self._stalls = stalls
         self._memory = memory
         self._gpus = gpus
-        self._families = [*engine_families(), *_families(busy_share)]
-        self._process = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._process)
+        self._of_models = [*ENGINE, *SERVED]
+        if busy_share is not None:
+            self._of_models.append(
+                one(
+                    "asynctrt_busy_share",
+                    GAUGE,
+                    "Share of the last second in which the model computed as many batches as it can at once.",
+                    lambda it: busy_share(it.served),
+                )
+            )
         # One scrape at a time: several would each hold the loop in turn.
         self._scraping = asyncio.Lock()
 
@@ -156,101 +106,228 @@ class Metrics:
         return Page(self.answer, is_open)
 
     async def answer(self, headers: Headers) -> Answer:
-        """Return the metrics in OpenMetrics' format if the client accepts it, else in Prometheus's."""
-        accepted = headers.get(b"accept", b"").lower().split(b",")
-        is_open = any(item.split(b";")[0].strip() == OPENMETRICS for item in accepted)
-        kind = openmetrics.CONTENT_TYPE_LATEST if is_open else exposition.CONTENT_TYPE_PLAIN_0_0_4
-        body: list[bytes] = []
+        """Return the metrics in Prometheus's text format."""
         async with self._scraping:
-            piece = bytearray()
-            async for text in self._texts(_rendered_open if is_open else _rendered):
-                piece += text
-                if len(piece) >= JOIN_NBYTES:
-                    body.append(bytes(piece))
-                    piece.clear()
-            body.append(bytes(piece) + (END if is_open else b""))
-            answer = Answer(200, (("Content-Type", kind), ("Cache-Control", "no-store")), body)
-            return await compressed(headers, answer)
+            texts = [text async for text in self._texts()]
+            return await compressed(headers, Answer(200, HEADERS, ["".join(texts).encode()]))
 
-    async def _texts(self, render: Callable[[Any], bytes]) -> AsyncIterator[bytes]:
+    async def _texts(self) -> AsyncIterator[str]:
         """Yield the text in pieces, giving the loop back between them."""
-        yield await asyncio.to_thread(self._of_process, render)
+        text, gpus = await asyncio.to_thread(self._of_process)
+        yield text
         began_ns = clock.now_ns()
-        for text in self._pieces(render):
-            if text:
-                yield text
+        for text in self._pieces(gpus):
+            yield text
             if clock.now_ns() - began_ns > SLICE_NS:
                 await asyncio.sleep(0)
                 began_ns = clock.now_ns()
 
-    def _of_process(self, render: Callable[[Any], bytes]) -> bytes:
-        """Render what the operating system and the driver have to be asked for. Runs in a thread."""
-        gpus = self._gpus() if self._gpus is not None else []
-        return render(self._process) + render(_Only(list(_of_gpus(gpus))))
+    def _of_process(self) -> tuple[str, list[GpuFigures]]:
+        """Ask the operating system and the driver, which may take long."""
+        return process_text().decode(), self._gpus()
 
-    def _pieces(self, render: Callable[[Any], bytes]) -> Iterator[bytes]:
+    def _pieces(self, gpus: list[GpuFigures]) -> Iterator[str]:
         """Yield small pieces of the text, some of them empty."""
         readings = []
         for served in list(self._repository):
             done = served.engine.statistics()
-            waiting_rows = served.admission.gate.waiting_rows
             readings.append(
                 ServedReading(
-                    [served.name, served.version],
+                    (served.name, served.version),
                     served.engine,
                     done,
                     served.succeeded(done),
-                    waiting_rows,
+                    served.admission.gate.waiting_rows,
                     served=served,
                 )
             )
-            yield b""
-        for family in self._families:
-            yield from _texts_of(render, family, readings)
-        yield from _texts_of(render, READY, self._repository.index())
-        yield render(_Only([lost_devices(readings), *self._server()]))
-
-    def _server(self) -> Iterator[Metric]:
-        if self._connections is not None:
-            yield GaugeMetricFamily("asynctrt_server_connections", "Open connections.", self._connections())
-        if self._in_flight is not None:
-            yield GaugeMetricFamily(
-                "asynctrt_server_requests_in_flight",
-                "Requests to all models that are being answered.",
-                self._in_flight(),
-            )
-        lag_ns = self._loop_lag_ns() if self._loop_lag_ns is not None else None
-        if lag_ns is not None:
-            yield GaugeMetricFamily(
-                "asynctrt_loop_lag_seconds",
-                "How late the event loop ran the server's last timer, in seconds.",
-                lag_ns / 1e9,
-            )
+            yield ""
+        for metric in self._of_models:
+            yield from metric.texts(readings)
+        yield from READY.texts(self._repository.index())
+        yield from LOST_DEVICES.texts([readings])
+        for name, text, read in GPU if gpus else ():
+            yield from Metric(name, GAUGE, text, ("gpu_uuid",), _of_gpu(read)).texts(gpus)
+        for name, kind, text, value in self._of_server():
+            if value is not None:
+                yield from Metric(name, kind, text, (), lambda value: [("", (), value)]).texts([value])
         if self._stalls is not None:
-            yield from _of_loop(self._stalls)
+            yield from DELAYS.texts([self._stalls.delays])
+        yield from BUILD.texts([asynctrt.__version__])
+
+    def _of_server(self) -> Iterator[tuple[str, str, str, float | None]]:
+        """Yield name, kind, help and value of the server's own metrics. ``None``: it has none."""
+        connections, in_flight, lag_ns = [
+            None if read is None else read()
+            for read in (self._connections, self._in_flight, self._loop_lag_ns)
+        ]
+        yield "asynctrt_server_connections", GAUGE, "Open connections.", connections
+        yield (
+            "asynctrt_server_requests_in_flight",
+            GAUGE,
+            "Requests to all models that are being answered.",
+            in_flight,
+        )
+        yield (
+            "asynctrt_loop_lag_seconds",
+            GAUGE,
+            "How late the event loop ran the server's last timer, in seconds.",
+            None if lag_ns is None else lag_ns / 1e9,
+        )
         if self._memory is not None:
-            yield from _of_memory(self._memory)
-        yield CounterMetricFamily(
-            "asynctrt_process_cpu_seconds",
+            memory = self._memory
+            yield (
+                "asynctrt_server_memory_bytes",
+                GAUGE,
+                "Memory held for clients, in bytes: large messages, requests in progress, answers.",
+                memory.nbytes,
+            )
+            yield (
+                "asynctrt_server_memory_limit_bytes",
+                GAUGE,
+                "Its limit, max_memory, in bytes.",
+                memory.nbytes_max,
+            )
+            yield (
+                "asynctrt_server_memory_refused_total",
+                COUNTER,
+                "Requests and messages refused for lack of memory.",
+                memory.refused,
+            )
+        yield (
+            "asynctrt_process_cpu_seconds_total",
+            COUNTER,
             "CPU time used by the process, in seconds.",
             self._cpu_ns() / 1e9,
         )
-        resident = resident_nbytes()
-        if resident is not None:
-            yield GaugeMetricFamily(
-                "asynctrt_process_resident_memory_bytes",
-                "Resident memory of the process, in bytes.",
-                resident,
-            )
-        yield InfoMetricFamily(
-            "asynctrt_build", "The version of asynctrt.", {"version": asynctrt.__version__}
+        yield (
+            "asynctrt_process_resident_memory_bytes",
+            GAUGE,
+            "Resident memory of the process, in bytes.",
+            resident_nbytes(),
         )
+        if self._stalls is not None:
+            yield (
+                "asynctrt_loop_stalls_total",
+                COUNTER,
+                "Pauses of the event loop that were longer than max_pause.",
+                self._stalls.count,
+            )
 
 
-def _rendered(collector: Collector) -> bytes:
-    # The library accepts counters only with _total, which Triton's names lack. Prometheus's format can
-    # declare them counters all the same; in OpenMetrics they stay of unknown type.
-    return _UNTYPED.sub(rb"\1 counter", exposition.generate_latest(collector))
+def _of_gpu(read: Callable[[GpuFigures], float | None]) -> Callable[[GpuFigures], Iterable[Sample]]:
+    def samples(gpu: GpuFigures) -> Iterable[Sample]:
+        value = read(gpu)
+        return () if value is None else (("", (gpu.uuid,), value),)
+
+    return samples
+
+
+def _seconds(labels: tuple[str, ...], values: list[int]) -> Iterator[Sample]:
+    """Yield the samples of a histogram of times: the requests in each bucket, then the sum in ns."""
+    return buckets(labels, BOUNDS_S, values[:-1], values[-1] / 1e9)
+
+
+def _latencies(which: str) -> Callable[[ServedReading], Iterable[Sample]]:
+    def samples(reading: ServedReading) -> Iterable[Sample]:
+        known = reading.served.latencies
+        if reading.done.succeeded and not any(known.total):
+            return ()  # The application asks the engine itself: no request of it passed through the server.
+        return _seconds(reading.labels, getattr(known, which))
+
+    return samples
+
+
+GPU: Final[tuple[tuple[str, str, Callable[[GpuFigures], float | None]], ...]] = (
+    (
+        "nv_gpu_utilization",
+        "Share of the time in which the GPU computed anything, 0 to 1.",
+        lambda gpu: gpu.utilization,
+    ),
+    ("nv_gpu_memory_total_bytes", "Memory of the GPU, in bytes.", lambda gpu: gpu.memory_nbytes),
+    (
+        "nv_gpu_memory_used_bytes",
+        "Memory of the GPU in use by any process, in bytes.",
+        lambda gpu: gpu.used_nbytes,
+    ),
+    ("nv_gpu_power_usage", "Power that the GPU draws, in watts.", lambda gpu: gpu.watts),
+)
+"""Gauges under Triton's names."""
+
+SERVED: Final[tuple[Metric, ...]] = (
+    split(
+        "nv_inference_request_failure",
+        COUNTER,
+        "Requests that failed, by reason: REJECTED under overload, CANCELED by the client, BACKEND if the "
+        "model failed, or OTHER.",
+        "reason",
+        lambda it: it.served.failures,
+    ),
+    one(
+        "asynctrt_pending_requests",
+        GAUGE,
+        "Requests accepted and not answered yet, queued or running.",
+        lambda it: it.served.pending,
+    ),
+    one(
+        "asynctrt_waiting_requests",
+        GAUGE,
+        "Requests that wait for their client's turn, before the queue.",
+        lambda it: it.served.admission.gate.waiting,
+    ),
+    one(
+        "asynctrt_waiting_rows",
+        GAUGE,
+        "Rows of the requests that wait for their client's turn.",
+        lambda it: it.waiting_rows,
+    ),
+    split(
+        "asynctrt_waiting_refused_total",
+        COUNTER,
+        "Requests refused before the queue, by reason; crowded: their client had the most waiting; expired: "
+        "timed out behind others of their client.",
+        "reason",
+        lambda it: it.served.refused,
+    ),
+    Metric(
+        "asynctrt_queue_seconds",
+        HISTOGRAM,
+        "Answered requests by their time in the queue.",
+        MODEL,
+        _latencies("queue"),
+    ),
+    Metric(
+        "asynctrt_compute_seconds",
+        HISTOGRAM,
+        "Answered requests by the time that their batch computed.",
+        MODEL,
+        _latencies("compute"),
+    ),
+    Metric(
+        "asynctrt_request_seconds",
+        HISTOGRAM,
+        "Answered requests by their time from arrival to answer.",
+        MODEL,
+        _latencies("total"),
+    ),
+)
+"""The metrics of models that only a server has."""
+
+DELAYS: Final = Metric(
+    "asynctrt_loop_delay_seconds",
+    HISTOGRAM,
+    "How long a request waited for the event loop, sampled twenty times a second.",
+    (),
+    lambda delays: _seconds((), delays),
+)
+
+BUILD: Final = Metric(
+    "asynctrt_build_info",
+    GAUGE,
+    "The version of asynctrt.",
+    ("version",),
+    lambda version: [("", (version,), 1)],
+)
 
 
 async def compressed(headers: Headers, answer: Answer) -> Answer:
@@ -265,160 +342,21 @@ async def compressed(headers: Headers, answer: Answer) -> Answer:
 def merged_answer(texts: Mapping[int, bytes]) -> Answer:
     """Return the metrics of several fronts as one answer: each sample has its front's number as a label.
 
-    Blocks: the library takes some milliseconds for each front.
-
-    :param texts: what :meth:`Metrics.answer` gave for Prometheus, by the number of the front.
+    :param texts: what :meth:`Metrics.answer` returned, by the number of the front.
     """
-    families: dict[str, Metric] = {}
+    found: dict[str, list[str]] = {}
     for number, text in texts.items():
-        for family in text_string_to_metric_families(text.decode()):
-            # Triton's counters lack the _total that the library adds to every counter.
-            is_triton = family.name.startswith("nv_") and family.type == "counter"
-            kind = "unknown" if is_triton else family.type
-            kept = families.setdefault(family.name, Metric(family.name, family.documentation, kind))
-            for sample in family.samples:
-                name = sample.name.removesuffix("_total") if is_triton else sample.name
-                labels = {**sample.labels, "front": str(number)}
-                kept.samples.append(sample._replace(name=name, labels=labels))
-    headers = (("Content-Type", exposition.CONTENT_TYPE_PLAIN_0_0_4), ("Cache-Control", "no-store"))
-    return Answer(200, headers, [_rendered(_Only(list(families.values())))])
-
-
-def _rendered_open(collector: Collector) -> bytes:
-    text: bytes = openmetrics.generate_latest(collector)  # type: ignore[no-untyped-call]  # It is.
-    return text.removesuffix(END)
-
-
-def _texts_of(render: Callable[[Any], bytes], family: Family, items: Sequence[Any]) -> Iterator[bytes]:
-    """Render one metric in pieces."""
-    metric, is_first = family.make(), True
-    for item in items:
-        family.add(metric, item)
-        if len(metric.samples) >= PIECE_SAMPLES:
-            yield _piece(render, metric, is_first=is_first)
-            metric, is_first = family.make(), False
-    if metric.samples or is_first:
-        yield _piece(render, metric, is_first=is_first)
-
-
-def _piece(render: Callable[[Any], bytes], metric: Metric, *, is_first: bool) -> bytes:
-    """Render a metric, or more samples of one: without its help and type then."""
-    text = render(_Only([metric]))
-    if is_first:
-        return text
-    # Newlines in names and help are escaped, so these are the lines of HELP and TYPE.
-    return text.split(b"\n", 2)[2]
-
-
-def _of_memory(memory: MemoryLimit) -> Iterator[Metric]:
-    """Yield what a server holds for its clients."""
-    yield GaugeMetricFamily(
-        "asynctrt_server_memory_bytes",
-        "Memory that is held for clients: large messages, requests in progress, answers, in bytes.",
-        memory.nbytes,
-    )
-    yield GaugeMetricFamily(
-        "asynctrt_server_memory_limit_bytes", "The most of it, max_memory, in bytes.", memory.nbytes_max
-    )
-    yield CounterMetricFamily(
-        "asynctrt_server_memory_refused",
-        "Requests and messages that were refused as there was no memory for them.",
-        memory.refused,
-    )
-
-
-def _of_loop(stalls: Stalls) -> Iterator[Metric]:
-    delays = HistogramMetricFamily(
-        "asynctrt_loop_delay_seconds",
-        "How long a request waited for the event loop, sampled twenty times a second.",
-    )
-    delays.add_metric(
-        [], list(zip(_LES, accumulate(stalls.delays[:-1]), strict=True)), stalls.delays[-1] / 1e9
-    )
-    yield delays
-    yield CounterMetricFamily(
-        "asynctrt_loop_stalls", "Pauses of the event loop that were longer than max_pause.", stalls.count
-    )
-
-
-def _of_gpus(gpus: list[GpuFigures]) -> Iterator[Metric]:
-    for name, text, read in GPU:
-        gauge = GaugeMetricFamily(name, text, labels=("gpu_uuid",))
-        for gpu in gpus:
-            value = read(gpu)
-            if value is not None:
-                gauge.add_metric([gpu.uuid], value)
-        if gauge.samples:
-            yield gauge
-
-
-def _families(busy_share: Callable[[ServedModel], float | None] | None) -> Iterator[Family]:
-    """Yield the metrics of models that only a server knows."""
-    yield family_by(
-        UnknownMetricFamily,
-        "nv_inference_request_failure",
-        "Requests that failed, by reason: REJECTED under overload, CANCELED by the client, BACKEND if the "
-        "model failed, or OTHER.",
-        "reason",
-        lambda reading: reading.served.failures,
-    )
-    if busy_share is not None:
-        yield family_of(
-            GaugeMetricFamily,
-            "asynctrt_busy_share",
-            "Share of the last second in which the model computed as many batches as it can at once, 0 to 1.",
-            lambda reading: busy_share(reading.served),
-        )
-    yield family_of(
-        GaugeMetricFamily,
-        "asynctrt_pending_requests",
-        "Requests accepted and not answered yet, queued or running.",
-        lambda reading: reading.served.pending,
-    )
-    yield family_of(
-        GaugeMetricFamily,
-        "asynctrt_waiting_requests",
-        "Requests that wait for their client's turn, before the queue.",
-        lambda reading: reading.served.admission.gate.waiting,
-    )
-    yield family_of(
-        GaugeMetricFamily,
-        "asynctrt_waiting_rows",
-        "Rows of the requests that wait for their client's turn.",
-        lambda reading: reading.waiting_rows,
-    )
-    yield family_by(
-        CounterMetricFamily,
-        "asynctrt_waiting_refused",
-        "Requests refused before the queue, by reason; crowded: their client had the most waiting; expired: "
-        "timed out behind others of their client.",
-        "reason",
-        lambda reading: reading.served.refused,
-    )
-    for name, text, which in SECONDS:
-        yield Family(
-            partial(HistogramMetricFamily, name, text, labels=MODEL),
-            partial(_add_seconds, which),
-        )
-
-
-def _add_seconds(which: Callable[[Latencies], list[int]], family: Any, reading: ServedReading) -> None:
-    known = reading.served.latencies
-    values = which(known)
-    if reading.done.succeeded and not any(known.total):
-        return  # The application asks the engine itself: no request of it passed through the server.
-    traced = known.exemplars if values is known.total else {}
-    counts = accumulate(values[:-1])
-    buckets = [
-        (bound, count, _exemplar(traced[number])) if number in traced else (bound, count)
-        for number, (bound, count) in enumerate(zip(_LES, counts, strict=True))
-    ]
-    family.add_metric(reading.labels, buckets, values[-1] / 1e9)
-
-
-_LES: Final = (*(str(bound) for bound in BOUNDS_S), "+Inf")
-
-
-def _exemplar(traced: Traced) -> Exemplar:
-    ids = {"trace_id": traced.trace_id, "span_id": traced.span_id}
-    return Exemplar(ids, traced.total_ns / 1e9, traced.at_s)
+        label, samples = f'front="{number}"', found.setdefault("", [])
+        for line in text.decode().splitlines():
+            if line.startswith("# HELP "):
+                name = line.split(" ", 3)[2]
+                samples = found.setdefault(name, [])
+            if not line.startswith("#"):
+                head = NAME.match(line)
+                assert head is not None, "a sample begins with its name"
+                name, rest = head[0], line[head.end() :]
+                samples.append(f"{name}{label},{rest}" if name[-1] == "{" else f"{name}{{{label}}}{rest}")
+            elif line not in samples[:2]:  # Help and type, from the first front.
+                samples.append(line)
+    merged = "".join([f"{line}\n" for samples in found.values() for line in samples])
+    return Answer(200, HEADERS, [merged.encode()])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt._util.files import read_regular
+from asynctrt._util.files import CONFIG_NBYTES_MAX, read_regular
 from asynctrt.backends.registry import backend_names
 from asynctrt.errors import AsynctrtError, ModelError
 from asynctrt.kserve.datatypes import datatype_of
@@ -19,7 +19,6 @@ from asynctrt.serving.warmup import WarmUp, WarmUpTensor, row_text, stated_shape
 from asynctrt.tensors import TensorSpec
 
 CONFIG: Final = "config.pbtxt"
-NBYTES_MAX: Final = 1 << 20
 WARMUP_FOLDER: Final = "warmup"
 """The folder, within a model's folder, of the files that warm-up requests are read from."""
 
@@ -129,7 +128,7 @@ class ModelConfig:
     """The contents of a ``config.pbtxt``, as asynctrt's settings. Without a file, all have defaults."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the engine, except those that follow from ``instances``."""
+    """Options of the engine, except the ones that follow from ``instances``."""
     instances: int | None = None
     """How many batches compute at the same time."""
     device: str | None = None
@@ -157,7 +156,7 @@ class ModelConfig:
         return {**self.options, "contexts": self.instances}
 
     def check(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Check the stated tensors against those of the model.
+        """Check the stated tensors against the model's.
 
         :raises ModelError: for the first that differs.
         """
@@ -185,7 +184,7 @@ def read_model_config(folder: Path, within: Path | None = None) -> ModelConfig:
     """
     path = folder / CONFIG
     try:
-        text = read_regular(path, NBYTES_MAX, within=within or folder).decode()
+        text = read_regular(path, CONFIG_NBYTES_MAX, within=within or folder).decode()
     except FileNotFoundError:
         return ModelConfig()
     except OSError as error:
@@ -239,7 +238,7 @@ def interpret(text: str, folder: Path, within: Path | None = None) -> ModelConfi
 
 
 def _stated(message: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every stated field, down to those that the tables above name."""
+    """Yield path and value of every stated field, down to the fields that the tables above name."""
     for descriptor, value in message.ListFields():
         path = prefix + descriptor.name
         kind = descriptor.message_type
@@ -293,7 +292,7 @@ def _device(groups: Any, ignored: list[str]) -> str | None:
     if len(gpus) > 1 or len(kinds) > 1:
         raise ModelError(
             "instance_group has more than one device, and an engine runs on one: name one, and serve the "
-            "model on each other device from a server of its own"
+            "model on each other device from a separate server"
         )
     if not groups:
         return None

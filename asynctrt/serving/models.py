@@ -17,7 +17,7 @@ from asynctrt.serving.attributes import open_attribute
 from asynctrt.serving.warmup import WARMUP, warm_all_sizes
 
 FILES_MAX: Final = 10_000
-"""Files that a model may have: whoever gives a home directory by mistake is told so."""
+"""Files that a model may have, so that a home directory given by mistake is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ModelSource:
         if is_folder(path):
             if "name" in own or "version" in own:
                 raise OptionsError(
-                    f"{path!r} is a folder, whose models have names and versions of their own: leave them out"
+                    f"{path!r} is a folder, which gives its models names and versions: leave them out"
                 )
             return cls._checked("", "", path, {**settings, **own}, device, warmup)
         name = own.pop("name", None) or name_of(path)
@@ -105,7 +105,7 @@ class ModelSource:
     def opener(self, device: str, warmup: int = 0) -> Callable[[], Awaitable[Engine]]:
         """Return a function that opens the model's engine when awaited, and warms it up.
 
-        :param device: the device if it has none of its own; likewise ``warmup``.
+        :param device: the device if the model names none; likewise ``warmup``.
         """
         rounds = warmup if self.warmup is None else self.warmup
 
@@ -113,7 +113,7 @@ class ModelSource:
             token = ENGINE_NAME.set(f"{self.name}:{self.version}")
             try:
                 on = self.device or device
-                if is_attribute(self.path) and self.settings.get("isolation") != "process":
+                if is_attribute(self.path) and self.settings.get("isolation", "none") == "none":
                     engine = await open_attribute(self.path, on, self.settings)
                 else:
                     engine = await asynctrt.open(self.path, device=on, options=Options(**self.settings))

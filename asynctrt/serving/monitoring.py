@@ -1,4 +1,4 @@
-"""Serve metrics and the dashboard without the models: at a port of their own, or in an application."""
+"""Serve metrics and the dashboard without the models: at a separate port, or in an application."""
 
 import asyncio
 import weakref

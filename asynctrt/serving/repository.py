@@ -17,9 +17,6 @@ from asynctrt.errors import (
     describe,
     show,
 )
-from asynctrt.kserve.codec import ANSWER_NBYTES_MAX
-from asynctrt.kserve.json_codec import JSON_NBYTES_MAX
-from asynctrt.serving.admission import WAITING_NBYTES_MAX
 from asynctrt.serving.entries import (
     LOADING,
     NOT_LOADED,
@@ -35,6 +32,7 @@ from asynctrt.serving.entries import (
 )
 from asynctrt.serving.responses import without_folders
 from asynctrt.serving.served import ServedModel
+from asynctrt.serving.settings import ServerSettings
 
 ALONE_S: Final = 60.0
 """How long a model is opened alone at the start. If one hangs, the others are served anyway."""
@@ -45,26 +43,12 @@ logger = logging.getLogger("asynctrt.serving")
 class Repository:
     """Models by name and version. Engines that were added open are closed by their owner.
 
-    :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
-    :param json_max: the largest JSON part of a request, in bytes.
-    :param answer_max: the most bytes of outputs that a request may ask for.
-    :param waiting_max: the most bytes of inputs that may wait for an overloaded model.
+    :param settings: its limits on requests apply: ``max_tensors``, ``max_json``, ``max_answer`` and
+        ``max_waiting``. A server of it has these settings unless it is given others.
     """
 
-    def __init__(
-        self,
-        *,
-        tensors_max: int = 64,
-        json_max: int = JSON_NBYTES_MAX,
-        answer_max: int = ANSWER_NBYTES_MAX,
-        waiting_max: int = WAITING_NBYTES_MAX,
-    ) -> None:
-        self._limits = {
-            "tensors_max": tensors_max,
-            "json_max": json_max,
-            "answer_max": answer_max,
-            "waiting_max": waiting_max,
-        }
+    def __init__(self, settings: ServerSettings | None = None) -> None:
+        self.settings = settings or ServerSettings()
         self._models: dict[str, ModelEntry] = {}
         self._places: list[ModelPlace] = []
         # Places that were not looked through yet: a server listens before it looks.
@@ -151,7 +135,7 @@ class Repository:
             raise UsageError(f"duplicate version {version} of model {name!r}: give this one another version")
         served = None
         if engine is not None:
-            served = ServedModel(name, version, engine, **self._limits)
+            served = ServedModel(name, version, engine, self.settings)
         entry = Entry(served, reason="" if served else NOT_LOADED)
         if opener is not None:
             entry.source = VersionSource(opener, mark)
@@ -235,7 +219,7 @@ class Repository:
         ]
 
     async def load_all(self) -> None:
-        """Load every model that is not loaded, including those of all places.
+        """Load every model that is not loaded, including the models of all places.
 
         :raises AsynctrtError: the first failure, once the others were loaded; all are listed with reasons.
         """
@@ -403,7 +387,7 @@ class Repository:
         try:
             if self._is_closed:
                 raise EngineClosedError("the server was closed while it was loading the model")
-            served = ServedModel(name, version, engine, **self._limits)
+            served = ServedModel(name, version, engine, self.settings)
             if source.mark is not None and mark != await in_lost_thread(source.mark):
                 raise ModelError(
                     f"version {version} of {name!r} was changed while it was being loaded: load it again "

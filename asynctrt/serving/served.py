@@ -3,20 +3,19 @@
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from asynctrt._util import clock
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, OverloadError, RequestError
-from asynctrt.kserve.codec import ANSWER_NBYTES_MAX, DecodedRequest
+from asynctrt.kserve.codec import DecodedRequest, ModelCodec
 from asynctrt.kserve.datatypes import datatype_of
-from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
-from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission, counted, has_result
-from asynctrt.serving.fairness import NO_DEADLINE_NS, ConnectionShare
+from asynctrt.kserve.json_codec import JsonCodec
+from asynctrt.serving.admission import Admission, Caller, Inference, counted, has_result
 from asynctrt.serving.latency import Latencies
-from asynctrt.serving.memory import Hold
+from asynctrt.serving.settings import ServerSettings
 from asynctrt.statistics import Statistics
-from asynctrt.tensors import InferResult, TensorSpec
+from asynctrt.tensors import TensorSpec
 
 LATENCIES_MAX: Final = 65536
 """The most latencies kept between two samples, which are a second apart."""
@@ -24,86 +23,26 @@ LATENCIES_MAX: Final = 65536
 REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 """Triton's labels for failures: overload, a client that disconnected, the model, a bad request."""
 
+T = TypeVar("T", bound=ModelCodec)
 Headers = Mapping[bytes, bytes]
-
-
-class Inference(Submission):
-    """One inference in progress."""
-
-    __slots__ = ("_on_end", "client", "headers", "hold", "key", "served", "then")
-
-    def __init__(
-        self,
-        served: "ServedModel",
-        request: DecodedRequest,
-        began_ns: int,
-        headers: Headers,
-        lane: ConnectionShare,
-        admission: Admission,
-        priority: int,
-        on_end: "Callable[[Inference], None]",
-    ) -> None:
-        # Inlined from the base classes to save the calls, since each request makes one of these.
-        self.lane = lane
-        self.rows = request.layout.rows
-        self.nbytes = 0
-        self.priority = priority
-        self.deadline_ns = NO_DEADLINE_NS
-        self.is_waiting = self.is_light = self.is_inside = self.has_future = False
-        self.request = request
-        self.admission = admission
-        self.began_ns = began_ns
-        self._admitted = None
-        self.served = served
-        self.headers = headers
-        self.client: Hashable = None
-        """The client that it is submitted for; set by the caller."""
-        self.hold: Hold | None = None
-        """The memory of its inputs and outputs, if that is much."""
-        self.key = 0
-        """Set by a caller that needs to tell requests without an id apart."""
-        self.then: Callable[[Inference], None] | None = None
-        """Set by a caller that needs a callback at the end."""
-        self._on_end = on_end
-
-    def ended(self, future: "asyncio.Future[InferResult]") -> None:
-        """Make room for other requests, and notify the caller."""
-        self.admission.ended(self)
-        self._on_end(self)
 
 
 class ServedModel:
     """One version of a model, ready to serve: its engine, its codec, and counts of its requests.
 
+    :param settings: limits on its requests.
     :raises ModelError: if KServe has no datatype for one of its tensors.
     """
 
     def __init__(
-        self,
-        name: str,
-        version: str,
-        engine: Engine,
-        *,
-        tensors_max: int = 64,
-        json_max: int = JSON_NBYTES_MAX,
-        answer_max: int = ANSWER_NBYTES_MAX,
-        waiting_max: int = WAITING_NBYTES_MAX,
+        self, name: str, version: str, engine: Engine, settings: ServerSettings | None = None
     ) -> None:
         self.name = name
         self.version = version
         self.engine = engine
-        self.codec = JsonCodec(
-            name,
-            version,
-            engine.inputs,
-            engine.outputs,
-            tensors_max=tensors_max,
-            rows_max=engine.options.max_queue_rows,
-            json_max=json_max,
-            answer_max=answer_max,
-            pad=engine.options.pad,
-        )
-        self.admission = Admission(engine, waiting_max)
+        self._settings = settings or ServerSettings()
+        self.codec = self.make_codec(JsonCodec)
+        self.admission = Admission(engine, self._settings.max_waiting)
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)
         self.failed_ns = 0
@@ -126,6 +65,20 @@ class ServedModel:
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
+
+    def make_codec(self, kind: type[T]) -> T:
+        """Return a codec for the model's requests in one encoding."""
+        return kind(
+            self.name,
+            self.version,
+            self.engine.inputs,
+            self.engine.outputs,
+            tensors_max=self._settings.max_tensors,
+            rows_max=self.engine.options.max_queue_rows,
+            json_max=self._settings.max_json,
+            answer_max=self._settings.max_answer,
+            pad=self.engine.options.pad,
+        )
 
     def submit(
         self,
@@ -369,7 +322,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _sizes(shape: Iterable[int | str]) -> list[int]:
-    """Return sizes, with -1 for those that may differ between requests."""
+    """Return sizes, with -1 for sizes that may differ between requests."""
     return [-1 if isinstance(size, str) else size for size in shape]
 
 

@@ -2,15 +2,14 @@
 
 ::
 
-    repository = Repository()
+    repository = Repository(ServerSettings(http_port=0))
     repository.add("resnet", engine)
-    async with Server(repository, ServerSettings(http_port=0)) as server:
+    async with Server(repository) as server:
         print(server.http_url)
         await server.wait_stopped()
 """
 
 import asyncio
-import errno
 import logging
 import signal
 import ssl
@@ -32,12 +31,12 @@ from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, r
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
 from asynctrt.serving.gpus import Gpus
-from asynctrt.serving.grpc_server import GrpcServer, errno_of, reason_of
+from asynctrt.serving.grpc_server import GrpcServer
 from asynctrt.serving.http import SWEEP_S, Hub
-from asynctrt.serving.listener import Listener
+from asynctrt.serving.listener import Listener, cannot_listen
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
-from asynctrt.serving.monitoring import metrics_alone
+from asynctrt.serving.monitoring import SAMPLE_S, metrics_alone
 from asynctrt.serving.openapi import ask_of, docs_pages
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
@@ -48,7 +47,6 @@ from asynctrt.serving.signals import StopSignals
 from asynctrt.serving.stalls import Stalls
 from asynctrt.serving.telemetry import find_tracing
 
-SAMPLE_S: Final = 1.0
 BACKLOG: Final = 1024
 REPLACED_S: Final = 1.0
 """How long gRPC calls from before the restart may take to finish."""
@@ -58,8 +56,8 @@ logger = logging.getLogger("asynctrt.serving")
 class Server:
     """A server of a repository over HTTP, websocket and gRPC, on the running event loop.
 
-    :param repository: the models. The server closes those that the repository loaded.
-    :param settings: ports, limits and times.
+    :param repository: the models. The server closes the ones that the repository loaded.
+    :param settings: ports, limits and times. Default: the repository's.
     :param is_front: whether it is one of several processes that share its ports.
     :raises UsageError: for several fronts, which only ``asynctrt serve`` can start.
     """
@@ -68,7 +66,7 @@ class Server:
         self, repository: Repository, settings: ServerSettings | None = None, *, is_front: bool = False
     ) -> None:
         self.repository = repository
-        self.settings = settings or ServerSettings()
+        self.settings = settings or repository.settings
         self._is_front = is_front
         if self.settings.fronts > 1 and not is_front:
             raise UsageError(
@@ -176,18 +174,12 @@ class Server:
             self.api.observe = find_tracing()
             self._failures = Failures()
             self.api.failed = self._failures.note
-            self._refusals = Refusals(
-                self.repository,
-                self._refused,
-                lambda: self.api.unauthorized,
-                lambda: self.api.memory.refused,
-                lambda: self.api.foreign,
-            )
+            self._refusals = Refusals(self.api, self._refused)
             tls = self._certificate.context if self._certificate is not None else None
-            await self._listen(self._hub, settings.http_port, tls)
+            await self._listen(self._hub, "http_port", tls)
             if settings.metrics_port is not None:
                 self._metrics_hub = Hub(metrics_alone(metrics, settings))
-                await self._listen(self._metrics_hub, settings.metrics_port)
+                await self._listen(self._metrics_hub, "metrics_port")
             if settings.grpc:
                 self._grpc = GrpcServer(self.api, settings, self._certificate, shares_port=self._is_front)
                 self._grpc_port = await self._grpc.start()
@@ -365,8 +357,9 @@ class Server:
                 reloading.cancel()
                 loop.remove_signal_handler(signal.SIGHUP)
 
-    async def _listen(self, hub: Hub, port: int, tls: ssl.SSLContext | None = None) -> None:
-        host = self.settings.host
+    async def _listen(self, hub: Hub, option: str, tls: ssl.SSLContext | None = None) -> None:
+        """Listen for a hub on the port of a setting."""
+        host, port = self.settings.host, getattr(self.settings, option)
         try:
             listener = await hub.loop.create_server(
                 hub,
@@ -377,13 +370,7 @@ class Server:
                 reuse_port=self._is_front,
             )
         except OSError as error:
-            fix = "Choose another port; 0 picks a free one"
-            number = errno_of(error)
-            if number == errno.EACCES:
-                fix = "Ports below 1024 need a privilege that this user lacks: choose a higher one"
-            elif number not in (errno.EADDRINUSE, None):
-                fix = "Use an address of this machine, such as 127.0.0.1 or 0.0.0.0"
-            raise UsageError(f"cannot listen on {host} port {port}: {reason_of(error)}. {fix}") from error
+            raise cannot_listen(host, port, error, option) from error
         self._listeners.append(Listener(hub, listener, BACKLOG, tls))
         self._addresses.append(_address(listener))
 

@@ -15,10 +15,11 @@ from typing import Any, Final, NamedTuple
 
 from asynctrt._util import clock
 from asynctrt.errors import DeviceError, InternalError
+from asynctrt.serving.admission import Inference, Served
+from asynctrt.serving.api import Api
 from asynctrt.serving.line_writer import LineWriter, standard_error
-from asynctrt.serving.repository import Repository
 from asynctrt.serving.responses import ID_HEADER
-from asynctrt.serving.served import Inference, ServedModel
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import LogFormat, LogLevel
 
 FIELDS: Final = ("request_id", "requests", "model", "version")
@@ -32,6 +33,8 @@ FAILURES_MAX: Final = 10
 """Failed batches logged in one period."""
 
 PERIOD_NS: Final = 10_000_000_000
+"""How often a line that could come in floods is logged at most. Meanwhile, what it says is counted."""
+
 ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
 logger = logging.getLogger("asynctrt.serving")
@@ -128,7 +131,7 @@ def _traceback(record: logging.LogRecord) -> str:
 class _Failed(NamedTuple):
     """One failed batch, whose requests are reported one after the other in a turn of the event loop."""
 
-    served: ServedModel
+    served: Served
     error: BaseException
     ids: list[str]
     is_left_out: bool
@@ -209,25 +212,13 @@ class Refusals:
     It takes differences of existing counters, so it costs requests nothing.
 
     :param connections: returns the number of connections refused so far.
-    :param unauthorized: returns the number of requests refused for their token, host or origin.
-    :param memory: returns the number of requests refused for lack of memory.
-    :param foreign: returns the host or origin that was refused last.
     """
 
     def __init__(
-        self,
-        repository: Repository,
-        connections: Callable[[], int],
-        unauthorized: Callable[[], int] = lambda: 0,
-        memory: Callable[[], int] = lambda: 0,
-        foreign: Callable[[], str] = str,
-        now_ns: Callable[[], int] = clock.now_ns,
+        self, api: Api, connections: Callable[[], int], now_ns: Callable[[], int] = clock.now_ns
     ) -> None:
-        self._repository = repository
+        self._api = api
         self._connections = connections
-        self._unauthorized = unauthorized
-        self._memory = memory
-        self._foreign = foreign
         self._now_ns = now_ns
         self._told_ns = now_ns() - PERIOD_NS
         self._since_ns = now_ns()
@@ -262,7 +253,7 @@ class Refusals:
                     "refused %d requests within %d s, as max_memory is held for clients", new[0], seconds
                 )
             else:
-                foreign = self._foreign()
+                foreign = self._api.foreign
                 logger.warning(
                     "refused %d requests within %d s for their token, host or origin%s",
                     *(new[0], seconds, f"; the latest foreign one is {foreign}" if foreign else ""),
@@ -272,10 +263,10 @@ class Refusals:
     def _read(self) -> dict[Any, Iterable[int]]:
         known: dict[Any, Iterable[int]] = {
             "connections": (self._connections(), 0, 0),
-            "unauthorized": (self._unauthorized(), 0, 0),
-            "memory": (self._memory(), 0, 0),
+            "unauthorized": (self._api.unauthorized, 0, 0),
+            "memory": (self._api.memory.refused, 0, 0),
         }
-        for served in self._repository:
+        for served in self._api.repository:
             if served.failures["REJECTED"]:
                 done = served.engine.statistics()
                 before = served.refused

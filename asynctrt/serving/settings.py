@@ -70,8 +70,8 @@ class ServerSettings:
     fronts: int = setting(
         default=1,
         check=count(1),
-        doc="""Server processes that share the ports, each with an event loop of its own, for more requests
-        than one core can read and write. Models run in worker processes, which all fronts share. Limits
+        doc="""Server processes that share the ports, each with its own event loop, for more requests than
+        one core can read and write. Models run in worker processes, which all fronts share. Limits
         and the dashboard are each front's own; statistics are of all fronts, and metrics of all are at
         ``metrics_port``. Linux only.""",
     )
@@ -80,14 +80,14 @@ class ServerSettings:
         default=(),
         check=WORDS,
         is_secret=True,
-        doc="""Bearer tokens, one of which every request needs, except for health and the dashboard's page.
+        doc="""Bearer tokens. Every request needs one, except for health and the dashboard's page.
         Default: no request needs one.""",
     )
     tokens_file: Path | None = setting(
         default=None,
         check=PATH.or_none,
-        doc="""A file with bearer tokens, one a line, besides those of ``tokens``, which every user of the
-        machine can see in the list of processes. Lines that are empty or begin with ``#`` do not count.
+        doc="""A file with more bearer tokens, one a line. Every user of the machine can see ``tokens`` in
+        the list of processes, but not this file's. Lines that are empty or begin with ``#`` do not count.
         SIGHUP makes the server read it again, and the certificate.""",
     )
     tls_certificate: Path | None = setting(
@@ -149,10 +149,10 @@ class ServerSettings:
     max_grpc_message: int | None = setting(
         default=None,
         check=count(1).or_none,
-        doc="""Bytes of the largest request over gRPC, if ``max_body`` allows as much, and of the largest
-        answer. While gRPC copies a message, no other request is served: 1 ms with 4 MiB, 4 ms with 16 MiB,
-        90 ms with 60 MiB, so send large tensors over HTTP or websockets. Default: 4 MiB, or up to 16 MiB if a
-        full batch of a model that is loaded at the start has that many bytes.""",
+        doc="""Bytes of the largest request over gRPC, within ``max_body``, and of the largest answer. While
+        gRPC copies a message, no other request is served: 1 ms with 4 MiB, 4 ms with 16 MiB, 90 ms with 60
+        MiB, so send large tensors over HTTP or websockets. Default: 4 MiB, or up to 16 MiB if a full batch of
+        a model that is loaded at the start has that many bytes.""",
     )
     grpc_http2_min_recv_ping_interval_without_data: int = setting(
         default=5_000,
@@ -199,10 +199,10 @@ class ServerSettings:
     max_connections: int = setting(
         default=4096,
         check=count(1),
-        doc="""HTTP and websocket connections at once, and as many of gRPC; requests on any further one are
-        answered 503. A quarter is for clients that have none. Connections without a request give way to
-        new ones, and health checks are always answered. ``asynctrt serve`` raises its own limit of open files
-        as far as it may.""",
+        doc="""HTTP and websocket connections at once, and the same number for gRPC; requests on any further
+        one are answered 503. A quarter is for clients that have none. Connections without a request give way
+        to new ones, and health checks are always answered. ``asynctrt serve`` raises its own limit of open
+        files as far as it may.""",
     )
     max_requests: int = setting(
         default=65536,
@@ -314,7 +314,7 @@ class ServerSettings:
         default=None,
         check=PATH.or_none,
         doc="""A file for one JSON object a request, an inference over websocket or gRPC included; ``-`` is
-        standard output. Lines that cannot be written, as the disk is full or nobody reads, are dropped.""",
+        standard output. Lines are dropped if the disk is full or the reader has stopped.""",
     )
 
     __repr__ = changed_repr
@@ -326,8 +326,8 @@ class ServerSettings:
         for origin in self.allow_origins:
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 raise OptionsError(
-                    f"allow_origins has {origin!r:.200}, which is no page's origin: give it as browsers send "
-                    "it, such as https://app.example, in lower case and without a slash at its end"
+                    f"allow_origins has {origin!r:.200}, which is not a page's origin: give it as browsers "
+                    "send it, such as https://app.example, in lower case and without a slash at its end"
                 )
         if self.max_memory is not None and self.max_memory < self.max_body:
             raise OptionsError(

@@ -14,7 +14,7 @@ STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 SAME_NS: Final = 100_000_000
 """A signal that comes so soon after another counts as the same: a supervisor may send it to a process, then
-to its group, as GNU timeout does. Nobody types that fast."""
+to its group, as GNU timeout does. People do not type that fast."""
 
 logger = logging.getLogger("asynctrt.serving")
 

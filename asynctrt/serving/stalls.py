@@ -24,13 +24,11 @@ from asynctrt.kserve.codec import ModelCodec
 from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.latency import BOUNDS_NS
 from asynctrt.serving.served import ServedModel
+from asynctrt.serving.server_log import PERIOD_NS
 
 BEAT_S: Final = 0.05
 """Time between beats, which take 0.4% of a slow core. A pause that exceeds the bound by this much is always
 noticed."""
-
-PERIOD_NS: Final = 10_000_000_000
-"""At most one pause is logged in this time; the others are counted."""
 
 STILL_NS: Final = 1_000_000_000
 """The thread logs a pause that lasts this long, because the loop may never get to it."""
@@ -135,7 +133,7 @@ class Stalls:
         self._said_ns, self._unsaid = now_ns, 0
         cpu_ns = self._cpu_ns() - self._cpu_before_ns
         logger.warning(
-            "the event loop was held for %d ms, of which its thread computed %d ms%s: %s",
+            "the event loop was held for %d ms, while its thread computed for %d ms%s: %s",
             *(late_ns // 1_000_000, cpu_ns // 1_000_000, more, _told(seen)),
         )
 

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt._util import clock
-from asynctrt.serving.latency import Exemplar
-from asynctrt.serving.served import Inference
+from asynctrt.serving.admission import Inference
 
 if TYPE_CHECKING:
     from asynctrt.observe.opentelemetry import Tracer
@@ -60,7 +59,7 @@ class Tracing:
             start_time=inference.began_ns + offset_ns,
             attributes={
                 "asynctrt.model": served.name,
-                "asynctrt._util.version": served.version,
+                "asynctrt.version": served.version,
                 "asynctrt.request_id": inference.request.id,
             },
         )
@@ -71,11 +70,6 @@ class Tracing:
             result = future.result()
             self._add_outcome(span, result)
             self._parts(span, result.timing, inference.began_ns + offset_ns)
-            about = span.get_span_context()
-            if about.trace_flags.sampled:
-                ids = f"{about.trace_id:032x}", f"{about.span_id:016x}"
-                total_ns = now_ns - inference.began_ns
-                served.latencies.trace(Exemplar(*ids, total_ns, (now_ns + offset_ns) / 1e9))
         span.end(now_ns + offset_ns)
 
     def _parts(self, span: Any, timing: Any, start_ns: int) -> None:

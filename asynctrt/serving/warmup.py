@@ -132,9 +132,9 @@ def filled(spec: TensorSpec, shape: Sequence[int], *, is_random: bool = False) -
 
 
 def stated_shape(spec: TensorSpec, dims: tuple[int, ...], rows: int) -> tuple[int, ...] | None:
-    """Return the shape that stated dims mean: with ``rows`` rows if they are those of a row.
+    """Return the shape that stated dims mean: with ``rows`` rows if they describe a row.
 
-    They may also be those of the whole tensor; return ``None`` if they are neither. Any size, even -1, fits a
+    They may also describe the whole tensor; return ``None`` if they do neither. Any size, even -1, fits a
     dimension that the model leaves open.
     """
     if _fits(dims, spec.dims):

@@ -36,16 +36,15 @@ from asynctrt.errors import (
     UnknownModelError,
 )
 from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest
-from asynctrt.kserve.datatypes import Buffer, Pause, brief, no_pause
+from asynctrt.kserve.datatypes import LENGTH_NBYTES, Buffer, Pause, brief, no_pause
 from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, parsed_nbytes
-from asynctrt.serving.admission import Caller, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, ModelRoute, logger
 from asynctrt.serving.coding import Body
 from asynctrt.serving.memory import ClientAccount, Hold
-from asynctrt.serving.served import Inference, ServedModel
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.worker import pause
 
-PREFIX_NBYTES: Final = 4
 ID_CHARS_MAX: Final = 256
 GOING_AWAY: Final = 1001
 MESSAGE_TOO_BIG: Final = 1009
@@ -165,7 +164,7 @@ class WebSocketSession:
                 head, start = raw, 0
             else:
                 raw = message
-                head, start = _head_of(message), PREFIX_NBYTES
+                head, start = _head_of(message), LENGTH_NBYTES
             reading = partial(self._read, seen, head, raw, start)
             if is_slow_json(len(head)) or (len(raw) > FAST_NBYTES and self._is_slow(head, raw, start)):
                 del raw
@@ -329,7 +328,7 @@ class WebSocketSession:
         if encoded is not None:
             head, tensors = encoded
             if binary:
-                self._send_pieces((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors))
+                self._send_pieces((len(head).to_bytes(LENGTH_NBYTES, "little"), head, *tensors))
             else:
                 self._send(head.decode())
         elif isinstance(error, asyncio.CancelledError):
@@ -370,7 +369,7 @@ class WebSocketSession:
 
     def _send_json(self, raw: bytes, *, binary: bool) -> None:
         if binary:
-            self._send(len(raw).to_bytes(PREFIX_NBYTES, "little") + raw)
+            self._send(len(raw).to_bytes(LENGTH_NBYTES, "little") + raw)
         else:
             self._send(raw.decode())
 
@@ -412,13 +411,13 @@ def _nothing() -> None:
 
 
 def _head_of(message: Buffer) -> bytes:
-    length = int.from_bytes(message[:PREFIX_NBYTES], "little")
-    if len(message) < PREFIX_NBYTES + length:
+    length = int.from_bytes(message[:LENGTH_NBYTES], "little")
+    if len(message) < LENGTH_NBYTES + length:
         raise RequestError(
             "a binary message must begin with the length of its JSON header in 4 bytes, little-endian; this "
             f"one has {len(message)} bytes in all and states a header of {length}"
         )
-    return bytes(message[PREFIX_NBYTES : PREFIX_NBYTES + length])
+    return bytes(message[LENGTH_NBYTES : LENGTH_NBYTES + length])
 
 
 def _route_of(content: Mapping[str, Any]) -> ModelRoute:

@@ -58,11 +58,10 @@ async def serve_locally(
     check_names(settings, [field.name for field in fields(ServerSettings)], "setting")
     settings = {"http_port": 0, "grpc_port": 0, "grpc": False, "drain_timeout": 5.0} | settings
     async with AsyncExitStack() as stack:
-        repository = Repository()
+        repository = Repository(ServerSettings(**settings))
         for name, model in models.items():
             opened = model
             if not isinstance(model, Engine):
                 opened = await stack.enter_async_context(open_engine(model, **(engine or {})))
             repository.add(name, opened)
-        server = Server(repository, ServerSettings(**settings))
-        yield LocalServer(await stack.enter_async_context(server))
+        yield LocalServer(await stack.enter_async_context(Server(repository)))

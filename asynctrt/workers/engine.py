@@ -211,7 +211,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
             "isolation='process' needs Linux (memfd_create, pidfd_open). Leave it out, or run there"
         )
     loop = asyncio.get_running_loop()
-    own = dataclasses.replace(options, isolation="none", timeout=None)
+    own = dataclasses.replace(options, timeout=None)
     total = memory_nbytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = SharedMemory.create(int(total * SHARE_OF_MEMORY))
     spawner = SPAWNER.get() or OwnWorkers()
@@ -235,7 +235,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
         raise
 
     def stand_in(link: Link) -> Link:
-        alone = replace(own, warm_spare=False)
+        alone = replace(own, isolation="process")
         want = replace(link.want, options=alone, place=f"{link.want.place}, beside")
         return Link(loop, want, memory, spawner, original)
 

@@ -32,7 +32,7 @@ from asynctrt.errors import (
     QueueFullError,
     copy_for,
 )
-from asynctrt.options import Options
+from asynctrt.options import BATCH_NBYTES_MAX, Options
 from asynctrt.runtime.answers import deadline_error
 from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.jobs import Copiers
@@ -120,7 +120,7 @@ class Dispatcher:
         self._moved = tuple(spec for spec in description.outputs if spec.axis != 0)
         self._memory = memory
         self._heap = heap
-        self._slabs = Slabs(heap, memory, rows_max=self._rows_max, nbytes_max=options.max_batch_bytes)
+        self._slabs = Slabs(heap, memory, rows_max=self._rows_max, nbytes_max=BATCH_NBYTES_MAX)
         self.links: list[Link] = []
         self.stand_ins: StandIns | None = None
         self._refusing: AsynctrtError | None = None
@@ -314,7 +314,7 @@ class Dispatcher:
                 kind = last = request.key, request.priority, timeout_ns
                 requests = kinds.setdefault(kind, [])
             requests.append(request)
-        alone = self._options.deterministic
+        alone = self._options.is_deterministic
         for (key, _, _), requests in kinds.items():
             layout = self._layouts.of_sizes(tuple([size for _, size in key.shape]))  # type: ignore[attr-defined]
             parts = self._pace.parts(sum([request.rows for request in requests]))
@@ -617,7 +617,7 @@ class Dispatcher:
             return
         # Count cancelled requests too: their rows may be to blame.
         may_help = type(error) in (ExecutionError, DeviceMemoryError) and len(group.requests) > 1
-        if may_help and self._options.isolate_failures:
+        if may_help and self._options.idempotent:
             if self._restored(group):
                 self._held.extendleft(reversed(self._singles(group, error)))
             return

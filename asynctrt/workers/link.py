@@ -232,7 +232,7 @@ class Link:
     @property
     def spare(self) -> str:
         """The state of its spare: ``starting``, ``ready``, ``failed``, or ``""`` if the link manages none."""
-        if not self._options.warm_spare or self._spawner.is_shared:
+        if self._options.isolation != "spare" or self._spawner.is_shared:
             return ""
         if self._spares.is_given_up:
             return "failed"
@@ -490,7 +490,7 @@ class Link:
 
     def _have_spare(self) -> None:
         """Start a spare, unless there is one already or the spawner manages them."""
-        wanted = self._options.warm_spare and not self._spawner.is_shared
+        wanted = self._options.isolation == "spare" and not self._spawner.is_shared
         if wanted and self._spare is None and self.state == "open":
             self._spare = self._new_candidate()
 

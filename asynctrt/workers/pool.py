@@ -224,7 +224,7 @@ class WorkerPool:
 
     def _have_spare(self, worker: Pooled) -> None:
         """Start a spare for a worker that is ready and used, if one is wanted and there is none."""
-        wanted = worker.want.options.warm_spare and worker.uses and not worker.is_alone
+        wanted = worker.want.options.isolation == "spare" and worker.uses and not worker.is_alone
         if wanted and worker.spares is None and not self._is_closed:
             self._start_spare(worker)
 

@@ -56,7 +56,7 @@ class Spares:
         if self.is_given_up:
             logger.error(
                 "the spare worker on %s %s, as did the %d before it. No further one is started while the "
-                "worker itself lives: there may be no memory for a second one (warm_spare)",
+                "worker itself lives: there may be no memory for a second one (isolation='spare')",
                 self._device,
                 how,
                 self._deaths - 1,

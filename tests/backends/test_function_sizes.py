@@ -11,7 +11,6 @@ import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError, OptionsError
-from asynctrt.options import Options
 from asynctrt.tensors import TensorSpec
 
 pytestmark = pytest.mark.anyio
@@ -51,12 +50,10 @@ async def answered(engine, counts):
         np.testing.assert_array_equal(answer["y"], 2 * one)
 
 
-@pytest.mark.parametrize("where", ["model", "option", "both"])
-async def test_no_other_size_is_seen_and_each_was_run_in_each_thread(where):
+async def test_no_other_size_is_seen_and_each_was_run_in_each_thread():
     seen = Seen()
-    model = model_of(seen, batch_sizes={"model": SIZES, "both": (2, 5)}.get(where))
-    options = {} if where == "model" else {"batch_sizes": SIZES}
-    async with asynctrt.open(model, device=HostDevice(threads=2), contexts=5, **options) as engine:
+    model = model_of(seen, batch_sizes=SIZES)
+    async with asynctrt.open(model, device=HostDevice(threads=2), contexts=5) as engine:
         statistics = engine.statistics()
         assert (statistics.batch_sizes, statistics.contexts) == (SIZES, 2)
         beforehand = set(seen.batches)
@@ -70,16 +67,6 @@ async def test_no_other_size_is_seen_and_each_was_run_in_each_thread(where):
         assert engine.statistics().rows == 68
     assert set(seen.batches) == beforehand
     assert seen.sizes()[12:17] == [1, 3, 3, 8, 8]
-
-
-async def test_the_same_model_without_the_option_sees_any_size():
-    seen = Seen()
-    model = model_of(seen)
-    async with asynctrt.open(model, batch_sizes=(4,)) as engine:
-        await answered(engine, [3])
-    async with asynctrt.open(model) as engine:
-        await answered(engine, [3])
-    assert seen.sizes()[-2:] == [4, 3]
 
 
 async def test_inputs_are_zero_in_each_batch_beforehand_and_copies_of_a_row_later():
@@ -113,8 +100,9 @@ async def test_what_runs_on_the_loop_is_run_there_beforehand(kind):
         await asyncio.sleep(0)
         return seen(inputs)
 
-    model = model_of(seen, run_on="loop") if kind == "loop" else model_of(coroutine)
-    async with asynctrt.open(model, contexts=2, batch_sizes=(2, 4)) as engine:
+    function, run_on = (seen, "loop") if kind == "loop" else (coroutine, "thread")
+    model = model_of(function, run_on=run_on, batch_sizes=(2, 4))
+    async with asynctrt.open(model, contexts=2) as engine:
         assert sorted(seen.sizes()) == [2, 2, 2, 2, 4, 4, 4, 4]
         await answered(engine, [1, 1, 1])
     assert {thread for thread, _ in seen.batches} == {threading.get_ident()}
@@ -131,7 +119,7 @@ async def test_a_function_that_refuses_zeros_is_served_all_the_same(caplog):
         return 2 * inputs["x"]
 
     with caplog.at_level(logging.WARNING, logger="asynctrt"):
-        async with asynctrt.open(model_of(function), batch_sizes=(2, 4), contexts=1) as engine:
+        async with asynctrt.open(model_of(function, batch_sizes=(2, 4)), contexts=1) as engine:
             await answered(engine, [3])
     assert sizes[-1] == 4
     assert "could not be run beforehand" in caplog.text
@@ -175,7 +163,6 @@ async def test_rows_that_vary_are_padded_and_known_shapes_run_beforehand(pad):
 def test_sizes_that_are_none(sizes, says):
     for make in (
         lambda: model_of(Seen(), batch_sizes=sizes),
-        lambda: Options(batch_sizes=sizes),
         lambda: asynctrt.batch(batch_sizes=sizes),
     ):
         with pytest.raises(OptionsError) as caught:
@@ -187,25 +174,16 @@ def test_sizes_that_are_none(sizes, says):
     ("of_model", "options", "says"),
     [
         ({"batch_sizes": SIZES}, {"max_rows": 64}, "Leave max_rows out, or let batch_sizes end with 64"),
-        ({}, {"batch_sizes": SIZES, "max_rows": 4}, "Leave max_rows out, or let batch_sizes end with 4"),
-        ({}, {"batch_sizes": SIZES, "max_queue_rows": 4}, "max_queue_rows (4) must be ≥ the largest of"),
-        ({"rows_max": 4}, {"batch_sizes": SIZES}, "Leave rows_max out"),
-        ({"rows_fixed": 8}, {"batch_sizes": SIZES}, "only batches of 8 rows. Leave one of them out"),
-        ({}, {"batch_sizes": SIZES, "batching": "off"}, "Leave one of them out"),
-        ({}, {"batch_sizes": SIZES, "runtime": "tensorrt"}, "Leave batch_sizes out"),
+        ({"batch_sizes": SIZES}, {"max_rows": 4}, "Leave max_rows out, or let batch_sizes end with 4"),
+        ({"batch_sizes": SIZES}, {"max_queue_rows": 4}, "max_queue_rows (4) must be ≥ the largest of"),
+        ({"batch_sizes": SIZES, "rows_max": 4}, {}, "Leave rows_max out"),
+        ({"batch_sizes": SIZES, "rows_fixed": 8}, {}, "only batches of 8 rows. Leave one of them out"),
     ],
 )
 async def test_sizes_that_something_contradicts(of_model, options, says):
     with pytest.raises(OptionsError) as caught:
         await asynctrt.open(model_of(Seen(), **of_model), **options)
     assert says in str(caught.value)
-
-
-async def test_other_models_name_the_option_that_is_theirs(tmp_path):
-    from tests.models import double_onnx
-
-    with pytest.raises(OptionsError, match="onnx={'batch_sizes': \\(1, 4\\)}"):
-        await asynctrt.open(double_onnx(tmp_path / "double.onnx"), batch_sizes=(1, 4))
 
 
 class TestBatch:
@@ -286,7 +264,7 @@ class TestBatch:
 
 async def test_a_device_that_holds_batches_is_opened_and_pads():
     seen, device = Seen(), asynctrt.testing.LatchDevice()
-    async with asynctrt.open(model_of(seen), device=device, batch_sizes=(4,)) as engine:
+    async with asynctrt.open(model_of(seen, batch_sizes=(4,)), device=device) as engine:
         assert not seen.batches
         answer = asyncio.create_task(answered(engine, [3]))
         await device.wait_held(1)

@@ -170,7 +170,7 @@ def test_options_of_another_runtime_are_refused(tmp_path, model):
     device = HostDevice()
     for other in (tmp_path / "m.plan", "tests.models:double_model", OnnxModel(model)):
         with pytest.raises(OptionsError, match="the option onnx says how ONNX Runtime loads a model"):
-            load_model(other, device, onnx=OnnxOptions())
+            load_model(other, device, onnx=OnnxOptions(execution_mode="parallel"))
     device.close()
 
 
@@ -474,7 +474,7 @@ async def test_a_session_stays_its_owners(model):
 async def test_a_message_names_a_model_without_showing_it():
     large = bytes(3_000_000)
     said = [repr(asynctrt.open(large))]
-    for settings in ({}, {"isolation": "process"}, {"runtime": "tensorrt"}, {"tensorrt": {}}, {"build": {}}):
+    for settings in ({}, {"isolation": "process"}, {"runtime": "tensorrt"}, {"tensorrt": {}}):
         with pytest.raises(asynctrt.AsynctrtError) as caught:
             await asynctrt.open(large, **settings)
         said.append(str(caught.value))

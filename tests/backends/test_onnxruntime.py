@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto
 
 import asynctrt
-from asynctrt.backends.onnx_axes import Declared, RowSettings, read_axes
+from asynctrt.backends.onnx_axes import Declared, read_axes
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
@@ -42,7 +42,7 @@ def alone(path):
         len(model.inputs) + len(model.outputs)
     )
     with pytest.raises(ModelError) as caught:
-        OnnxModel(path, rows=RowSettings(must_batch=True))
+        OnnxModel(path, must_batch=True)
     assert model.capabilities.alone in str(caught.value)
     return model.capabilities.alone
 

@@ -14,6 +14,7 @@ import pytest
 from onnx import TensorProto
 
 import asynctrt
+from asynctrt.core import assembly
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError, InputError, OptionsError, UsageError
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
@@ -162,12 +163,15 @@ async def test_by_default_as_many_sizes_are_captured_of_each_shape_as_of_one(tmp
         {"pad": "auto"},
         {"pad": {"length": "auto:8"}},
         {"pad": {"length": tuple(range(1, 10))}},
-        {"pad": {"length": (3, 8)}, "max_batch_bytes": 200},
+        {"pad": {"length": (3, 8)}, "nbytes_max": 200},
         {},
     ],
     ids=["chosen", "chosen up to", "too many", "not of all rows", "not padded"],
 )
-async def test_shapes_that_are_not_known_or_too_many_are_not_captured(tmp_path, given, caplog):
+async def test_shapes_that_are_not_known_or_too_many_are_not_captured(tmp_path, given, caplog, monkeypatch):
+    given = dict(given)
+    if nbytes_max := given.pop("nbytes_max", None):
+        monkeypatch.setattr(assembly, "BATCH_NBYTES_MAX", nbytes_max)
     model = CapturableSessions(sequence_onnx(tmp_path / "sequence.onnx"))
     opened = asynctrt.open(
         model, device=HostDevice(unified=False), contexts=1, max_rows=4, graphs="1,2,4", **given
@@ -217,7 +221,7 @@ async def test_outputs_that_are_put_elsewhere_are_brought(tmp_path, ways):
 
 async def test_an_output_that_is_put_elsewhere_in_another_shape_is_an_error(tmp_path):
     model = MovingSessions(double_onnx(tmp_path / "double.onnx"), ways=("moved", "cut"))
-    settings = {"device": in_place(), "contexts": 1, "isolate_failures": False, "batching": "on"}
+    settings = {"device": in_place(), "contexts": 1, "idempotent": False, "batching": "on"}
     async with asynctrt.open(model, **settings) as engine:
         found = [await asyncio.gather(engine.infer(rows(1, 2)), return_exceptions=True) for _ in range(4)]
     failed = [one for [one] in found if isinstance(one, ExecutionError)]

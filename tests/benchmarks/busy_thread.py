@@ -26,8 +26,8 @@ PYTHONS_OWN_S = sys.getswitchinterval()
 KINDS = {
     "in process": ({}, PYTHONS_OWN_S),
     "in process, tuned": ({}, SWITCH_INTERVAL_S),
-    "a worker": ({"isolation": "process", "warm_spare": False}, PYTHONS_OWN_S),
-    "a worker, tuned": ({"isolation": "process", "warm_spare": False}, SWITCH_INTERVAL_S),
+    "a worker": ({"isolation": "process"}, PYTHONS_OWN_S),
+    "a worker, tuned": ({"isolation": "process"}, SWITCH_INTERVAL_S),
 }
 
 

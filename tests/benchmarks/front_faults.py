@@ -249,7 +249,7 @@ def main():
     results = {}
     parts = {
         "fronts": (("serving.front",), ()),
-        "all": (("serving.front", "workers.child"), ("--warm-spare",)),
+        "all": (("serving.front", "workers.child"), ("--isolation=spare",)),
     }
     for name, (killable, flags) in parts.items():
         if given.only in name:

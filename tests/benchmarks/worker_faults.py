@@ -179,7 +179,7 @@ async def leaked(model, given, device):
     """Kill many workers; return what there is after a tenth of them and in the end."""
     own, looks = psutil.Process(), []
     used_nbytes(device)  # What NVML opens is no leak.
-    async with asynctrt.open(model, isolation="process", device=device, warm_spare=True) as engine:
+    async with asynctrt.open(model, isolation="spare", device=device) as engine:
         for number in range(1, given.deaths + 1):
             await engine.infer(row(1))
             os.kill(engine.workers[0].pid, signal.SIGKILL)
@@ -212,7 +212,7 @@ def main():
         save(given.json, __doc__, results)  # What fails later takes nothing along.
 
     if given.only in "kills":
-        kinds = {"one worker": {}, "one worker and a spare": {"warm_spare": True}}
+        kinds = {"one worker": {}, "one worker and a spare": {"isolation": "spare"}}
         for name, settings in kinds.items():
             keep(f"kills, {name}", uvloop.run(killed(model, given, devices[0], **settings)))
         two = given.device if len(devices) > 1 else f"{devices[0]},{devices[0]}"
@@ -222,7 +222,7 @@ def main():
         if model == GPU:
             rows.insert(0, ("an illegal address, once", None))
         for what, first in rows:
-            for name, settings in (("one worker", {}), ("and a spare", {"warm_spare": True})):
+            for name, settings in (("one worker", {}), ("and a spare", {"isolation": "spare"})):
                 runs = [
                     uvloop.run(faulted(model, given, devices[0], first, **settings))
                     for _ in range(given.repeats)

@@ -196,7 +196,7 @@ def kills(options, mlp):
     """Count what is lost, wrong and answered twice."""
     kinds = {
         "one worker": {},
-        "one worker and a spare": {"warm_spare": True},
+        "one worker and a spare": {"isolation": "spare"},
         "two workers": {"device": "host,host"},
     }
     reference = uvloop.run(reference_of(mlp))
@@ -260,7 +260,7 @@ async def restarted(count, note):
     """Kill workers one after the other; return what was left after the first tenth and in the end."""
     rows = np.zeros((4, 16), np.float32)
     looks = []
-    async with asynctrt.open(NOOP, isolation="process", warm_spare=True) as engine:
+    async with asynctrt.open(NOOP, isolation="spare") as engine:
         for number in range(count):
             await engine.infer(rows)
             os.kill(engine.workers[0].pid, signal.SIGKILL)

@@ -39,9 +39,9 @@ if gpu_is_here():
     DEVICES["cuda"] = CudaDevice
 
 
-def strict(device, spec):
+def strict(device, spec, options=None):
     """A plan of the strict double, through the TensorRT adapter."""
-    return TensorRTModel(double_plan(spec), device=device, flavour=StrictTensorRT(device))
+    return TensorRTModel(double_plan(spec), device=device, flavour=StrictTensorRT(device), options=options)
 
 
 def some_floats(count, **kw):

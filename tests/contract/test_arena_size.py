@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.arenas import Arenas, GrowingBuffer
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError, InternalError, OptionsError
 from tests.contract.devices import strict
 from tests.doubles.tensorrt import EngineSpec, TensorIO
 from tests.helpers import until
-from tests.models import double_model, rows
 from tests.runtime.support import ScratchModel
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
+BY_SHAPES = TensorRTOptions(arena_size="shapes")
 
 WIDE = EngineSpec(
     inputs=(TensorIO("tokens", dims=(-1, -1)),), profiles=({"tokens": ((1, 1), (8, 64), (64, 2048))},)
@@ -30,9 +31,7 @@ def opened(device):
     models = []
 
     def make(spec=WIDE, **kw):
-        models.append(strict(device, spec))
-        if "shared_arenas" not in kw:
-            kw["arena_size"] = "shapes"
+        models.append(strict(device, spec, None if "shared_arenas" in kw else BY_SHAPES))
         return asynctrt.open(models[-1], device=device, **{"contexts": 2, "graphs": "off", **kw})
 
     make.models = models
@@ -97,8 +96,8 @@ async def test_one_grows_behind_a_batch_that_is_still_in_it(opened):
 
 async def test_a_batch_for_which_they_cannot_grow_fails_alone(little_reserve):
     device = HostDevice(unified=False, memory_nbytes=400_000)
-    model = strict(device, WIDE)
-    async with asynctrt.open(model, device=device, contexts=2, arenas=1, arena_size="shapes") as engine:
+    model = strict(device, WIDE, BY_SHAPES)
+    async with asynctrt.open(model, device=device, contexts=2, arenas=1) as engine:
         await check(engine, tokens(1, 8))
         for _ in range(3):
             with pytest.raises(DeviceMemoryError, match="has no room for"):
@@ -138,10 +137,12 @@ async def test_shared_with_another_engine(device, opened, caplog):
 
 
 async def test_a_model_that_cannot_say_what_it_needs():
-    with pytest.raises(OptionsError, match="'scratch' is none: it does not say"):
-        await asynctrt.open(ScratchModel(4096), device=HostDevice(), arena_size="shapes")
-    async with asynctrt.open(double_model(), arena_size="shapes") as engine:
-        await engine.infer(rows(1))
+    device = HostDevice()
+    with (
+        Arenas(device, 2, by_shapes=True) as arenas,
+        pytest.raises(OptionsError, match="'scratch' is none: it does not say"),
+    ):
+        await asynctrt.open(ScratchModel(4096), device=device, shared_arenas=arenas)
 
 
 def test_their_size_is_not_given():

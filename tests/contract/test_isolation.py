@@ -83,12 +83,12 @@ async def test_only_they_fail(host, poisoned, way, fixed):
 
 
 async def test_switched_off():
-    async with asynctrt.open(failing_model(), isolate_failures=False) as engine:
+    async with asynctrt.open(failing_model(), idempotent=False) as engine:
         outcomes = await asyncio.gather(
             *[engine.infer(rows(number - 1)) for number in range(3)], return_exceptions=True
         )
         assert [type(outcome) for outcome in outcomes] == [ExecutionError] * 3
-        assert "isolate_failures=True" in str(outcomes[1])
+        assert "idempotent=True" in str(outcomes[1])
         assert engine.statistics().batches_bisected == 0
 
 
@@ -106,7 +106,7 @@ async def test_a_decorated_function_is_not_called_twice_unless_that_was_asked_fo
 
     assert [type(outcome) for outcome in await outcomes()] == [ExecutionError] * 3
     assert calls == [[1, 0, 4]]
-    isolated = await outcomes(isolate_failures=True)
+    isolated = await outcomes(idempotent=True)
     assert (isolated[0], isolated[2]) == (1, 0.25)
     assert isinstance(isolated[1].__cause__, ZeroDivisionError)
 

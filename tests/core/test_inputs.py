@@ -3,7 +3,6 @@
 import array
 import asyncio
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -53,13 +52,6 @@ def test_a_shape_that_was_checked_before_does_not_let_another_type_pass(specs):
     check.validate({spec.name: np.ones((2, 3), spec.dtype) for spec in specs})
     with pytest.raises(InputError, match="complex"):
         check.validate({spec.name: np.ones((2, 3), complex) for spec in specs})
-
-
-def test_nan_is_looked_for_in_shapes_that_were_checked_before():
-    check = InputCheck([FLOATS], check_finite=True)
-    check.validate(np.ones((1, 3), np.float32))
-    with pytest.raises(InputError, match="NaN"):
-        check.validate(np.full((1, 3), np.nan, np.float32))
 
 
 def test_what_is_remembered_of_shapes_is_bounded():
@@ -206,11 +198,8 @@ def test_strided_arrays_are_taken():
     assert validated(np.ones((6, 3), np.float32)[::2])[1] == 3
 
 
-def test_nan_passes_unless_the_engine_was_told_to_look():
-    value = np.array([[0, 0, 0], [0, np.nan, 0]], np.float32)
-    assert validated(value)[1] == 2
-    assert "NaN or an infinity in row 1" in refused(value, check_finite=True)
-    assert "row 0" in refused(np.full((1, 3), np.inf, np.float32), check_finite=True)
+def test_nan_passes():
+    assert validated(np.array([[0, 0, 0], [0, np.nan, 0]], np.float32))[1] == 2
 
 
 class Refuses(np.ndarray):
@@ -237,10 +226,9 @@ class Refuses(np.ndarray):
     ],
     ids=lambda value: type(value).__name__,
 )
-@pytest.mark.parametrize("check_finite", [False, True])
-def test_an_array_of_a_subclass_is_taken_as_a_plain_one(value, check_finite):
+def test_an_array_of_a_subclass_is_taken_as_a_plain_one(value):
     """Else one caller's array could fail the other callers of its batch."""
-    (plain,), rows, _ = validated(value, check_finite=check_finite)
+    (plain,), rows, _ = validated(value)
     assert type(plain) is np.ndarray
     assert rows == 1
     assert np.shares_memory(plain, value.view(np.ndarray))
@@ -270,37 +258,7 @@ def test_masked_values_are_refused():
     assert validated(np.ma.masked_array(np.zeros(2, kind)), spec)[1] == 2
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float16", "float64", "longdouble", "complex64", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ">f4"],
-    ids=lambda dtype: np.dtype(dtype).name,
-)
-def test_nan_is_found_in_every_floating_point_type(dtype):
-    spec = TensorSpec("x", dtype, (2,))
-    values = np.ones((3, 2), dtype)
-    assert validated(values, spec, check_finite=True)[1] == 3
-    values[2, 1] = np.nan
-    assert "NaN or an infinity in row 2" in refused(values, spec, check_finite=True)
-
-
-def test_nan_is_found_in_a_field():
-    kind = np.dtype([("a", "i4"), ("b", "f4", 2), ("c", [("d", "f8")])])
-    spec = TensorSpec("x", kind, (2,))
-    values = np.zeros((3, 2), kind)
-    assert validated(values, spec, check_finite=True)[1] == 3
-    values["c"]["d"][2, 0] = np.inf
-    assert "row 2" in refused(values, spec, check_finite=True)
-    values["b"][1, 1, 0] = np.nan
-    assert "row 1" in refused(values, spec, check_finite=True)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "bool", "S3", "V4", "M8[s]", ml_dtypes.int4])
-def test_types_without_nan_pass(dtype):
-    spec = TensorSpec("x", dtype)
-    assert validated(np.zeros(2, dtype), spec, check_finite=True)[1] == 2
-
-
 def test_what_looks_at_values_does_not_go_by_shapes_alone():
     """A worker checks the arrays of a block once, and whatever comes there later has passed."""
     assert InputCheck([FLOATS]).looks_at_shapes_alone
-    assert not InputCheck([FLOATS], check_finite=True).looks_at_shapes_alone
+    assert not InputCheck([TensorSpec("text", "object")]).looks_at_shapes_alone

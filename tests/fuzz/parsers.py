@@ -217,7 +217,7 @@ WORDS = [
 
 SMALL = (
     (frame_cutter, "LARGE_NBYTES", 40),
-    (protobuf, "SMALL_NBYTES", -1),
+    (protobuf, "FAST_NBYTES", -1),
 )
 """Limits from which on something is large, so low that the fuzzer's inputs reach what is done then."""
 

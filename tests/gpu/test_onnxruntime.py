@@ -180,7 +180,7 @@ async def test_a_detector_whose_dimensions_are_all_symbolic(tmp_path, device):
         device=device,
         contexts=3,
         max_rows=12,
-        shapes={"images": (3, 32, 64)},
+        onnx={"shapes": {"images": (3, 32, 64)}},
     )
     async with opened as engine:
         assert engine.statistics().batch_sizes == (1, 2, 4, 8, 12)
@@ -477,7 +477,7 @@ async def test_no_room_for_a_batch_fails_it_and_smaller_ones_go_on(tmp_path, dev
         [("one", np.array([1])), ("two", np.array([2]))],
     )
     model = model_on(device, path, cuda={"gpu_mem_limit": 64 * MIB})
-    async with asynctrt.open(model, device=device, contexts=1, max_rows=64, isolate_failures=False) as engine:
+    async with asynctrt.open(model, device=device, contexts=1, max_rows=64, idempotent=False) as engine:
         sent = np.full((64, 1024), 0.01, np.float32)
         with pytest.raises((DeviceMemoryError, ExecutionError)) as caught:
             await engine.infer(sent)

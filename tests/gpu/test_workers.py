@@ -65,7 +65,7 @@ async def test_the_front_has_no_context_on_the_gpu():
 
 
 async def test_an_illegal_address_ends_its_worker_and_nothing_else():
-    async with opened(KIND, device="cuda:0", warm_spare=True) as engine:
+    async with opened(KIND, device="cuda:0", isolation="spare") as engine:
         firsts = [ILLEGAL if number == 21 else number + 1 for number in range(64)]
         check(firsts, await answered(engine, firsts), {ILLEGAL})
         check(range(1, 65), await answered(engine, range(1, 65)))
@@ -125,7 +125,7 @@ async def test_an_onnx_model_in_a_worker(tmp_path):
     if not backend.has_provider():
         pytest.skip("needs ONNX Runtime's CUDA provider")
     path = double_onnx(tmp_path / "double.onnx")
-    async with opened(str(path), device="cuda:0", warm_spare=True) as engine:
+    async with opened(str(path), device="cuda:0", isolation="spare") as engine:
         name, expected = (
             engine.inputs[0].name,
             [np.full((1, *engine.inputs[0].dims), n, "f4") for n in range(64)],

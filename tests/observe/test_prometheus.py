@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import asynctrt
 from asynctrt.errors import UsageError
-from asynctrt.observe.prometheus import EngineCollector, engine_families
+from asynctrt.observe.metrics import ENGINE
+from asynctrt.observe.prometheus import EngineCollector
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
 from asynctrt.tensors import TensorSpec
@@ -125,5 +126,5 @@ async def test_threads_scrape_while_requests_are_answered(registry):
 
 
 def test_each_metric_of_an_engine_is_said_once():
-    names = [family.make().name for family in engine_families()]
+    names = [metric.name for metric in ENGINE]
     assert len(names) == len(set(names)) > 20

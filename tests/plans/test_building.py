@@ -55,7 +55,7 @@ def test_a_plan_with_its_manifest(model):
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"plan": "m.bin"}, OptionsError, "knows plans by their suffix: .plan, .engine, .trt"),
+        ({"plan": "m.bin"}, OptionsError, "recognises plans by their suffix: .plan, .engine, .trt"),
         ({"plan": "missing/m.plan"}, OptionsError, "Create the folder first"),
         ({"key": "mine"}, OptionsError, "key was removed: .*ssh-keygen -Y sign -n asynctrt -f KEY PLAN"),
         ({"rows": 3}, OptionsError, "unknown build option 'rows'; did you mean 'max_rows'"),

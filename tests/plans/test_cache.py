@@ -270,8 +270,11 @@ def test_an_engine_through_the_cache(opened, builder, model, device):
     assert "m.onnx" in first.where
 
 
+OWN_ROWS = Options(runtime="tensorrt", max_rows=8, tensorrt={"build": {"max_rows": 16}})
+
+
 def test_the_builds_own_rows_win(opened, builder, model, device):
-    cached.load_for(model, device, Options(runtime="tensorrt", max_rows=8, build={"max_rows": 16})).close()
+    cached.load_for(model, device, OWN_ROWS).close()
     assert builder.calls[0].max_rows == 16
 
 
@@ -299,16 +302,21 @@ def test_an_entry_that_does_not_run_is_built_again_once(opened, builder, model, 
 @pytest.mark.parametrize(
     ("name", "options", "error", "said"),
     [
-        ("m.onnx", {"runtime": "tensorrt"}, DeviceUnavailableError, "which needs a GPU"),
+        ("m.onnx", {"runtime": "tensorrt"}, DeviceUnavailableError, "needs a GPU"),
         ("m.plan", {"runtime": "onnxruntime"}, OptionsError, "ONNX Runtime does not run"),
         ("m:model", {"runtime": "tensorrt"}, OptionsError, "neither an .onnx file nor a plan"),
         (
             "m.onnx",
-            {"build": {"max_rows": 3}},
+            {"tensorrt": {"build": {"max_rows": 3}}},
             OptionsError,
             "goes with an .onnx model and runtime='tensorrt'",
         ),
-        ("m.plan", {"build": {}, "runtime": "tensorrt"}, OptionsError, "build says how a plan is built"),
+        (
+            "m.plan",
+            {"tensorrt": {"build": {}}, "runtime": "tensorrt"},
+            OptionsError,
+            "build says how a plan is built",
+        ),
     ],
 )
 def test_runtimes_that_do_not_fit(name, options, error, said):
@@ -319,12 +327,12 @@ def test_runtimes_that_do_not_fit(name, options, error, said):
 
 
 def test_options():
-    options = Options(build=["dims={length = '1:2:3'}", "workspace=5"], runtime="tensorrt")
-    assert options.build == BuildOptions(dims={"length": "1:2:3"}, workspace=5)
+    options = Options(tensorrt=["build={dims={length = '1:2:3'}, workspace=5}"], runtime="tensorrt")
+    assert options.tensorrt.build == BuildOptions(dims={"length": "1:2:3"}, workspace=5)
     with pytest.raises(OptionsError, match="runtime must be 'onnxruntime' or 'tensorrt'"):
         Options(runtime="tensorflow")
     with pytest.raises(OptionsError, match="build must be an asynctrt.BuildOptions"):
-        Options(build=7)
+        Options(tensorrt={"build": 7})
 
 
 SHARED = """

@@ -83,7 +83,7 @@ def test_which_package_runs_which_plan(tag, version, package, installed, verdict
 def test_a_runner_says_why():
     (runner,) = judge(read_header(header(b"vtrt", version=(1, 6, 0, 1))), {"tensorrt_rtx": "1.7.1.116"})
     assert runner == PlanRunner(
-        "tensorrt_rtx", "1.7.1.116", "no", "it runs plans of its own version alone. Rebuild the plan"
+        "tensorrt_rtx", "1.7.1.116", "no", "it runs only plans of the same version. Rebuild the plan"
     )
 
 

@@ -149,7 +149,7 @@ async def test_sizes_that_are_given_are_those():
 
 
 async def test_batches_of_one_size_are_not_prepared():
-    for options, ran_at in (({"deterministic": True, "max_rows": 16}, 16), ({"max_rows": 1}, 1)):
+    for options, ran_at in (({"batching": "deterministic", "max_rows": 16}, 16), ({"max_rows": 1}, 1)):
         prepared, ran, _, _ = await run(Forgetful(), [1], contexts=1, **options)
         assert prepared == [[]]
         assert ran == [ran_at]

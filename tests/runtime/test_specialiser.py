@@ -189,7 +189,7 @@ async def test_nothing_is_built_for_shapes_that_are_ever_new(path):
 async def test_shapes_that_are_named_are_ready_when_the_engine_opens(tmp_path):
     model = SpecialisedSessions(detector_onnx(tmp_path / "detector.onnx"))
     shapes = [{"images": (3, 32, 32)}, {"images": (3, 64, 32)}]
-    async with opened(model, shapes=shapes) as engine:
+    async with opened(model, onnx={"shapes": shapes}) as engine:
         found = engine.statistics().specialised
         assert [one.shape for one in found] == ["height=32 width=32", "height=64 width=32"]
         ran = len(model.sessions[0].runs) + len(model.sessions[1].runs)
@@ -204,7 +204,7 @@ async def test_shapes_that_are_named_are_ready_when_the_engine_opens(tmp_path):
 
 async def test_a_shape_that_is_named_and_cannot_be_built_for_runs_like_any_other(path, caplog):
     model = SpecialisedSessions(path, ways=("refused",))
-    async with opened(model, shapes={"tokens": (3,)}) as engine:
+    async with opened(model, onnx={"shapes": {"tokens": (3,)}}) as engine:
         assert engine.statistics().specialised == ()
         await check(engine, 3)
     assert "it is not loaded" in caplog.text
@@ -214,20 +214,22 @@ async def test_a_shape_that_is_named_and_cannot_be_built_for_runs_like_any_other
 async def test_a_shape_that_the_model_does_not_take(path, shape):
     model = SpecialisedSessions(path)
     with pytest.raises(OptionsError, match="shapes names"):
-        await opened(model, shapes=shape)
+        await opened(model, onnx={"shapes": shape})
     assert model.alive == 0
 
 
 async def test_a_model_that_gains_nothing_is_warned_of(tmp_path, caplog):
     model = HostSessions(double_onnx(tmp_path / "double.onnx"))
-    async with asynctrt.open(model, device=HostDevice(unified=False), shapes={"input": (4,)}) as engine:
+    async with asynctrt.open(
+        model, device=HostDevice(unified=False), onnx={"shapes": {"input": (4,)}}
+    ) as engine:
         assert engine.statistics().specialised == ()
     assert caplog.text.count("shapes names shapes") == 1
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"deterministic": True, "graphs": "auto", "contexts": 1}, {"batching": "off", "graphs": "auto"}],
+    [{"batching": "deterministic", "graphs": "auto", "contexts": 1}, {"batching": "off", "graphs": "auto"}],
 )
 async def test_engines_that_gain_nothing_build_nothing(path, settings):
     model = SpecialisedSessions(path)

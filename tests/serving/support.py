@@ -36,12 +36,8 @@ async def serving(models=None, *, engine=None, is_inner=False, **settings):
     """
     # On a busy machine the loop has pauses that no test is about.
     settings = {"http_port": 0, "grpc_port": 0, "grpc": False, "max_pause": 1000.0} | settings
-    limits = {
-        f"{name}_max": settings[f"max_{name}"]
-        for name in ("tensors", "json", "answer")
-        if f"max_{name}" in settings
-    }
-    repository = Repository(**limits)
+    of_server = ServerSettings(**settings)
+    repository = Repository(of_server)
     for key, model in (models or {"double": double_model()}).items():
         name, version = key if isinstance(key, tuple) else (key, "1")
         options = {} if engine is None else dict(engine)
@@ -50,7 +46,7 @@ async def serving(models=None, *, engine=None, is_inner=False, **settings):
             options |= own
         repository.add(name, version=version, opener=opener_of(model, options))
     try:
-        async with Server(repository, ServerSettings(**settings)) as server:
+        async with Server(repository, of_server) as server:
             await repository.load_all()
             yield server
     finally:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from asynctrt.errors import OptionsError
-from asynctrt.serving.credentials import FILE_NBYTES_MAX, TOKENS_MAX, Certificate, read_tokens
+from asynctrt.serving.credentials import CONFIG_NBYTES_MAX, TOKENS_MAX, Certificate, read_tokens
 from tests.helpers import until
 from tests.serving.support import WAIT_S, address, connected, request, serving, settle_grpc
 from tests.serving.test_http import infer, outputs
@@ -36,7 +36,7 @@ class TestTokens:
             (b"one\ntwo words\n", "line 2 .* is not a token"),
             ("t\u00f6ken".encode(), "line 1 .* is not a token"),
             (b"\xff\xfe", "cannot read"),
-            (b"x" * (FILE_NBYTES_MAX + 1), "more than"),
+            (b"x" * (CONFIG_NBYTES_MAX + 1), "more than"),
             (b"".join(b"%d\n" % number for number in range(TOKENS_MAX + 1)), "1 to 1024"),
         ],
     )

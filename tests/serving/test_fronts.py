@@ -174,7 +174,7 @@ async def test_each_device_of_each_model_has_a_worker_though_they_are_the_same()
 
 @pytest.mark.tier2
 async def test_a_worker_dies_and_nobody_notices():
-    async with running("--warm-spare") as server:
+    async with running("--isolation=spare") as server:
         asking = asyncio.create_task(check(server.url, range(1, 120)))
         await asyncio.sleep(0)
         for _ in range(2):
@@ -187,7 +187,7 @@ async def test_a_worker_dies_and_nobody_notices():
 
 @pytest.mark.tier2
 async def test_there_is_a_new_spare_after_the_first_has_taken_over_and_deaths_are_told_once():
-    async with running("--warm-spare") as server:
+    async with running("--isolation=spare") as server:
         await until(lambda: len(server.workers) == 2)
         first, spare = sorted(server.workers, key=lambda one: one.create_time())
         await check(server.url, [1])
@@ -336,8 +336,8 @@ def test_a_port_is_not_shared_with_another_server():
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(UsageError, match="Address already in use"):
-            _reserve(stack, "127.0.0.1", other.getsockname()[1])
+        with pytest.raises(UsageError, match="Address already in use. Choose another http_port"):
+            _reserve(stack, "127.0.0.1", other.getsockname()[1], "http_port")
 
 
 @pytest.mark.parametrize("settings", [{"model_control": True}, {"watch": 1.0}])

@@ -82,7 +82,7 @@ def status_of(body):
 async def serving(models=None, *, engine=None, **settings):
     """A server on a free port, with these models by name, or by name and version."""
     settings = ServerSettings(**{"grpc_port": 0} | settings)
-    repository = Repository()
+    repository = Repository(settings)
     engines = {}
     async with asyncio.timeout(WAIT_S):
         try:
@@ -855,7 +855,7 @@ class TestListening:
             assert values(await served.ask("ModelInfer", request())) == [2] * 4
 
     async def test_a_host_that_is_not_here(self):
-        with pytest.raises(UsageError, match="gRPC cannot listen on 192.0.2.1"):
+        with pytest.raises(UsageError, match="cannot listen on 192.0.2.1"):
             async with serving(host="192.0.2.1"):
                 pass
 

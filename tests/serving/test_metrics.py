@@ -10,11 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as parse_classic
+from prometheus_client.parser import text_string_to_metric_families
 
 import asynctrt
 from asynctrt.errors import MissingExtraError
@@ -27,7 +23,6 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.served import REASONS
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.telemetry import SCOPE, Tracing
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, failing_model
@@ -81,13 +76,12 @@ def served(*models, **settings):
 
 
 async def scrape(api, accept=b""):
-    """The families by name, and all samples by name and labels; both formats are checked on the way."""
+    """The families by name, and all samples by name and labels; the format is checked on the way."""
     answer = await api.respond("GET", b"/metrics", {b"accept": accept}, b"")
     assert answer.status == 200
     text = b"".join(answer.body).decode()
     kind = dict(answer.headers)["Content-Type"]
-    parse = parse_openmetrics if kind.startswith("application/openmetrics-text") else parse_classic
-    families = {family.name: family for family in parse(text)}
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     samples = {
         # The classic parser gives every counter a _total; that the text has none is a test of its own.
         (NV_TOTAL.sub(r"\1", sample.name), *sorted(sample.labels.items())): sample.value
@@ -291,26 +285,6 @@ class TestLatencies:
         assert known.compute[:3] == [1, 2, 0]
         assert known.compute[-1] == 2 * known.total[-1] == 2 * 20_000_200_002
 
-    async def test_traced_requests_are_examples(self):
-        exporter = InMemorySpanExporter()
-        provider = TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(exporter))
-        async with asynctrt.open(double_model()) as engine:
-            api = served(("double", engine))
-            api.observe = Tracing(provider.get_tracer(SCOPE))
-            assert await infer(api) == 200
-            families = (await scrape(api, OPENMETRICS))[0]
-            (found,) = [sample for sample in families["asynctrt_request_seconds"].samples if sample.exemplar]
-            whole = next(span for span in exporter.get_finished_spans() if span.name == "infer double")
-            assert found.exemplar.labels == {
-                "trace_id": f"{whole.context.trace_id:032x}",
-                "span_id": f"{whole.context.span_id:016x}",
-            }
-            assert found.exemplar.value <= float(found.labels["le"])
-            assert float(found.exemplar.timestamp) == pytest.approx(whole.end_time / 1e9, abs=1e-3)
-            assert "trace_id" not in (await scrape(api))[3], "the classic format has no examples"
-        provider.shutdown()
-
 
 class TestScaling:
     async def test_what_is_queued_is_estimated_from_the_largest_batches(self):
@@ -421,7 +395,7 @@ class TestFormats:
             for name in ("asynctrt_request_seconds", "asynctrt_requests", "nv_inference_count"):
                 models = {sample.labels["model"] for sample in families[name].samples}
                 assert len(models) == 40, name
-            first, second = await asyncio.gather(scrape(api), scrape(api, OPENMETRICS))
+            first, second = await asyncio.gather(scrape(api), scrape(api))
             assert first[1].keys() == second[1].keys()
 
     async def test_triton_s_names_are_counters_without_a_suffix(self):
@@ -436,33 +410,15 @@ class TestFormats:
             assert families["nv_inference_pending_request_count"].type == "gauge"
             assert " untyped\n" not in text
 
-    async def test_openmetrics_for_those_who_ask_for_it(self):
-        async with asynctrt.open(double_model()) as engine:
-            api = served(("double", engine))
-            assert await infer(api, 2) == 200
-            classic = (await scrape(api))[1]
-            families, samples, kind, text = await scrape(api, OPENMETRICS)
-            assert kind == "application/openmetrics-text; version=1.0.0; charset=utf-8"
-            assert text.endswith("# EOF\n")
-            changing = ("asynctrt_process", "process_", "python_gc")
-            assert {key: value for key, value in samples.items() if not key[0].startswith(changing)} == {
-                key: value for key, value in classic.items() if not key[0].startswith(changing)
-            }
-            assert families["asynctrt_requests"].type == "counter"
-            for name, family in families.items():
-                ours = name.startswith(("asynctrt_", "nv_"))
-                assert not ours or family.documentation.endswith(".") or "version" in family.documentation
-
-    @pytest.mark.parametrize("accept", [b"", b"*/*", b"text/html", b"application/openmetrics", b";;,,\xff"])
-    async def test_the_classic_format_for_everybody_else(self, accept):
+    @pytest.mark.parametrize("accept", [b"", b"*/*", OPENMETRICS, b";;,,\xff"])
+    async def test_there_is_one_format_whatever_is_asked_for(self, accept):
         assert (await scrape(served(), accept))[2].startswith("text/plain; version=0.0.4")
 
     async def test_a_name_with_everything_in_it(self):
         name = 'a "quoted" \\ name/with ünïcode'
         async with asynctrt.open(double_model()) as engine:
-            for accept in (b"", OPENMETRICS):
-                samples = (await scrape(served((name, engine)), accept))[1]
-                assert of(samples, "nv_inference_count", model=name) == 0
+            samples = (await scrape(served((name, engine))))[1]
+            assert of(samples, "nv_inference_count", model=name) == 0
 
 
 class TestBounds:

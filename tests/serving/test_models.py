@@ -78,7 +78,7 @@ def test_a_folder_is_a_model_of_many(tmp_path):
     assert (source.is_folder, source.device, source.warmup) == (True, "cuda:1", 2)
     assert source.settings == {"max_rows": 8, "max_delay": 0.1}
     for name in ("name", "version"):
-        with pytest.raises(OptionsError, match="names and versions of their own"):
+        with pytest.raises(OptionsError, match="gives its models names and versions"):
             ModelSource.read({"path": str(tmp_path), name: "1"}, {})
 
 

@@ -95,7 +95,7 @@ def said(caplog, start):
 class TestFailedBatches:
     async def test_a_batch_is_logged_once_with_its_traceback_and_its_requests(self, caplog):
         device = LatchDevice(concurrency=1)
-        engine = {"device": device, "contexts": 1, "max_rows": 32, "isolate_failures": False}
+        engine = {"device": device, "contexts": 1, "max_rows": 32, "idempotent": False}
         async with serving({"double": failing_model()}, engine=engine) as server:
             async with connected(server) as first, connected(server) as other, connected(server) as third:
                 first.send(infer(1))
@@ -149,7 +149,7 @@ class TestFailedBatches:
 
     async def test_of_many_requests_a_few_are_named(self, caplog):
         device = LatchDevice(concurrency=1)
-        engine = {"device": device, "contexts": 1, "max_rows": 64, "isolate_failures": False}
+        engine = {"device": device, "contexts": 1, "max_rows": 64, "idempotent": False}
         async with serving({"double": failing_model()}, engine=engine) as server, AsyncExitStack() as stack:
             first, *others = [await stack.enter_async_context(connected(server)) for _ in range(IDS_MAX + 4)]
             first.send(infer(1))
@@ -172,12 +172,7 @@ class TestRefusals:
         device = LatchDevice(concurrency=1)
         engine = {"device": device, "contexts": 1, "max_rows": 1, "max_queue_rows": 1}
         async with serving(engine=engine, max_connections=3) as server:
-            refusals = server_log.Refusals(
-                server.repository,
-                server._refused,
-                memory=lambda: server.api.memory.refused,
-                now_ns=lambda: now_ns,
-            )
+            refusals = server_log.Refusals(server.api, server._refused, now_ns=lambda: now_ns)
             async with connected(server) as first, connected(server) as second, connected(server) as third:
                 first.send(infer(1))
                 await until(lambda: device.held == 1)

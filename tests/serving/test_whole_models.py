@@ -88,7 +88,7 @@ def alone_onnx(path):
 def models(tmp_path):
     return {
         "strings": strings_onnx(tmp_path / "strings.onnx"),
-        "state": (state_onnx(tmp_path / "state.onnx"), {"batch_axis": {"state": 1, "next": 1}}),
+        "state": (state_onnx(tmp_path / "state.onnx"), {"onnx": {"batch_axis": {"state": 1, "next": 1}}}),
         "alone": alone_onnx(tmp_path / "alone.onnx"),
     }
 

@@ -177,13 +177,12 @@ def _engine(
 ) -> VirtualEngine:
     rows_max, arenas = options.max_rows or MAX_ROWS_DEFAULT, options.arenas or 0
     contexts = options.contexts or max(CONTEXTS_ON_GPU if arenas else 2 * latency.lanes, arenas)
-    in_flight_max = min(options.max_in_flight or contexts, contexts)
     concurrency = concurrency or (GPU_CONCURRENCY if arenas else latency.lanes)
-    lanes_max = min(arenas or 1, in_flight_max)
+    lanes_max = min(arenas or 1, contexts)
     policy = Policy(
         rows_max=rows_max,
         delay_ns_max=int(options.max_delay * 1e9),
-        concurrency=min(concurrency + lanes_max - 1, in_flight_max),
+        concurrency=min(concurrency + lanes_max - 1, contexts),
         is_parallel=splits,
         is_pipelined=arenas > 0,
         lanes_max=lanes_max,
@@ -196,7 +195,7 @@ def _engine(
         priorities=options.priorities,
         contexts=contexts,
         arenas=arenas,
-        in_flight_max=in_flight_max,
+        in_flight_max=contexts,
         times_all=not arenas,
     )
     device = VirtualDevice(timeline, latency, arenas, random.Random(seed))

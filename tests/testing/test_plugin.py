@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import asynctrt.client
-from asynctrt.errors import OptionsError
+from asynctrt.errors import OptionsError, TooLargeError
 from asynctrt.testing import serve_locally
 from tests.models import double_model, rows
 
@@ -92,3 +92,13 @@ async def test_a_server_for_a_test():
     with pytest.raises(OptionsError, match="ports"):
         async with serve_locally({}, ports=1):
             pass
+
+
+@pytest.mark.anyio
+async def test_the_settings_of_a_server_for_a_test_hold():
+    async with (
+        serve_locally({"double": double_model()}, max_json=16) as server,
+        asynctrt.client.connect(server.http_url) as client,
+    ):
+        with pytest.raises(TooLargeError, match="at most 16 are accepted"):
+            await client.infer("double", {"input": rows(3)})

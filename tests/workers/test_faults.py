@@ -84,13 +84,13 @@ async def test_the_row_that_ends_workers_fails_alone():
 
 
 async def test_two_rows_that_end_workers_fail_alone():
-    async with opened(max_rows=8, warm_spare=True) as engine:
+    async with opened(max_rows=8, isolation="spare") as engine:
         firsts = [SEGFAULT if number in (0, 13) else number + 1 for number in range(16)]
         check(firsts, await answered(engine, firsts), {SEGFAULT})
 
 
 async def test_many_rows_at_once_that_end_workers_fail_nobody_else_and_the_engine_goes_on():
-    async with opened(max_rows=16, warm_spare=True) as engine:
+    async with opened(max_rows=16, isolation="spare") as engine:
         deadly, told = 5, []
 
         async def call(number):
@@ -144,7 +144,7 @@ async def test_a_deadline_that_passes_while_there_is_no_worker():
 
 
 async def test_each_request_to_a_model_that_always_dies_fails():
-    async with opened("tests.workers.models:deadly", warm_spare=True) as engine:
+    async with opened("tests.workers.models:deadly", isolation="spare") as engine:
         for error in await answered(engine, (1, 2, 3)):
             assert isinstance(error, PoisonError)
         assert engine.workers[0].deaths == 2 + 3
@@ -152,7 +152,7 @@ async def test_each_request_to_a_model_that_always_dies_fails():
 
 
 async def test_a_warm_spare_takes_over():
-    async with opened(warm_spare=True) as engine:
+    async with opened(isolation="spare") as engine:
         link = engine._front.links[0]
         await until(lambda: link._spare is not None and link._spare.description is not None)
         spare = link._spare.process.pid
@@ -166,7 +166,7 @@ async def test_a_warm_spare_takes_over():
 
 
 async def test_a_spare_that_dies_does_no_harm():
-    async with opened(warm_spare=True) as engine:
+    async with opened(isolation="spare") as engine:
         link = engine._front.links[0]
         await until(lambda: link._spare is not None and link._spare.process is not None)
         os.kill(link._spare.process.pid, signal.SIGKILL)
@@ -204,7 +204,7 @@ async def test_a_worker_that_does_not_end_is_ended(gate):  # noqa: F811
 
 
 async def test_nothing_is_lost_wrong_or_answered_twice_while_workers_are_killed():
-    async with opened(device="host,host", max_rows=16, warm_spare=True) as engine:
+    async with opened(device="host,host", max_rows=16, isolation="spare") as engine:
         random = np.random.default_rng(5)
         told = {}
 
@@ -240,7 +240,7 @@ async def test_nothing_is_lost_wrong_or_answered_twice_while_workers_are_killed(
 PARENT = f"""
 import asyncio, asynctrt, os, sys, time
 async def main():
-    async with asynctrt.open({KIND!r}, isolation="process", warm_spare=True) as engine:
+    async with asynctrt.open({KIND!r}, isolation="spare") as engine:
         link = engine._front.links[0]
         while link._spare is None or link._spare.description is None:
             await asyncio.sleep(0.01)

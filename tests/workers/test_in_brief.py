@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_an_engine_in_a_worker_process():
-    async with opened(max_rows=8, warm_spare=True) as engine:
+    async with opened(max_rows=8, isolation="spare") as engine:
         firsts = [*range(1, 20), RAISE, SEGFAULT]
         answers = await asyncio.gather(*[engine.infer(rows(one)) for one in firsts], return_exceptions=True)
         assert isinstance(answers.pop(), PoisonError)

@@ -45,7 +45,10 @@ no_gpu = pytest.mark.skipif(gpu_is_here(), reason="there is a GPU, so its driver
 async def opened(model=KIND, **settings):
     """An engine in a worker, and afterwards nothing left of it."""
     fds = set(os.listdir("/proc/self/fd"))
-    async with asyncio.timeout(WAIT_S), asynctrt.open(model, isolation="process", **settings) as engine:
+    async with (
+        asyncio.timeout(WAIT_S),
+        asynctrt.open(model, **{"isolation": "process", **settings}) as engine,
+    ):
         pids = [worker.pid for worker in engine.workers]
         yield engine
     assert engine.state == "closed"
@@ -89,7 +92,7 @@ async def test_each_caller_gets_its_own_rows():
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_a_real_model(tmp_path, deterministic):
     path = double_onnx(tmp_path / "double.onnx")
-    async with opened(str(path), deterministic=deterministic) as engine:
+    async with opened(str(path), batching="deterministic" if deterministic else "auto") as engine:
         inputs = [np.random.default_rng(number).random((3, 4), np.float32) for number in range(50)]
         answers = await asyncio.gather(*[engine.infer({"input": array}) for array in inputs])
         for array, answer in zip(inputs, answers, strict=True):
@@ -208,8 +211,8 @@ async def test_a_row_whose_caller_left_does_not_fail_its_last_neighbour():
         assert np.array_equal((await innocent)["y"], 2 * rows(3))
 
 
-async def test_without_isolate_failures_a_batch_fails_whole():
-    async with opened(isolate_failures=False) as engine:
+async def test_without_idempotent_a_batch_fails_whole():
+    async with opened(idempotent=False) as engine:
         answers = await asyncio.gather(
             *[engine.infer(rows(one)) for one in (1, RAISE, 2)], return_exceptions=True
         )

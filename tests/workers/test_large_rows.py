@@ -118,7 +118,7 @@ async def test_a_device_copies_what_several_ticks_brought_from_where_it_lies(kin
 async def test_rows_that_are_padded_and_rows_that_are_not_pinned_yet(kind, monkeypatch):
     device = DEVICES[kind]()
     monkeypatch.setattr(blocks, "PINNED_NBYTES_MAX", 3 * 8 * 2 * (DIM * 4 + 4096))
-    settings = {"max_rows": 8, "deterministic": True}
+    settings = {"max_rows": 8, "batching": "deterministic"}
     async with local.opened(strict(device, SPEC), device=device, **settings) as (engine, _, workers):
         for turn in range(4):
             await asked(engine, [row(turn * 100 + number, 1 + number % 3) for number in range(30)])

@@ -34,7 +34,7 @@ LARGE = "tests.workers.models:large"
 
 
 def opened(model=KIND, **settings):
-    return asynctrt.open(model, isolation="process", max_queue_rows=100_000, **settings)
+    return asynctrt.open(model, max_queue_rows=100_000, **{"isolation": "process", **settings})
 
 
 async def test_a_worker_that_is_ready_just_when_it_is_closed_is_not_used():
@@ -357,7 +357,7 @@ def _too_many():
 
 async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, caplog):
     monkeypatch.setattr(spares, "PAUSE_S", 0.001)
-    async with workers(KIND) as made, opened(warm_spare=True) as engine:
+    async with workers(KIND) as made, opened(isolation="spare") as engine:
         for number in range(1, spares.SPARES_MAX + 1):
             await until(lambda: engine.workers[0].spare == "ready")
             assert len(made.all) == 1 + number
@@ -376,7 +376,7 @@ async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, 
 async def test_a_spare_that_lived_says_nothing_of_the_next(monkeypatch):
     monkeypatch.setattr(spares, "PAUSE_S", 0.0)
     monkeypatch.setattr(spares, "LIVED_NS", 0)
-    async with workers(KIND) as made, opened(warm_spare=True) as engine:
+    async with workers(KIND) as made, opened(isolation="spare") as engine:
         for _ in range(3 * spares.SPARES_MAX):
             await until(lambda: engine.workers[0].spare == "ready")
             made.all[-1].end("ended by SIGKILL")
@@ -384,7 +384,7 @@ async def test_a_spare_that_lived_says_nothing_of_the_next(monkeypatch):
 
 async def test_a_spare_that_is_due_is_not_started_for_an_engine_that_is_closed():
     async with workers(KIND) as made:
-        async with opened(warm_spare=True) as engine:
+        async with opened(isolation="spare") as engine:
             await until(lambda: engine.workers[0].spare == "ready")
             made.all[-1].end("ended by SIGKILL")
             assert engine._front.links[0]._spares.is_due

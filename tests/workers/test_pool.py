@@ -160,7 +160,7 @@ async def test_workers_of_one_model_on_one_device_are_shared_each_with_its_own_k
     for number in (0, 1):
         started.front(number)
         for ticket, place in enumerate(("a, worker 0", "a, worker 1", "b, worker 0")):
-            started.want(number, ticket, place=place, warm_spare=True)
+            started.want(number, ticket, place=place, isolation="spare")
     await started.say_ready(0, 1, 2)
     await until(lambda: len(started.processes) == 6)  # Each has a spare.
     for _, its in started.ends.values():
@@ -179,14 +179,14 @@ async def test_a_worker_is_kept_for_fronts_that_take_the_places_of_all_that_died
     started = Started(monkeypatch)
     for number in (0, 1):
         started.front(number)
-        started.want(number, warm_spare=True)
+        started.want(number, isolation="spare")
     await started.say_ready(0, 1)
     for number in (0, 1):
         started.gone(number)
     assert len(started.pool._kept) == 1
     for number in (0, 1):
         started.front(number)
-        started.want(number, warm_spare=True)
+        started.want(number, isolation="spare")
     assert not started.pool._kept
     for _, its in started.ends.values():
         heard, _ = receive(its)
@@ -205,7 +205,7 @@ async def test_a_worker_is_kept_for_fronts_that_take_the_places_of_all_that_died
 async def test_what_no_front_wants_again_is_closed(monkeypatch, dies):
     started = Started(monkeypatch)
     started.front(0)
-    started.want(0, warm_spare=True)
+    started.want(0, isolation="spare")
     await started.say_ready(0, 1)
     if dies:
         started.deaths[0]("ended by SIGKILL")
@@ -246,7 +246,7 @@ async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, 
         described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
     own, its = channel()
     pool.add(0, own)
-    want = Want("kind", "host", asynctrt.Options(warm_spare=True), place="")
+    want = Want("kind", "host", asynctrt.Options(isolation="spare"), place="")
     pool.hear(0, To(1, want), [])
     await until(lambda: len(started) == 1)
     hears[0](Ready(described, one))

@@ -38,7 +38,7 @@ async def test_a_row_that_fails_is_in_no_batch_that_was_launched_before_it_came(
         outputs=TensorSpec("y", "float32", (1,)),
     )
     device, latch = HostDevice(in_place="never", threads=1), threading.Event()
-    settings = {"max_rows": 512, "isolate_failures": False}
+    settings = {"max_rows": 512, "idempotent": False}
     async with local.opened(model, device=device, contexts=1, front=settings, **settings) as (
         engine,
         inner,

@@ -30,7 +30,7 @@ def found_soon(request, monkeypatch):
 
 
 def opened(model=KIND, **settings):
-    return asynctrt.open(model, isolation="process", max_queue_rows=100_000, **settings)
+    return asynctrt.open(model, max_queue_rows=100_000, **{"isolation": "process", **settings})
 
 
 async def right(engine, *firsts):
@@ -49,7 +49,7 @@ async def hangs(engine, worker, array):
 
 @pytest.mark.parametrize("spare", [False, True])
 async def test_what_is_behind_a_batch_that_hangs_goes_to_another_worker_until_it_ends(spare):
-    async with workers(KIND) as made, opened(warm_spare=spare) as engine:
+    async with workers(KIND) as made, opened(isolation="spare" if spare else "process") as engine:
         await right(engine, 1)
         await until(lambda: len(made.all) == 1 + spare)
         first = made.all[0]
@@ -160,7 +160,9 @@ async def test_an_engine_that_is_closed_ends_its_second_workers():
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("row", [HANG, STOP])
 async def test_what_hangs_costs_others_seconds_and_not_the_batch_timeout(spare, row):
-    async with opened_for_real(warm_spare=spare, contexts=1, batch_timeout=12.0) as engine:
+    async with opened_for_real(
+        isolation="spare" if spare else "process", contexts=1, batch_timeout=12.0
+    ) as engine:
         await engine.infer(rows(1))
         if spare:
             await until(lambda: engine.workers[0].spare == "ready")

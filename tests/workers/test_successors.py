@@ -25,7 +25,7 @@ KIND = "tests.workers.models:kind"
 
 
 def opened(model=KIND, **settings):
-    return asynctrt.open(model, isolation="process", max_queue_rows=100_000, **settings)
+    return asynctrt.open(model, max_queue_rows=100_000, **{"isolation": "process", **settings})
 
 
 @pytest.fixture

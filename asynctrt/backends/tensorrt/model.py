@@ -113,7 +113,7 @@ class TensorRTModel:
             self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
             found_out = _examine(self.name, self._loaded, _names_of_dims(read))
             self.signature = found_out.signature
-            self.capabilities = _capabilities(found_out, self._loaded)
+            self.capabilities = _capabilities(found_out, self._loaded, options)
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
             loaded, self._loaded = self._loaded, None
@@ -422,7 +422,7 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
     return _Examined(signature, is_capturable, shares_profiles)
 
 
-def _capabilities(examined: _Examined, loaded: Loaded) -> Capabilities:
+def _capabilities(examined: _Examined, loaded: Loaded, options: TensorRTOptions) -> Capabilities:
     """Return the capabilities of a plan.
 
     Batches cannot be captured if TensorRT must wait for an output's size, or if the graph's separate context
@@ -442,6 +442,7 @@ def _capabilities(examined: _Examined, loaded: Loaded) -> Capabilities:
         enqueue_nbytes=signature.enqueue_nbytes,
         # With `update_device_memory_size_for_shapes` it knows what a batch needs.
         reserves_arenas=loaded.abilities.sizes_memory,
+        grows_arenas=options.arena_size == "shapes",
         is_capturable=is_capturable,
         has_profiles=True,
         has_ranges=True,

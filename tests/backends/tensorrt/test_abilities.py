@@ -272,9 +272,9 @@ def test_an_older_engine_is_not_given_less_than_it_needs(old):
 
 
 async def test_arenas_of_an_older_engine_are_not_sized_by_shapes(old):
-    made = old()
+    made = old(arena_size="shapes")
     with pytest.raises(OptionsError, match="for plans of TensorRT 10.1 and later"):
-        await asynctrt.open(made.model, device=made.device, arena_size="shapes")
+        await asynctrt.open(made.model, device=made.device)
 
 
 async def test_an_older_engine_whose_profiles_are_not_shared(old):

@@ -112,12 +112,6 @@ def test_what_is_wrong_with_them_is_said_at_once(given, said):
         asynctrt.open("model.plan", device="cuda:0", tensorrt=given)
 
 
-def test_the_flavour_may_be_named_in_either_place():
-    assert Options(flavour="tensorrt_rtx", tensorrt={"nvtx": "none"}).tensorrt.flavour == "tensorrt_rtx"
-    with pytest.raises(OptionsError, match="Leave one out"):
-        Options(flavour="tensorrt_rtx", tensorrt={"flavour": "tensorrt"})
-
-
 @pytest.mark.anyio
 async def test_they_are_for_plans_alone():
     with pytest.raises(OptionsError, match=r"the option tensorrt is for TensorRT plans \(\.plan"):

@@ -118,11 +118,11 @@ async def measure(device, *, compiles, sizes, seconds):
         function,
         inputs=asynctrt.TensorSpec("image", "uint8", function.image),
         outputs=asynctrt.TensorSpec("logits", "float32", (1000,)),
+        batch_sizes=sizes,
     )
     image = np.random.default_rng(0).integers(0, 256, (1, *function.image), np.uint8)
-    given = {"batch_sizes": sizes} if sizes else {"max_rows": SIZES[-1]}
     start_ns = clock.now_ns()
-    async with asynctrt.open(model, contexts=CONTEXTS, batch_timeout=None, **given) as engine:
+    async with asynctrt.open(model, contexts=CONTEXTS, batch_timeout=None, max_rows=SIZES[-1]) as engine:
         opened_ns = clock.now_ns()
 
         async def calls(pause_s, until_ns, seed):

@@ -1,0 +1,277 @@
+"""The metrics of engines, under Triton's and asynctrt's names, and Prometheus's text format."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
+
+from asynctrt.engine import Engine
+from asynctrt.statistics import Statistics, batch_bounds, batch_counts
+
+COUNTER: Final = "counter"
+GAUGE: Final = "gauge"
+HISTOGRAM: Final = "histogram"
+MODEL: Final = ("model", "version")
+STATES: Final = ("succeeded", "failed", "cancelled", "expired", "refused")
+"""Request outcomes, by their names in :class:`asynctrt.Statistics`."""
+
+Sample = tuple[str, Sequence[str], float]
+"""The suffix of a sample's name, the values of its labels, and its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An engine's statistics with the labels of its metrics."""
+
+    labels: tuple[str, str]
+    engine: Engine
+    done: Statistics
+    answered: int
+    """Answered requests, counted when ``done`` was read."""
+    waiting_rows: int = 0
+    """Rows of requests that wait for their client's turn to enter the queue."""
+
+
+class Metric(NamedTuple):
+    """A metric: ``samples`` returns the samples of one item, such as a :class:`Reading`.
+
+    A histogram's samples with the suffix ``_bucket`` have one more label, ``le``.
+    """
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[str, ...]
+    samples: Callable[[Any], Iterable[Sample]]
+
+    def labels_of(self, suffix: str) -> tuple[str, ...]:
+        """Return the names of a sample's labels."""
+        return (*self.labels, "le") if suffix == "_bucket" else self.labels
+
+    def texts(self, items: Iterable[Any]) -> Iterator[str]:
+        """Yield the metric in Prometheus's text format: its head, and then the samples of each item."""
+        yield f"# HELP {self.name} {self.text}\n# TYPE {self.name} {self.kind}\n"
+        for item in items:
+            yield "".join([self._line(*sample) for sample in self.samples(item)])
+
+    def _line(self, suffix: str, values: Sequence[str], value: float) -> str:
+        pairs = [
+            f'{name}="{_escaped(text)}"' for name, text in zip(self.labels_of(suffix), values, strict=True)
+        ]
+        return (
+            f"{self.name}{suffix}{{{','.join(pairs)}}} {float(value)}\n"
+            if pairs
+            else (f"{self.name}{suffix} {float(value)}\n")
+        )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def one(name: str, kind: str, text: str, read: Callable[[Any], float | None]) -> Metric:
+    """Return a metric with one value per model, and no value where ``read`` returns ``None``."""
+
+    def samples(reading: Any) -> Iterable[Sample]:
+        value = read(reading)
+        return () if value is None else (("", reading.labels, value),)
+
+    return Metric(name, kind, text, MODEL, samples)
+
+
+def split(name: str, kind: str, text: str, label: str, read: Callable[[Any], Mapping[str, float]]) -> Metric:
+    """Return a metric with one value per model and value of an additional label."""
+
+    def samples(reading: Any) -> Iterable[Sample]:
+        return [("", (*reading.labels, key), value) for key, value in read(reading).items()]
+
+    return Metric(name, kind, text, (*MODEL, label), samples)
+
+
+def buckets(
+    labels: Sequence[str], bounds: Iterable[float], counts: Sequence[int], total: float
+) -> Iterator[Sample]:
+    """Yield the samples of a histogram.
+
+    :param counts: the number of values in each bucket; one more bucket has no bound.
+    :param total: the sum of all values.
+    """
+    sums = list(accumulate(counts))
+    for bound, count in zip((*map(str, map(float, bounds)), "+Inf"), sums, strict=True):
+        yield "_bucket", (*labels, bound), count
+    yield "_count", labels, sums[-1]
+    yield "_sum", labels, total
+
+
+def _batches(reading: Reading) -> Iterator[Sample]:
+    bounds, sizes = batch_bounds(reading.engine.max_rows), reading.done.by_batch_rows
+    rows = sum(size * batches.count for size, batches in sizes.items())
+    return buckets(reading.labels, bounds, [*batch_counts(reading.done, bounds), 0], rows)
+
+
+def _handover_s(reading: Reading) -> float:
+    done = reading.done
+    return max(0, done.total_ns - done.queue_ns - done.copy_in_ns - done.compute_ns - done.copy_out_ns) / 1e9
+
+
+ENGINE: Final[tuple[Metric, ...]] = (
+    # Triton's names, which existing charts use. Unlike other counters they have no `_total`.
+    one("nv_inference_request_success", COUNTER, "Requests answered.", lambda it: it.answered),
+    one("nv_inference_count", COUNTER, "Rows answered.", lambda it: it.done.rows),
+    one("nv_inference_exec_count", COUNTER, "Batches run.", lambda it: it.done.batches),
+    one(
+        "nv_inference_request_duration_us",
+        COUNTER,
+        "Time from arrival to answer, summed over answered requests, in microseconds.",
+        lambda it: it.done.total_ns / 1e3,
+    ),
+    one(
+        "nv_inference_queue_duration_us",
+        COUNTER,
+        "Time in the queue, summed over answered requests, in microseconds.",
+        lambda it: it.done.queue_ns / 1e3,
+    ),
+    one(
+        "nv_inference_compute_input_duration_us",
+        COUNTER,
+        "Time to copy a batch's inputs, summed over answered requests, in microseconds.",
+        lambda it: it.done.copy_in_ns / 1e3,
+    ),
+    one(
+        "nv_inference_compute_infer_duration_us",
+        COUNTER,
+        "Time to compute a batch, summed over answered requests, in microseconds.",
+        lambda it: it.done.compute_ns / 1e3,
+    ),
+    one(
+        "nv_inference_compute_output_duration_us",
+        COUNTER,
+        "Time to copy a batch's outputs, summed over answered requests, in microseconds.",
+        lambda it: it.done.copy_out_ns / 1e3,
+    ),
+    one(
+        "nv_inference_pending_request_count",
+        GAUGE,
+        "Requests in the queue.",
+        lambda it: it.done.queued_requests,
+    ),
+    one("asynctrt_queued_requests", GAUGE, "Requests in the queue.", lambda it: it.done.queued_requests),
+    one("asynctrt_queued_rows", GAUGE, "Rows of the requests in the queue.", lambda it: it.done.queued_rows),
+    one("asynctrt_in_flight_batches", GAUGE, "Batches in flight.", lambda it: it.done.in_flight_batches),
+    one("asynctrt_contexts", GAUGE, "Execution contexts.", lambda it: it.done.contexts),
+    one(
+        "asynctrt_contexts_quarantined",
+        GAUGE,
+        "Contexts abandoned because their work did not end.",
+        lambda it: it.done.contexts_quarantined,
+    ),
+    one(
+        "asynctrt_arenas",
+        GAUGE,
+        "Arenas of enqueue memory shared by the contexts.",
+        lambda it: it.done.arenas,
+    ),
+    one(
+        "asynctrt_arena_bytes",
+        GAUGE,
+        "Enqueue memory of the arenas, in bytes.",
+        lambda it: it.done.arena_nbytes,
+    ),
+    one(
+        "asynctrt_arena_private_bytes",
+        GAUGE,
+        "Enqueue memory that private workspaces, one a context, would take, in bytes.",
+        lambda it: it.done.arena_nbytes_private,
+    ),
+    one(
+        "asynctrt_arena_busy_share",
+        GAUGE,
+        "Share of the time since the model was loaded in which its arenas were computing.",
+        lambda it: it.done.arena_busy_share,
+    ),
+    one(
+        "asynctrt_memory_bytes",
+        GAUGE,
+        "Memory of slabs, on the host and the device, and of arenas, in bytes.",
+        lambda it: it.done.memory_nbytes,
+    ),
+    one(
+        "asynctrt_parallel_batches",
+        GAUGE,
+        "Batches that can compute at once: one per arena, or per context without arenas.",
+        lambda it: it.done.parallel_batches,
+    ),
+    one(
+        "asynctrt_drain_seconds",
+        GAUGE,
+        "Estimated seconds until every waiting, queued and running request is answered; absent at first.",
+        lambda it: it.done.drain_s(it.waiting_rows),
+    ),
+    split(
+        "asynctrt_requests_total",
+        COUNTER,
+        "Requests by outcome; expired: timed out in the queue; refused: never queued.",
+        "state",
+        lambda it: {state: getattr(it.done, state) for state in STATES},
+    ),
+    one(
+        "asynctrt_requests_refused_late_total",
+        COUNTER,
+        "Refused requests that would have been too late.",
+        lambda it: it.done.refused_late,
+    ),
+    one(
+        "asynctrt_device_seconds_total",
+        COUNTER,
+        "Device time of batches, shared among batches that computed at once; absent without weight.",
+        lambda it: it.done.device_ns / 1e9 if it.done.device_ns else None,
+    ),
+    one(
+        "asynctrt_held_seconds_total",
+        COUNTER,
+        "Time in which a batch waited for other models on the device, by weight; absent without weight.",
+        lambda it: it.done.held_ns / 1e9 if it.done.device_ns else None,
+    ),
+    split(
+        "asynctrt_batches_launched_total",
+        COUNTER,
+        "Batches by why they were launched; full: no more rows fitted; idle: the device had room; delay: "
+        "max_delay had passed; deadline: a timeout was near; turn: another queue was full, but it was this "
+        "one's turn; ahead: the device was about to finish the last batch; again: a part of a failed batch.",
+        "reason",
+        lambda it: it.done.launched,
+    ),
+    one(
+        "asynctrt_worker_deaths_total",
+        COUNTER,
+        "Worker processes of the model that died; 0 for an engine in this process.",
+        lambda it: it.done.worker_deaths,
+    ),
+    one(
+        "asynctrt_handover_seconds_total",
+        COUNTER,
+        "Time of answered requests outside queue, copies and compute, in seconds: waiting for a busy device "
+        "after launch, and for the event loop to notice the result.",
+        _handover_s,
+    ),
+    Metric("asynctrt_batch_rows", HISTOGRAM, "Batches by number of rows.", MODEL, _batches),
+)
+"""The metrics that come from an engine's statistics. Their items are readings."""
+
+READY: Final = Metric(
+    "asynctrt_model_ready",
+    GAUGE,
+    "Whether the model is ready: 1, or 0.",
+    MODEL,
+    lambda item: [("", (item["name"], item["version"]), item["state"] == "READY")],
+)
+"""Whether each model is ready, loaded or not. Its items are a repository's index."""
+
+LOST_DEVICES: Final = Metric(
+    "asynctrt_lost_devices",
+    GAUGE,
+    "Devices that are lost to this process, which only a new one can recover.",
+    (),
+    lambda readings: [("", (), len({it.engine.device_name for it in readings if it.done.state == "lost"}))],
+)
+"""The number of lost devices. Its only item is the list of all readings."""
