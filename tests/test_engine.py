@@ -308,12 +308,6 @@ class TestInputs:
                 await engine.infer(rows(1, np.nan))
             await engine.infer(rows(1))
 
-    async def test_lists(self):
-        async with asynctrt.open(double_model()) as engine:
-            result = await engine.infer([[1, 2, 3, 4]])
-            assert result["output"].tolist() == [[2, 4, 6, 8]]
-            assert result["output"].dtype == np.float32
-
     async def test_outputs_belong_to_the_caller(self):
         async with asynctrt.open(double_model()) as engine:
             first, second = await asyncio.gather(engine.infer(rows(1)), engine.infer(rows(2)))
@@ -877,19 +871,6 @@ class TestClosing:
             await flying
         assert answer(flying) == [2]
 
-    async def test_a_batch_that_never_ends_is_given_up(self, caplog):
-        gate = Gate()
-        async with asyncio.timeout(WAIT_S):
-            engine = await asynctrt.open(double_model(gate), close_timeout=0.01)
-            task = send(engine, 1)
-            await until(lambda: gate.entered.acquire(blocking=False))
-            await engine.aclose()
-            with pytest.raises(DeviceLostError, match="did not end within the close_timeout"):
-                await task
-        assert engine.statistics().contexts_quarantined == 1
-        assert "1 contexts were abandoned" in caplog.text
-        gate.go.release()
-
     async def test_draining_answers_what_was_taken_and_refuses_the_rest(self):
         opening, device = latched(contexts=1, slots=1, max_rows=1)
         async with opening as engine:
@@ -992,18 +973,6 @@ class TestLoops:
             assert all("belongs to the event loop that it was opened on" in text for text in caught[:3])
             assert "no event loop is running" in caught[3]
             await engine.infer(rows(1))
-
-    async def test_two_engines_at_once(self):
-        device = HostDevice()
-        async with (
-            asynctrt.open(double_model(), device=device) as one,
-            asynctrt.open(failing_model(), device=device) as other,
-        ):
-            good = [one.infer(rows(value)) for value in range(20)]
-            bad = [other.infer(rows(-1)) for _ in range(20)]
-            outcomes = await asyncio.gather(*good, *bad, return_exceptions=True)
-            assert [outcome["output"][0, 0] for outcome in outcomes[:20]] == [2 * v for v in range(20)]
-            assert all(isinstance(outcome, ExecutionError) for outcome in outcomes[20:])
 
 
 def test_an_engine_whose_loop_has_ended():

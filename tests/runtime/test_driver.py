@@ -106,25 +106,6 @@ class TestAModelThatFailsWhenItIsAsked:
 
 
 class TestRequestsWithoutAnyTimeToWait:
-    async def test_an_idle_engine_launches_them(self):
-        async with asynctrt.open(double_model()) as engine:
-            for value in range(5):
-                assert (await engine.infer(rows(value), timeout=0))["output"][0, 0] == 2 * value
-            answers = await asyncio.gather(*[engine.infer(rows(value), timeout=0.0) for value in range(50)])
-            assert [answer["output"][0, 0] for answer in answers] == [2 * value for value in range(50)]
-            assert engine.statistics().expired == 0
-
-    async def test_a_busy_one_does_not(self):
-        opening, device = latched()
-        async with opening as engine, asyncio.timeout(WAIT_S):
-            first = asyncio.create_task(engine.infer(rows(1)))
-            await until(lambda: device.held)
-            with pytest.raises(DeadlineError):
-                await engine.infer(rows(2), timeout=0)
-            device.open()
-            await first
-            assert engine.statistics().expired == 1
-
     async def test_nor_are_they_lost_behind_a_batch_that_is_rejected(self):
         model = Profiled()
         model.profile[3] = RuntimeError("third-party bug")

@@ -72,15 +72,6 @@ def spied(monkeypatch):
     return spies
 
 
-def test_batches_of_many_sizes(bench):
-    made = bench()
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
-    for seed, rows in enumerate((1, 64, 3, 3, 17)):
-        made.run(binding, rows, arena, seed)
-    context.close()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"])
 def test_every_type_goes_through(bench, dtype):
     made = bench(EngineSpec(inputs=(TensorIO("x", dtype, (-1, 3, 5)),)))
