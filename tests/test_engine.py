@@ -16,7 +16,6 @@ import pytest
 import trio
 
 import asynctrt
-from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
@@ -744,61 +743,11 @@ class TestFailing:
             assert statistics.failed == 2 - isolated
             assert statistics.batches_bisected == statistics.launched["again"] / 2 == isolated
 
-    async def test_each_caller_gets_an_error_of_its_own(self):
-        async with asynctrt.open(failing_model()) as engine:
-            outcomes = await asyncio.gather(
-                *[engine.infer(rows(-1)) for _ in range(3)], return_exceptions=True
-            )
-            assert len({id(outcome) for outcome in outcomes}) == 3
-
     async def test_a_split_request_fails_as_a_whole(self):
         async with asynctrt.open(failing_model(), max_rows=2) as engine:
             with pytest.raises(ExecutionError):
                 await engine.infer(rows(1, 1, -1, 1, 1))
             await engine.infer(rows(1))
-
-    @pytest.mark.parametrize("in_place", ["always", "never"])
-    async def test_a_model_that_fails_every_time(self, in_place):
-        def broken(inputs, outputs):
-            raise RuntimeError("broken")
-
-        device = HostDevice(in_place=in_place)
-        async with asynctrt.open(double_model(broken), device=device) as engine:
-            for _ in range(20):
-                with pytest.raises(ExecutionError):
-                    await engine.infer(rows(1))
-
-    async def test_a_context_that_refuses_to_enqueue(self):
-        class Refusing(FunctionModel):
-            def create_context(self, device):
-                context = super().create_context(device)
-                bind = context.bind
-                context.bind = lambda inputs, outputs: RefusingBinding(bind(inputs, outputs))
-                return context
-
-        class RefusingBinding:
-            def __init__(self, binding):
-                self.binding = binding
-                self.calls = 0
-
-            def enqueue(self, count, **kw):
-                self.calls += 1
-                if self.calls == 2:
-                    raise MemoryError("enqueue refused")
-                self.binding.enqueue(count, **kw)
-
-            def unbound_outputs(self, count):
-                return {}
-
-        spec = TensorSpec("input", "float32", (4,)), TensorSpec("output", "float32", (4,))
-        model = Refusing(double_model().function, inputs=spec[0], outputs=spec[1])
-        for unified in (True, False):
-            device = HostDevice(unified=unified)
-            async with asynctrt.open(model, device=device, contexts=1) as engine:
-                await engine.infer(rows(1))
-                with pytest.raises(ExecutionError, match="enqueue refused"):
-                    await engine.infer(rows(2))
-                assert (await engine.infer(rows(3)))["output"][0, 0] == 6
 
     @pytest.mark.parametrize("shape", [(1, 3), (3, 2), ()])
     async def test_an_output_that_turns_out_to_have_no_batch_axis(self, shape):

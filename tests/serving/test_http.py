@@ -6,7 +6,6 @@ import gzip
 import json
 import socket
 import struct
-import weakref
 import zlib
 
 import numpy as np
@@ -717,18 +716,6 @@ class TestMemory:
         yield held
         held.stop()
         gc.enable()
-
-    @pytest.mark.parametrize("tokens", [(), ("s3cret",)])
-    async def test_of_an_upload_that_is_broken_off(self, held, tokens):
-        async with serving(tokens=tokens) as server, connected(server) as raw:
-            head = request(INFER, method="POST", Content_Length=32 * MIB, Authorization="Bearer s3cret")
-            raw.send(head + bytes(16 * MIB))
-            await until(lambda: server._hub.connections)
-            (gone,) = [weakref.ref(one) for one in server._hub.connections]
-            await until(lambda: gone()._reader._body_nbytes == 16 * MIB)
-            raw.close()
-            await until(lambda: not server._hub.connections and gone() is None)
-            await until(lambda: held.nbytes() < 4 * MIB)
 
     @pytest.mark.parametrize(
         ("path", "status"), [(INFER, 400), ("/nothing", 404), ("/v2/repository/index", 413)]

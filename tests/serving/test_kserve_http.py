@@ -474,28 +474,6 @@ class TestDatatypes:
 
 
 class TestVersions:
-    async def test_the_newest_is_meant_if_none_is_named(self, kind):
-        def triple(inputs, outputs):
-            outputs["output"][...] = 3 * inputs["input"]
-
-        models = {("model", "2"): double_model(), ("model", "10"): double_model(triple)}
-        async with talking(kind, models) as (server, client):
-            assert first(await client.infer("model", four(1))) == [3]
-            result = await client.infer("model", four(1), model_version="2")
-            assert (first(result), result.get_response()["model_version"]) == ([2], "2")
-            result = await client.infer("model", four(1), model_version="10")
-            assert (first(result), result.get_response()["model_version"]) == ([3], "10")
-            assert (await client.get_model_metadata("model", "2"))["versions"] == ["2", "10"]
-            counts = {}
-            for version in ("2", "10", ""):
-                content = await client.get_inference_statistics("model", version)
-                for stats in content["model_stats"]:
-                    assert stats["name"] == "model"
-                    counts.setdefault(stats["version"], []).append(stats["inference_count"])
-            # Each version by itself, and once more among both.
-            assert counts == {"2": [1, 1], "10": [2, 2]}
-            assert engine_of(server, "model", "2").statistics().rows == 1
-
     async def test_unknown_versions(self, kind):
         async with talking(kind) as (_, client):
             for version in ("2", "01", "latest", "-1"):
@@ -586,27 +564,6 @@ class TestCompression:
                 )
                 assert np.array_equal(result.as_numpy("output"), array[:, ::-1])
                 assert result.get_response()["id"] == "7"
-
-    @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-    async def test_what_is_sent(self, coding):
-        array = np.zeros((3, 500), np.float32)
-        body, length = triton.InferenceServerClient.generate_request_body([given("input", array)])
-        async with serving({"model": reversing_model(FLOAT, (500,))}) as server:
-            status, headers, answer = await ask(
-                server,
-                "/v2/models/model/infer",
-                body,
-                Inference_Header_Content_Length=length,
-                Accept_Encoding=coding,
-            )
-            assert (status, headers["content-encoding"]) == (200, coding)
-            assert len(answer) < array.nbytes / 10
-            result = triton.InferenceServerClient.parse_response_body(
-                answer,
-                header_length=int(headers["inference-header-content-length"]),
-                content_encoding=coding,
-            )
-            assert np.array_equal(result.as_numpy("output"), array)
 
     @by_both
     async def test_errors_to_compressed_requests(self, kind):

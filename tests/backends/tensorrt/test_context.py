@@ -256,22 +256,6 @@ def test_shapes_outside_every_profile_are_the_callers(bench):
     context.close()
 
 
-def test_an_enqueue_that_fails_is_this_batchs_alone(bench, spied):
-    made = bench()
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
-    made.run(binding, 4, arena)
-    made.trt.fail_next("enqueue")
-    with pytest.raises(ExecutionError) as caught:
-        binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
-    assert "the enqueue failed on demand) [FAILED_EXECUTION]" in str(caught.value)
-    assert "'plan'" in str(caught.value)
-    spied[-1].take()
-    made.run(binding, 4, arena)
-    assert "set_input_shape" in spied[-1].take(), "after an error everything is said anew"
-    context.close()
-
-
 def test_a_lost_device(bench):
     made = bench()
     context = made.model.create_context(made.device)
