@@ -144,6 +144,22 @@ def test_a_context_can_have_enqueue_memory_of_its_own(bench):
         user.context.set_device_memory(user.arena.address, user.arena.nbytes)
 
 
+def test_a_data_dependent_output_goes_through_its_allocator(bench):
+    made = bench(EngineSpec(data_dependent=True))
+    user, stream = made.user(), made.stream()
+    for count in (2, 40, 5):
+        user.give(rows(count, 16, seed=count))
+        assert tuple(user.context.get_tensor_shape("positives")) == (count, -1)
+        expected = made.spec.expected(user.arrays)
+        same(user.run(stream), expected)
+        # First a guess, and then, in the middle of the enqueue, what it takes.
+        assert user.allocators["positives"].asked == [
+            ("positives", 0, count * 4, 256, stream.handle),
+            ("positives", 0, expected["positives"].nbytes, 256, stream.handle),
+        ]
+        assert expected["positives"].nbytes < user.context.get_max_output_size("positives") == count * 64
+
+
 @pytest.mark.parametrize("which", [1, 2], ids=["the guess", "in the middle"])
 def test_memory_for_an_output_that_is_refused(bench, which):
     """In the middle of the enqueue, the rest of its batch is on the stream, and the device goes on."""
@@ -410,6 +426,16 @@ def test_a_context_that_is_destroyed_while_its_batch_is_in_flight(bench):
     # It is raised once.
     assert made.engine.create_execution_context()
     made.device.open()
+
+
+def test_a_context_that_is_destroyed_when_its_batch_is_through(bench):
+    made = bench()
+    user = made.user().give(rows(4, 16))
+    user.run()
+    user.context = user.engine = made.engine = None
+    gc.collect()
+    assert made.trt.violations() == ()
+    assert made.allocator.held == {}
 
 
 def test_to_ask_for_a_profile_of_another_context_crashes_with_tensorrt_8(bench):
