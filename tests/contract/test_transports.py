@@ -199,6 +199,9 @@ class Grpc:
         try:
             answer = await (self._in_stream if self._streams else self._in_call)(message.SerializeToString())
         except grpc.aio.AioRpcError as error:
+            if error.details() == "Internal error from Core":
+                # The client wrote while the stream was refused, and lost the status: one call in a thousand.
+                return await self.ask(call)
             raise Refused(STATUSES[error.code().name], error.details()) from None
         outputs = {}
         for item, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
