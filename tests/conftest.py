@@ -56,17 +56,18 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark the second tier, before pytest selects by markers; leave out repetitions that no loop changes."""
-    kept = []
+    kept, left_out = [], []
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         path = item.path.relative_to(ROOT)
         on_uvloop = parameters.get("anyio_backend") and not any(path.is_relative_to(one) for one in LOOPS)
         if on_uvloop or "chromium" in item.fixturenames:
             item.add_marker(pytest.mark.tier2)
-        if not on_uvloop or any(path.is_relative_to(one) for one in TRANSPORTS):
-            kept.append(item)
+        repeats = on_uvloop and not any(path.is_relative_to(one) for one in TRANSPORTS)
+        (left_out if repeats else kept).append(item)
+    config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 
 
