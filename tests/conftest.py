@@ -2,7 +2,7 @@
 
 Plain `pytest` runs the first tier. `pytest -m tier2` runs the second: what is slow, what needs more than the
 `dev` extra brings, and what is tried once more on uvloop. A test belongs to it if it is marked so, if it uses
-Chromium, or if it runs on uvloop and is not about what an event loop does (see `LOOPS`).
+Chromium, or if it runs on uvloop and is not about what an event loop does (see `LOOPS` and `TRANSPORTS`).
 """
 
 import gc
@@ -14,15 +14,25 @@ from tests.helpers import installed
 
 ROOT = Path(__file__).parent
 CHROMIUM = Path("/usr/bin/chromium")
-LOOPS = (
-    "contract/test_engine.py",
-    "runtime",
-    "serving/test_http.py",
-    "serving/test_server.py",
-    "_util/test_alarm.py",
-    "test_engine.py",
+LOOPS = ("_util/test_alarm.py", "runtime/completion", "runtime/test_interrupts.py", "runtime/test_jobs.py")
+"""Tests of code that depends on how an event loop behaves: timers, threads, interrupts."""
+SERVING = (
+    *("asgi", "connection_fuzz", "disconnect", "floods", "frames", "grpc_server", "hostile", "http", "lack"),
+    *("large", "listener", "memory", "paced", "server", "signals", "stalls", "turns"),
 )
-"""Tests of code that depends on how an event loop behaves: timers, threads, sockets, cancellation."""
+TOP = (
+    *("batch_citizen", "batch_decorator", "client", "clients", "clients_unkind", "engine", "engine_unkind"),
+    *("failures", "left_behind", "limits", "no_threads", "pipeline", "pipeline_unkind", "run_on"),
+)
+TRANSPORTS = (
+    *("_util", "gpu", "loadtest", "testing"),
+    *(f"contract/test_{name}.py" for name in ("blocking", "engine", "transports")),
+    *(f"runtime/test_{name}.py" for name in ("driver", "driver_lost", "slots")),
+    *(f"serving/test_{name}.py" for name in SERVING),
+    *(f"test_{name}.py" for name in TOP),
+    *(f"workers/test_{name}.py" for name in ("isolated_engine", "link", "messages", "pool", "tether")),
+)
+"""Tests of what uses a loop's sockets, pipes, threads or tasks: the second tier has them on uvloop too."""
 
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
@@ -46,14 +56,19 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Mark what belongs to the second tier, before pytest selects by markers."""
+def pytest_collection_modifyitems(config, items):
+    """Mark the second tier, before pytest selects by markers; leave out repetitions that no loop changes."""
+    kept, left_out = [], []
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         path = item.path.relative_to(ROOT)
-        again = parameters.get("anyio_backend") and not any(path.is_relative_to(one) for one in LOOPS)
-        if again or "chromium" in item.fixturenames:
+        on_uvloop = parameters.get("anyio_backend") and not any(path.is_relative_to(one) for one in LOOPS)
+        if on_uvloop or "chromium" in item.fixturenames:
             item.add_marker(pytest.mark.tier2)
+        repeats = on_uvloop and not any(path.is_relative_to(one) for one in TRANSPORTS)
+        (left_out if repeats else kept).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)

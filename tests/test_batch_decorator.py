@@ -90,14 +90,6 @@ class TestArrays:
         assert {shape[1:] for shape, _ in shapes} == {(2, 3)}
         assert {dtype for _, dtype in shapes} == {np.dtype(np.float32)}
 
-    def test_a_coroutine_function(self):
-        @asynctrt.batch
-        async def later(x):
-            await asyncio.sleep(0)
-            return x + 1
-
-        assert run(gathered(later, 1, 2, 3)) == [2, 3, 4]
-
     def test_a_function_that_returns_an_awaitable(self):
         @asynctrt.batch
         def later(x):
@@ -359,14 +351,6 @@ class HeldByKey(Held):
 
 
 class TestKey:
-    def test_calls_with_equal_keys_share_a_batch(self):
-        function = HeldByKey()
-        batched = asynctrt.batch(items=True, key="model")(function)
-        calls = [(number, f"model {number % 2}") for number in range(10)]
-        results, batches = run(called_together(batched, function, calls))
-        assert results == list(range(10))
-        assert sorted(batches) == [([0, 2, 4, 6, 8], "model 0"), ([1, 3, 5, 7, 9], "model 1")]
-
     def test_a_function_makes_keys_of_arguments_as_they_are_given(self):
         function = HeldByKey()
         seen = []

@@ -11,18 +11,15 @@ from asynctrt.client import RemoteError, connect
 from asynctrt.errors import (
     ConnectionLostError,
     DeadlineError,
-    ExecutionError,
-    InputError,
     ModelNotReadyError,
     RequestError,
-    UnauthorizedError,
     UnknownModelError,
     UsageError,
 )
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
-from tests.models import double_model, failing_model, rows
+from tests.models import double_model, rows
 from tests.serving.support import WAIT_S, address, engine_of, serving
 
 pytestmark = pytest.mark.anyio
@@ -96,26 +93,6 @@ async def test_versions_and_one_models_socket():
             assert (await client.infer("", {"input": rows(1)}))["output"][0, 0] == 2
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (("other", {"input": rows(1)}), UnknownModelError, "unknown model 'other'"),
-        (("double", {"input": np.zeros((1, 4))}), InputError, "FP32"),
-        (("double", {"input": np.zeros((1, 5), np.float32)}), InputError, "shape"),
-        (("double", {"x": rows(1)}), InputError, "unknown input 'x'"),
-        (("double", {}), InputError, "missing"),
-        (("double", {"input": np.zeros((1, 4), complex)}), InputError, "complex128"),
-        (("failing", {"input": rows(-1)}), ExecutionError, "negative number"),
-    ],
-)
-async def test_errors_are_what_they_were_on_the_server(call, error, says):
-    models = {"double": double_model(), "failing": failing_model()}
-    async with serving(models) as server, client_of(server) as client:
-        with pytest.raises(error, match=says):
-            await client.infer(*call)
-        assert (await client.infer("double", {"input": rows(1)}))["output"][0, 0] == 2
-
-
 async def test_timeout_and_priority():
     device = LatchDevice(concurrency=1)
     engine = {"device": device, "contexts": 1, "max_rows": 1}
@@ -138,23 +115,6 @@ async def test_timeout_and_priority():
         assert order == [1, 3, 2]
 
 
-async def test_cancelling_a_call_cancels_it_on_the_server():
-    device = LatchDevice(concurrency=1)
-    engine = {"device": device, "contexts": 1, "max_rows": 1}
-    async with serving(engine=engine) as server, client_of(server) as client:
-        flying, queued = [
-            asyncio.create_task(client.infer("double", {"input": rows(value)})) for value in (1, 2)
-        ]
-        await until(lambda: engine_of(server).statistics().queued_requests == 1)
-        queued.cancel()
-        await until(lambda: engine_of(server).statistics().cancelled == 1)
-        assert engine_of(server).statistics().queued_requests == 0
-        device.open()
-        assert (await flying)["output"][0, 0] == 2
-        with pytest.raises(asyncio.CancelledError):
-            await queued
-
-
 async def test_at_most_so_many_in_flight():
     device = LatchDevice()
     async with serving(engine={"device": device}) as server, client_of(server, max_in_flight=2) as client:
@@ -168,57 +128,11 @@ async def test_at_most_so_many_in_flight():
 
 
 class TestConnections:
-    async def test_no_server_there(self):
-        with pytest.raises(ConnectionLostError, match="cannot connect to ws://127.0.0.1:9/"):
-            async with connect("ws://127.0.0.1:9/v2/ws", proxy=None):
-                pass
-
-    @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/", "ws://", "nothing", ""])
-    async def test_no_address_of_a_websocket(self, url):
-        with pytest.raises(UsageError, match="ws://HOST:PORT"):
-            async with connect(url, proxy=None):
-                pass
-
-    async def test_tokens(self):
-        async with serving(tokens=("s3cret",)) as server:
-            for token in (None, "wrong"):
-                with pytest.raises(UnauthorizedError, match="401"):
-                    async with client_of(server, token=token):
-                        pass
-            async with client_of(server, token="s3cret") as client:
-                assert (await client.infer("double", {"input": rows(1)}))["output"][0, 0] == 2
-
     async def test_another_path(self):
         async with serving() as server:
             with pytest.raises(UnknownModelError, match="404"):
                 async with client_of(server, "/elsewhere"):
                     pass
-
-    async def test_a_lost_connection_fails_what_is_in_flight_and_is_made_again(self):
-        device = LatchDevice()
-        async with serving(engine={"device": device}) as server, client_of(server) as client:
-            call = asyncio.create_task(client.infer("double", {"input": rows(1)}))
-            await until(lambda: device.held == 1)
-            for connection in list(server._hub.connections):
-                connection.abort()
-            with pytest.raises(ConnectionLostError):
-                await call
-            device.open()
-            assert (await client.infer("double", {"input": rows(2)}))["output"][0, 0] == 4
-
-    async def test_attempts(self):
-        device = LatchDevice()
-        async with (
-            serving(engine={"device": device}) as server,
-            client_of(server, attempts=2, idempotent=True) as client,
-        ):
-            call = asyncio.create_task(client.infer("double", {"input": rows(1)}))
-            await until(lambda: device.held == 1)
-            for connection in list(server._hub.connections):
-                connection.abort()
-            await until(lambda: engine_of(server).statistics().cancelled == 1)
-            device.open()
-            assert (await call)["output"][0, 0] == 2
 
     async def test_a_server_that_is_restarted_under_a_client_that_retries(self):
         async with serving() as server:
@@ -271,11 +185,6 @@ class TestConnections:
                 await client.__aenter__()
             await client.aclose()
             device.open()
-
-    @pytest.mark.parametrize("kw", [{"attempts": 0}, {"max_in_flight": 0}])
-    async def test_impossible_settings(self, kw):
-        with pytest.raises(UsageError):
-            connect("ws://127.0.0.1:1/", **kw)
 
 
 async def test_a_server_that_speaks_otherwise():

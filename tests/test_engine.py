@@ -16,7 +16,6 @@ import pytest
 import trio
 
 import asynctrt
-from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
@@ -301,12 +300,6 @@ class TestInputs:
             results = await asyncio.gather(*[engine.infer(rows(value)) for value in (1, np.nan, 3)])
             assert [result["output"][0, 0] for result in results[::2]] == [2, 6]
             assert np.isnan(results[1]["output"]).all()
-
-    async def test_lists(self):
-        async with asynctrt.open(double_model()) as engine:
-            result = await engine.infer([[1, 2, 3, 4]])
-            assert result["output"].tolist() == [[2, 4, 6, 8]]
-            assert result["output"].dtype == np.float32
 
     async def test_outputs_belong_to_the_caller(self):
         async with asynctrt.open(double_model()) as engine:
@@ -735,61 +728,11 @@ class TestFailing:
             assert statistics.failed == 2 - isolated
             assert statistics.batches_bisected == statistics.launched["again"] / 2 == isolated
 
-    async def test_each_caller_gets_an_error_of_its_own(self):
-        async with asynctrt.open(failing_model()) as engine:
-            outcomes = await asyncio.gather(
-                *[engine.infer(rows(-1)) for _ in range(3)], return_exceptions=True
-            )
-            assert len({id(outcome) for outcome in outcomes}) == 3
-
     async def test_a_split_request_fails_as_a_whole(self):
         async with asynctrt.open(failing_model(), max_rows=2) as engine:
             with pytest.raises(ExecutionError):
                 await engine.infer(rows(1, 1, -1, 1, 1))
             await engine.infer(rows(1))
-
-    @pytest.mark.parametrize("in_place", ["always", "never"])
-    async def test_a_model_that_fails_every_time(self, in_place):
-        def broken(inputs, outputs):
-            raise RuntimeError("broken")
-
-        device = HostDevice(in_place=in_place)
-        async with asynctrt.open(double_model(broken), device=device) as engine:
-            for _ in range(20):
-                with pytest.raises(ExecutionError):
-                    await engine.infer(rows(1))
-
-    async def test_a_context_that_refuses_to_enqueue(self):
-        class Refusing(FunctionModel):
-            def create_context(self, device):
-                context = super().create_context(device)
-                bind = context.bind
-                context.bind = lambda inputs, outputs: RefusingBinding(bind(inputs, outputs))
-                return context
-
-        class RefusingBinding:
-            def __init__(self, binding):
-                self.binding = binding
-                self.calls = 0
-
-            def enqueue(self, count, **kw):
-                self.calls += 1
-                if self.calls == 2:
-                    raise MemoryError("enqueue refused")
-                self.binding.enqueue(count, **kw)
-
-            def unbound_outputs(self, count):
-                return {}
-
-        spec = TensorSpec("input", "float32", (4,)), TensorSpec("output", "float32", (4,))
-        model = Refusing(double_model().function, inputs=spec[0], outputs=spec[1])
-        for unified in (True, False):
-            device = HostDevice(unified=unified)
-            async with asynctrt.open(model, device=device, contexts=1) as engine:
-                await engine.infer(rows(1))
-                with pytest.raises(ExecutionError, match="enqueue refused"):
-                    await engine.infer(rows(2))
-                assert (await engine.infer(rows(3)))["output"][0, 0] == 6
 
     @pytest.mark.parametrize("shape", [(1, 3), (3, 2), ()])
     async def test_an_output_that_turns_out_to_have_no_batch_axis(self, shape):
@@ -861,19 +804,6 @@ class TestClosing:
             await closing
             await flying
         assert answer(flying) == [2]
-
-    async def test_a_batch_that_never_ends_is_given_up(self, caplog):
-        gate = Gate()
-        async with asyncio.timeout(WAIT_S):
-            engine = await asynctrt.open(double_model(gate), close_timeout=0.01)
-            task = send(engine, 1)
-            await until(lambda: gate.entered.acquire(blocking=False))
-            await engine.aclose()
-            with pytest.raises(DeviceLostError, match="did not end within the close_timeout"):
-                await task
-        assert engine.statistics().contexts_quarantined == 1
-        assert "1 contexts were abandoned" in caplog.text
-        gate.go.release()
 
     async def test_draining_answers_what_was_taken_and_refuses_the_rest(self):
         opening, device = latched(contexts=1, slots=1, max_rows=1)
@@ -977,18 +907,6 @@ class TestLoops:
             assert all("belongs to the event loop that it was opened on" in text for text in caught[:3])
             assert "no event loop is running" in caught[3]
             await engine.infer(rows(1))
-
-    async def test_two_engines_at_once(self):
-        device = HostDevice()
-        async with (
-            asynctrt.open(double_model(), device=device) as one,
-            asynctrt.open(failing_model(), device=device) as other,
-        ):
-            good = [one.infer(rows(value)) for value in range(20)]
-            bad = [other.infer(rows(-1)) for _ in range(20)]
-            outcomes = await asyncio.gather(*good, *bad, return_exceptions=True)
-            assert [outcome["output"][0, 0] for outcome in outcomes[:20]] == [2 * v for v in range(20)]
-            assert all(isinstance(outcome, ExecutionError) for outcome in outcomes[20:])
 
 
 def test_an_engine_whose_loop_has_ended():

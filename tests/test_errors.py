@@ -213,7 +213,7 @@ def hostile(draw):
     return make(kind, *draw(st.sampled_from([(), ("text",), (b"\xff", 5)])))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(hostile())
 def test_whatever_an_error_does_it_is_described_and_copied(error):
     described = errors.describe(error)

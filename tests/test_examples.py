@@ -30,7 +30,13 @@ def test_every_example_is_expected_to_say_something():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*EXPECTED, "tensorrt_plan.py"}
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+FIRST = {"quickstart.py", "batch_function.py"}
+"""Those that the first tier runs."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.tier2) for name in EXPECTED]
+)
 def test_example(name, tmp_path):
     arguments = [str(double_onnx(tmp_path / "model.onnx"))] if name == "quickstart.py" else []
     done = subprocess.run(

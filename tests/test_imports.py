@@ -51,17 +51,24 @@ OPTIONAL = {
 
 
 @cache
+def statements(path):
+    """Return what a file imports, wherever in it that stands."""
+    tree = ast.parse(path.read_text())
+    return [item for item in ast.walk(tree) if isinstance(item, ast.Import | ast.ImportFrom)]
+
+
+@cache
 def imports(path):
     """Return the dotted name of every module that a file imports."""
-    return set(_imports(ast.parse(path.read_text()), path))
+    return set(_imports(path))
 
 
-def _imports(tree, path):
-    for item in ast.walk(tree):
+def _imports(path):
+    for item in statements(path):
         if isinstance(item, ast.Import):
             for alias in item.names:
                 yield alias.name
-        elif isinstance(item, ast.ImportFrom):
+        else:
             assert not item.level, f"{path}: relative imports hide what is imported"
             yield item.module
             if item.module == "asynctrt":
@@ -193,11 +200,11 @@ def seen(graph, start):
 
 
 def targets(path, modules):
-    """Yield the modules of the package that a file imports, wherever in the file that stands."""
-    for item in ast.walk(ast.parse(path.read_text())):
+    """Yield the modules of the package that a file imports."""
+    for item in statements(path):
         if isinstance(item, ast.Import):
             yield from (alias.name for alias in item.names if alias.name in modules)
-        elif isinstance(item, ast.ImportFrom):
+        else:
             for alias in item.names:
                 inner = f"{item.module}.{alias.name}"
                 if inner in modules or item.module in modules:

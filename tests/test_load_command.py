@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asynctrt.loadtest.histogram import Counts
-from tests.cli.test_app import asynctrt_command, in_a_terminal
+from tests.cli.test_app import asynctrt_command, asynctrt_commands, in_a_terminal
 from tests.helpers import free_port
 from tests.models import double_onnx, sequence_onnx
 from tests.serving.test_perf_analyzer import Served
@@ -26,6 +26,7 @@ def load(*arguments):
     return asynctrt_command("load", *arguments)
 
 
+@pytest.mark.tier2
 def test_a_model_is_measured_and_reported(model, tmp_path):
     files = {name: tmp_path / f"run.{name}" for name in ("json", "html")}
     code, out, err = load(
@@ -73,52 +74,48 @@ def test_a_target_that_is_missed_is_an_exit_status(model):
     assert "The slo is not held\n  p50<1us: p50 is " in out
 
 
+WRONG = [
+    ([], 2, "Missing argument"),
+    (["nothing.onnx"], 1, "ModelNotFoundError: there is no file 'nothing.onnx'"),
+    (["nothing:model"], 1, "ModelNotFoundError: 'nothing:model': the module"),
+    (["MODEL", "--rate", "0"], 1, "must be above 0"),
+    (["MODEL", "--rate", "1e9"], 1, "at most 100,000,000"),
+    (["MODEL", "--rate", "5", "--callers", "5"], 1, "give only one of them"),
+    (["MODEL", "--processes", "2"], 1, "several processes can only send to a server"),
+    (["MODEL", "--slo", "p99"], 1, "'p99' is not a criterion"),
+    (["MODEL", "--inputs", "/no/such.npz"], 1, "'/no/such.npz' cannot be read"),
+    (
+        ["MODEL", "--inputs", "/etc", "--reader", "os:nothing"],
+        1,
+        "the reader 'os:nothing' cannot be imported",
+    ),
+    (["MODEL", "--json", "MODEL/x.json"], 1, "cannot be written"),
+    (["MODEL", "--trace", "/no/trace.csv"], 1, "the trace '/no/trace.csv' cannot be read"),
+    (["MODEL", "--baseline", "/no/such.json"], 1, "`asynctrt load --baseline` was removed. Instead: save"),
+    (["MODEL", "--dims", "length"], 1, "is not a list of dimensions"),
+    (["MODEL", "--dims", "length=3"], 1, "unknown: ['length']"),
+    (["SEQUENCE"], 1, "missing: ['length']"),
+    (["http://127.0.0.1:PORT/v2/models/x"], 1, "TargetError: "),
+    (["grpc://127.0.0.1:PORT/x"], 1, "TargetError: "),
+    (["ws://127.0.0.1:PORT/v2/models/x/ws"], 1, "TargetError: "),
+    (["ftp://127.0.0.1/x"], 1, "unknown scheme 'ftp'"),
+    (["http://127.0.0.1:PORT", "--max-rows", "4"], 1, "cannot set max_rows for a server"),
+]
+
+
 @pytest.mark.tier2
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        ([], 2, "Missing argument"),
-        (["nothing.onnx"], 1, "ModelNotFoundError: there is no file 'nothing.onnx'"),
-        (["nothing:model"], 1, "ModelNotFoundError: 'nothing:model': the module"),
-        (["MODEL", "--rate", "0"], 1, "must be above 0"),
-        (["MODEL", "--rate", "1e9"], 1, "at most 100,000,000"),
-        (["MODEL", "--rate", "5", "--callers", "5"], 1, "give only one of them"),
-        (["MODEL", "--processes", "2"], 1, "several processes can only send to a server"),
-        (["MODEL", "--slo", "p99"], 1, "'p99' is not a criterion"),
-        (["MODEL", "--inputs", "/no/such.npz"], 1, "'/no/such.npz' cannot be read"),
-        (
-            ["MODEL", "--inputs", "/etc", "--reader", "os:nothing"],
-            1,
-            "the reader 'os:nothing' cannot be imported",
-        ),
-        (["MODEL", "--json", "MODEL/x.json"], 1, "cannot be written"),
-        (["MODEL", "--trace", "/no/trace.csv"], 1, "the trace '/no/trace.csv' cannot be read"),
-        (
-            ["MODEL", "--baseline", "/no/such.json"],
-            1,
-            "`asynctrt load --baseline` was removed. Instead: save",
-        ),
-        (["MODEL", "--dims", "length"], 1, "is not a list of dimensions"),
-        (["MODEL", "--dims", "length=3"], 1, "unknown: ['length']"),
-        (["SEQUENCE"], 1, "missing: ['length']"),
-        (["http://127.0.0.1:PORT/v2/models/x"], 1, "TargetError: "),
-        (["grpc://127.0.0.1:PORT/x"], 1, "TargetError: "),
-        (["ws://127.0.0.1:PORT/v2/models/x/ws"], 1, "TargetError: "),
-        (["ftp://127.0.0.1/x"], 1, "unknown scheme 'ftp'"),
-        (["http://127.0.0.1:PORT", "--max-rows", "4"], 1, "cannot set max_rows for a server"),
-    ],
-)
-def test_what_is_wrong_is_said_without_a_traceback(arguments, code, says, model, tmp_path):
-    port = free_port()
-    sequence = sequence_onnx(tmp_path / "sequence.onnx")
-    words = {"MODEL": str(model), "SEQUENCE": str(sequence)}
-    given = [word.replace("PORT", str(port)) for word in arguments]
-    for name, path in words.items():
-        given = [word.replace(name, path) for word in given]
-    found, _, err = load(*given)
-    assert found == code, err
-    assert says in err.replace("\n", " ").replace("│", "")
-    assert "Traceback" not in err
+@pytest.mark.timeout(240)
+def test_what_is_wrong_is_said_without_a_traceback(model, tmp_path):
+    words = {"PORT": free_port(), "MODEL": model, "SEQUENCE": sequence_onnx(tmp_path / "sequence.onnx")}
+    given = []
+    for arguments, _, _ in WRONG:
+        for name, meant in words.items():
+            arguments = [word.replace(name, str(meant)) for word in arguments]
+        given.append(["load", *arguments])
+    for (arguments, code, says), (found, _, err) in zip(WRONG, asynctrt_commands(*given), strict=True):
+        assert found == code, (arguments, err)
+        assert says in err.replace("\n", " ").replace("│", ""), arguments
+        assert "Traceback" not in err, arguments
 
 
 @pytest.mark.tier2

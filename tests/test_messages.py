@@ -84,10 +84,11 @@ async def refused(call):
 
 @values()
 class TestValues:
-    @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Options)])
-    async def test_options(self, name, value):
-        await refused(lambda: Options(**{name: value}))
-        await refused(lambda: asynctrt.batch(**{name: value}))
+    async def test_options(self, value):
+        for field in dataclasses.fields(Options):
+            given = {field.name: value}
+            await refused(lambda given=given: Options(**given))
+            await refused(lambda given=given: asynctrt.batch(**given))
 
     async def test_opening(self, value):
         model = double_model()
@@ -116,9 +117,9 @@ class TestValues:
             assert isinstance(result, InferResult)
             await refused(lambda: result[value])
 
-    @pytest.mark.parametrize("name", ["timeout", "priority"])
-    async def test_within(self, name, value):
-        await refused(lambda: asynctrt.within(**{name: value}).__enter__())
+    async def test_within(self, value):
+        for name in ("timeout", "priority"):
+            await refused(lambda name=name: asynctrt.within(**{name: value}).__enter__())
 
     async def test_models(self, value):
         spec = TensorSpec("x", "float32")

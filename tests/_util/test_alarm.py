@@ -56,14 +56,6 @@ async def test_it_rings_and_not_before_its_time(make, delay_ns):
     alarm.close()
 
 
-async def test_a_time_that_has_passed_rings_at_once(make):
-    bell = Bell()
-    alarm = make(bell)
-    alarm.set(0)
-    await bell.wait()
-    alarm.close()
-
-
 @pytest.mark.parametrize("when_ns", [2**62, 2**63, 10**28])
 async def test_a_time_that_is_never_reached(make, when_ns):
     bell = Bell()

@@ -11,7 +11,7 @@ from asynctrt._util.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SYNONYMS, ne
 from asynctrt.cli import app as cli
 from asynctrt.errors import OptionsError
 from asynctrt.options import Options
-from tests.cli.test_app import asynctrt_command
+from tests.cli.test_app import asynctrt_command, asynctrt_commands
 from tests.models import double_onnx
 
 FLAGS = {name: set(inspect.signature(getattr(cli, f"_{name}")).parameters) for name in ("serve", "load")}
@@ -74,57 +74,48 @@ def test_options_in_python_know_them():
         Options.from_settings(None, {"max_ongoing_requests": 3})
 
 
-@pytest.mark.tier2
-@pytest.mark.parametrize(
-    ("command", "flag", "meant"),
-    [
-        ("load", "--userz", "--callers"),
-        ("load", "--max-batch-size", "--max-rows"),
-        ("serve", "--max-batch-size", "--max-rows"),
-        ("serve", "--gpus", "--device"),
-        ("serve", "--workers", "--fronts"),
-        ("load", "-c", "--callers"),
-    ],
-)
-def test_the_command_line_suggests_the_flag_that_is_meant(command, flag, meant):
-    code, _, err = asynctrt_command(command, "model.onnx", flag, "3")
-    assert code == 2
-    assert re.findall(r"--?[a-z][\w-]*", err[err.index("No such") :]) == [flag, meant]
+MEANT = [
+    ("load", "--userz", "--callers"),
+    ("load", "--max-batch-size", "--max-rows"),
+    ("serve", "--max-batch-size", "--max-rows"),
+    ("serve", "--gpus", "--device"),
+    ("serve", "--workers", "--fronts"),
+    ("load", "-c", "--callers"),
+]
+ALIKE = {
+    "--rps": "--rps. asynctrt load has --rate",
+    "--bogus": "No such option: --bogus\n",
+    "--latency-target": "max_delay",
+}
+WORDS = {
+    "--users": "callers",
+    "--vus": "callers",
+    "--duration": "seconds",
+    "--run-time": "seconds",
+    "--rps": "rate",
+}
 
 
 @pytest.mark.tier2
-@pytest.mark.parametrize(
-    ("flag", "says"),
-    [
-        ("--rps", "--rps. asynctrt load has --rate"),
-        ("--bogus", "No such option: --bogus\n"),
-        ("--latency-target", "max_delay"),
-    ],
-)
-def test_the_command_line_suggests_no_flag_that_only_looks_alike(flag, says):
-    code, _, err = asynctrt_command("serve", "model.onnx", flag, "3")
-    assert code == 2
-    assert says in err
-    assert "Possible options" not in err
-
-
-@pytest.mark.tier2
-@pytest.mark.parametrize(
-    ("flag", "ours"),
-    [
-        ("--users", "callers"),
-        ("--vus", "callers"),
-        ("--duration", "seconds"),
-        ("--run-time", "seconds"),
-        ("--rps", "rate"),
-    ],
-)
-def test_a_load_test_takes_load_testers_words(flag, ours):
-    code, _, err = asynctrt_command("load", "no-model.onnx", f"{flag}=many")
-    assert code in (1, 2)
-    assert ours in err
-    assert "many" in err
-    assert "No such option" not in err
+@pytest.mark.timeout(240)
+def test_the_command_line_knows_others_words():
+    suggested = [(command, "model.onnx", flag, "3") for command, flag, _ in MEANT]
+    alike = [("serve", "model.onnx", flag, "3") for flag in ALIKE]
+    taken = [("load", "no-model.onnx", f"{flag}=many") for flag in WORDS]
+    found = iter(asynctrt_commands(*suggested, *alike, *taken))
+    for _, flag, meant in MEANT:
+        code, _, err = next(found)
+        assert code == 2
+        assert re.findall(r"--?[a-z][\w-]*", err[err.index("No such") :]) == [flag, meant]
+    for says in ALIKE.values():
+        code, _, err = next(found)
+        assert (code, says in err, "Possible options" in err) == (2, True, False)
+    for ours in WORDS.values():
+        code, _, err = next(found)
+        assert code in (1, 2)
+        assert ours in err
+        assert "many" in err
+        assert "No such option" not in err
 
 
 def test_others_words_never_hide_a_flag_of_load():

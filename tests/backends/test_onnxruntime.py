@@ -58,14 +58,6 @@ def test_a_missing_file(tmp_path):
     assert "working directory" in message
 
 
-@pytest.mark.parametrize("content", [b"", b"this is no model", bytes(range(256)) * 100])
-def test_a_file_that_is_no_onnx_model(tmp_path, content):
-    path = tmp_path / "model.onnx"
-    path.write_bytes(content)
-    message = refused(path)
-    assert "is not an ONNX model" in message or "cannot be loaded by ONNX Runtime" in message
-
-
 def test_a_truncated_model(tmp_path):
     path = double_onnx(tmp_path / "model.onnx")
     path.write_bytes(path.read_bytes()[:-20])

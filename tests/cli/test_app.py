@@ -33,6 +33,35 @@ def asynctrt_command(*arguments, columns=160):
     return done.returncode, done.stdout, done.stderr
 
 
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys
+from asynctrt.__main__ import main
+found = []
+for sys.argv[1:] in json.loads(sys.argv[1]):
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    found.append((code, out.getvalue(), err.getvalue()))
+json.dump(found, sys.stdout)
+"""
+
+
+def asynctrt_commands(*commands):
+    """Run several commands that end by themselves in one process, as starting one takes a second."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps([list(map(str, one)) for one in commands])],
+        capture_output=True,
+        text=True,
+        timeout=4 * WAIT_S,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 HOSTILE = "busy \x1b[31mRED\x1b]0;title\x07\x1b[2J\x9b2J\u202e\udcff [bold]"
 
 
@@ -107,39 +136,40 @@ def test_the_help_of_a_command_fits_a_terminal_and_is_whole(command):
         assert "--watch <seconds>" in out
 
 
+WRONG = [
+    (["nonsense"], 2, "No such command"),
+    (["simulate", "--seeds", "3"], 1, "`asynctrt simulate` was removed. Use `asynctrt load`"),
+    (["load", "m.onnx", "--scenario", "server"], 1, "was removed. Instead: single-stream"),
+    (["load", "m.onnx", "--png", "x"], 1, "`asynctrt load --png` was removed. Use --report FILE.html"),
+    (["bench", "m.onnx"], 1, "`asynctrt bench` was removed. Use `asynctrt load MODEL --sweep"),
+    (["load"], 2, "Missing argument"),
+    (["load", "missing.onnx"], 1, "ModelNotFoundError: there is no file 'missing.onnx'"),
+    (["load", __file__], 1, "ModelError"),
+    (["load", "m.onnx", "--max-delay", "5"], 1, "OptionsError: max_delay must be a number of seconds"),
+    (["demo", "--seconds", "10ms"], 2, "10ms is less than 0.05"),
+    (["serve", "m.onnx", "--max-delay", "2s"], 1, "seconds ≥ 0 and ≤ 1, not 2.0. For milliseconds"),
+    (["serve", "m.onnx", "--log-format", "xml"], 2, "'xml' is not one of 'text', 'json'"),
+    (["demo", "/no/such/folder"], 2, "does not exist"),
+    (["demo", "--limit", "0"], 2, "Invalid value for '--limit'"),
+    (["demo", "--limit", "many"], 2, "Invalid value for '--limit'"),
+    (["demo", "--seconds", "soon"], 2, "'soon' is not a number of seconds"),
+    (["serve", "m.onnx", "--http-port", "y"], 2, "Invalid value for '--http-port'"),
+    (["load", "localhost:8000"], 1, "'localhost:8000' is not a file. For a server, give the address"),
+    (["inspect", __file__], 1, "is not a TensorRT plan"),
+    (["keys", "new", "mine"], 1, "UsageError: `asynctrt keys` was removed. Make keys with `ssh-keygen"),
+    (["build", "m.onnx", "--key", "k"], 1, "`asynctrt build --key` was removed. Sign the plan"),
+    (["doctor", "--device", "gpu"], 1, "'gpu' is not a device"),
+]
+
+
 @pytest.mark.tier2
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["nonsense"], 2, "No such command"),
-        (["simulate", "--seeds", "3"], 1, "`asynctrt simulate` was removed. Use `asynctrt load`"),
-        (["load", "m.onnx", "--scenario", "server"], 1, "was removed. Instead: single-stream"),
-        (["load", "m.onnx", "--png", "x"], 1, "`asynctrt load --png` was removed. Use --report FILE.html"),
-        (["bench", "m.onnx"], 1, "`asynctrt bench` was removed. Use `asynctrt load MODEL --sweep"),
-        (["load"], 2, "Missing argument"),
-        (["load", "missing.onnx"], 1, "ModelNotFoundError: there is no file 'missing.onnx'"),
-        (["load", __file__], 1, "ModelError"),
-        (["load", "m.onnx", "--max-delay", "5"], 1, "OptionsError: max_delay must be a number of seconds"),
-        (["demo", "--seconds", "10ms"], 2, "10ms is less than 0.05"),
-        (["serve", "m.onnx", "--max-delay", "2s"], 1, "seconds ≥ 0 and ≤ 1, not 2.0. For milliseconds"),
-        (["serve", "m.onnx", "--log-format", "xml"], 2, "'xml' is not one of 'text', 'json'"),
-        (["demo", "/no/such/folder"], 2, "does not exist"),
-        (["demo", "--limit", "0"], 2, "Invalid value for '--limit'"),
-        (["demo", "--limit", "many"], 2, "Invalid value for '--limit'"),
-        (["demo", "--seconds", "soon"], 2, "'soon' is not a number of seconds"),
-        (["serve", "m.onnx", "--http-port", "y"], 2, "Invalid value for '--http-port'"),
-        (["load", "localhost:8000"], 1, "'localhost:8000' is not a file. For a server, give the address"),
-        (["inspect", __file__], 1, "is not a TensorRT plan"),
-        (["keys", "new", "mine"], 1, "UsageError: `asynctrt keys` was removed. Make keys with `ssh-keygen"),
-        (["build", "m.onnx", "--key", "k"], 1, "`asynctrt build --key` was removed. Sign the plan"),
-        (["doctor", "--device", "gpu"], 1, "'gpu' is not a device"),
-    ],
-)
-def test_what_is_wrong_is_said_without_a_traceback(arguments, code, says):
-    returned, out, err = asynctrt_command(*arguments)
-    assert returned == code
-    assert says in re.sub(r"[\s│]+", " ", err)
-    assert "Traceback" not in out + err
+@pytest.mark.timeout(240)
+def test_what_is_wrong_is_said_without_a_traceback():
+    found = asynctrt_commands(*(arguments for arguments, _, _ in WRONG))
+    for (arguments, code, says), (returned, out, err) in zip(WRONG, found, strict=True):
+        assert returned == code, arguments
+        assert says in re.sub(r"[\s│]+", " ", err), arguments
+        assert "Traceback" not in out + err, arguments
 
 
 INTERRUPTED_AT = """

@@ -125,13 +125,6 @@ def test_a_new_event_is_done(device):
     assert not event.nudge()
 
 
-def test_an_event_is_done_when_its_stream_gets_there(device, stream, memory):
-    source, target = memory.write(device.allocate_staging(1 << 16), 3), device.allocate(1 << 16)
-    stream.copy(target, source, offset=0, nbytes=1 << 16)
-    assert finish(stream, device).query()
-    assert memory.values(target) == {3}
-
-
 def test_a_part_is_copied_at_its_offset(device, stream, memory):
     source, target = memory.write(device.allocate_staging(1024), 3), device.allocate(1024)
     stream.copy(target, source, offset=256, nbytes=512)
@@ -212,18 +205,6 @@ def test_an_event_can_be_recorded_again(device, stream):
     for _ in range(3):
         stream.record(event)
         assert event.synchronize(WAIT_S)
-
-
-def test_an_abandoned_stream_ends_as_usual_if_its_work_does(device, memory):
-    stream, event = device.create_stream(), device.create_event()
-    source, target = memory.write(device.allocate_staging(4096), 3), device.allocate(4096)
-    stream.copy(target, source, offset=0, nbytes=4096)
-    stream.record(event)
-    stream.abandon()
-    stream.abandon()
-    assert event.synchronize(WAIT_S)
-    assert memory.values(target) == {3}
-    assert stream.close(WAIT_S)
 
 
 def test_work_behind_an_abandoned_stream_runs_once_that_has_ended(device, memory):

@@ -71,16 +71,6 @@ def answer(spec):
     return lambda sent: spec.expected({"input": sent})["output"]
 
 
-async def test_a_lone_request(device, model, answer):
-    async with asynctrt.open(model, device=device) as engine:
-        result = await engine.infer({"input": rows(1, 2)})
-        np.testing.assert_array_equal(result["output"], answer(rows(1, 2)))
-        assert result.batch_rows == 2
-        timing = result.timing
-        assert min(timing.queue_ns, timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns) >= 0
-        assert timing.compute_ns > 0
-
-
 async def test_many_callers_at_once_each_get_their_own_rows(device, model, answer):
     async with asynctrt.open(model, device=device, max_rows=16) as engine:
 

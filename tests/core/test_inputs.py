@@ -121,25 +121,6 @@ def test_the_key_has_the_values_of_the_dynamic_dimensions():
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [
-        ("float32", [[1, 2.5]]),
-        ("float16", [[1, 2.5]]),
-        ("int8", [[1, -128]]),
-        ("uint8", [[0, 255]]),
-        ("int64", [[2**62, -5]]),
-        ("bool", [[True, False]]),
-        ("float32", ([1, 2], [3, 4])),
-    ],
-)
-def test_lists_are_converted(dtype, value):
-    (converted,), rows, _ = validated(value, TensorSpec("x", dtype, (2,)))
-    assert converted.dtype == dtype
-    assert rows == len(value)
-    np.testing.assert_array_equal(converted, value)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [
         ("int64", [[1.5, 2]]),
         ("int8", [[300, 0]]),
         ("uint8", [[-1, 0]]),

@@ -1,7 +1,6 @@
 """Contexts of the double: settings, refusals and violations."""
 
 import gc
-import re
 import threading
 
 import numpy as np
@@ -12,8 +11,6 @@ from asynctrt.testing import LatchDevice
 from tests.doubles.support import (
     WAIT_S,
     Bench,
-    User,
-    make_output_allocator,
     rows,
     same,
     two_profiles,
@@ -60,30 +57,6 @@ def violated(bench, match):
 # What works
 
 
-def test_batches_of_different_sizes_run_one_after_the_other(bench):
-    made = bench()
-    user, stream = made.user(), made.stream()
-    for count in (1, 64, 7, 7, 33):
-        user.give(rows(count, 16, seed=count)).run(stream)
-        user.check()
-    assert made.trt.violations() == ()
-
-
-def test_several_batches_of_one_context_can_be_queued_on_one_stream(bench):
-    made = bench(device=LatchDevice())
-    user, stream = made.user(), made.stream()
-    expected = []
-    for count in (3, 9):
-        user.give(rows(count, 16, seed=count))
-        expected.append((user.outputs["output"], user.arrays["input"]))
-        assert user.context.execute_async_v3(stream.handle)
-    made.device.open()
-    assert wait(made.device, stream) is None
-    for buffer, x in expected:
-        same({"output": buffer.array(x.dtype, x.shape, 0)}, made.spec.expected(x))
-    assert made.trt.violations() == ()
-
-
 def test_shapes_are_known_as_far_as_they_are_set(bench):
     made = bench(EngineSpec(inputs=(TensorIO("a", dims=(-1, -1, 4)), TensorIO("b"))))
     context = made.user().context
@@ -106,61 +79,6 @@ def test_shapes_are_known_as_far_as_they_are_set(bench):
     assert context.engine is made.engine
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "said"),
-    [
-        ("input", (65, 16), r"Set dimension \[65, 16\] .* Valid range for profile 0: \[1, 16\]..\[64, 16\]"),
-        ("input", (0, 16), "satisfyProfile"),
-        ("input", (8, 15), r"Static dimension mismatch .* Expected dimensions are \[-1, 16\]"),
-        ("input", (8,), "Static dimension mismatch"),
-        ("output", (8, 16), "kINPUT. Given: output"),
-    ],
-)
-def test_a_shape_that_does_not_fit_is_refused_and_reported(bench, name, shape, said):
-    made = bench()
-    user = made.user().give(rows(4, 16))
-    user.run()
-    assert not user.context.set_input_shape(name, shape)
-    code, message = made.recorder.last()
-    assert code == made.trt.ErrorCodeTRT.INVALID_ARGUMENT
-    assert re.search(said, message)
-    # Whoever does not look at the answer would run with the old shape.
-    with violated(made, "was refused: it would run with the old shapes"):
-        user.context.execute_async_v3(made.stream().handle)
-    assert user.context.set_input_shape("input", (4, 16))
-    user.run()
-    user.check()
-
-
-def test_profiles_are_switched_on_a_stream(bench):
-    made = bench(EngineSpec(profiles=TWO_PROFILES))
-    user, stream = made.user(), made.stream()
-    context = user.context
-    user.give(rows(3, 16))
-    assert context.set_input_shape("input", (32, 16)), "another profile takes it"
-    with pytest.raises(RuntimeError, match="infer_shapes error code: -1"):
-        context.infer_shapes()
-    assert "min ~ max range [1, 16]..[" in made.recorder.last()[1]
-    assert context.update_device_memory_size_for_shapes() == 0
-    assert not context.execute_async_v3(stream.handle)
-    assert len(made.recorder.errors) == 3
-    assert context.set_optimization_profile_async(1, stream.handle)
-    assert context.active_optimization_profile == 1
-    assert context.infer_shapes() == ["input"]
-    user.give(rows(32, 16)).run(stream)
-    user.check()
-    assert context.set_optimization_profile_async(1, stream.handle)
-    assert context.infer_shapes() == []
-    for unknown in (2, -1):
-        with pytest.raises(RuntimeError, match="Error in set optimization profile async"):
-            context.set_optimization_profile_async(unknown, stream.handle)
-        assert f"profileIndex < 2. Given: {unknown}" in made.recorder.last()[1]
-    assert context.active_optimization_profile == 1
-    switched = [text for _, text in made.logger.said if "Switching optimization profile" in text]
-    assert len(switched) == 1
-    assert made.trt.violations() == ()
-
-
 def test_a_profile_is_not_switched_while_a_batch_is_pending(bench):
     """Not on the batch's own stream either: the library asks for it, and looks at nothing."""
     made = bench(two_profiles(), device=LatchDevice())
@@ -177,29 +95,6 @@ def test_a_profile_is_not_switched_while_a_batch_is_pending(bench):
     for index in (0, 1):
         assert user.context.set_optimization_profile_async(index, stream.handle)
     made.device.open()
-
-
-def test_a_smaller_profile_needs_less_enqueue_memory(bench):
-    made = bench(EngineSpec(profiles=TWO_PROFILES))
-    small = made.engine.get_device_memory_size_for_profile_v2(0)
-    user = made.user(arena=made.device.allocate(small))
-    user.give(rows(4, 16)).run()
-    user.check()
-
-
-def test_enqueue_memory_can_be_sized_for_the_shapes(bench):
-    made = bench()
-    user = made.user().give(rows(2, 16))
-    needed = user.context.update_device_memory_size_for_shapes()
-    assert needed == made.spec.enqueue_nbytes({"input": (2, 16)}) < made.engine.device_memory_size_v2
-    arena = made.device.allocate(needed)
-    user.context.set_device_memory(arena.address, arena.nbytes)
-    user.run()
-    user.check()
-    # With another shape that is forgotten.
-    user.give(rows(3, 16))
-    with violated(made, f"with {needed} bytes of enqueue memory, but needs"):
-        user.context.execute_async_v3(made.stream().handle)
 
 
 def test_without_shapes_nothing_can_be_sized(bench):
@@ -249,19 +144,6 @@ def test_a_context_can_have_enqueue_memory_of_its_own(bench):
         user.context.set_device_memory(user.arena.address, user.arena.nbytes)
 
 
-@pytest.mark.parametrize("given", [0, 1, 2])
-def test_auxiliary_streams_share_the_work(bench, given):
-    made = bench(EngineSpec(aux_streams=2))
-    user = made.user().give(rows(64, 16))
-    aux = [made.stream() for _ in range(given)]
-    user.context.set_aux_streams([stream.handle for stream in aux])
-    main = made.stream()
-    for seed in range(5):
-        user.give(rows(64, 16, seed=seed)).run(main)
-        user.check()
-    assert made.trt.violations() == ()
-
-
 def test_a_data_dependent_output_goes_through_its_allocator(bench):
     made = bench(EngineSpec(data_dependent=True))
     user, stream = made.user(), made.stream()
@@ -276,35 +158,6 @@ def test_a_data_dependent_output_goes_through_its_allocator(bench):
             ("positives", 0, expected["positives"].nbytes, 256, stream.handle),
         ]
         assert expected["positives"].nbytes < user.context.get_max_output_size("positives") == count * 64
-
-
-@pytest.mark.parametrize(("positive", "asked"), [(0, 1), (1, 1), (2, 2), (16, 2)])
-def test_more_memory_is_asked_for_only_if_the_guess_was_too_small(bench, positive, asked):
-    made = bench(EngineSpec(data_dependent=True, steps=1))
-    x = np.full((3, 16), -5, np.float32)
-    x[1, :positive] = 7
-    user = made.user().give(x)
-    same(user.run(), made.spec.expected(x))
-    sizes = [size for _, _, size, _, _ in user.allocators["positives"].asked]
-    assert sizes == [12, 12 * positive][:asked]
-
-
-def test_what_an_allocator_returned_first_may_be_freed_when_it_is_asked_for_more(bench):
-    made = bench(EngineSpec(data_dependent=True))
-    user, stream = made.user(), made.stream()
-    kept = []
-
-    def elsewhere(self, tensor_name, memory, size, alignment, stream):
-        for buffer in kept:
-            buffer.array(np.dtype("u1"), (buffer.nbytes,), 0)[:] = 0xEE  # Somebody else has it now.
-        self.buffer = made.device.allocate_staging(size)
-        kept.append(self.buffer)
-        return self.buffer.address
-
-    user.give(rows(8, 16))
-    type(user.allocators["positives"]).reallocate_output_async = elsewhere
-    same(user.run(stream), made.spec.expected(user.arrays))
-    assert len(kept) == 2
 
 
 @pytest.mark.parametrize("which", [1, 2], ids=["the guess", "in the middle"])
@@ -349,73 +202,6 @@ def test_an_output_allocator_of_which_nobody_hears(bench, method, does, said):
     with violated(made, said):
         user.context.execute_async_v3(stream.handle)
     assert wait(made.device, stream) is None
-
-
-@pytest.mark.parametrize("version", ["11.4.0.106", "8.6.1.6"])
-def test_an_older_output_allocator_is_asked_too(bench, version):
-    made = bench(EngineSpec(data_dependent=True), start=False, version=version)
-    made.engine = made.load(made.spec, version=version)
-
-    class Older(made.trt.IOutputAllocator):
-        def __init__(self):
-            made.trt.IOutputAllocator.__init__(self)
-            if version.startswith("8."):
-                # Not called, whatever it is.
-                self.reallocate_output_async = None
-
-        def reallocate_output(self, tensor_name, memory, size, alignment):
-            self.buffer = made.device.allocate(size)
-            return self.buffer.address
-
-        def notify_shape(self, tensor_name, shape):
-            self.shape = tuple(shape)
-
-    user = User(made, context=made.engine.create_execution_context()).give(rows(4, 16))
-    older = user.allocators["positives"] = Older()
-    assert user.context.set_output_allocator("positives", older)
-    assert user.context.get_output_allocator("positives") is older
-    same(user.run(), made.spec.expected(user.arrays))
-
-
-def test_any_output_can_have_an_allocator(bench):
-    made = bench()
-    user = made.user().give(rows(4, 16))
-    allocator = make_output_allocator(made)
-    assert user.context.set_tensor_address("output", 0)
-    assert user.context.set_output_allocator("output", allocator)
-    stream = made.stream()
-    assert user.context.execute_async_v3(stream.handle)
-    assert wait(made.device, stream) is None
-    assert allocator.shape == (4, 16)
-    same(
-        {"output": allocator.buffer.array(np.dtype("float32"), (4, 16), 0)},
-        made.spec.expected(user.arrays),
-    )
-    assert not user.context.set_output_allocator("input", allocator)
-    assert user.context.set_output_allocator("output", None)
-    assert user.context.get_output_allocator("output") is None
-
-
-def test_settings_without_effect_are_kept(bench):
-    made = bench()
-    context = made.user().context
-    context.name = "first"
-    context.debug_sync = True
-    context.enqueue_emits_profile = False
-    context.persistent_cache_limit = 1 << 20
-    context.temporary_allocator = made.allocator
-    context.nvtx_verbosity = made.trt.ProfilingVerbosity.NONE
-    assert context.name == "first"
-    assert context.debug_sync
-    assert not context.enqueue_emits_profile
-    assert context.persistent_cache_limit == 1 << 20
-    assert context.temporary_allocator is made.allocator
-    assert context.nvtx_verbosity == made.trt.ProfilingVerbosity.NONE
-    context.nvtx_verbosity = made.trt.ProfilingVerbosity.DETAILED
-    assert context.nvtx_verbosity == made.trt.ProfilingVerbosity.NONE
-    assert "NvtxVerbosity" in made.recorder.last()[1]
-    assert context.set_input_consumed_event(0)
-    assert context.get_input_consumed_event() == 0
 
 
 @pytest.mark.parametrize("there", [None, 1 << 20])
@@ -464,39 +250,6 @@ def test_an_enqueue_without_shapes(bench):
     assert user.context.set_optimization_profile_async(1, stream.handle)
     assert wait(made.device, stream) is None
     refused(made, user.context, "allInputDimensionsSpecified(routine). Missing: input")
-
-
-@pytest.mark.parametrize("name", ["input", "output"])
-def test_an_enqueue_without_an_address(bench, name):
-    made = bench()
-    user = made.user().give(rows(4, 16))
-    user.run()
-    user.context.set_tensor_address(name, 0)
-    refused(made, user.context, f"None is set for {name} {name}.")
-
-
-def test_an_enqueue_without_the_allocator_that_stood_in_for_an_address(bench):
-    made = bench()
-    user = made.user().give(rows(4, 16))
-    allocator = make_output_allocator(made)
-    user.context.set_tensor_address("output", 0)
-    user.context.set_output_allocator("output", allocator)
-    stream = made.stream()
-    assert user.context.execute_async_v3(stream.handle)
-    assert wait(made.device, stream) is None
-    user.context.set_output_allocator("output", None)
-    refused(made, user.context, "None is set for output output.")
-
-
-def test_an_enqueue_without_enqueue_memory(bench):
-    made = bench()
-    strategy = made.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-    user = made.user().give(rows(4, 16))
-    bare = made.engine.create_execution_context(strategy)
-    assert bare.set_input_shape("input", (4, 16))
-    for name in ("input", "output"):
-        bare.set_tensor_address(name, user.context.get_tensor_address(name))
-    refused(made, bare, "getDeviceMemory() != nullptr")
 
 
 # What raises
@@ -569,16 +322,6 @@ def test_memory_that_overlaps(bench):
             user.context.execute_async_v3(made.stream().handle)
 
 
-def test_two_inputs_may_be_the_same_memory(bench):
-    made = bench(EngineSpec(inputs=(TensorIO("a"), TensorIO("b"))))
-    x = rows(4, 16)
-    user = made.user().give({"a": x, "b": x})
-    user.context.set_tensor_address("b", user.context.get_tensor_address("a"))
-    user.run()
-    user.check()
-    assert made.trt.violations() == ()
-
-
 def test_a_stream_of_nobody(bench):
     made = bench()
     user = made.user().give(rows(4, 16))
@@ -614,20 +357,6 @@ def test_an_enqueue_while_another_is_pending_on_another_stream(bench):
     assert wait(made.device, first) is None
     assert user.context.execute_async_v3(second.handle)
     assert wait(made.device, second) is None
-
-
-def test_an_enqueue_before_the_profile_is_there(bench):
-    made = bench(EngineSpec(profiles=TWO_PROFILES), device=LatchDevice())
-    user = made.user()
-    first, second = made.stream(), made.stream()
-    assert user.context.set_optimization_profile_async(1, first.handle)
-    user.give(rows(60, 16))
-    with violated(made, "switch to profile 1 is pending on stream"):
-        user.context.execute_async_v3(second.handle)
-    assert user.context.execute_async_v3(first.handle)
-    made.device.open()
-    assert wait(made.device, first) is None
-    user.check()
 
 
 def test_a_context_that_two_threads_use_at_once(bench):

@@ -18,19 +18,6 @@ def bench():
     assert made.trt.violations() == ()
 
 
-def test_an_enqueue_that_is_refused(bench):
-    user, stream = bench.user().give(rows(4, 16)), bench.stream()
-    bench.trt.fail_next("enqueue", 2)
-    for _ in range(2):
-        assert not user.context.execute_async_v3(stream.handle)
-    code, said = bench.recorder.last()
-    assert code == bench.trt.ErrorCodeTRT.FAILED_EXECUTION
-    assert said.startswith("IExecutionContext::enqueueV3: Error Code 7: ")
-    # Nothing was put on the stream, and the next one works.
-    user.run(stream)
-    user.check()
-
-
 def test_a_batch_that_hangs_until_it_is_released(bench):
     users = [bench.user().give(rows(4, 16, seed=seed)) for seed in (1, 2)]
     streams = [bench.stream(), bench.stream()]

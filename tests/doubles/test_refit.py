@@ -68,16 +68,6 @@ def test_a_recorder_and_a_parser():
         bench.trt.OnnxParserRefitter(refitter, bench.logger)
 
 
-def test_an_engine_that_is_gone(onnx):
-    bench = Bench(STRIPPED)
-    refitter = refitter_of(bench)
-    bench.engine = None
-    gc.collect()
-    assert bench.trt.violations() == ("an engine was destroyed before its refitter",)
-    with pytest.raises(ViolationError):
-        refitter.get_all_weights()
-
-
 def test_a_batch_in_flight(onnx):
     bench = Bench(EngineSpec(refittable=True), device=LatchDevice())
     refitter = refitter_of(bench)

@@ -64,11 +64,6 @@ class TestCompiling:
         stream.end_capture().close()
         bench.close()
 
-    def test_whether_it_can_be_captured(self):
-        for spec, can in ((EngineSpec(), True), (EngineSpec(capturable=False), False)):
-            bench = Bench(spec, flavour=RTX)
-            assert bench.user().context.is_stream_capturable(bench.stream().handle) == can
-
 
 def test_plans_of_the_other_kind():
     bench = Bench(flavour=RTX)

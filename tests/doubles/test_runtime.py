@@ -2,17 +2,12 @@
 
 import dataclasses
 import gc
-import struct
-import threading
 
 import pytest
 
 from tests.doubles.support import (
     Bench,
-    make_allocator,
     make_logger,
-    make_output_allocator,
-    make_recorder,
     rows,
 )
 from tests.doubles.tensorrt import (
@@ -22,17 +17,6 @@ from tests.doubles.tensorrt import (
     double_lean_runtime,
     double_plan,
 )
-
-TWO_PROFILES = (
-    {"input": ((1, 16), (2, 16), (4, 16))},
-    {"input": ((1, 16), (16, 16), (64, 16))},
-)
-
-
-def test_a_plan_begins_as_real_ones_do():
-    plan = double_plan(EngineSpec(), version="11.4.0.106")
-    tag, zero, two, size, *version = struct.unpack_from("<4sIQQ4B", plan)
-    assert (tag, zero, two, size, version) == (b"ftrt", 0, 2, len(plan), [11, 4, 0, 106])
 
 
 def test_an_engine_says_what_its_plan_says():
@@ -86,68 +70,6 @@ def test_a_shape_tensor_and_an_odd_type_can_be_looked_at_and_do_not_run():
         assert bench.trt.violations() == ()
 
 
-def just_a_header(more=0):
-    """Return a plan whose header says that it ends there, or after some zeros."""
-    plan = bytearray(double_plan(EngineSpec())[:64] + bytes(more))
-    struct.pack_into("<Q", plan, 16, len(plan))
-    return bytes(plan)
-
-
-REFUSED = [
-    (b"", "Magic tag does not match"),
-    (b"\x08\x07onnx" * 100, "Magic tag does not match"),
-    (double_plan(EngineSpec())[:40], "Magic tag does not match"),
-    (just_a_header(), "Plan is corrupt"),
-    (just_a_header() + bytes(3), "Plan size does not match. Note: Size in header: 64, Size of buffer: 67"),
-    (just_a_header(3), "Plan is corrupt"),
-    (just_a_header(4), "Plan is corrupt"),
-    (double_plan(EngineSpec())[:-9], "Plan size does not match. Note: Size in header: "),
-    (double_plan(EngineSpec())[:-9] + b"123456789", "Plan is corrupt"),
-    (
-        double_plan(EngineSpec(), version="11.3.0.1"),
-        (
-            "Serialization assertion stdVersionRead == kSERIALIZATION_VERSION failed.Version tag does not "
-            "match. Note: Current Version: 236, Serialized Engine Version: 232"
-        ),
-    ),
-    (
-        double_plan(EngineSpec(), compute_capability=(8, 6)),
-        "incompatible device, expecting compute 9.0 got compute 8.6, please rebuild.",
-    ),
-    (
-        double_plan(EngineSpec(version_compatible=True), version="10.9.0.34"),
-        "host executable code, and engineHostCodeAllowed is false",
-    ),
-    (
-        double_plan(EngineSpec(version_compatible=True), version="12.0.0.1"),
-        "Version tag does not match",
-    ),
-    (
-        double_plan(EngineSpec(version_compatible=True, excludes_lean_runtime=True), version="10.9.0.34"),
-        "old deserialization call on a newer plan file",
-    ),
-]
-
-
-@pytest.mark.parametrize(("plan", "said"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_plan_that_does_not_fit_is_refused_and_the_recorder_is_told(plan, said):
-    bench = Bench(start=False)
-    assert bench.runtime.deserialize_cuda_engine(plan) is None
-    code, message = bench.recorder.last()
-    assert message.startswith(f"IRuntime::deserializeCudaEngine: Error Code {code.value}: ")
-    assert said in message
-    assert bench.logger.errors() == []
-    assert bench.allocator.held == {}
-
-
-def test_without_a_recorder_the_logger_is_told():
-    bench = Bench(start=False)
-    bench.runtime.error_recorder = None
-    assert bench.runtime.error_recorder is None
-    assert bench.runtime.deserialize_cuda_engine(b"nothing") is None
-    assert "Magic tag" in bench.logger.errors()[0]
-
-
 def test_what_fits_is_taken():
     bench = Bench(start=False)
     assert bench.load(EngineSpec(hardware_compatibility="AMPERE_PLUS"), compute_capability=(8, 0))
@@ -165,76 +87,6 @@ def test_what_fits_is_taken():
     assert before.load(EngineSpec(version_compatible=True), version="8.5.1.6") is None
 
 
-def test_another_version_can_be_loaded_from_a_file(tmp_path):
-    bench = Bench(start=False)
-    library = tmp_path / "libnvinfer_lean.so.10"
-    library.write_bytes(double_lean_runtime("10.9.0.34"))
-    spec = EngineSpec(version_compatible=True, excludes_lean_runtime=True)
-    shim = bench.runtime.load_runtime(str(library))
-    assert shim.deserialize_cuda_engine(double_plan(spec, version="10.9.0.34")).name == spec.name
-    assert bench.runtime.load_runtime(str(tmp_path / "missing.so")) is None
-    assert "Unable to load" in bench.recorder.last()[1]
-
-
-def test_loggers_are_called_from_other_threads_too():
-    bench = Bench(start=False)
-    threads = set()
-    log = type(bench.logger).log
-    type(bench.logger).log = lambda self, severity, msg: (
-        threads.add(threading.get_ident()),
-        log(self, severity, msg),
-    )
-    assert bench.load(EngineSpec())
-    assert threads - {threading.get_ident()}
-
-
-def test_weights_come_from_the_allocator_and_go_back():
-    bench = Bench(EngineSpec(weights_nbytes=10_000))
-    assert [buffer.nbytes for buffer in bench.allocator.held.values()] == [10_240]
-    bench.engine = None
-    gc.collect()
-    assert bench.allocator.held == {}
-    assert bench.trt.violations() == ()
-
-
-def test_memory_of_contexts_comes_from_the_allocator_and_goes_back():
-    bench = Bench(EngineSpec(persistent_nbytes=1000))
-    weights = len(bench.allocator.held)
-    managed = bench.engine.create_execution_context(bench.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-    assert sorted(buffer.nbytes for buffer in bench.allocator.held.values()) == [1024, 4096]
-    own = bench.engine.create_execution_context()
-    assert sum(buffer.nbytes for buffer in bench.allocator.held.values()) == (
-        4096 + 2 * 1024 + bench.engine.device_memory_size_v2
-    )
-    del managed, own
-    gc.collect()
-    assert len(bench.allocator.held) == weights
-
-
-def test_without_an_allocator_the_device_gives_memory():
-    bench = Bench(start=False)
-    bench.runtime.gpu_allocator = None
-    held = bench.device.memory().held_nbytes
-    engine = bench.load(EngineSpec())
-    assert bench.device.memory().held_nbytes == held + 4096
-    del engine
-    gc.collect()
-    assert bench.device.memory().held_nbytes == held
-
-
-def test_an_allocator_that_refuses_makes_it_fail():
-    bench = Bench(EngineSpec(persistent_nbytes=1000))
-    bench.allocator.refuse = True
-    assert bench.load(EngineSpec()) is None
-    assert bench.recorder.last() == (
-        bench.trt.ErrorCodeTRT.INTERNAL_ERROR,
-        "IRuntime::deserializeCudaEngine: Error Code 2: OutOfMemory (Requested size was 4096 bytes.)",
-    )
-    with pytest.raises(ViolationError, match="segmentation fault"):
-        bench.engine.create_execution_context()
-    assert len(bench.allocator.held) == 1
-
-
 def test_an_allocator_without_its_methods_makes_it_fail():
     bench = Bench(start=False)
     bench.allocator = bench.trt.IGpuAllocator()
@@ -249,24 +101,6 @@ def test_an_allocation_that_is_not_aligned_is_a_violation():
     bench = Bench(start=False)
     type(bench.allocator).allocate = lambda self, size, alignment, flags: 1 << 20 | alignment // 2
     with pytest.raises(ViolationError, match="not aligned to 256"):
-        bench.load(EngineSpec())
-
-
-def test_an_allocator_that_raises_refuses():
-    bench = Bench(start=False)
-
-    def fail(self, size, alignment, flags):
-        raise MemoryError("no memory today")
-
-    type(bench.allocator).allocate = fail
-    assert bench.load(EngineSpec()) is None
-    assert "Error Code 2: OutOfMemory" in bench.recorder.last()[1]
-
-
-def test_memory_is_refused_with_0_and_not_with_none():
-    bench = Bench(start=False)
-    type(bench.allocator).allocate = lambda self, size, alignment, flags: None
-    with pytest.raises(ViolationError, match="refuse memory with 0"):
         bench.load(EngineSpec())
 
 
@@ -287,17 +121,6 @@ def test_weights_can_be_streamed():
     engine.weight_streaming_budget_v2 = 32 << 10
     assert engine.weight_streaming_budget_v2 == 0
     assert "no active IExecutionContext" in bench.recorder.last()[1]
-    bench.close()
-
-
-def test_engines_outlive_their_runtime():
-    bench = Bench()
-    bench.runtime = None
-    gc.collect()
-    user = bench.user().give(rows(4, 16))
-    user.run()
-    user.check()
-    assert bench.trt.violations() == ()
     bench.close()
 
 
@@ -331,38 +154,6 @@ def test_the_first_logger_is_that_of_the_library():
     gc.collect()
     with pytest.raises(ViolationError, match="passed first was destroyed"):
         runtime.deserialize_cuda_engine(double_plan(EngineSpec()))
-
-
-def test_once_there_is_no_runtime_another_logger_is_the_first():
-    bench = Bench()
-    bench.engine = bench.runtime = bench.logger = None
-    gc.collect()
-    logger = make_logger(bench.trt)
-    runtime = bench.trt.Runtime(logger)
-    assert logger.errors() == []
-    assert runtime.deserialize_cuda_engine(double_plan(EngineSpec())) is not None
-    assert bench.trt.violations() == ()
-
-
-def test_memory_of_an_allocator_that_is_gone_is_noted():
-    bench = Bench(EngineSpec())
-    bench.allocator.held.clear()
-    bench.allocator = None
-    bench.engine = None
-    gc.collect()
-    assert "was destroyed before" in bench.trt.violations()[0]
-
-
-def test_who_creates_hands_the_recorder_on():
-    bench = Bench()
-    own = make_recorder(bench.trt)
-    bench.engine.error_recorder = own
-    assert bench.engine.error_recorder is own
-    context = bench.engine.create_execution_context()
-    assert context.error_recorder is own
-    assert not context.set_input_shape("nothing", (1, 16))
-    assert len(own.errors) == 1
-    assert bench.recorder.errors == []
 
 
 def test_names_and_profiles_that_are_not_there_are_reported():
@@ -423,19 +214,6 @@ def test_memory_can_be_refused_on_demand(what, where):
     assert bench.engine.create_execution_context()
 
 
-def test_two_doubles_have_nothing_in_common():
-    one, other = Bench(), Bench(version="10.9.0.34")
-    assert one.trt.Runtime is not other.trt.Runtime
-    assert other.trt.__version__ == "10.9.0.34"
-    one.trt.fail_next("context-memory")
-    assert other.engine is None
-    logger, allocator = make_logger(other.trt), make_allocator(other.trt, other.device)
-    runtime = other.trt.Runtime(logger)
-    runtime.gpu_allocator = allocator
-    engine = runtime.deserialize_cuda_engine(double_plan(EngineSpec(), version="10.9.0.34"))
-    assert engine.create_execution_context()
-
-
 def old_engine(spec=None, **kw):
     """An engine of 8.6 under 10.16, with its own lean runtime."""
     bench = Bench(start=False, version="10.16.1.11", **kw)
@@ -443,26 +221,6 @@ def old_engine(spec=None, **kw):
     spec = dataclasses.replace(spec or EngineSpec(), version_compatible=True)
     bench.engine, bench.spec = bench.load(spec, version="8.6.1.6"), spec
     return bench
-
-
-def test_an_older_engine_answers_0_to_later_calls_and_reports_it():
-    bench = old_engine()
-    engine, strategy = bench.engine, bench.trt.ExecutionContextAllocationStrategy
-    assert engine.device_memory_size_v2 == 0
-    assert "getDeviceMemorySizeV2 is only supported from TensorRT 10.1 onwards" in bench.recorder.last()[1]
-    assert engine.get_device_memory_size_for_profile_v2(0) == 0
-    assert "getDeviceMemorySizeForProfileV2 is only supported" in bench.recorder.last()[1]
-    held = bench.device.memory().held_nbytes
-    context = engine.create_execution_context(strategy.USER_MANAGED)
-    needed = bench.device.memory().held_nbytes - held
-    assert needed == engine.device_memory_size > 0, "which it allocates without a word"
-    arena = bench.device.allocate(needed)
-    context.set_device_memory(arena.address, needed)
-    assert "setDeviceMemoryV2 is only supported" in bench.recorder.last()[1]
-    assert context.update_device_memory_size_for_shapes() == 0
-    context.device_memory = arena.address
-    assert "not created with createExecutionContextWithoutDeviceMemory" in bench.recorder.last()[1]
-    assert bench.trt.violations() == ()
 
 
 def test_an_older_engine_crashes_in_the_call_that_the_later_one_replaced():
@@ -474,44 +232,6 @@ def test_an_older_engine_crashes_in_the_call_that_the_later_one_replaced():
     later = Bench(version="10.16.1.11", start=False)
     engine = later.load(EngineSpec(), version="10.16.1.11")
     assert engine.get_device_memory_size_for_profile(0) == engine.device_memory_size > 0
-
-
-def test_older_engines_share_memory_that_has_no_size():
-    bench = old_engine(EngineSpec(profiles=TWO_PROFILES))
-    held = bench.device.memory().held_nbytes
-    contexts = [bench.engine.create_execution_context_without_device_memory() for _ in range(2)]
-    assert bench.device.memory().held_nbytes == held
-    arena = bench.device.allocate(bench.engine.device_memory_size)
-    stream = bench.stream()
-    for context in contexts:
-        user = bench.user(context=context, arena=arena)
-        context.device_memory = arena.address
-        for address in (0, arena.address + 256):
-            context.device_memory = address
-        assert "must be aligned on 512 byte boundary" in bench.recorder.last()[1]
-        user.give(rows(4, 16)).run(stream)
-        user.check()
-    assert len(bench.recorder.errors) == 4
-    assert bench.trt.violations() == ()
-
-
-def test_older_engines_need_memory_too():
-    bench = old_engine()
-    user = bench.user(context=bench.engine.create_execution_context_without_device_memory(), arena=None)
-    user.give(rows(4, 16))
-    assert not user.context.execute_async_v3(bench.stream().handle)
-    assert "getDeviceMemory() != nullptr" in bench.recorder.last()[1]
-
-
-def test_an_older_engine_with_a_callback_that_a_later_library_passes_on_wrongly():
-    bench = old_engine()
-    user = bench.user(context=bench.engine.create_execution_context(), arena=None).give(rows(4, 16))
-    with pytest.raises(ViolationError, match="error_recorder is set to None"):
-        user.context.error_recorder = None
-    allocator = make_output_allocator(bench)
-    assert user.context.set_output_allocator("output", allocator)
-    with pytest.raises(ViolationError, match="executes with an output allocator for 'output'"):
-        user.context.execute_async_v3(bench.stream().handle)
 
 
 def test_the_newest_library_has_the_older_calls_no_more_and_crashes_on_a_lean_runtime_of_8(tmp_path):

@@ -111,10 +111,13 @@ def valid_request(rng):
         return raw, ("POST", 200, values)
     if kind == 3:
         return request("/v2/health/live"), ("GET", 200, None)
-    if kind == 4:
-        return request("/v2", method="HEAD"), ("HEAD", 200, None)
-    if kind == 5:
-        return request("/v2/models/none"), ("GET", 404, None)
+    if kind in (4, 5):
+        return rng.choice(
+            [
+                (request("/v2", method="HEAD"), ("HEAD", 200, None)),
+                (request("/v2/models/none"), ("GET", 404, None)),
+            ]
+        )
     if kind == 8:
         body = rng.choice((b"{}", b'{"instances":[["a",{},[]]]}', b'{"instances":[]}', b'{"inputs":{"x":1}}'))
         return request(PREDICT, body), ("POST", 400, None)
@@ -123,6 +126,8 @@ def valid_request(rng):
         return request(PREDICT, b'{"instances":[[%d,%d,%d,%d]]}' % ((value,) * 4)), ("POST", 200, None)
     if kind == 6:
         return request(INFER, b"{}", X_Filler="y" * rng.choice((1, 900))), ("POST", 400, None)
+    if rng.random() < 0.5:
+        return request("/v2/repository/index", b'{"ready":true}'), ("POST", 200, None)
     return request("/v2/models/double/stats", method="GET"), ("GET", 200, None)
 
 
@@ -231,6 +236,86 @@ def mutated(rng, raw):
     return bytes(raw).replace(b"HEAD", b"READ")
 
 
+ODD_HEADERS = {
+    "Content-Length": "-1 0 1 99999999999999999999 1e3 0x10 +5 5,5 1_0 2097152",
+    "Transfer-Encoding": "chunked gzip,chunked chunked,gzip x",
+    "Content-Encoding": "gzip deflate br gzip,gzip \xff",
+    "Accept-Encoding": "gzip * gzip;q=0 \xff ;;,,",
+    "Inference-Header-Content-Length": f"0 -1 1 {'9' * 18} {'9' * 30} x",
+    "Connection": "close keep-alive Upgrade x close,Upgrade",
+    "Upgrade": "websocket h2c WebSocket,h2c TLS/1.0",
+    "Sec-WebSocket-Version": "13 12 x -1",
+    "Sec-WebSocket-Key": f"{KEY} x \xff\xfe",
+    "Sec-WebSocket-Protocol": "asynctrt bearer.x \xff ,,",
+    "Sec-WebSocket-Extensions": "permessage-deflate ;; \xff",
+    "Origin": "http://[ http://t null http://[::1 \xff //[",
+    "Expect": "100-continue 200-ok",
+    "Host": "a,b [ \xff",
+    "Accept": "application/openmetrics-text */*;q=x \xff ;,;",
+    "If-None-Match": "*",
+    "Authorization": "Bearer \xff",
+    "X": "a\rb a\nb",
+    "X Y": "z",
+    "X\0": "z",
+    "": "y",
+}
+ODD_PATHS = [
+    *(
+        "/v2/models/double/infer",
+        "/v2/",
+        "/",
+        "*",
+        "",
+        "//",
+        "/v2/ws",
+        "/v2/models/double/ws",
+        "/metrics",
+        "t:80",
+    ),
+    *(
+        "/v2/models/double/versions//infer",
+        "/v2/models//infer",
+        "/v2/models/%00/infer",
+        "/v2/models/%ff/stats",
+    ),
+    *(
+        "/v2/models/double/versions/\xc2\xb2/infer",
+        "http://[/v2",
+        "http://t/v2",
+        "/v2/repository/index",
+        "?",
+        "/%",
+    ),
+    *("/v2/repository/models//load", "/v2/health/live?x", "/dashboard/data", "/dashboard/recent?x=1", "/v2#"),
+    *("/v2/systemsharedmemory/status", "/v2/trace/setting", "/" + "%ff" * 100, "/\xff\xfe", "/a b", "/\0"),
+]
+METHODS = ("GET", "POST", "PUT", "HEAD", "OPTIONS", "CONNECT", "TRACE", "PRI", "get", "M-SEARCH", "")
+VERSIONS = ("HTTP/1.0", "HTTP/2.0", "HTTP/0.9", "HTTP/1.10", "HTTP", "RTSP/1.0", "")
+
+
+def odd_request(rng):
+    """Return a request of which a header, the path, the method or the version is odd."""
+    raw = valid_request(rng)[0] if rng.random() < 0.7 else handshake()
+    head, _, body = raw.partition(b"\r\n\r\n")
+    (method, path, version), headers = head.split(b"\r\n")[0].split(b" "), head.split(b"\r\n")[1:]
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        name = rng.choice(list(ODD_HEADERS))
+        line = f"{name}: {rng.choice(['', *ODD_HEADERS[name].split(' ')])}".encode("latin-1")
+        if rng.random() < 0.4:
+            headers[rng.randrange(len(headers))] = line
+        else:
+            headers.insert(rng.randint(0, len(headers)), line)
+    if rng.random() < 0.4:
+        path = rng.choice(ODD_PATHS).encode("latin-1")
+    if rng.random() < 0.2:
+        method = rng.choice(METHODS).encode()
+    if rng.random() < 0.1:
+        version = rng.choice(VERSIONS).encode()
+    # Which answers have no body is known of valid requests alone.
+    line = b" ".join((method, path, version)).replace(b"HEAD", b"READ")
+    return b"\r\n".join([line, *headers, b"", body])
+
+
 def pieces_of(rng, raw):
     """Return the bytes in pieces."""
     how = rng.randrange(5)
@@ -263,9 +348,11 @@ class Script:
             self.is_valid = True
             frames, self.due_values = messages(rng)
             raw = handshake() + frames
-        elif kind < 7:
+        elif kind < 6:
             made = [valid_request(rng)[0] for _ in range(rng.choice((1, 2, 3, 6)))]
             raw = mutated(rng, b"".join(made))
+        elif kind == 6:
+            raw = b"".join([odd_request(rng) for _ in range(rng.choice((1, 1, 2, 3)))])
         elif kind == 7:
             raw = handshake() + mutated(rng, messages(rng)[0])
         elif kind == 8:

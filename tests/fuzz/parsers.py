@@ -100,12 +100,13 @@ def check_http(raw, sizes):
 class Library:
     """What the library makes of bytes: frames, messages, and how it ended."""
 
-    def __init__(self):
-        self.protocol = ServerProtocol(max_size=NBYTES_MAX)
+    def __init__(self, max_size=NBYTES_MAX):
+        self.protocol = ServerProtocol(max_size=max_size)
         self.protocol.state = State.OPEN
         self.protocol.parser = self.protocol.parse()
         next(self.protocol.parser)
         self.messages = []
+        self.largest = 0
         self._pieces = []
 
     def feed(self, data):
@@ -115,6 +116,7 @@ class Library:
             if frame.opcode >= Opcode.CLOSE:
                 self.messages.append((frame.opcode, bytes(frame.data)))
                 continue
+            self.largest = max(self.largest, len(frame.data))
             self._pieces.append(frame)
             if frame.fin:
                 data = b"".join([bytes(piece.data) for piece in self._pieces])

@@ -307,12 +307,6 @@ def test_what_is_padded_is_counted_as_it_is_then(shape, says):
 
 
 class TestRaw:
-    def test_one_row(self):
-        codec = JsonCodec("m", "1", [X], [Y])
-        call = codec.decode_raw(np.array([5, 6], np.float32).tobytes())
-        np.testing.assert_array_equal(call.inputs["x"], [[5, 6]])
-        assert [binary for _, binary in call.layout.outputs] == [True]
-
     def test_a_dynamic_row(self):
         call = JsonCodec("m", "1", [N], [Y]).decode_raw(np.arange(7, dtype=np.int32).tobytes())
         assert call.inputs["n"].tolist() == [list(range(7))]

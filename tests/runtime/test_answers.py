@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asynctrt.errors import InputError
-from asynctrt.runtime.answers import answer_error, deadline_error, typed_errors
+from asynctrt.runtime.answers import answer_error, deadline_error
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.request import Request
 from tests.models import rows
@@ -24,21 +24,6 @@ async def test_a_caller_who_has_gone_away_is_told_nothing():
     with pytest.raises(InputError, match="wrong"):
         await waiting
     assert gone.cancelled()
-
-
-def test_each_caller_gets_an_error_of_its_own():
-    requests = [make_request(rows(1, 2)), make_request(rows(3))]
-    cause = ValueError("no such value")
-    first, second = (make() for make in [typed_errors("'model'", requests, cause)] * 2)
-    assert first is not second
-    assert first.__cause__ is second.__cause__ is cause
-    assert str(first).startswith(
-        "'model' failed while it ran a batch of 3 rows from 2 requests: ValueError: no"
-    )
-    typed = InputError("typed already")
-    copied = typed_errors("'model'", requests, typed)()
-    assert copied is not typed
-    assert (type(copied), str(copied)) == (InputError, "typed already")
 
 
 def test_a_deadline_says_how_long_was_waited():

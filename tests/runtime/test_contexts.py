@@ -12,7 +12,7 @@ from asynctrt.devices.host import HostBuffer, HostDevice, HostStream
 from asynctrt.errors import DeviceError, DeviceMemoryError, ExecutionError, OptionsError, UsageError
 from asynctrt.runtime.contexts import SLABS_MAX, BatchEvents, PooledContext
 from asynctrt.runtime.slots import SlotSlab
-from asynctrt.runtime.staging import DeviceSource, RowSource, SlotRows, SlotSource, StagingBuffers
+from asynctrt.runtime.staging import DeviceSource, SlotRows, SlotSource, StagingBuffers
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.testing import LatchDevice
 from tests.models import double_model, rows, sequence_onnx
@@ -203,13 +203,6 @@ def test_a_stream_that_does_not_end_keeps_the_context():
 
 class TestTheSourceOfABatch:
     """The pool makes the source that a batch's key asks for, in the slab of the batch's context."""
-
-    def test_rows_of_callers_are_gathered(self):
-        pool = make_pool()
-        source = pool.source(make_batch(make_request(rows(1)), context=1))
-        assert type(source) is RowSource
-        assert source.slab is source.inputs is pool.contexts[1].slab((), pool.layout)
-        pool.close(WAIT_S)
 
     def test_rows_of_slots_stay_in_their_slab(self):
         pool = make_pool()

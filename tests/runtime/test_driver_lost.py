@@ -215,23 +215,6 @@ class TestABatchThatHangs:
                     assert (await other.infer())["output"][0, 0] == 2 * value
             hanging.go.set()
 
-    async def test_what_is_queued_behind_it_is_served_by_the_others(self, skip, hanging):
-        async with opening(double_model(hanging, name="double"), contexts=2) as engine:
-            both = [send(engine, -1), send(engine, -2)]
-            await until(lambda: hanging.hung == 2)
-            queued = [send(engine, value) for value in range(5)]
-            await ticks()
-            assert engine.statistics().queued_requests == 5
-            hanging.go.set()
-            assert await ends(both + queued) == [-2, -4, 0, 2, 4, 6, 8]
-            hanging.go.clear()
-            hung = send(engine, -1)
-            await until(lambda: hanging.hung == 3)
-            skip(TIMEOUT_S + 1)
-            assert lost(await ends([hung]))
-            assert await ends([send(engine, value) for value in range(5)]) == [0, 2, 4, 6, 8]
-            hanging.go.set()
-
     async def test_large_batches_that_are_copied_off_the_loop_are_given_up_too(self, skip):
         model, dims = Hanging(), (COPY_ON_LOOP_NBYTES_MAX // 4 + 1,)
         async with opening(double_model(model, dims=dims)) as engine:
@@ -336,21 +319,6 @@ class TestAnArenaThatHangs:
 
 
 class TestWhenEverythingHangs:
-    async def test_the_engine_is_lost_and_says_so_at_once(self, skip, hanging, caplog):
-        async with opening(double_model(hanging, name="double"), contexts=3) as engine:
-            tasks = [send(engine, -value) for value in range(1, 10)]
-            await until(lambda: hanging.hung == 3)
-            assert engine.statistics().queued_requests == 6
-            skip(TIMEOUT_S + 1)
-            outcomes = await ends(tasks)
-            assert lost(outcomes)
-            assert ["did not end" in str(outcome) for outcome in outcomes] == [True] * 9
-            assert await refuses(engine, "no context of 'double' is left")
-            assert engine.statistics().contexts_quarantined == 3
-            assert engine.statistics().failed == 9
-            hanging.go.set()
-        assert engine.state == "closed"
-
     async def test_one_after_the_other(self, skip, hanging):
         async with opening(double_model(hanging, name="double"), contexts=3) as engine:
             for count in range(3):
@@ -590,18 +558,6 @@ class TestADeviceThatIsLost:
             await ticks()
             device.lose()
             device.release()
-            assert lost(await ends(tasks))
-
-    async def test_draining_ends(self, device, make):
-        async with opening(device.model(make), device) as engine:
-            tasks = [send(engine, value) for value in range(5)]
-            await until(lambda: device.held)
-            draining = asyncio.create_task(engine.drain())
-            await ticks()
-            device.lose()
-            device.open()
-            async with asyncio.timeout(WAIT_S):
-                await draining
             assert lost(await ends(tasks))
 
     @pytest.mark.parametrize("how", ["open", "held"])

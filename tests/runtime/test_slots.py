@@ -78,17 +78,6 @@ async def test_a_slot_that_is_written_slowly_is_left_behind_and_works_all_the_sa
             assert (await slow.infer())["output"][0, 0] == 10
 
 
-async def test_rows_that_were_given_up_are_left_out():
-    opening, device = latched()
-    async with opening as engine:
-        device.open()
-        async with engine.slot(rows=1) as one, engine.slot(rows=1), engine.slot(rows=1) as three:
-            one["input"][...] = rows(1)
-            three["input"][...] = rows(3)
-            results = await asyncio.gather(one.infer(), three.infer())
-            assert [result["output"][0, 0] for result in results] == [2, 6]
-
-
 async def test_a_slab_is_used_again_only_when_nobody_uses_it():
     opening, device = latched()
     async with opening as engine:

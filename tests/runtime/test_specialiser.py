@@ -130,7 +130,7 @@ async def test_what_cannot_be_built_is_not_tried_for_ever(path, way, said, caplo
     caplog.set_level(logging.INFO)
     # Enough good ones for the shapes of outputs to be known.
     ways = ("good", way, *[way] * 3) if way == "wrong" else (way,)
-    times = {"wrong": {"change_s": 0.003}, "waits": {"batch_s": 0.005}}.get(way, {})
+    times = {"wrong": {"change_s": 0.003}, "waits": {"batch_s": 0.02}}.get(way, {})
     model = SpecialisedSessions(path, ways=ways, **times)
     async with opened(model) as engine:
         length = 2

@@ -13,7 +13,6 @@ from playwright.async_api import async_playwright, expect
 
 import asynctrt
 from asynctrt.errors import ModelError
-from asynctrt.serving import dashboard
 from asynctrt.serving.api import Api
 from asynctrt.serving.dashboard import FILES, RECENT, STATIC, dashboard_pages
 from asynctrt.serving.metrics import Metrics
@@ -244,9 +243,7 @@ class TestPages:
             assert sum(len(piece) for piece in (await site.get("/dashboard/recent")).body) < 8_000
 
 
-PAINTED = """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height)
-    .data.some(Boolean)"""
-SCREENS = [("light", 1280, 900), ("dark", 1280, 900), ("light", 360, 800), ("dark", 360, 800)]
+SCREENS = [("light", 1280, 900), ("dark", 360, 800)]
 
 
 class TestInABrowser:
@@ -307,8 +304,6 @@ class TestInABrowser:
             assert f"{bound} rows: {count}" in labels[3]
         assert f"p99 {shown(figures['p99_ms'])}" in labels[1]
         assert "milliseconds" in labels[1]
-        for canvas in await page.locator(".plot canvas").all():
-            assert await canvas.evaluate(PAINTED)
 
     async def test_what_waits_and_what_runs(self, chromium):
         device = LatchDevice(concurrency=1)
@@ -336,32 +331,6 @@ class TestInABrowser:
             site.second()
             await shows(page, "#tiles-queued .value", "0")
             await shows(page, "#tiles-rate .value", "3")
-            assert not wrong
-
-    async def test_the_cursor_points_at_a_second_or_at_none(self, chromium):
-        async with (
-            asynctrt.open(double_model()) as engine,
-            Site(("double", engine)) as site,
-            browser(chromium) as (page, wrong),
-        ):
-            for count in range(1, 101):
-                if count % 2:
-                    await site.infer(1)
-                site.second()
-            await page.goto(site.url)
-            figure = page.locator("#charts figure").first
-            first = figure.locator(".key b").first
-            await expect(first).to_have_text("0", timeout=WAIT_MS)
-            plot = figure.locator(".u-over")
-            width = (await plot.bounding_box())["width"]
-            await plot.hover(position={"x": width * 0.1, "y": 20})
-            await expect(first).to_have_text("\u2013", timeout=WAIT_MS)
-            # The newest sample but one is a second before the end of five minutes.
-            await plot.hover(position={"x": width * (1 - 1 / 300), "y": 20})
-            await expect(first).to_have_text("1", timeout=WAIT_MS)
-            await expect(figure.locator("figcaption span")).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
-            await page.mouse.move(1, 1)
-            await expect(first).to_have_text("0", timeout=WAIT_MS)
             assert not wrong
 
     async def test_several_models_have_an_overview_whose_names_choose_one(self, chromium):
@@ -411,15 +380,6 @@ class TestInABrowser:
             answer = await site.api.respond("POST", path.encode(), {}, words[4].encode())
             assert (answer.status, json.loads(answer.body[0])) == (200, {"predictions": [[0, 0, 0, 0]]})
             assert not wrong
-
-    async def test_where_nothing_is_asked_there_is_no_line(self, chromium):
-        async with asynctrt.open(double_model()) as engine, Site(("double", engine)) as site:
-            site.api.pages.update(dashboard_pages(site.repository, site.sampler))
-            async with browser(chromium) as (page, _):
-                site.second()
-                await page.goto(site.url)
-                await is_there(page, "#model")
-                await is_there(page, "#ask", there=False)
 
     async def test_no_model_then_one_that_is_loaded(self, chromium):
         broken = True
@@ -559,32 +519,3 @@ class TestInABrowser:
                 while len(site.asked) < asked + 3:
                     await page.clock.run_for(1000)
             assert not wrong
-
-    async def test_it_can_be_read_without_seeing_it(self, chromium):
-        async with (
-            asynctrt.open(double_model()) as engine,
-            Site(("double", engine)) as site,
-            browser(chromium, 360, 800) as (page, _),
-        ):
-            await site.infer(1)
-            site.second()
-            await page.goto(site.url)
-            await is_there(page, "#model")
-            await expect(page.get_by_role("heading", level=1)).to_contain_text("asynctrt")
-            for name in ("double", "Server"):
-                await expect(page.get_by_role("heading", level=2, name=name)).to_be_visible()
-            await expect(page.get_by_role("table", name="Numbers")).to_be_visible()
-            await expect(page.get_by_role("rowheader", name="Latency p99")).to_be_visible()
-            await expect(page.get_by_role("img", name="Chart: Throughput (per second)")).to_be_visible()
-            unnamed = "inputs => inputs.filter(({ labels, hidden }) => !hidden && labels.length === 0).length"
-            assert await page.locator("input, select").evaluate_all(unnamed) == 0
-            assert await page.evaluate("document.documentElement.lang") == "en"
-
-
-async def test_the_pages_are_those_of_one_list():
-    assert set(dashboard_pages(Repository(), Sampler(Repository()))) == {
-        *dashboard.FILES,
-        "/dashboard/icon.svg",
-        "/dashboard/data",
-        "/dashboard/recent",
-    }

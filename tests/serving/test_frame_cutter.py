@@ -4,11 +4,10 @@ import random
 
 import pytest
 from websockets.frames import Frame, Opcode
-from websockets.protocol import State
-from websockets.server import ServerProtocol
 
 from asynctrt.serving import frame_cutter
 from asynctrt.serving.frame_cutter import FrameCutter
+from tests.fuzz.parsers import Library, masked
 
 MAX = 10_000
 
@@ -17,42 +16,6 @@ MAX = 10_000
 def small(monkeypatch):
     """Frames count as large from 40 bytes on."""
     monkeypatch.setattr(frame_cutter, "LARGE_NBYTES", 40)
-
-
-class Reader:
-    """What the library makes of bytes: messages with their opcodes, and how it ended."""
-
-    def __init__(self):
-        self.protocol = ServerProtocol(max_size=MAX)
-        self.protocol.state = State.OPEN
-        self.protocol.parser = self.protocol.parse()
-        next(self.protocol.parser)
-        self.messages = []
-        self.largest = 0
-        self._pieces = []
-
-    def feed(self, data):
-        if data:
-            self.protocol.receive_data(data)
-        for frame in self.protocol.events_received():
-            if frame.opcode >= 8:
-                self.messages.append((frame.opcode, bytes(frame.data)))
-                continue
-            self.largest = max(self.largest, len(frame.data))
-            self._pieces.append(frame)
-            if frame.fin:
-                data = b"".join(frame.data for frame in self._pieces)
-                self.messages.append((self._pieces[0].opcode, data))
-                self._pieces = []
-
-    @property
-    def said(self):
-        closing = self.protocol.close_sent
-        return self.messages, None if closing is None else closing.code
-
-
-def masked(opcode, data, *, fin=True):
-    return Frame(opcode, data, fin).serialize(mask=True)
 
 
 def in_pieces(dice, raw, most):
@@ -87,7 +50,7 @@ def test_messages_are_the_same_in_any_pieces(most):
             raw = bytearray(raw)
             raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
             raw = bytes(raw)
-        whole, cut, cutter = Reader(), Reader(), FrameCutter(MAX)
+        whole, cut, cutter = Library(MAX), Library(MAX), FrameCutter(MAX)
         for piece in in_pieces(dice, raw, most):
             whole.feed(piece)
             while piece:
@@ -109,7 +72,7 @@ def test_a_small_frame_that_comes_whole_is_passed_on_as_it_is(nbytes):
 
 def test_a_large_frame_is_read_in_pieces_as_it_comes():
     data = bytes(range(256)) * 20
-    raw, reader, cutter = masked(Opcode.BINARY, data), Reader(), FrameCutter(MAX)
+    raw, reader, cutter = masked(Opcode.BINARY, data), Library(MAX), FrameCutter(MAX)
     for start in range(0, len(raw), 500):
         reader.feed(cutter.feed(raw[start : start + 500]))
         assert cutter.is_between_frames == (start + 500 >= len(raw))
@@ -137,7 +100,7 @@ def test_a_head_of_which_a_part_has_come_is_not_between_frames(known):
     ids=["large", "unmasked", "two", "reserved", "continued"],
 )
 def test_what_the_library_refuses_is_left_to_it(raw, code):
-    whole, cut = Reader(), Reader()
+    whole, cut = Library(MAX), Library(MAX)
     whole.feed(raw)
     cut.feed(FrameCutter(MAX).feed(raw))
     assert cut.said == whole.said == ([], code)

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
 import socket as sockets
 import ssl
 from contextlib import AsyncExitStack
@@ -20,7 +19,7 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.serving.support import WAIT_S, address, connected, engine_of, request, serving
-from tests.serving.test_websocket import binary, read, text
+from tests.serving.test_websocket import binary, read
 from tests.serving.tls import certificate
 
 pytestmark = pytest.mark.anyio
@@ -37,27 +36,6 @@ def opened(server, path="/v2/ws", **kw):
 async def receive(socket):
     async with asyncio.timeout(WAIT_S):
         return read(await socket.recv())
-
-
-async def test_requests_and_answers():
-    async with serving() as server, opened(server) as socket:
-        for number in range(10):
-            await socket.send(binary(number, id=str(number)))
-            await socket.send(text(number + 1, id=f"text{number}"))
-        answers = [await receive(socket) for _ in range(20)]
-        values = {content["id"]: value for content, value in answers}
-        assert values == {
-            **{str(number): [2 * number] for number in range(10)},
-            **{f"text{number}": [2 * number + 2] for number in range(10)},
-        }
-
-
-async def test_one_model_by_its_path():
-    async with serving() as server:
-        for path in ("/v2/models/double/ws", "/v2/models/double/versions/1/ws"):
-            async with opened(server, path) as socket:
-                await socket.send(binary(2))
-                assert (await receive(socket))[1] == [4]
 
 
 async def test_fragmented_messages_and_pings():
@@ -163,20 +141,6 @@ async def test_tls(tmp_path):
             assert (await response.json())["name"] == "double"
     # The transport of a TLS connection ends a tick after its socket.
     await asyncio.sleep(0)
-
-
-async def test_a_client_that_hangs_up_cancels_what_it_has_asked():
-    device = LatchDevice(concurrency=1)
-    async with serving(engine={"device": device, "contexts": 1, "max_rows": 1}) as server:
-        engine = engine_of(server)
-        async with opened(server) as socket:
-            for number in range(5):
-                await socket.send(binary(number, id=str(number)))
-            await until(lambda: engine.statistics().queued_requests == 4)
-            socket.transport.abort()
-            await until(lambda: engine.statistics().cancelled == 5)
-        await until(lambda: server.api.in_flight == 0)
-        device.open()
 
 
 async def test_backpressure_holds_a_connection_and_no_other():
@@ -297,14 +261,6 @@ async def test_an_idle_connection_is_asked_and_then_closed(often):
         assert left == b"\x89\x00", "it was pinged, did not answer, and was cut"
         await alive.send(binary(1))
         assert (await receive(alive))[1] == [2]
-
-
-async def test_a_message_that_is_too_large():
-    async with serving(max_body=1000) as server, opened(server) as socket:
-        await socket.send(os.urandom(1001))
-        with pytest.raises(ConnectionClosed) as caught:
-            await receive(socket)
-        assert caught.value.rcvd.code == 1009
 
 
 async def test_text_that_is_no_utf_8():

@@ -2,14 +2,12 @@
 
 import asyncio
 import gc
-import logging
 import threading
 import tracemalloc
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 
 import grpc
-import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -30,7 +28,7 @@ from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
-from tests.models import double_model, failing_model, rows
+from tests.models import double_model, rows
 from tests.serving.support import settle_grpc
 from tests.serving.tls import certificate
 
@@ -225,47 +223,6 @@ class TestTritonsClients:
             assert answer.as_numpy("output").tolist() == rows(2 * int(number)).tolist()
             assert answer.get_response().parameters["triton_final_response"].bool_param
 
-    async def test_the_aio_clients_stream(self):
-        async def requests():
-            for number in range(5):
-                tensor = triton_input(rows(number), "FP32", kind=triton_aio)
-                yield {"model_name": "double", "inputs": [tensor], "request_id": str(number)}
-
-        async with serving() as served, triton_aio.InferenceServerClient(served.address) as client:
-            answers = {}
-            async for result, error in client.stream_infer(requests()):
-                assert error is None
-                answers[result.get_response().id] = result.as_numpy("output")[0, 0]
-        assert answers == {str(number): 2 * number for number in range(5)}
-
-    @pytest.mark.parametrize(
-        ("dtype", "datatype", "given"),
-        [
-            ("S16", "BYTES", np.array([[b"", b"a\0b"], [b"0123456789abcdef", "ü".encode()]], object)),
-            (np.bool_, "BOOL", np.array([[True, False]])),
-            (np.float16, "FP16", np.array([[0.5, -2]], np.float16)),
-            (ml_dtypes.bfloat16, "BF16", np.array([[0.5, -2]], ml_dtypes.bfloat16)),
-            (np.int64, "INT64", np.array([[2**62, -1]])),
-        ],
-        ids=["BYTES", "BOOL", "FP16", "BF16", "INT64"],
-    )
-    async def test_datatypes(self, dtype, datatype, given):
-        def copy(inputs, outputs):
-            outputs["output"][...] = inputs["input"]
-
-        model = FunctionModel(
-            copy, inputs=TensorSpec("input", dtype, (2,)), outputs=TensorSpec("output", dtype, (2,))
-        )
-
-        def infer(address):
-            with triton.InferenceServerClient(address) as client:
-                return client.infer("copy", [triton_input(given, datatype)]).as_numpy("output")
-
-        async with serving({"copy": model}) as served:
-            assert (await asyncio.to_thread(infer, served.address)).tolist() == given.tolist()
-            config = await served.ask("ModelConfig", pb.ModelConfigRequest(name="copy"))
-            assert config.config.input[0].data_type != 0
-
     async def test_typed_contents(self):
         message = pb.ModelInferRequest(model_name="double")
         tensor = message.inputs.add(name="input", datatype="FP32", shape=(1, 4))
@@ -273,67 +230,13 @@ class TestTritonsClients:
         async with serving() as served:
             assert values(await served.ask("ModelInfer", message)) == [2, 4, 6, 8]
 
-    async def test_names_and_versions(self):
-        def times(factor):
-            def function(inputs, outputs):
-                outputs["output"][...] = factor * inputs["input"]
-
-            return double_model(function)
-
-        names = ["a/b", "a b", "a.b", "a/versions/2", "größe"]
-        models = {(name, str(version)): times(version) for name in names for version in (2, 10)}
-        async with serving(models) as served:
-            for name in names:
-                for version, factor in (("", 10), ("2", 2), ("10", 10)):
-                    message = request(name=name)
-                    message.model_version = version
-                    answer = await served.ask("ModelInfer", message)
-                    assert values(answer) == [factor] * 4
-                    assert (answer.model_name, answer.model_version) == (name, str(factor))
-                assert await served.health(name) == "SERVING"
-            metadata = await served.ask("ModelMetadata", pb.ModelMetadataRequest(name="a/b"))
-            assert list(metadata.versions) == ["2", "10"]
-            ready = await served.ask("ModelReady", pb.ModelReadyRequest(name="a/b", version="3"))
-            assert not ready.ready
-
-    async def test_large_tensors(self):
-        model = double_model(dims=(1 << 20,))
-        async with serving({"double": model}, engine={"max_rows": 4}, max_grpc_message=32 << 20) as served:
-            answer = await served.ask("ModelInfer", request(1.5, shape=(6, 1 << 20)))
-            array = np.frombuffer(answer.raw_output_contents[0], np.float32)
-            assert array.shape == (6 << 20,)
-            assert (array == 3).all()
-
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("method", "body", "code", "says"),
-        [
-            ("ModelInfer", b"\xff", "INVALID_ARGUMENT", "not a ModelInferRequest"),
-            ("ModelInfer", b"\x0a\xff\x01a", "INVALID_ARGUMENT", "not a ModelInferRequest"),
-            ("ModelInfer", b"\x0a\x01\xff", "INVALID_ARGUMENT", "not a ModelInferRequest"),
+    async def test_a_bad_message_has_its_code(self):
+        broken = (b"\xff", b"\x0a\xff\x01a", b"\x0a\x01\xff")
+        cases = [
+            *(("ModelInfer", body, "INVALID_ARGUMENT", "not a ModelInferRequest") for body in broken),
             ("ModelInfer", b"", "NOT_FOUND", "unknown model ''"),
-            (
-                "ModelInfer",
-                request(name="missing"),
-                "NOT_FOUND",
-                "'missing'; known models: 'double'",
-            ),
-            (
-                "ModelInfer",
-                pb.ModelInferRequest(model_name="double"),
-                "INVALID_ARGUMENT",
-                "missing: ['input']",
-            ),
-            (
-                "ModelInfer",
-                pb.ModelInferRequest(model_name="double", model_version="7"),
-                "NOT_FOUND",
-                "unknown version '7'",
-            ),
-            ("ModelInfer", request(shape=(1, 3)), "INVALID_ARGUMENT", "takes shape (rows, 4)"),
-            ("ModelInfer", request(shape=(0, 4)), "INVALID_ARGUMENT", "no rows"),
-            ("ModelInfer", request(timeout=-1), "INVALID_ARGUMENT", "timeout"),
             ("ModelMetadata", pb.ModelMetadataRequest(name="x"), "NOT_FOUND", "unknown model 'x'"),
             ("ModelConfig", pb.ModelConfigRequest(name="x"), "NOT_FOUND", "unknown model 'x'"),
             ("ModelStatistics", pb.ModelStatisticsRequest(name="x"), "NOT_FOUND", "unknown model 'x'"),
@@ -341,14 +244,12 @@ class TestErrors:
             ("RepositoryModelLoad", b"", "INVALID_ARGUMENT", "--model-control"),
             ("NoSuchMethod", b"", "UNIMPLEMENTED", ""),
             *((name, b"", "UNIMPLEMENTED", name) for name in UNSUPPORTED),
-        ],
-    )
-    async def test_a_bad_message_has_its_code(self, method, body, code, says):
+        ]
         async with serving() as served:
-            body = body if isinstance(body, bytes) else body.SerializeToString()
-            found, details = await fails(served.unary(method)(body))
-            assert found == code
-            assert says in details
+            for method, body, code, says in cases:
+                body = body if isinstance(body, bytes) else body.SerializeToString()
+                found, details = await fails(served.unary(method)(body))
+                assert (found, says in details) == (code, True), (method, body)
             # And the next one is answered as if nothing had been.
             assert values(await served.ask("ModelInfer", request())) == [2] * 4
 
@@ -367,66 +268,6 @@ class TestErrors:
         assert "takes shape" in errors["b"]
         assert errors["c"] == ""
         assert len(answers) == 4
-
-    async def test_a_model_that_fails(self):
-        async with serving({"double": failing_model()}) as served:
-            code, details = await fails(served.ask("ModelInfer", request(-1)))
-            assert code == "INTERNAL"
-            assert "negative number" in details
-            failed = await served.ask("ModelStatistics", pb.ModelStatisticsRequest(name="double"))
-            assert failed.model_stats[0].inference_stats.fail.count == 1
-
-    async def test_a_failure_of_our_own_is_logged_and_not_told(self, monkeypatch, caplog):
-        async with serving() as served:
-            model = served.api.repository.find("double")
-
-            def broken(*call):
-                raise RuntimeError("the secret")
-
-            monkeypatch.setattr(model, "submit", broken)
-            with caplog.at_level(logging.ERROR, "asynctrt.serving"):
-                code, details = await fails(served.ask("ModelInfer", request()))
-            assert (code, details) == ("INTERNAL", "internal error; see the server's log")
-            assert "the secret" in caplog.text
-
-    async def test_failures_are_counted(self):
-        async with serving(max_requests=1) as served:
-            model = served.api.repository.find("double")
-            await fails(served.ask("ModelInfer", request(shape=(1, 3))))
-            assert model.failures["OTHER"] == 1
-            served.api.in_flight = 1
-            code, _ = await fails(served.ask("ModelInfer", request()))
-            served.api.in_flight = 0
-            assert code == "UNAVAILABLE"
-            assert model.failures["REJECTED"] == 1
-
-    async def test_what_waited_too_long_is_unavailable(self):
-        async with latched() as (served, device):
-            first = asyncio.create_task(served.ask("ModelInfer", request(1)))
-            await until(lambda: device.held == 1)
-            code, details = await fails(served.ask("ModelInfer", request(2, timeout=1000)))
-            assert code == "UNAVAILABLE"
-            assert "timeout of 1.000 ms passed" in details
-            device.open()
-            assert values(await first) == [2] * 4
-
-    async def test_a_full_queue_is_unavailable(self):
-        async with latched(engine={"max_queue_rows": 2, "max_rows": 2}) as (served, device):
-            first = asyncio.create_task(served.ask("ModelInfer", request(1)))
-            await until(lambda: device.held == 1)
-            second = asyncio.create_task(served.ask("ModelInfer", request(2)))
-            await until(lambda: served.engine.statistics().queued_requests == 1)
-            code, details = await fails(served.ask("ModelInfer", request(shape=(2, 4))))
-            assert code == "UNAVAILABLE"
-            assert "queue" in details
-            device.open()
-            assert [values(answer)[0] for answer in await asyncio.gather(first, second)] == [2, 4]
-
-    async def test_more_than_the_queue_can_hold(self):
-        async with serving(engine={"max_queue_rows": 4, "max_rows": 2}) as served:
-            code, details = await fails(served.ask("ModelInfer", request(shape=(5, 4))))
-            assert code == "INVALID_ARGUMENT"
-            assert "more than the queue can ever hold" in details
 
     @pytest.mark.parametrize("limit", ["max_body", "max_grpc_message"])
     async def test_a_message_that_is_too_large(self, limit):
@@ -529,16 +370,6 @@ class TestGoingAway:
             for _ in range(3):
                 calls = [served.ask("ModelInfer", request(value)) for value in range(200)]
                 assert len(await asyncio.gather(*calls)) == 200
-
-    async def test_a_connection_that_ends(self):
-        async with latched() as (served, _):
-            async with grpc.aio.insecure_channel(served.address) as other:
-                method = other.unary_unary(f"/{SERVICE}/ModelInfer")
-                calls = [method(request(value).SerializeToString()) for value in range(3)]
-                await until(lambda: served.engine.statistics().submitted == 3)
-            await until(lambda: served.api.in_flight == 0)
-            assert served.engine.statistics().cancelled == 3
-            assert all(call.cancelled() or call.done() for call in calls)
 
     async def test_a_cancelled_stream_cancels_its_requests(self):
         async with latched() as (served, _):
@@ -811,15 +642,6 @@ class TestTokens:
             assert (await served.ask("ServerReady")).ready
             assert await served.health("") == "SERVING"
 
-    async def test_a_stream_with_a_token(self):
-        async with serving(tokens=("one",)) as served:
-            method = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
-            stream = method(metadata=(("authorization", "Bearer one"),))
-            await stream.write(request().SerializeToString())
-            await stream.done_writing()
-            answers = [pb.ModelStreamInferResponse.FromString(body) async for body in stream]
-            assert values(answers[0].infer_response) == [2] * 4
-
     async def test_who_observes_has_the_headers(self):
         seen = []
         async with serving() as served:
@@ -924,9 +746,10 @@ class TestConnections:
             reader, writer = await self.opened(served, PREFACE + SETTINGS)
             async with asyncio.timeout(WAIT_S):
                 heard = b""
-                while piece := await reader.read(1 << 16):
+                while b"max_age" not in heard:  # The reason in its GOAWAY.
+                    piece = await reader.read(1 << 16)
+                    assert piece
                     heard += piece
-            assert b"max_age" in heard  # The reason in its GOAWAY.
             writer.close()
             async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
                 call = channel.unary_unary(f"/{SERVICE}/ServerLive")

@@ -6,7 +6,6 @@ import gzip
 import json
 import socket
 import struct
-import weakref
 import zlib
 
 import numpy as np
@@ -19,8 +18,8 @@ from asynctrt.serving.repository import Repository
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
-from tests.models import failing_model, rows
-from tests.serving.support import WAIT_S, Held, address, ask, connected, engine_of, request, serving
+from tests.models import rows
+from tests.serving.support import Held, address, ask, connected, engine_of, request, serving
 
 pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"
@@ -91,12 +90,6 @@ async def test_many_connections_are_checked_in_turns():
 
 
 class TestFraming:
-    async def test_many_requests_on_one_connection(self):
-        async with serving() as server, connected(server) as raw:
-            for value in range(20):
-                raw.send(infer(value, value + 1))
-                assert outputs(await raw.answer()) == [2 * value, 2 * value + 2]
-
     async def test_each_request_is_authorized_once(self, monkeypatch):
         checked = []
         authorize = Api.authorize
@@ -119,46 +112,11 @@ class TestFraming:
                 assert (await raw.answer())[0] == status
                 assert len(checked) == 1
 
-    async def test_byte_by_byte(self):
-        async with serving() as server, connected(server) as raw:
-            for byte in infer(3):
-                raw.send(bytes([byte]))
-                await asyncio.sleep(0)
-            assert outputs(await raw.answer()) == [6]
-
-    async def test_pipelined_requests_are_answered_in_order(self):
-        async with serving() as server, connected(server) as raw:
-            raw.send(b"".join(infer(value) for value in range(500)))
-            for value in range(500):
-                assert outputs(await raw.answer()) == [2 * value]
-
     async def test_pipelined_requests_of_all_kinds(self):
         async with serving() as server, connected(server) as raw:
             raw.send(request("/v2") + infer(1) + request("/nothing") + infer(2) + request("/v2/health/live"))
             statuses = [(await raw.answer())[0] for _ in range(5)]
             assert statuses == [200, 200, 404, 200, 200]
-
-    async def test_chunked_bodies_and_their_trailers(self):
-        body, length = binary_body(5)
-        head = (
-            f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
-            f"Inference-Header-Content-Length: {length}\r\n\r\n"
-        ).encode()
-        chunks = [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (body[:7], body[7:90], body[90:])]
-        async with serving() as server, connected(server) as raw:
-            raw.send(head + b"".join(chunks) + b"0\r\nInference-Header-Content-Length: 1\r\n\r\n")
-            assert outputs(await raw.answer()) == [10]
-
-    async def test_a_body_in_chunks_of_a_byte(self):
-        body, length = binary_body(*range(200))
-        head = (
-            f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
-            f"Inference-Header-Content-Length: {length}\r\n\r\n"
-        ).encode()
-        async with serving() as server, connected(server) as raw:
-            for _ in range(2):
-                raw.send(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
-                assert outputs(await raw.answer()) == [2 * value for value in range(200)]
 
     async def test_much_that_is_sent_ahead_is_not_read(self):
         """Bodies that wait behind an answer take memory, so the connection is held."""
@@ -325,28 +283,6 @@ class TestFraming:
                 assert headers["server"] == "asynctrt"
                 assert headers["date"].endswith(" GMT")
 
-    @pytest.mark.parametrize(
-        "broken",
-        [
-            b"\x16\x03\x01\x02\x00\x01\x00",
-            b"GET / HTTP/9.9\r\n\r\n",
-            b"NONSENSE\r\n\r\n",
-            b"GET /v2 HTTP/1.1\r\n\r\n",  # No Host.
-            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-            b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nBad Header: x\r\n\r\n",
-        ],
-    )
-    async def test_what_is_no_http_is_answered_400_and_closed(self, broken):
-        async with serving() as server, connected(server) as raw:
-            raw.send(broken)
-            status, headers, body = await raw.answer()
-            assert (status, headers["connection"]) == (400, "close")
-            assert json.loads(body)["error"]
-            assert await raw.ended() == b""
-
     async def test_a_broken_request_behind_a_good_one(self):
         async with serving() as server, connected(server) as raw:
             raw.send(infer(1) + b"NONSENSE\r\n\r\n")
@@ -363,24 +299,6 @@ class TestLimits:
             assert "10737418240 bytes" in json.loads(body)["error"]
             assert await raw.ended() == b""
 
-    async def test_json_that_would_hold_the_loop(self):
-        async with serving(max_json=2000) as server:
-            status, _, body = await ask(server, INFER, json_body(*range(200)))
-            assert (status, "send tensors as binary data" in json.loads(body)["error"]) == (413, True)
-            async with connected(server) as raw:
-                raw.send(infer(*range(2000)))
-                assert len(outputs(await raw.answer())) == 2000
-
-    async def test_a_chunked_body_that_grows_too_large(self):
-        async with serving(max_body=1000) as server, connected(server) as raw:
-            raw.send(
-                request(INFER, method="POST", Content_Length="0").replace(
-                    b"Content-Length: 0", b"Transfer-Encoding: chunked"
-                )
-            )
-            raw.send(b"3e8\r\n" + b"x" * 1000 + b"\r\n1\r\nx\r\n")
-            assert (await raw.answer())[0] == 413
-
     @pytest.mark.parametrize("coding", ["gzip", "deflate"])
     async def test_a_body_that_decompresses_too_large(self, coding):
         bomb = {"gzip": gzip.compress, "deflate": zlib.compress}[coding](b" " * (20 << 20))
@@ -393,23 +311,6 @@ class TestLimits:
         async with serving() as server:
             assert (await ask(server, INFER, body, Content_Encoding="gzip"))[0] == 400
             assert (await ask(server, INFER, body, Content_Encoding="br"))[0] == 415
-
-    async def test_headers_without_end(self):
-        async with serving(max_headers=2000) as server:
-            async with connected(server) as raw:
-                raw.send(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
-                for number in range(100):
-                    raw.send(b"x-%d: %s\r\n" % (number, b"y" * 100))
-                    await asyncio.sleep(0)
-                assert (await raw.answer())[0] == 431
-            status, _, _ = await ask(server, "/v2", X="y" * 3000)
-            assert status == 431
-            assert (await ask(server, "/v2", X="y" * 1000))[0] == 200
-
-    async def test_a_target_without_end(self):
-        async with serving() as server, connected(server) as raw:
-            raw.send(request("/" + "x" * 20_000))
-            assert (await raw.answer())[0] == 414
 
     @pytest.mark.parametrize(
         ("start", "piece"),
@@ -614,22 +515,6 @@ class TestHalfClosed:
 
 
 class TestHangUps:
-    async def test_a_client_that_hangs_up_cancels_its_request(self):
-        device = LatchDevice(concurrency=1)
-        async with serving(engine={"device": device, "contexts": 1, "max_rows": 1}) as server:
-            engine = engine_of(server)
-            async with connected(server) as first, connected(server) as second:
-                first.send(infer(1))
-                await until(lambda: device.held == 1)
-                second.send(infer(2))
-                await until(lambda: engine.statistics().queued_requests == 1)
-                second.close()
-                await until(lambda: engine.statistics().cancelled == 1)
-                assert engine.statistics().queued_requests == 0
-                device.open()
-                assert outputs(await first.answer()) == [2]
-            assert engine.statistics().rows == 1, "what was cancelled in the queue was computed"
-
     async def test_a_thousand_hang_ups_at_once(self):
         """Their queued work is dropped; everybody else is answered."""
         device = LatchDevice(concurrency=1)
@@ -665,20 +550,6 @@ class TestHangUps:
 
 
 class TestAnswers:
-    async def test_json_in_json_out(self):
-        async with serving() as server:
-            status, headers, body = await ask(server, INFER, json_body(1, 2, id="seven"))
-            assert (status, headers["content-type"]) == (200, "application/json")
-            assert "inference-header-content-length" not in headers
-            assert json.loads(body) == {
-                "id": "seven",
-                "model_name": "double",
-                "model_version": "1",
-                "outputs": [
-                    {"name": "output", "datatype": "FP32", "shape": [2, 4], "data": [2.0] * 4 + [4.0] * 4}
-                ],
-            }
-
     @pytest.mark.parametrize("coding", ["gzip", "deflate", "gzip;q=0.5, br", "*, deflate"])
     async def test_compressed_answers(self, coding):
         async with serving() as server, connected(server) as raw:
@@ -696,24 +567,6 @@ class TestAnswers:
         async with serving() as server, connected(server) as raw:
             raw.send(infer(*range(100), Accept_Encoding=refused))
             assert outputs(await raw.answer()) == [2 * value for value in range(100)]
-
-    async def test_a_large_answer(self):
-        async with serving(engine={"max_queue_rows": 100_000}) as server, connected(server) as raw:
-            for coding in ("identity", "gzip"):
-                raw.send(infer(*range(30_000), Accept_Encoding=coding))
-                status, headers, body = await raw.answer()
-                body = zlib.decompress(body, 47) if coding == "gzip" else body
-                assert outputs((status, headers, body)) == [2 * value for value in range(30_000)]
-
-    async def test_a_failing_batch_and_the_next(self):
-        async with serving({"double": failing_model()}) as server, connected(server) as raw:
-            raw.send(infer(-1) + infer(3))
-            status, _, body = await raw.answer()
-            assert status == 500
-            assert "negative number" in json.loads(body)["error"]
-            assert outputs(await raw.answer()) == [6]
-            failures = server.repository.find("double").failures
-            assert failures["BACKEND"] == 1
 
     @pytest.mark.parametrize(
         ("method", "path", "status", "allow"),
@@ -864,18 +717,6 @@ class TestMemory:
         held.stop()
         gc.enable()
 
-    @pytest.mark.parametrize("tokens", [(), ("s3cret",)])
-    async def test_of_an_upload_that_is_broken_off(self, held, tokens):
-        async with serving(tokens=tokens) as server, connected(server) as raw:
-            head = request(INFER, method="POST", Content_Length=32 * MIB, Authorization="Bearer s3cret")
-            raw.send(head + bytes(16 * MIB))
-            await until(lambda: server._hub.connections)
-            (gone,) = [weakref.ref(one) for one in server._hub.connections]
-            await until(lambda: gone()._reader._body_nbytes == 16 * MIB)
-            raw.close()
-            await until(lambda: not server._hub.connections and gone() is None)
-            await until(lambda: held.nbytes() < 4 * MIB)
-
     @pytest.mark.parametrize(
         ("path", "status"), [(INFER, 400), ("/nothing", 404), ("/v2/repository/index", 413)]
     )
@@ -885,16 +726,3 @@ class TestMemory:
             assert (await raw.answer())[0] == status
             await until(lambda: held.nbytes() < 4 * MIB)
             assert len(server._hub.connections) == 1
-
-
-async def test_nothing_is_left_of_many_connections():
-    async with serving() as server:
-        for _ in range(50):
-            async with connected(server) as raw:
-                raw.send(infer(1))
-                await raw.answer()
-        await until(lambda: not server._hub.connections)
-        assert server.api.in_flight == 0
-        assert server.repository.find("double").pending == 0
-        async with asyncio.timeout(WAIT_S):
-            await server.stop()

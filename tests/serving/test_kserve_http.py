@@ -30,10 +30,13 @@ pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"
 
 
-@pytest.fixture(params=["sync", "aio"])
-def kind(request):
-    """Which of the two clients."""
-    return request.param
+@pytest.fixture
+def kind():
+    """Which of the two clients: both make the same requests, and what only one may notice is ``by_both``."""
+    return "aio"
+
+
+by_both = pytest.mark.parametrize("kind", ["sync", "aio"])
 
 
 class InThread:
@@ -170,6 +173,7 @@ def held(model=None, **settings):
 
 
 class TestHealth:
+    @by_both
     async def test_live_and_ready(self, kind):
         async with talking(kind) as (_, client):
             assert await client.is_server_live() is True
@@ -178,27 +182,10 @@ class TestHealth:
             assert await client.is_model_ready("double", "1") is True
 
     @pytest.mark.parametrize(("name", "version"), [("nothing", ""), ("double", "2"), ("double", "x")])
+    @by_both
     async def test_an_unknown_model_is_not_ready_and_no_exception(self, kind, name, version):
         async with talking(kind) as (_, client):
             assert await client.is_model_ready(name, version) is False
-
-    async def test_a_model_that_is_still_to_be_loaded(self, kind):
-        async def opened():
-            return await asynctrt.open(double_model())
-
-        async with talking(kind) as (server, client):
-            server.repository.add("late", opener=opened)
-            assert await client.is_server_live() is True
-            assert await client.is_server_ready() is False
-            assert await client.is_model_ready("late") is False
-            assert await client.is_model_ready("double") is True
-            assert await refusal(client.infer("late", four(1))) == (
-                503,
-                "'late' is not served: not loaded yet",
-            )
-            await server.repository.load("late")
-            assert await client.is_server_ready() is True
-            assert first(await client.infer("late", four(1))) == [2]
 
     async def test_a_server_that_drains_is_live_and_not_ready(self, kind):
         async with talking(kind) as (server, client):
@@ -208,6 +195,7 @@ class TestHealth:
 
 
 class TestDescriptions:
+    @by_both
     async def test_the_server(self, kind):
         async with talking(kind) as (_, client):
             content = await client.get_server_metadata()
@@ -282,6 +270,7 @@ class TestDescriptions:
             status, _, body = await ask(server, "/v2/repository/index", b'{"ready": true}')
             assert (status, [item["name"] for item in json.loads(body)]) == (200, ["a"])
 
+    @by_both
     async def test_long_descriptions_can_be_read(self, kind):
         """Clients decompress an inference's answer and nothing else, whatever they say that they accept."""
         models = {f"model-{number}": mixed_model() for number in range(20)}
@@ -304,6 +293,7 @@ class TestControl:
                 assert "--model-control" in text
             assert await client.is_model_ready("double") is True
 
+    @by_both
     async def test_unload_and_load(self, kind):
         async with talking(kind, {"a": double_model(), "b": double_model()}, model_control=True) as (
             _,
@@ -334,24 +324,6 @@ class TestControl:
             assert engine.statistics().state == "open"
             await client.load_model("own")
             assert first(await client.infer("own", four(1))) == [2]
-
-    async def test_what_is_in_flight_is_answered_when_its_model_is_unloaded(self, kind):
-        device, settings = held()
-        async with talking(kind, model_control=True, **settings) as (server, client):
-            engine = engine_of(server)
-            answers = []
-            async with connected(server) as raw, connected(server) as behind:
-                for value, connection in enumerate((raw, behind), start=1):
-                    connection.send(by_hand(value))
-                    await until(lambda value=value: engine.statistics().submitted == value)
-                unloading = asyncio.create_task(client.unload_model("double"))
-                await until(lambda: engine.statistics().state == "draining")
-                device.open()
-                answers = [await raw.answer(), await behind.answer()]
-            await unloading
-            assert [status for status, _, _ in answers] == [200, 200]
-            await client.load_model("double")
-            assert first(await client.infer("double", four(1))) == [2]
 
     async def test_unknown_models(self, kind):
         async with talking(kind, model_control=True) as (_, client):
@@ -396,6 +368,7 @@ def json_body(*values, **extra):
 class TestInfer:
     @pytest.mark.parametrize("output", ["binary", "json", "default"])
     @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
+    @by_both
     async def test_binary_and_json(self, kind, binary, output):
         outputs = None if output == "default" else [wanted("output", binary_data=output == "binary")]
         async with talking(kind) as (_, client):
@@ -414,6 +387,7 @@ class TestInfer:
                     described["parameters"] = {"binary_data_size": 32}
                 assert content["outputs"] == [described]
 
+    @by_both
     async def test_several_inputs_and_outputs(self, kind):
         async with talking(kind, {"mixed": mixed_model()}) as (_, client):
             for turn in range(3):
@@ -424,44 +398,6 @@ class TestInfer:
                 ]
                 result = await client.infer("mixed", inputs[:: 1 if turn else -1])
                 assert {name: result.as_numpy(name).tolist() for name in MIXED_ANSWER} == MIXED_ANSWER
-
-    async def test_a_subset_of_the_outputs_in_another_order(self, kind):
-        async with talking(kind, {"mixed": mixed_model()}) as (_, client):
-            inputs = [given(name, array) for name, array in MIXED.items()]
-            for names in (["total", "scaled"], ["label"], ["large", "label", "total", "scaled"]):
-                outputs = [wanted(name, binary_data=number % 2 == 0) for number, name in enumerate(names)]
-                result = await client.infer("mixed", inputs, outputs=outputs)
-                assert [tensor["name"] for tensor in result.get_response()["outputs"]] == names
-                for name in names:
-                    expected = MIXED_ANSWER[name]
-                    if name == "label" and names.index(name) % 2:
-                        expected = [[item.decode() for item in row] for row in expected]
-                    assert result.as_numpy(name).tolist() == expected
-                assert all(result.as_numpy(name) is None for name in MIXED_ANSWER if name not in names)
-
-    @pytest.mark.parametrize("request_id", ["1", "a-b_c", "two words", '"quoted\\"', "Größe 模型", "x" * 500])
-    async def test_ids(self, kind, request_id):
-        async with talking(kind) as (_, client):
-            for binary in (True, False):
-                for _ in range(2):
-                    result = await client.infer("double", four(3, binary=binary), request_id=request_id)
-                    assert result.get_response()["id"] == request_id
-                    assert first(result) == [6]
-                result = await client.infer("double", four(4, binary=binary))
-                assert "id" not in result.get_response()
-                assert first(result) == [8]
-
-    async def test_many_at_once(self):
-        async with talking("aio") as (server, client):
-            results = await asyncio.gather(
-                *[
-                    client.infer("double", four(value, value + 0.5), request_id=str(value))
-                    for value in range(100)
-                ]
-            )
-            assert [first(result) for result in results] == [[2 * v, 2 * v + 1] for v in range(100)]
-            assert [result.get_response()["id"] for result in results] == [str(v) for v in range(100)]
-            assert engine_of(server).statistics().succeeded == 100
 
     async def test_async_infer_of_the_sync_client(self):
         device, settings = held()
@@ -482,61 +418,6 @@ class TestInfer:
             assert [result.get_response()["id"] for result in results] == [f"id-{v}" for v in range(4)]
             # They were there together, and so in fewer batches.
             assert engine_of(server).statistics().batches == 2
-
-    async def test_more_rows_than_a_batch_holds(self, kind):
-        async with talking(kind, engine={"max_rows": 4}) as (_, client):
-            result = await client.infer("double", four(*range(11)))
-            assert first(result) == [2 * value for value in range(11)]
-
-    @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # So does the client.
-    async def test_large_tensors(self, kind):
-        array = np.arange(3 << 20, dtype=np.float32).reshape(3, 1 << 20)
-        async with talking(kind, {"large": reversing_model(FLOAT, (1 << 20,))}) as (_, client):
-            for _ in range(2):
-                result = await client.infer("large", [given("input", array)])
-                assert np.array_equal(result.as_numpy("output"), array[:, ::-1])
-
-    @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # So does the client.
-    async def test_a_body_that_is_too_large_is_said_to_be(self, kind):
-        async with talking(kind, {"large": reversing_model(FLOAT, (1 << 20,))}, max_body=1 << 20) as (
-            _,
-            client,
-        ):
-            array = np.zeros((3, 1 << 20), np.float32)
-            status, text = await refusal(client.infer("large", [given("input", array)]))
-            assert status == 413
-            assert "this server accepts at most 1048576" in text
-
-    async def test_rows_without_elements(self, kind):
-        async with talking(kind, {"any": reversing_model(np.int32, ("n",))}) as (_, client):
-            for binary in (True, False):
-                empty = given("input", np.zeros((2, 0), np.int32), binary=binary)
-                for outputs in (None, [wanted("output", binary_data=False)]):
-                    result = await client.infer("any", [empty], outputs=outputs)
-                    assert result.as_numpy("output").shape == (2, 0)
-
-    async def test_inputs_that_lie_otherwise_in_memory(self, kind):
-        async with talking(kind, {"any": reversing_model(np.int32)}) as (_, client):
-            array = np.arange(12, dtype=np.int32).reshape(3, 4).T
-            for binary in (True, False):
-                result = await client.infer("any", [given("input", array, binary=binary)])
-                assert result.as_numpy("output").tolist() == array[:, ::-1].tolist()
-
-    async def test_bodies_that_the_client_makes_and_reads(self):
-        make = triton.InferenceServerClient.generate_request_body
-        read = triton.InferenceServerClient.parse_response_body
-        async with asyncio.timeout(WAIT_S), serving() as server:
-            for binary, out in ((True, True), (True, False), (False, True), (False, False)):
-                outputs = [wanted("output", binary_data=out)]
-                body, length = make(four(3, binary=binary), outputs=outputs, request_id="7")
-                headers = {} if length is None else {"Inference_Header_Content_Length": length}
-                status, got, answer = await ask(server, INFER, body, **headers)
-                assert (status, (length is None)) == (200, not binary)
-                assert ("inference-header-content-length" in got) is out
-                assert got["content-type"] == "application/" + ("octet-stream" if out else "json")
-                head = got.get("inference-header-content-length")
-                result = read(answer, header_length=head and int(head))
-                assert (first(result), result.get_response()["id"]) == ([6], "7")
 
 
 def extremes(dtype):
@@ -591,117 +472,8 @@ class TestDatatypes:
                     assert answer.tolist() == expected
                     assert result.get_output("output")["datatype"] == datatype
 
-    async def test_bfloat16_in_json_by_hand(self):
-        tensor = {"name": "input", "shape": [1, 3], "datatype": "BF16", "data": [0.5, -1.0, 3.140625]}
-        async with serving({"model": reversing_model(ml_dtypes.bfloat16)}) as server:
-            body = json.dumps({"inputs": [tensor]}).encode()
-            status, _, answer = await ask(server, "/v2/models/model/infer", body)
-            assert status == 200
-            assert json.loads(answer)["outputs"] == [tensor | {"name": "output", "data": [3.140625, -1, 0.5]}]
-
-    async def test_nested_lists_in_json_by_hand(self):
-        data = [[1, 2, 3], [4, 5, 6]]
-        tensor = {"name": "input", "shape": [2, 3], "datatype": "INT32", "data": data}
-        async with serving({"model": reversing_model(np.int32)}) as server:
-            body = json.dumps({"inputs": [tensor]}).encode()
-            status, _, answer = await ask(server, "/v2/models/model/infer", body)
-            assert status == 200
-            # Answers are flat, which every client reads.
-            assert json.loads(answer)["outputs"][0]["data"] == [3, 2, 1, 6, 5, 4]
-
-    @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
-    async def test_numbers_that_json_has_no_word_for(self, kind, dtype):
-        """They are never changed unseen. NaN is null in JSON, which the clients read as NaN."""
-        array = np.array([[np.inf, -np.inf, np.nan], [1, 2, 3]], dtype)
-        inputs, as_json = [given("input", array)], [wanted("output", binary_data=False)]
-        async with talking(kind, {"model": reversing_model(dtype)}) as (_, client):
-            result = await client.infer("model", inputs)
-            answer = result.as_numpy("output").astype(np.float64)
-            assert np.array_equal(answer, array[:, ::-1].astype(np.float64), equal_nan=True)
-            status, text = await refusal(client.infer("model", inputs, outputs=as_json))
-            assert (status, "infinities" in text, "use binary_data" in text) == (400, True, True)
-            if dtype is ml_dtypes.bfloat16:  # Python's clients neither send it in JSON nor read its nulls.
-                return
-            for number in (np.nan, np.inf, -np.inf):
-                inputs = [given("input", np.array([[number, 1, 2]], dtype), binary=False)]
-                status, text = await refusal(client.infer("model", inputs))
-                assert (status, "send such numbers as binary data" in text) == (400, True)
-            inputs = [given("input", np.array([[np.nan, 1, 2]], dtype))]
-            result = await client.infer("model", inputs, outputs=as_json)
-            assert np.array_equal(result.as_numpy("output"), [[2, 1, np.nan]], equal_nan=True)
-
-    async def test_bytes_that_are_no_text_are_for_binary_outputs(self, kind):
-        array = np.array([[b"\xff\xfe", b"", b"a"]], object)
-        async with talking(kind, {"model": reversing_model("S16")}) as (_, client):
-            result = await client.infer("model", [given("input", array)])
-            assert result.as_numpy("output").tolist() == array[:, ::-1].tolist()
-            status, text = await refusal(
-                client.infer("model", [given("input", array)], outputs=[wanted("output", binary_data=False)])
-            )
-            assert status == 400
-            assert "use binary_data" in text
-
-    @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
-    async def test_strings_of_numpy_and_of_python(self, kind, binary):
-        async with talking(kind, {"model": reversing_model("S16")}) as (_, client):
-            for array in (np.array([["a", "bb", "ccc"]], object), np.array([[b"a", b"bb", b"ccc"]], "S5")):
-                result = await client.infer("model", [given("input", array, binary=binary)])
-                assert result.as_numpy("output").tolist() == [[b"ccc", b"bb", b"a"]]
-
-    @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
-    @pytest.mark.parametrize(
-        ("element", "says"),
-        [
-            (b"seventeen bytes..", "element 1 has 17 bytes; the model takes at most 16"),
-            (b"ends in NUL\0", "element 1 ends in a NUL byte"),
-        ],
-    )
-    async def test_bytes_that_the_model_cannot_take(self, kind, binary, element, says):
-        async with talking(kind, {"model": reversing_model("S16")}) as (_, client):
-            array = np.array([[b"a", element, b"c"]], object)
-            status, text = await refusal(client.infer("model", [given("input", array, binary=binary)]))
-            assert status == 400
-            assert says in text
-
 
 class TestVersions:
-    async def test_the_newest_is_meant_if_none_is_named(self, kind):
-        def triple(inputs, outputs):
-            outputs["output"][...] = 3 * inputs["input"]
-
-        models = {("model", "2"): double_model(), ("model", "10"): double_model(triple)}
-        async with talking(kind, models) as (server, client):
-            assert first(await client.infer("model", four(1))) == [3]
-            result = await client.infer("model", four(1), model_version="2")
-            assert (first(result), result.get_response()["model_version"]) == ([2], "2")
-            result = await client.infer("model", four(1), model_version="10")
-            assert (first(result), result.get_response()["model_version"]) == ([3], "10")
-            assert (await client.get_model_metadata("model", "2"))["versions"] == ["2", "10"]
-            counts = {}
-            for version in ("2", "10", ""):
-                content = await client.get_inference_statistics("model", version)
-                for stats in content["model_stats"]:
-                    assert stats["name"] == "model"
-                    counts.setdefault(stats["version"], []).append(stats["inference_count"])
-            # Each version by itself, and once more among both.
-            assert counts == {"2": [1, 1], "10": [2, 2]}
-            assert engine_of(server, "model", "2").statistics().rows == 1
-
-    async def test_the_newest_that_is_served(self, kind):
-        async def opened():
-            return await asynctrt.open(double_model())
-
-        async with talking(kind, {("model", "1"): double_model()}) as (server, client):
-            server.repository.add("model", version="2", opener=opened)
-            result = await client.infer("model", four(1))
-            assert result.get_response()["model_version"] == "1"
-            assert await client.is_model_ready("model", "2") is False
-            status, text = await refusal(client.infer("model", four(1), model_version="2"))
-            assert (status, text) == (503, "version 2 of 'model' is not served: not loaded yet")
-            await server.repository.load("model")
-            result = await client.infer("model", four(1))
-            assert result.get_response()["model_version"] == "2"
-
     async def test_unknown_versions(self, kind):
         async with talking(kind) as (_, client):
             for version in ("2", "01", "latest", "-1"):
@@ -737,6 +509,7 @@ class TestVersions:
         "quote'\"",
     ],
 )
+@by_both
 async def test_names(kind, name):
     async with talking(kind, {name: double_model(), (name, "7"): double_model()}, model_control=True) as (
         _,
@@ -758,77 +531,7 @@ async def test_names(kind, name):
 
 
 class TestScheduling:
-    async def test_priorities(self):
-        """On the wire 1 is the most urgent; 0, and what is beyond the last level, is the model's default."""
-        seen = []
-
-        def note(inputs, outputs):
-            seen.extend(inputs["input"][:, 0].tolist())
-            outputs["output"][...] = 2 * inputs["input"]
-
-        device, settings = held(double_model(note), max_rows=1, priorities=3)
-        async with talking("aio", **settings) as (server, client):
-            asked = []
-            for value, priority in enumerate([0, 3, 0, 2, 9, 1]):
-                call = client.infer("double", four(value), priority=priority)
-                asked.append(asyncio.create_task(call))
-                await until(lambda value=value: server.repository.find("double").pending == value + 1)
-            for value in range(6):
-                await until(lambda: device.held == 1)
-                assert len(seen) == value
-                device.release()
-            assert [first(result) for result in await asyncio.gather(*asked)] == [[2 * v] for v in range(6)]
-            assert seen == [0, 5, 3, 1, 2, 4]
-
-    async def test_a_timeout_in_the_queue(self, kind):
-        device, settings = held()
-        async with talking(kind, **settings) as (server, client):
-            engine = engine_of(server)
-            async with connected(server) as raw:
-                raw.send(by_hand(1))
-                await until(lambda: device.held == 1)
-                status, text = await refusal(client.infer("double", four(2), timeout=1000))
-                assert status == 503
-                assert "queue" in text
-                assert (engine.statistics().expired, engine.statistics().queued_requests) == (1, 0)
-                device.open()
-                assert (await raw.answer())[0] == 200
-            # Long enough, and no timeout at all.
-            for timeout in (WAIT_S * 1_000_000, 0, None):
-                assert first(await client.infer("double", four(2), timeout=timeout)) == [4]
-
-    async def test_a_full_queue(self, kind):
-        device, settings = held(max_rows=1, max_queue_rows=1)
-        async with (
-            talking(kind, **settings) as (server, client),
-            connected(server) as raw,
-            connected(server) as behind,
-        ):
-            raw.send(by_hand(1))
-            await until(lambda: device.held == 1)
-            behind.send(by_hand(2))
-            await until(lambda: engine_of(server).statistics().queued_requests == 1)
-            status, text = await refusal(client.infer("double", four(3)))
-            assert status == 503
-            assert "queue" in text
-            device.open()
-            assert [(await raw.answer())[0], (await behind.answer())[0]] == [200, 200]
-
-    @pytest.mark.parametrize(
-        ("parameters", "says"),
-        [
-            ({"timeout": "soon"}, "timeout must be whole microseconds, 0 or more, not 'soon'"),
-            ({"timeout": -1}, "not -1"),
-            ({"priority": -1}, "priority must be a whole number, 0 or more, not -1"),
-            ({"priority": 1.5}, "not 1.5"),
-        ],
-    )
-    async def test_what_these_cannot_be(self, kind, parameters, says):
-        async with talking(kind) as (_, client):
-            status, text = await refusal(client.infer("double", four(1), **parameters))
-            assert status == 400
-            assert says in text
-
+    @by_both
     async def test_parameters_of_ones_own_are_passed_over(self, kind):
         async with talking(kind) as (_, client):
             result = await client.infer(
@@ -846,6 +549,7 @@ class TestScheduling:
 class TestCompression:
     @pytest.mark.parametrize("answered", [None, "gzip", "deflate"])
     @pytest.mark.parametrize("asked", [None, "gzip", "deflate"])
+    @by_both
     async def test_both_ways(self, kind, asked, answered):
         array = np.arange(1500, dtype=np.float32).reshape(3, 500)
         async with talking(kind, {"model": reversing_model(FLOAT, (500,))}) as (_, client):
@@ -861,27 +565,7 @@ class TestCompression:
                 assert np.array_equal(result.as_numpy("output"), array[:, ::-1])
                 assert result.get_response()["id"] == "7"
 
-    @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-    async def test_what_is_sent(self, coding):
-        array = np.zeros((3, 500), np.float32)
-        body, length = triton.InferenceServerClient.generate_request_body([given("input", array)])
-        async with serving({"model": reversing_model(FLOAT, (500,))}) as server:
-            status, headers, answer = await ask(
-                server,
-                "/v2/models/model/infer",
-                body,
-                Inference_Header_Content_Length=length,
-                Accept_Encoding=coding,
-            )
-            assert (status, headers["content-encoding"]) == (200, coding)
-            assert len(answer) < array.nbytes / 10
-            result = triton.InferenceServerClient.parse_response_body(
-                answer,
-                header_length=int(headers["inference-header-content-length"]),
-                content_encoding=coding,
-            )
-            assert np.array_equal(result.as_numpy("output"), array)
-
+    @by_both
     async def test_errors_to_compressed_requests(self, kind):
         async with talking(kind) as (_, client):
             status, text = await refusal(
@@ -915,6 +599,7 @@ class TestStatistics:
             "batch_stats": [],
         }
 
+    @by_both
     async def test_they_advance_as_the_requests_do(self, kind):
         """A batch of one row, then one of four from three requests; then one that fails in each way."""
         device, settings = held()
@@ -1012,21 +697,6 @@ def check_statistics(stats, batches, *, requests, failed):
 class TestByHand:
     """What the C++ client does and Python's do not."""
 
-    async def test_a_raw_body(self):
-        """Header length 0: the body is one row of the only input, and every output is binary."""
-        async with serving() as server:
-            status, headers, body = await ask(
-                server,
-                INFER,
-                rows(3).tobytes(),
-                Inference_Header_Content_Length=0,
-                Content_Type="application/octet-stream",
-            )
-            assert (status, headers["content-type"]) == (200, "application/octet-stream")
-            length = int(headers["inference-header-content-length"])
-            result = triton.InferenceServerClient.parse_response_body(body, header_length=length)
-            assert result.as_numpy("output").tolist() == rows(6).tolist()
-
     async def test_a_raw_body_of_a_row_of_any_length(self):
         async with serving({"any": reversing_model(np.int16, ("n",))}) as server:
             for length in (1, 5):
@@ -1037,31 +707,6 @@ class TestByHand:
                 assert status == 200
                 head = int(headers["inference-header-content-length"])
                 assert np.frombuffer(body[head:], np.int16).tolist() == array[::-1].tolist()
-
-    async def test_a_raw_body_of_bytes(self):
-        async with serving({"text": reversing_model("S16", (1,))}) as server:
-            status, headers, body = await ask(
-                server, "/v2/models/text/infer", b"any text", Inference_Header_Content_Length=0
-            )
-            assert status == 200
-            head = int(headers["inference-header-content-length"])
-            assert body[head:] == b"\x08\0\0\0any text"
-
-    @pytest.mark.parametrize(
-        ("name", "body", "says"),
-        [
-            ("double", b"12345", "a raw body of 5 bytes is not one row of input: float32[rows, 4]"),
-            ("double", b"", "a raw body of 0 bytes"),
-            ("mixed", b"12345678", "'mixed' has 4: send a JSON header"),
-        ],
-    )
-    async def test_raw_bodies_that_are_no_row(self, name, body, says):
-        async with serving({"double": double_model(), "mixed": mixed_model()}) as server:
-            status, _, answer = await ask(
-                server, f"/v2/models/{name}/infer", body, method="POST", Inference_Header_Content_Length=0
-            )
-            assert status == 400
-            assert says in json.loads(answer)["error"]
 
     async def test_the_header_is_sent_for_json_alone_too(self):
         async with serving() as server:
@@ -1080,130 +725,9 @@ class TestByHand:
                 assert "parameters" not in output
                 assert output["data"] == [6] * 4
 
-    async def test_an_empty_id_before_binary_data(self):
-        async with serving() as server:
-            for value in range(3):
-                head, raw = split_body(value, parameters={"binary_data_output": True})
-                head = b'{"id":"",' + head[1:]
-                status, headers, answer = await ask(
-                    server, INFER, head + raw, Inference_Header_Content_Length=len(head)
-                )
-                length = int(headers["inference-header-content-length"])
-                content = json.loads(answer[:length])
-                assert (status, "id" in content) == (200, False)
-                assert content["outputs"][0]["parameters"] == {"binary_data_size": len(answer) - length}
-                assert np.frombuffer(answer[length:], np.float32).tolist() == [2 * value] * 4
-
-    async def test_json_and_binary_outputs_together(self):
-        outputs = [
-            {"name": "total"},
-            {"name": "scaled", "parameters": {"binary_data": True}},
-            {"name": "large", "parameters": {"binary_data": False}},
-        ]
-        body, length = triton.InferenceServerClient.generate_request_body(
-            [given(name, array) for name, array in MIXED.items()]
-        )
-        head = json.loads(body[:length]) | {"outputs": outputs, "parameters": {"binary_data_output": False}}
-        body, length = json.dumps(head).encode() + body[length:], len(json.dumps(head))
-        async with serving({"mixed": mixed_model()}) as server:
-            status, headers, answer = await ask(
-                server, "/v2/models/mixed/infer", body, Inference_Header_Content_Length=length
-            )
-        assert status == 200
-        length = int(headers["inference-header-content-length"])
-        total, scaled, large = json.loads(answer[:length])["outputs"]
-        assert (total["data"], "parameters" in total) == (MIXED_ANSWER["total"], False)
-        assert (large["data"], "parameters" in large) == ([False, True, False, False], False)
-        assert (scaled["parameters"], "data" in scaled) == ({"binary_data_size": 24}, False)
-        assert np.frombuffer(answer[length:], np.float32).tolist() == [10, 20, 30, 2, 2.5, 3]
-
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("tensor", "says"),
-        [
-            (("input", (1, 4), np.float64), "input 'input' is FP32, not 'FP64'"),
-            (("input", (1, 5), np.float32), "input 'input' takes shape (rows, 4), given (1, 5)"),
-            (("input", (4,), np.float32), "add the batch axis: array[None]"),
-            (("input", (0, 4), np.float32), "input 'input' has no rows. Give at least one"),
-            (("inptu", (1, 4), np.float32), "unknown input 'inptu'; the model's inputs: input"),
-        ],
-    )
-    @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
-    async def test_tensors_that_the_model_does_not_take(self, kind, tensor, says, binary):
-        name, shape, dtype = tensor
-        async with talking(kind) as (_, client):
-            call = client.infer("double", [given(name, np.zeros(shape, dtype), binary=binary)])
-            status, text = await refusal(call)
-            assert status == 400
-            assert says in text
-            assert first(await client.infer("double", four(1))) == [2]
-
-    async def test_inputs_and_outputs_that_are_missing_or_unknown(self, kind):
-        async with talking(kind, {"mixed": mixed_model()}) as (_, client):
-            inputs = [given(name, array) for name, array in MIXED.items()]
-            status, text = await refusal(client.infer("mixed", inputs[1:]))
-            assert (status, "missing: ['values']" in text) == (400, True)
-            status, text = await refusal(client.infer("mixed", []))
-            assert (status, "missing: ['values', 'factor', 'ids', 'label']" in text) == (400, True)
-            status, text = await refusal(client.infer("mixed", inputs, outputs=[wanted("scale")]))
-            assert status == 400
-            assert text == "unknown output 'scale'; the model's outputs: scaled, total, large, label"
-            status, text = await refusal(client.infer("mixed", [*inputs, inputs[0]]))
-            assert (status, text) == (400, "duplicate input 'values'")
-            bare = triton.InferInput("values", [2, 3], "FP32")
-            status, text = await refusal(client.infer("mixed", [bare, *inputs[1:]]))
-            assert (status, text) == (400, "input 'values' has neither data nor binary_data_size")
-            short = given("factor", MIXED["factor"][:1])
-            status, text = await refusal(client.infer("mixed", [inputs[0], short, *inputs[2:]]))
-            assert status == 400
-            assert "input 'factor' has 1 rows, but 'values' has 2" in text
-
-    async def test_unknown_models(self, kind):
-        async with talking(kind) as (_, client):
-            calls = (
-                lambda: client.infer("doubel", four(1)),
-                lambda: client.get_model_metadata("doubel"),
-                lambda: client.get_model_config("doubel"),
-            )
-            for call in calls:
-                assert await refusal(call()) == (404, "unknown model 'doubel'; known models: 'double'")
-
-    @pytest.mark.parametrize(
-        ("head", "tail", "length", "says"),
-        [
-            (b"", b"", None, "the request is not valid JSON"),
-            (b"[1]", b"", None, "the request must be a JSON object, not list"),
-            (b"{}", b"", None, "the request has no inputs"),
-            (b'{"inputs": 1}', b"", None, "inputs must be a list of tensors, not int"),
-            (b'{"inputs": [1]}', b"", None, "each of the inputs must be an object with a name, not 1"),
-            (b'{"inputs": [], "id": 5}', b"", None, "id must be a string, not 5"),
-            (split_body(1)[0], b"1234", None, "the request is not valid JSON"),
-            (split_body(1)[0], b"1234", -1, "the inputs declare 16 bytes of tensors"),
-            (split_body(1)[0], b"", 99999, "the JSON header should be 99999 bytes"),
-            (split_body(1)[0], b"", "many", "must be a number of bytes, not b'many'"),
-        ],
-    )
-    async def test_bodies_that_break_the_protocol(self, head, tail, length, says):
-        headers = {}
-        if length is not None:
-            headers["Inference_Header_Content_Length"] = len(head) if length == -1 else length
-        async with serving() as server:
-            status, got, body = await ask(server, INFER, head + tail, method="POST", **headers)
-            assert (status, got["content-type"]) == (400, "application/json")
-            content = json.loads(body)
-            assert set(content) == {"error"}
-            assert says in content["error"]
-
-    async def test_a_token(self, kind):
-        async with talking(kind, tokens=("secret",)) as (_, client):
-            assert await client.is_server_live() is True
-            assert await client.is_model_ready("double") is False
-            status, text = await refusal(client.infer("double", four(1)))
-            assert (status, "requires a bearer token" in text) == (401, True)
-            headers = {"Authorization": "Bearer secret"}
-            assert first(await client.infer("double", four(1), headers=headers)) == [2]
-
+    @by_both
     async def test_what_is_not_there_says_so(self, kind):
         async with talking(kind) as (_, client):
             calls = (
@@ -1252,56 +776,3 @@ class TestErrors:
             )
             assert status == 501
             assert text == "output 'output': classification is not supported; request the scores instead"
-
-
-class TestHangUps:
-    async def test_a_task_that_is_cancelled_cancels_its_request(self):
-        device, settings = held()
-        async with talking("aio", **settings) as (server, client):
-            engine = engine_of(server)
-            tasks = []
-            for number in range(1, 4):
-                tasks.append(asyncio.create_task(client.infer("double", four(number))))
-                await until(lambda number=number: engine.statistics().submitted == number)
-            assert (device.held, engine.statistics().queued_requests) == (1, 2)
-            tasks[1].cancel()
-            await until(lambda: engine.statistics().queued_requests == 1)
-            assert engine.statistics().cancelled == 1
-            # In flight: its batch goes on, without it.
-            tasks[0].cancel()
-            await until(lambda: engine.statistics().cancelled == 2)
-            device.open()
-            assert first(await tasks[2]) == [6]
-            assert engine.statistics().succeeded == 1
-            assert server.api.in_flight == 0
-            (stats,) = (await client.get_inference_statistics("double"))["model_stats"]
-            assert stats["inference_stats"]["fail"]["count"] == 2
-            assert stats["inference_stats"]["success"]["count"] == 1
-            assert [task.cancelled() for task in tasks] == [True, True, False]
-
-    async def test_a_client_that_gives_up(self):
-        """The sync client closes its connection when ``network_timeout`` has passed."""
-        device, settings = held()
-
-        def give_up(url):
-            with triton.InferenceServerClient(url, network_timeout=0.2) as client, pytest.raises(OSError):
-                client.infer("double", four(1))
-
-        async with asyncio.timeout(WAIT_S), serving(**settings) as server:
-            engine = engine_of(server)
-            async with connected(server) as raw:
-                raw.send(by_hand(2))
-                await until(lambda: device.held == 1)
-                await asyncio.to_thread(give_up, "{}:{}".format(*address(server)))
-                await until(lambda: engine.statistics().cancelled == 1)
-                assert (engine.statistics().submitted, engine.statistics().queued_requests) == (2, 0)
-                device.open()
-                assert (await raw.answer())[0] == 200
-
-    async def test_a_connection_that_is_cut_in_the_middle_of_a_body(self):
-        async with asyncio.timeout(WAIT_S), serving() as server:
-            async with connected(server) as raw:
-                raw.send(by_hand(1)[:-1])
-                await until(lambda: server._hub.connections)
-            await until(lambda: not server._hub.connections)
-            assert engine_of(server).statistics().submitted == 0

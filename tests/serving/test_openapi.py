@@ -69,6 +69,7 @@ def asking(server):
         yield lambda method, path, **kw: session.request(method, server.http_url + path, timeout=WAIT_S, **kw)
 
 
+@pytest.mark.tier2
 async def test_it_is_valid_and_has_every_model():
     async with serving(MODELS) as server:
         status, headers, body = await ask(server, "/openapi.json")

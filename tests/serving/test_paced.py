@@ -24,7 +24,7 @@ from asynctrt.tensors import TensorSpec
 from tests.helpers import until
 from tests.models import rows
 from tests.serving.support import WAIT_S, request, serving
-from tests.serving.test_listener import WIDE, answer_of, binary, infer, wide_model
+from tests.serving.test_listener import WIDE, answer_of, infer, wide_model
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -195,25 +195,6 @@ async def test_large_answers_are_whole_and_in_order(writes):
             assert await reader.read() == b""
         writer.close()
         assert len(writes) >= 4 * (4 * WIDE // SLICE_NBYTES)
-
-
-async def test_a_websocket_with_large_answers(writes):
-    async with serving({"double": wide_model()}) as server:
-        url = server.http_url.replace("http", "ws") + "/v2/models/double/ws"
-        async with asyncio.timeout(WAIT_S), connect(url, max_size=None, proxy=None) as socket:
-            for number in range(3):
-                await socket.send(binary(number, id=str(number)))
-                await socket.send(f'{{"ping": {number}}}')
-            pongs = 0
-            for _ in range(6):
-                raw = await socket.recv()
-                if isinstance(raw, str):
-                    pongs += 1
-                    continue
-                values = np.frombuffer(raw[-4 * WIDE :], np.float32)
-                assert np.array_equal(values, values[0] + np.arange(WIDE, dtype=np.float32))
-            assert pongs == 3
-        assert len(writes) >= 3 * (4 * WIDE // SLICE_NBYTES)
 
 
 class Reading(Wire):

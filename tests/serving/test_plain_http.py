@@ -112,17 +112,6 @@ class TestPredict:
             assert (await first)[0] == 200
             assert (late[0], "timeout" in late[1]["error"]) == (503, True)
 
-    async def test_a_client_that_leaves_cancels_its_request(self):
-        device = LatchDevice()
-        async with serving(engine={"device": device}) as server:
-            async with connected(server) as raw:
-                raw.send(request(PREDICT, json.dumps(ROWS).encode()))
-                await device.wait_held(1)
-            device.open()
-            async with asyncio.timeout(WAIT_S):
-                while server.api.in_flight:
-                    await asyncio.sleep(0)
-
     @pytest.mark.parametrize(
         ("body", "says"),
         [

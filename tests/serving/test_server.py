@@ -25,6 +25,7 @@ from asynctrt.devices.cuda import context
 from asynctrt.errors import ConnectionLostError, OptionsError, UsageError
 from asynctrt.serving import Repository, Server, ServerSettings
 from asynctrt.testing import LatchDevice
+from tests.cli.test_app import asynctrt_commands
 from tests.helpers import free_port, until
 from tests.models import double_model, double_onnx, rows, scale_onnx
 from tests.serving.support import WAIT_S, ask, connected, engine_of, opener_of, request, serving
@@ -114,13 +115,6 @@ class TestInProcess:
                 await stopping
                 await server.wait_stopped()
         device.open()
-
-    async def test_two_servers_in_one_process_do_not_meet(self):
-        async with serving() as one, serving({"other": double_model()}) as two:
-            assert one.http_url != two.http_url
-            assert (await ask(one, "/v2/models/other"))[0] == 404
-            assert (await ask(two, "/v2/models/double"))[0] == 404
-            assert b'model="other"' not in (await ask(one, "/metrics"))[2]
 
     async def test_a_port_in_use(self):
         async with serving() as server:
@@ -278,6 +272,7 @@ class TestAsAProcess:
             line("stopped")
             assert process.wait(WAIT_S) == 0
 
+    @pytest.mark.tier2
     def test_a_folder_with_a_model_that_cannot_be_loaded(self, tmp_path):
         scale_onnx(tmp_path / "good/1/model.onnx", 2)
         (tmp_path / "bad/1").mkdir(parents=True)
@@ -344,9 +339,9 @@ class TestAsAProcess:
         anyio.run(main)
 
     @pytest.mark.tier2
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
+    @pytest.mark.timeout(240)
+    def test_what_is_wrong_is_said_in_a_line(self):
+        wrong = [
             ([], "no model to serve"),
             (["nothing.onnx"], "there is no file 'nothing.onnx'"),
             (["no.module:model"], "cannot be imported"),
@@ -361,45 +356,31 @@ class TestAsAProcess:
             (["tests.models:double_model", "--tls-key", "x"], "go together"),
             (["--config", "nothing.toml"], "cannot read the configuration"),
             (["--config", "tests/conftest.py"], "not valid TOML"),
-        ],
-    )
-    def test_what_is_wrong_is_said_in_a_line(self, arguments, says):
-        arguments = [*arguments, "--no-grpc"]
-        if "--http-port" not in arguments:
-            arguments += ["--http-port", "0"]
-        done = subprocess.run(
-            [sys.executable, "-m", "asynctrt", "serve", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=WAIT_S,
-            check=False,
-        )
-        assert done.returncode == 1
-        assert says in done.stderr
-        assert "Traceback" not in done.stderr
+        ]
+        commands = [
+            ["serve", *given, "--no-grpc", *([] if "--http-port" in given else ["--http-port", "0"])]
+            for given, _ in wrong
+        ]
+        for (given, says), (code, _, err) in zip(wrong, asynctrt_commands(*commands), strict=True):
+            assert (code, says in err, "Traceback" in err) == (1, True, False), given
 
     @pytest.mark.tier2
+    @pytest.mark.timeout(240)
     def test_a_misspelt_name_in_a_file(self, tmp_path):
-        config = tmp_path / "serve.toml"
-        for text, says in (
+        wrong = (
             ("http_prot = 1", "did you mean 'http_port'"),
             ('[[models]]\npath = "x.onnx"\nmax_row = 1', "the model 'x': .*max_rows"),
             ('[[models]]\npath = "x.onnx"\nname = "big"\nweight = "1"', "the model 'big': weight"),
             ('[[models]]\npath = "x.onnx"\nwarmup = -1', "the model 'x': warmup"),
             ("[[models]]\nname = 'x'", "needs a path"),
             ("models = 3", r"\[\[models\]\]"),
-        ):
-            config.write_text(text)
-            done = subprocess.run(
-                [sys.executable, "-m", "asynctrt", "serve", "--config", str(config)],
-                capture_output=True,
-                text=True,
-                timeout=WAIT_S,
-                check=False,
-            )
-            assert done.returncode == 1
-            assert re.search(says, done.stderr)
+        )
+        files = [tmp_path / f"{number}.toml" for number in range(len(wrong))]
+        for file, (text, _) in zip(files, wrong, strict=True):
+            file.write_text(text)
+        found = asynctrt_commands(*(("serve", "--config", file) for file in files))
+        for (text, says), (code, _, err) in zip(wrong, found, strict=True):
+            assert (code, bool(re.search(says, err))) == (1, True), text
 
     def test_help_says_everything(self):
         done = subprocess.run(

@@ -12,7 +12,7 @@ from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.websocket import WebSocketSession
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
-from tests.models import double_model, failing_model, rows
+from tests.models import double_model, rows
 
 pytestmark = pytest.mark.anyio
 
@@ -83,24 +83,6 @@ async def make():
         await engine.aclose()
 
 
-async def test_text_is_answered_with_text_and_binary_with_binary(make):
-    api, _ = await make()
-    talk = Talk(api)
-    for message in (text(1, 2, id="a"), binary(1, 2, id="a")):
-        content, values = await talk.ask(message)
-        assert (content["id"], values) == ("a", [2, 4])
-        assert type(talk.said[-1]) is type(message)
-    assert talk.session.in_flight == 0
-
-
-async def test_without_an_id(make):
-    api, _ = await make()
-    talk = Talk(api)
-    for _ in range(3):
-        content, values = await talk.ask(binary(3))
-        assert ("id" in content, values) == (False, [6])
-
-
 async def test_a_path_that_names_the_model(make):
     api, _ = await make()
     talk = Talk(api, route=ModelRoute("double", "", "ws"))
@@ -161,20 +143,6 @@ async def test_cancel_by_id(make):
     assert api.in_flight == 0
 
 
-async def test_a_client_that_goes_away(make):
-    device = LatchDevice(concurrency=1)
-    api, engine = await make(device=device, max_rows=1, contexts=1)
-    talk = Talk(api)
-    for name in ("1", "2", "3"):
-        talk.session.receive(binary(int(name), id=name))
-    await until(lambda: device.held == 1)
-    talk.session.cancel_all()
-    await until(lambda: talk.session.in_flight == 0)
-    assert engine.statistics().cancelled == 3
-    assert not talk.said
-    device.open()
-
-
 async def test_it_is_full_and_has_room_again(make):
     device = LatchDevice()
     api, _ = await make(device=device, settings={"max_requests_per_connection": 2})
@@ -200,24 +168,6 @@ async def test_draining(make):
     device.open()
     await until(lambda: len(talk.said) == 2)
     assert read(talk.said[1])[1] == [2]
-
-
-async def test_priority_and_timeout(make):
-    device = LatchDevice(concurrency=1)
-    api, _ = await make(device=device, max_rows=1, contexts=1)
-    talk = Talk(api)
-    talk.session.receive(binary(0, id="first"))
-    await until(lambda: device.held == 1)
-    talk.session.receive(binary(1, id="default"))
-    talk.session.receive(binary(3, id="last", parameters={"priority": 99}))
-    talk.session.receive(binary(2, id="urgent", parameters={"priority": 1}))
-    talk.session.receive(binary(4, id="late", parameters={"timeout": 1}))
-    await until(lambda: talk.said)
-    content, _ = read(talk.said[0])
-    assert (content["id"], content["status"], content["type"]) == ("late", 503, "DeadlineError")
-    device.open()
-    await until(lambda: len(talk.said) == 5)
-    assert [read(message)[0]["id"] for message in talk.said[1:]] == ["first", "urgent", "default", "last"]
 
 
 async def test_ping(make):
@@ -276,43 +226,6 @@ async def test_an_id_that_is_in_flight_already(make):
     await until(lambda: len(talk.said) == 2)
     assert read(talk.said[1])[1] == [2]
     assert (await talk.ask(binary(3, id="same")))[1] == [6], "an id that was answered is free again"
-
-
-async def test_a_failing_batch(make):
-    api, _ = await make(failing_model())
-    talk = Talk(api)
-    content, _ = await talk.ask(binary(-1, id="x"))
-    assert (content["id"], content["status"], content["type"]) == ("x", 500, "ExecutionError")
-
-
-async def test_a_model_that_is_loaded_again_is_found(make):
-    """Which model a header is for is remembered, and not what served it then."""
-    repository = Repository()
-
-    async def opened():
-        return await asynctrt.open(double_model())
-
-    repository.add("double", opener=opened)
-    await repository.load_all()
-    talk = Talk(Api(repository))
-    assert (await talk.ask(binary(1, id="1")))[1] == [2]
-    await repository.unload("double")
-    content, _ = await talk.ask(binary(1, id="2"))
-    assert (content["id"], content["status"], content["type"]) == ("2", 503, "ModelNotReadyError")
-    await repository.load("double")
-    assert (await talk.ask(binary(1, id="3")))[1] == [2]
-    await repository.aclose()
-
-
-async def test_many_at_once(make):
-    api, engine = await make()
-    talk = Talk(api)
-    for number in range(200):
-        talk.session.receive(binary(number, id=str(number)))
-    await until(lambda: len(talk.said) == 200)
-    answers = {content["id"]: values for content, values in map(read, talk.said)}
-    assert answers == {str(number): [2 * number] for number in range(200)}
-    assert engine.statistics().mean_batch_rows > 2
 
 
 async def test_an_id_that_is_too_long_for_a_header_that_is_known(make):

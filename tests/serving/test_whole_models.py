@@ -3,23 +3,19 @@
 import asyncio
 import json
 
-import grpc
 import numpy as np
 import onnx
 import pytest
 import tritonclient.grpc.aio as triton_grpc
-import tritonclient.grpc.service_pb2 as pb
 import tritonclient.http.aio as triton_http
 from onnx import TensorProto
 from tritonclient.utils import InferenceServerException
-from websockets.asyncio.client import connect as open_websocket
 
 import asynctrt
-from asynctrt.client import connect, connect_blocking
-from asynctrt.errors import InputError, RequestError, TooLargeError
+from asynctrt.client import connect
+from asynctrt.errors import InputError
 from asynctrt.options import Options
 from asynctrt.serving.folder import ModelFolder
-from asynctrt.serving.grpc_server import SERVICE
 from asynctrt.serving.model_config import interpret
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
@@ -27,7 +23,7 @@ from asynctrt.serving.settings import ServerSettings
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_onnx, node, save
-from tests.serving.support import WAIT_S, address, ask, serving
+from tests.serving.support import WAIT_S, address, serving
 from tests.serving.test_dashboard import Site
 from tests.test_javascript_client import Page
 
@@ -228,15 +224,6 @@ class TestTritonsClients:
             assert engine.batching.is_on == (name != "alone")
 
 
-@pytest.mark.parametrize(("kind", "status"), [("binary", "400"), ("grpc", "StatusCode.INVALID_ARGUMENT")])
-async def test_bytes_that_are_not_text(models, kind, status):
-    async with serving(models, grpc=True) as server, Triton(server, kind) as client:
-        with pytest.raises(InferenceServerException) as caught:
-            await client.infer("strings", {"text": np.array([[b"a", b"\xff"]], object)}, ["twice"])
-        assert "tensor 'text': element 1 is not UTF-8 text" in caught.value.message()
-        assert caught.value.status() == status
-
-
 # ---- ours
 
 
@@ -267,22 +254,6 @@ class TestOurClients:
             with pytest.raises(InputError, match=r"'text' takes shape \(rows, 2\), given \(2,\)"):
                 await client.infer("strings", ["a", "b"])
 
-    async def test_rows_on_another_axis(self, models, url):
-        async with serving(models) as server, connect(url(server)) as client:
-
-            async def call(*values):
-                given = state(*values)
-                outputs = await client.infer("state", given)
-                assert outputs["next"].tolist() == (given["state"] + given["x"]).tolist()
-                assert outputs["sum"].tolist() == (112 * given["x"]).tolist()
-
-            async with asyncio.timeout(WAIT_S):
-                await asyncio.gather(*[call(*range(n, n + 1 + n % 3)) for n in range(60)])
-            lists = {name: array.tolist() for name, array in state(4).items()}
-            assert (await client.infer("state", lists))["sum"].tolist() == [[448] * 3]
-            stats = server.repository.find("state").statistics()
-            assert stats["inference_count"] == 121
-
     async def test_tensors_without_rows(self, models, url):
         async with serving(models) as server, connect(url(server)) as client:
             for given in (ALONE, {"factor": 0.5, "table": TABLE.tolist(), "note": "bär"}):
@@ -298,95 +269,8 @@ class TestOurClients:
             stats = server.repository.find("alone").statistics()
             assert (stats["inference_count"], stats["inference_stats"]["success"]["count"]) == (2, 2)
 
-    async def test_from_a_thread(self, models, url):
-        async with serving(models) as server:
-
-            def call():
-                with connect_blocking(url(server)) as client:
-                    return client.infer("strings", WORDS)["twice"], client.infer("alone", ALONE)["said"]
-
-            twice, said = await asyncio.to_thread(call)
-            assert (as_text(twice), as_text(said)) == (TWICE, "bär")
-
 
 # ---- by hand
-
-
-async def test_json_over_http_and_websocket(models):
-    scalars = [
-        {"name": "factor", "datatype": "FP32", "shape": [], "data": 2},
-        {"name": "table", "datatype": "FP32", "shape": [2, 3], "data": TABLE.tolist()},
-        {"name": "note", "datatype": "BYTES", "shape": [], "data": ["bär"]},
-    ]
-    text = [{"name": "text", "datatype": "BYTES", "shape": [2, 2], "data": WORDS}]
-    expected = {
-        "scaled": (TABLE * 2).ravel().tolist(),
-        "said": ["bär"],
-        "neg": [-2],
-        "twice": [word for row in TWICE for word in row],
-    }
-    async with (
-        serving(models) as server,
-        open_websocket(f"{server.http_url.replace('http', 'ws', 1)}/v2/ws") as socket,
-    ):
-        for model, inputs in (("alone", scalars), ("strings", text)):
-            status, _, body = await ask(
-                server, f"/v2/models/{model}/infer", json.dumps({"inputs": inputs}).encode()
-            )
-            assert status == 200
-            await socket.send(json.dumps({"model_name": model, "inputs": inputs}))
-            for answer in (body, await socket.recv()):
-                for output in json.loads(answer)["outputs"]:
-                    assert output["data"] == expected[output["name"]]
-                    assert output["shape"] == (
-                        [2, 3] if output["name"] == "scaled" else [2, 2] * (model == "strings")
-                    )
-
-
-async def test_contents_by_grpc(models):
-    request = pb.ModelInferRequest(model_name="strings")
-    tensor = request.inputs.add(name="text", datatype="BYTES", shape=[2, 2])
-    tensor.contents.bytes_contents.extend(word.encode() for row in WORDS for word in row)
-    async with serving(models, grpc=True) as server, grpc.aio.insecure_channel(server.grpc_target) as channel:
-        call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
-        answer = pb.ModelInferResponse.FromString(await call(request.SerializeToString()))
-    raw = [word.encode() for row in TWICE for word in row]
-    assert answer.raw_output_contents[0] == b"".join(len(one).to_bytes(4, "little") + one for one in raw)
-
-
-@pytest.mark.parametrize(
-    ("shape", "raw", "error"),
-    [
-        ([1, 2], b"\1\0\0\0a\xff\xff\xff\xff", InputError),
-        ([1, 2], b"\1\0\0\0a\1\0\0\0", InputError),
-        ([1, 2], b"\1\0\0\0a\0\0\0\0a", InputError),
-        ([1, 2], b"\1\0\0\0a", InputError),
-        ([1 << 38, 2], b"\1\0\0\0a", (InputError, TooLargeError)),
-        ([-1, 2], b"\1\0\0\0a", RequestError),
-    ],
-)
-async def test_strings_that_are_none_are_refused_and_the_connection_goes_on(models, url, shape, raw, error):
-    async with serving(models) as server, connect(url(server)) as client:
-        head = {
-            "model_name": "strings",
-            "inputs": [
-                {
-                    "name": "text",
-                    "datatype": "BYTES",
-                    "shape": shape,
-                    "parameters": {"binary_data_size": len(raw)},
-                }
-            ],
-        }
-        status, headers, _ = await ask(
-            server,
-            "/v2/models/strings/infer",
-            json.dumps(head).encode() + raw,
-            Inference_Header_Content_Length=len(json.dumps(head)),
-        )
-        kinds = error if isinstance(error, tuple) else (error,)
-        assert (status, headers["asynctrt-error"]) in {(kind.http_status, kind.__name__) for kind in kinds}
-        assert as_text((await client.infer("strings", WORDS))["twice"]) == TWICE
 
 
 async def test_strings_that_are_too_long_for_a_message_of_grpc(models):

@@ -71,6 +71,7 @@ def test_maps_and_strings_are_compared():
     assert compare.difference({**direct, "scores": [{"a": 0.75, "b": 0.5}]}, direct) == 1
 
 
+@pytest.mark.tier2
 def test_the_table_is_printed_and_kept(tmp_path):
     path = tmp_path / "zoo.json"
     command = [

@@ -72,15 +72,6 @@ def spied(monkeypatch):
     return spies
 
 
-def test_batches_of_many_sizes(bench):
-    made = bench()
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
-    for seed, rows in enumerate((1, 64, 3, 3, 17)):
-        made.run(binding, rows, arena, seed)
-    context.close()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"])
 def test_every_type_goes_through(bench, dtype):
     made = bench(EngineSpec(inputs=(TensorIO("x", dtype, (-1, 3, 5)),)))
@@ -262,22 +253,6 @@ def test_shapes_outside_every_profile_are_the_callers(bench):
     with pytest.raises(InputError, match=r"profile 0 takes input \(1..64, 1..32\)"):
         binding.enqueue(65, profile=None, stream=made.stream, arena=arena)
     made.run(binding, 64, arena)
-    context.close()
-
-
-def test_an_enqueue_that_fails_is_this_batchs_alone(bench, spied):
-    made = bench()
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
-    made.run(binding, 4, arena)
-    made.trt.fail_next("enqueue")
-    with pytest.raises(ExecutionError) as caught:
-        binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
-    assert "the enqueue failed on demand) [FAILED_EXECUTION]" in str(caught.value)
-    assert "'plan'" in str(caught.value)
-    spied[-1].take()
-    made.run(binding, 4, arena)
-    assert "set_input_shape" in spied[-1].take(), "after an error everything is said anew"
     context.close()
 
 

@@ -21,13 +21,6 @@ def run(made, rows=3):
     context.close()
 
 
-def test_it_runs(bench):
-    made = bench(double=RTX)
-    assert repr(made.model) == "<TensorRTModel plan tensorrt_rtx 1.7.1.116 on host contexts=0>"
-    run(made)
-    assert len(made.trt.compiled) == 3, "two contexts compile for themselves, one of them for a shape"
-
-
 class TestCache:
     @pytest.fixture
     def path(self, tmp_path):

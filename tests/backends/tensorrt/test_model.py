@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from asynctrt.backends.base import Model
 from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
@@ -31,18 +30,6 @@ from tests.doubles.tensorrt import (
 )
 
 ROOT = Path(__file__).parents[3]
-
-
-def test_it_is_a_model(bench):
-    model = bench(EngineSpec(weights_nbytes=5000)).model
-    assert isinstance(model, Model)
-    assert model.name == "plan"
-    assert model.platform == "tensorrt_plan"
-    assert model.capabilities.is_capturable
-    assert model.weights_nbytes == 5000
-    assert model.capabilities.enqueue_nbytes % 256 == 0
-    assert model.capabilities.enqueue_nbytes >= EngineSpec().profile_nbytes(0)
-    assert repr(model) == "<TensorRTModel plan tensorrt 11.4.0.106 on host contexts=0>"
 
 
 def test_its_name_is_the_files_or_as_told(tmp_path):

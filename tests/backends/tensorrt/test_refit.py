@@ -5,7 +5,6 @@ import gc
 import pytest
 
 from asynctrt.backends.tensorrt import refit
-from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError, OptionsError
 from tests.backends.tensorrt.helpers import Bench
@@ -31,15 +30,6 @@ def test_a_stripped_plan_gets_its_weights(bench, onnx, double):
     context = made.model.create_context(made.device)
     made.run(made.bind(context), 9, made.arena())
     assert made.model.memory_statistics().blocks == 1, "the weights alone are kept"
-    context.close()
-
-
-def test_without_them_its_answers_would_be_wrong(bench, onnx, monkeypatch):
-    monkeypatch.setattr(Abilities, "stat", lambda *_: 0)
-    made = bench(STRIPPED)
-    context = made.model.create_context(made.device)
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        made.run(made.bind(context), 9, made.arena())
     context.close()
 
 

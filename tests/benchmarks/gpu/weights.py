@@ -16,13 +16,18 @@ import asynctrt
 from tests.benchmarks.common import arguments, in_turn, median, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.support import check, closed_loop, open_device, show, verdict, verdicts
-from tests.benchmarks.weights import CASES
 
 ROWS = 16
 CALLERS = 64
 MODELS = {"slow": (8_000_000, 1.0), "quick": (1_000_000, 1.0), "small": (2_000_000, 0.125)}
 """How long a batch takes, in ns, and which share of the multiprocessors."""
 
+CASES = {
+    "no weights": (None, None),
+    "1 : 1": (1.0, 1.0),
+    "3 : 1": (3.0, 1.0),
+    "1 : 3": (1.0, 3.0),
+}
 PAIRS = [("slow", "quick"), ("quick", "small")]
 
 
