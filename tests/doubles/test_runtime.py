@@ -23,6 +23,8 @@ from tests.doubles.tensorrt import (
     double_plan,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT:DeprecationWarning")
+
 TWO_PROFILES = (
     {"input": ((1, 16), (2, 16), (4, 16))},
     {"input": ((1, 16), (16, 16), (64, 16))},
