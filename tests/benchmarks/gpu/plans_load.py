@@ -151,8 +151,28 @@ async def beside_work(device, model, rows, options):
     return found
 
 
-def report(figures, device):
-    poisson, company, busy = figures["poisson"], figures["company"], figures["busy"]
+def report_company(company):
+    for name, found in company["models"].items():
+        alone, both = found["alone"], found["both"]
+        print(
+            f"{name} in shared arenas of {company['mib']:.0f} MiB: alone {alone['rows_per_s']:,.0f} rows/s, "
+            f"p99 {alone['p99_us'] / 1e3:.2f} ms; beside the other {both['rows_per_s']:,.0f}, "
+            f"p99 {both['p99_us'] / 1e3:.2f} ms, {both['rows_a_batch']:.1f} rows a batch",
+            flush=True,
+        )
+
+
+def report_work(busy):
+    for share, found in busy.items():
+        print(
+            f"loop busy for {share:.0%}: {found['rows_per_s']:,.0f} rows/s, p50 {found['p50_us'] / 1e3:.2f}, "
+            f"p99 {found['p99_us'] / 1e3:.2f} ms, {found['rows_a_batch']:.1f} rows a batch, "
+            f"{found['cores']:.2f} cores",
+            flush=True,
+        )
+
+
+def report_poisson(poisson, device):
     lines = []
     for share, found in poisson["load"].items():
         best = found["ideal"]["p99_us"]
@@ -175,19 +195,6 @@ def report(figures, device):
         lines,
         device=device,
     )
-    for name, found in company["models"].items():
-        alone, both = found["alone"], found["both"]
-        print(
-            f"{name} in shared arenas of {company['mib']:.0f} MiB: alone {alone['rows_per_s']:,.0f} rows/s, "
-            f"p99 {alone['p99_us'] / 1e3:.2f} ms; beside the other {both['rows_per_s']:,.0f}, "
-            f"p99 {both['p99_us'] / 1e3:.2f} ms, {both['rows_a_batch']:.1f} rows a batch"
-        )
-    for share, found in busy.items():
-        print(
-            f"loop busy for {share:.0%}: {found['rows_per_s']:,.0f} rows/s, p50 {found['p50_us'] / 1e3:.2f}, "
-            f"p99 {found['p99_us'] / 1e3:.2f} ms, {found['rows_a_batch']:.1f} rows a batch, "
-            f"{found['cores']:.2f} cores"
-        )
 
 
 async def measure(plans, options):
@@ -201,11 +208,13 @@ async def measure(plans, options):
             print(f"  {size}: compute {by['compute'] * 1e3:.3f}, all {by['all'] * 1e3:.3f} ms")
     with said("in company"):
         figures["company"] = await in_company(device, models, rows_of, options)
+    report_company(figures["company"])
     with said("beside work"):
         figures["busy"] = await beside_work(device, first, rows_of[first], options)
+    report_work(figures["busy"])
     with said("Poisson"):
         figures["poisson"] = await under_poisson(device, first, rows_of[first], service, options)
-    report(figures, device)
+    report_poisson(figures["poisson"], device)
     save(options.json, __doc__, figures, device)
     for model in models:
         model.close()
@@ -218,7 +227,7 @@ def main():
         "seconds": 1.0,
         "repeats": 1,
         "arenas": 2,
-        "shares": "0.2,0.5,0.8,0.9",
+        "shares": "0.2,0.4,0.6,0.8,0.9",
     }
     parser = parser_of(__doc__, device="cuda:0", **defaults)
     parser.add_argument("plans", nargs="*", type=Path, metavar="PLAN")
