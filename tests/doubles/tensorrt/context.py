@@ -395,12 +395,16 @@ class IExecutionContext(Reporter):
     def get_tensor_shape(self, name: str) -> Dims:
         """Return the shape of a tensor, with -1 where it is missing or depends on the data.
 
-        TensorRT 8 returns none of an output, and reports an error, if the inputs' shapes are refused.
+        TensorRT 8 returns none of an output, and reports an error, if the inputs' shapes do not fit together. It
+        does not say then whether they fit the profile.
         """
         where = "IExecutionContext::getTensorShape"
         io = self._engine._tensor(name, where, self)
         if io is not None and self._library_is_8 and name not in self._engine._inputs:
-            io = io if self._unspecified() or self._fits_together(where) else None
+            problem = None if self._unspecified() else self._shapes_problem()
+            if problem is not None:
+                self._report(ErrorCodeTRT.FAILED_EXECUTION, where, "Internal Error", problem)
+                return Dims()
         return Dims() if io is None else Dims(self._shape_of(io))
 
     @exclusive
