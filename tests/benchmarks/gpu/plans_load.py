@@ -127,7 +127,7 @@ async def in_company(device, models, rows_of, options):
                 await engine.aclose()
         mib = arenas.nbytes / 2**20
     pairs = zip(models, alone, both, strict=True)
-    return {"mib": mib, "models": {model.name: {"alone": a, "both": b} for model, a, b in pairs}}
+    return {"mib": mib, "models": [{"name": model.name, "alone": a, "both": b} for model, a, b in pairs]}
 
 
 async def keep_busy(share):
@@ -152,10 +152,11 @@ async def beside_work(device, model, rows, options):
 
 
 def report_company(company):
-    for name, found in company["models"].items():
+    for found in company["models"]:
         alone, both = found["alone"], found["both"]
         print(
-            f"{name} in shared arenas of {company['mib']:.0f} MiB: alone {alone['rows_per_s']:,.0f} rows/s, "
+            f"{found['name']} in shared arenas of {company['mib']:.0f} MiB: "
+            f"alone {alone['rows_per_s']:,.0f} rows/s, "
             f"p99 {alone['p99_us'] / 1e3:.2f} ms; beside the other {both['rows_per_s']:,.0f}, "
             f"p99 {both['p99_us'] / 1e3:.2f} ms, {both['rows_a_batch']:.1f} rows a batch",
             flush=True,

@@ -395,8 +395,8 @@ class IExecutionContext(Reporter):
     def get_tensor_shape(self, name: str) -> Dims:
         """Return the shape of a tensor, with -1 where it is missing or depends on the data.
 
-        TensorRT 8 returns none of an output, and reports an error, if the inputs' shapes do not fit together. It
-        does not say then whether they fit the profile.
+        TensorRT 8 returns none of an output, and reports an error, if the inputs' shapes do not fit
+        together. It does not check whether they fit the profile.
         """
         where = "IExecutionContext::getTensorShape"
         io = self._engine._tensor(name, where, self)
