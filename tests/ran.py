@@ -47,7 +47,7 @@ def kind_of(nodeid):
     path, _, name = nodeid.partition("::")
     parts = PurePosixPath(path)
     kind = next(kind for kind, places in KINDS if any(parts.is_relative_to(place) for place in places))
-    is_contract = parts.is_relative_to("tests/contract") and re.search(r"\[.*\bcuda\b.*\]", name)
+    is_contract = parts.is_relative_to("tests/contract") and re.search(r"\[.*\b(cuda|plans)\b.*\]", name)
     return kind, "cuda" if is_contract or parts.is_relative_to("tests/gpu") else "host"
 
 

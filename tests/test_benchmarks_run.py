@@ -63,6 +63,7 @@ LEAST_ON_GPU = {
     "weights": ["--seconds", "0.2", "--repeats", "1"],
     "million": ["--batches", "2000"],
     "plans": ["--seconds", "0.02", "--repeats", "1"],
+    "plans_load": ["--seconds", "0.05", "--shares", "0.001"],
     "detector": [
         *("--seconds", "0.2", "--side", "64", "--callers", "1,8"),
         *("--random", "4", "--shapes", "8"),

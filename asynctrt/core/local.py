@@ -1,12 +1,12 @@
 """An engine whose model runs on a device in this process: one driver, one scheduler, one pool of contexts."""
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final
 
 from asynctrt._util import clock
@@ -34,6 +34,9 @@ from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec
 
 ABANDONED_S: Final = 3600.0
 """How long each wait for abandoned batches lasts, in seconds."""
+
+EXIT_S: Final = 10.0
+"""How long the exit of the interpreter waits for a release that has begun: a library may wait for the GPU."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -285,9 +288,7 @@ class LocalEngine(DrivenEngine):
         abandoned = self._parts.close(STREAM_END_S, self._slots.close)
         if abandoned:
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
-            # A daemon: a batch that never ends must not keep the interpreter from exiting.
-            later = partial(_give_back_later, self._parts, self._slots)
-            threading.Thread(target=later, name="asynctrt-abandoned", daemon=True).start()
+            _LateRelease(self._parts, self._slots).start()
 
     def _split(
         self,
@@ -344,7 +345,38 @@ class LocalEngine(DrivenEngine):
         return key._replace(outputs_on_device=True)
 
 
-def _give_back_later(parts: EngineParts, slots: SlotBoard) -> None:
-    """Release abandoned parts once their batches have ended."""
-    while parts.close(ABANDONED_S, slots.close):
-        pass
+class _LateRelease:
+    """Releases abandoned parts in a thread once their batches have ended.
+
+    The thread is a daemon: a batch that never ends must not keep the interpreter from exiting. But what a
+    library destroys may call back into Python, and a thread that comes from a library to an interpreter that
+    is gone ends the process with an error. So the interpreter waits for a release that has begun.
+    """
+
+    def __init__(self, parts: EngineParts, slots: SlotBoard) -> None:
+        self._parts = parts
+        self._slots = slots
+        self._releasing = threading.Lock()
+        self._is_exiting = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        atexit.register(self._let_end)
+        threading.Thread(target=self._run, name="asynctrt-abandoned", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            abandoned = 1
+            while abandoned:
+                for context in self._parts.pool.contexts:
+                    context.comes_to_rest(ABANDONED_S)
+                with self._releasing:
+                    if self._is_exiting:
+                        return
+                    abandoned = self._parts.close(STREAM_END_S, self._slots.close)
+        finally:
+            atexit.unregister(self._let_end)
+
+    def _let_end(self) -> None:
+        self._is_exiting = True
+        self._releasing.acquire(timeout=EXIT_S)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract.devices import DEVICES
+from tests.contract.devices import DEVICES, WITH_PLANS, subject_on
 
 NAMES = ("host-threads", "host-separate-memory", "host-frees-wait", "cuda")
 
@@ -12,3 +12,12 @@ def device(request):
     made = DEVICES[request.param]()
     yield made
     made.close()
+
+
+@pytest.fixture(params=[*(name for name in NAMES if name in DEVICES), *WITH_PLANS])
+def subject(request):
+    """A plan that can be made to fail: of the double on each device, and of the real TensorRT."""
+    made = subject_on(request.param)
+    yield made
+    made.close()
+    made.device.close()

@@ -8,6 +8,7 @@ import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
+from tests.contract.plans import RealSubject, plans_are_here
 from tests.contract.waiting import WaitingDevice
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.gpu.support import gpu_is_here
@@ -38,6 +39,9 @@ if gpu_is_here():
 
     DEVICES["cuda"] = CudaDevice
 
+WITH_PLANS = ("plans",) if plans_are_here() else ()
+"""What the suites run on besides the devices: the real TensorRT and its plans."""
+
 
 def strict(device, spec, options=None):
     """A plan of the strict double, through the TensorRT adapter."""
@@ -57,13 +61,21 @@ def four_floats(**kw):
 class Subject:
     """A strict double and a model of it on one device."""
 
+    is_real = False
+    input, output = "input", "output"
+    rows = staticmethod(rows)
+
     def __init__(self, device, *, double=None, options=None, floats=4, **kw):
         self.device = device
         self.double = double or StrictTensorRT(device)
         self.spec = some_floats(floats, **kw)
-        self.model = TensorRTModel(
-            double_plan(self.spec), device=device, flavour=self.double, options=options
-        )
+        self.options = options
+        self.model = self.load()
+
+    def load(self):
+        """Open the plan once more."""
+        plan = double_plan(self.spec)
+        return TensorRTModel(plan, device=self.device, flavour=self.double, options=self.options)
 
     def open(self, **kw):
         kw = {"contexts": 3, "arenas": 3, "max_rows": 4, "graphs": "off", **kw}
@@ -72,6 +84,22 @@ class Subject:
     async def check(self, engine, number=1):
         sent = rows(number)
         async with asyncio.timeout(WAIT_S):
-            result = await engine.infer(sent)
+            self.compare(await engine.infer(sent), sent)
+
+    def compare(self, result, sent):
+        """Check an answer."""
         for name, expected in self.spec.expected({"input": sent}).items():
             np.testing.assert_array_equal(result[name], expected)
+
+    def close(self):
+        self.double.release_hangs()
+        self.model.close()
+
+
+def subject_on(name):
+    """Return a subject on a device of that name, or, on ``plans``, the real TensorRT."""
+    if name == "plans":
+        from asynctrt.devices.cuda import CudaDevice
+
+        return RealSubject(CudaDevice(0))
+    return Subject(DEVICES[name]())

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from asynctrt.devices.host import HostDevice
@@ -16,30 +15,22 @@ from asynctrt.errors import (
     ExecutionError,
     InputError,
 )
-from tests.contract.devices import DEVICES, Subject
-from tests.helpers import until
-from tests.models import rows
+from tests.contract.devices import DEVICES, WITH_PLANS, Subject
+from tests.helpers import needed, until
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 60
 MIB = 1 << 20
 
 
-@pytest.fixture
-def subject(device):
-    made = Subject(device)
-    yield made
-    made.double.release_hangs()
-    made.model.close()
-
-
 @pytest.mark.parametrize("graphs", ["off", "auto", "1,4"])
 async def test_a_refused_enqueue_fails_its_batch_alone(subject, graphs):
+    needed(not subject.is_real or graphs == "off", "a graph of the real TensorRT is not refused")
     async with subject.open() as engine:
         await subject.check(engine)
         subject.double.fail_next("enqueue")
         with pytest.raises(ExecutionError, match="enqueue|execute"):
-            await engine.infer(rows(1))
+            await engine.infer(subject.rows(1))
         for number in range(10):
             await subject.check(engine, number)
         assert engine.statistics().failed == 1
@@ -48,12 +39,12 @@ async def test_a_refused_enqueue_fails_its_batch_alone(subject, graphs):
 
 
 @pytest.mark.parametrize("arenas", [1, 3])
-async def test_a_batch_that_hangs_is_given_up_and_the_others_go_on(device, subject, arenas):
+async def test_a_batch_that_hangs_is_given_up_and_the_others_go_on(subject, arenas):
     engine = await subject.open(contexts=3, arenas=arenas, batch_timeout=0.3, close_timeout=0.5)
     await subject.check(engine)
     subject.double.fail_next("hang")
     with pytest.raises(DeviceLostError, match=r"batch 2 .* did not end within the batch_timeout of 0.3 s"):
-        await engine.infer(rows(1))
+        await engine.infer(subject.rows(1))
     statistics = engine.statistics()
     if arenas == 3:
         assert statistics.contexts_quarantined == 1
@@ -65,7 +56,7 @@ async def test_a_batch_that_hangs_is_given_up_and_the_others_go_on(device, subje
         assert statistics.contexts_quarantined == 3
         assert engine.state == "lost"
         with pytest.raises(DeviceLostError, match="Only a new process helps"):
-            await engine.infer(rows(1))
+            await engine.infer(subject.rows(1))
     async with asyncio.timeout(WAIT_S):
         await engine.aclose()
     assert engine.state == "closed"
@@ -75,13 +66,13 @@ async def test_a_batch_that_hangs_is_given_up_and_the_others_go_on(device, subje
 async def test_every_context_hangs(subject):
     engine = await subject.open(contexts=2, arenas=2, batch_timeout=0.3, close_timeout=0.5, max_rows=1)
     subject.double.fail_next("hang", 2)
-    sent = [asyncio.create_task(engine.infer(rows(n))) for n in range(6)]
+    sent = [asyncio.create_task(engine.infer(subject.rows(n))) for n in range(6)]
     async with asyncio.timeout(WAIT_S):
         outcomes = await asyncio.gather(*sent, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [DeviceLostError] * 6
     assert engine.state == "lost"
     with pytest.raises(DeviceLostError):
-        await engine.infer(rows(1))
+        await engine.infer(subject.rows(1))
     assert engine.statistics().contexts_quarantined == 2
     await engine.aclose()
     subject.double.release_hangs()
@@ -89,7 +80,8 @@ async def test_every_context_hangs(subject):
 
 async def test_wrong_inputs_never_reach_the_device(subject):
     async with subject.open() as engine:
-        for wrong in (np.ones((1, 4)), rows(1, dims=(5,)), np.ones((4,), np.float32), {"other": rows(1)}):
+        right = subject.rows(1)
+        for wrong in (right.astype("f8"), right[:, 1:], right[0], {"other": right}):
             with pytest.raises(InputError):
                 await engine.infer(wrong)
         assert engine.statistics().submitted == 0
@@ -102,7 +94,7 @@ async def test_closing_in_every_state(subject, state):
     async with asyncio.timeout(WAIT_S):
         sent = []
         if state != "idle":
-            sent = [asyncio.create_task(engine.infer(rows(n))) for n in range(30)]
+            sent = [asyncio.create_task(engine.infer(subject.rows(n))) for n in range(30)]
             await asyncio.sleep(0)
         if state == "in flight":
             await asyncio.wait([sent[0]])
@@ -118,8 +110,7 @@ async def test_closing_in_every_state(subject, state):
             await draining
     for number, outcome in enumerate(outcomes):
         if not isinstance(outcome, EngineClosedError | asyncio.CancelledError):
-            expected = subject.spec.expected({"input": rows(number)})["output"]
-            np.testing.assert_array_equal(outcome["output"], expected)
+            subject.compare(outcome, subject.rows(number))
     assert engine.state == "closed"
     assert subject.double.violations() == ()
 
@@ -132,6 +123,7 @@ async def test_a_second_engine_on_the_same_model_after_the_first(subject):
 
 @pytest.mark.parametrize("what", ["context-memory"])
 async def test_a_context_for_which_there_is_no_memory(subject, what):
+    needed(not subject.is_real, "the real TensorRT is not told to have no memory")
     held = subject.device.memory().held_nbytes
     subject.double.fail_next(what)
     with pytest.raises(DeviceMemoryError):
@@ -162,7 +154,7 @@ async def test_what_does_not_fit_is_refused_before_it_is_made_with_the_arithmeti
     little.close()
 
 
-@pytest.mark.parametrize("where", ["host", *(["cuda:0"] if "cuda" in DEVICES else [])])
+@pytest.mark.parametrize("where", ["host", *(["cuda:0"] if "cuda" in DEVICES else []), *WITH_PLANS])
 def test_an_illegal_address_ends_the_device_for_this_process(where):
     """In a process of its own: what is lost stays lost in it."""
     run = subprocess.run(

@@ -14,7 +14,7 @@ from asynctrt.errors import DeviceLostError
 from asynctrt.runtime.staging import AheadRows
 from asynctrt.scheduling.lanes import WARM_UP
 from asynctrt.tensors import TensorSpec
-from tests.contract.devices import DEVICES, Subject
+from tests.contract.devices import DEVICES, WITH_PLANS, Subject, subject_on
 from tests.helpers import until
 from tests.models import rows
 
@@ -29,12 +29,12 @@ def device(request):
     made.close()
 
 
-@pytest.fixture
-def subject(device):
-    made = Subject(device)
+@pytest.fixture(params=[*(name for name in ("host-separate-memory", "cuda") if name in DEVICES), *WITH_PLANS])
+def subject(request):
+    made = subject_on(request.param)
     yield made
-    made.double.release_hangs()
-    made.model.close()
+    made.close()
+    made.device.close()
 
 
 @pytest.mark.parametrize("graphs", ["off", "auto"])
@@ -45,10 +45,9 @@ async def test_answers_are_right_and_batches_are_launched_ahead_of_time(subject,
         async with asyncio.timeout(WAIT_S):
             for _ in range(20):
                 # The last batch of each round is not full.
-                answers = await asyncio.gather(*[engine.infer(rows(number)) for number in range(42)])
+                answers = await asyncio.gather(*[engine.infer(subject.rows(number)) for number in range(42)])
                 for number, answer in enumerate(answers):
-                    for name, expected in subject.spec.expected({"input": rows(number)}).items():
-                        np.testing.assert_array_equal(answer[name], expected)
+                    subject.compare(answer, subject.rows(number))
         statistics = engine.statistics()
         assert min(statistics.launched[reason] for reason in ("ahead", "idle", "full")) > 0
         assert statistics.succeeded == WARM_UP + 840
@@ -60,9 +59,9 @@ async def test_what_hangs_takes_along_who_waits_for_it_on_the_device_and_nobody_
     for _ in range(WARM_UP):
         await subject.check(engine)
     subject.double.fail_next("hang")
-    held = asyncio.create_task(engine.infer(rows(1)))
+    held = asyncio.create_task(engine.infer(subject.rows(1)))
     await until(lambda: subject.double.hanging)
-    behind = asyncio.create_task(engine.infer(rows(2)))
+    behind = asyncio.create_task(engine.infer(subject.rows(2)))
     await until(lambda: engine.statistics().in_flight_batches == 2)
     for number in range(5):
         await subject.check(engine, number)

@@ -11,6 +11,8 @@ from tests.gpu.differential import Outcome, differences, read_outcome
 from tests.gpu.scenarios import SCENARIOS
 from tests.gpu.sides import OverError, Setting, Side
 
+pytestmark = pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT:DeprecationWarning")
+
 
 def note(step, value, **more):
     return json.dumps({"step": step, "value": value, **more})

@@ -18,6 +18,8 @@ from tests.doubles.tensorrt import (
     double_plan,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT:DeprecationWarning")
+
 
 def test_an_engine_says_what_its_plan_says():
     profiles = ({"input": ((1, 16), (2, 16), (4, 16))}, {"input": ((1, 16), (16, 16), (32, 16))})

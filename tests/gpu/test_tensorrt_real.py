@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import differential
+from tests.gpu.sides import PLANS
 from tests.gpu.support import gpu_is_here
 from tests.helpers import needed
 
@@ -154,6 +155,21 @@ def test_the_plan_of_tensorrt_for_rtx():
         assert report["gpu"] in report["message"]
         assert "8.0, 8.6, 8.9" in report["message"]
         assert "TensorRT said: " in report["message"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_full_gpu_ends_no_process(name):
+    """Opening, capturing and swapping fail with errors of ours, or work, however little another leaves."""
+    setting = differential.setting_from_environment()
+    if not (setting.flavour and setting.plans):
+        pytest.skip("needs what ASYNCTRT_TEST_FLAVOUR and ASYNCTRT_TEST_PLANS name")
+    command = [sys.executable, "-m", "tests.gpu.full", str(Path(setting.plans) / f"{name}-vcx.plan")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110, cwd=ROOT)
+    print(done.stdout)
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout}\n{done.stderr}"
+    assert done.stdout.splitlines()[-1] == "survived"
+    assert "UNTYPED" not in done.stdout
 
 
 @pytest.mark.timeout(240)

@@ -6,6 +6,8 @@ calls newer than 8.6 on an engine of 8.6 return 0 or -1 with an error, and some 
 
 import mmap
 import re
+import threading
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +57,9 @@ COMPATIBLE_SINCE: Final = (8, 6)
 
 COMPATIBLE_SINCE_UNDER_11: Final = (10, 0)
 """The same for libraries from 11 on (TensorRT's documentation, Support Matrix, Engine Portability)."""
+
+_filtering: Final = threading.Lock()
+"""Filters of warnings belong to the process, and two threads that restored them in turn would mix them up."""
 
 LEAN_NAME: Final = re.compile(rb"libnvinfer_lean\.so\.(\d+)\0")
 """The name in every lean runtime (its ``SONAME``), with its major version."""
@@ -114,7 +119,10 @@ class Abilities:
         if self.sizes_memory:
             return int(engine.get_device_memory_size_for_profile_v2(profile))
         # An engine without the call above crashes in get_device_memory_size_for_profile.
-        return int(engine.device_memory_size)
+        with _filtering, warnings.catch_warnings():
+            # TensorRT 10 calls it deprecated; where warnings are errors, its bindings raise SystemError.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return int(engine.device_memory_size)
 
     def streamable_nbytes(self, engine: Any) -> int:
         """Return how many bytes of weights can be streamed."""

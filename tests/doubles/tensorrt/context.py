@@ -185,9 +185,13 @@ class IExecutionContext(Reporter):
     def all_binding_shapes_specified(self) -> bool:
         """Whether the shapes of all dynamic inputs are set.
 
-        TensorRT 8.6 said no of complete shapes, on a GPU, to a caller that had chosen a profile.
+        TensorRT 8.6 said no of complete shapes, on a GPU, to a caller that had chosen a profile. Of an engine
+        of TensorRT 8, a later library says no of shapes that only another profile accepts.
         """
-        return not self._unspecified() and not (self._library_is_8 and self._has_chosen_profile)
+        if self._unspecified() or (self._library_is_8 and self._has_chosen_profile):
+            return False
+        shapes = self._shapes.items() if self._engine._is_of_8 else ()
+        return all(self._is_within(name, shape, self._profile) for name, shape in shapes)
 
     @property
     def persistent_cache_limit(self) -> int:
@@ -391,12 +395,16 @@ class IExecutionContext(Reporter):
     def get_tensor_shape(self, name: str) -> Dims:
         """Return the shape of a tensor, with -1 where it is missing or depends on the data.
 
-        TensorRT 8 returns none of an output, and reports an error, if the inputs' shapes are refused.
+        TensorRT 8 returns none of an output, and reports an error, if the inputs' shapes do not fit
+        together. It does not check whether they fit the profile.
         """
         where = "IExecutionContext::getTensorShape"
         io = self._engine._tensor(name, where, self)
         if io is not None and self._library_is_8 and name not in self._engine._inputs:
-            io = io if self._unspecified() or self._fits_together(where) else None
+            problem = None if self._unspecified() else self._shapes_problem()
+            if problem is not None:
+                self._report(ErrorCodeTRT.FAILED_EXECUTION, where, "Internal Error", problem)
+                return Dims()
         return Dims() if io is None else Dims(self._shape_of(io))
 
     @exclusive
@@ -506,8 +514,8 @@ class IExecutionContext(Reporter):
 
     @exclusive
     def get_tensor_address(self, name: str) -> int:
-        """Return the address of a tensor, or 0 if it is not set; TensorRT 8 reports an unknown name."""
-        if self._library_is_8:
+        """Return the address of a tensor, or 0 if it is not set; engines of TensorRT 8 report other names."""
+        if self._engine._is_of_8:
             self._engine._tensor(name, "IExecutionContext::getTensorAddress", self)
         return self._addresses.get(name, 0)
 
@@ -798,10 +806,10 @@ class IExecutionContext(Reporter):
             return False
         if self._enqueued is None and not self._is_complete():
             return False
-        # After a change the layers update what they hold, which cannot be part of a graph. Those of
-        # TensorRT 8 were captured so.
+        # After a change the layers update what they hold, which cannot be part of a graph. On a GPU, those of
+        # engines of TensorRT 8 were captured nevertheless.
         waits = self._waits or self._spec.data_dependent
-        is_changed = self._is_changed and not self._library_is_8
+        is_changed = self._is_changed and not self._engine._is_of_8
         can_be_captured = self._spec.capturable and not waits and not is_changed
         can_be_captured &= not self._spec.temporary_nbytes or self._frees_in_order
         if not can_be_captured and self._core.executor.is_capturing(handle):

@@ -1,6 +1,7 @@
 """The double's ``ICudaEngine``."""
 
 import ctypes
+import warnings
 import weakref
 
 import numpy as np
@@ -185,7 +186,16 @@ class OldCudaEngine(ICudaEngine):
 
     @property
     def device_memory_size(self) -> int:
-        """Bytes of enqueue memory that suffice for every profile."""
+        """Bytes of enqueue memory that suffice for every profile.
+
+        :raises SystemError: where the warning of TensorRT 10.1 and later is an error.
+        """
+        if version_of(self._core.library.version) >= (10, 1):
+            try:
+                text = "Use Deprecated in TensorRT 10.1. Superseded by get_device_memory_size_v2 instead."
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+            except DeprecationWarning as error:
+                raise SystemError("a built-in method returned a result with an exception set") from error
         return self._memory_nbytes()
 
     def get_device_memory_size_for_profile(self, profile_index: int) -> int:
