@@ -13,9 +13,9 @@ from typing import Final
 
 from asynctrt.errors import DeadlineUnreachableError
 from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.estimates import CompletionEstimator
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.punctual import Punctuality
 from asynctrt.scheduling.queues import BucketQueue
@@ -40,7 +40,7 @@ class Forecast:
         estimator: CompletionEstimator,
         in_flight: dict[int, Batch],
         in_flight_max: int,
-        lanes: Lanes | None,
+        lanes: Concurrency | None,
     ) -> None:
         self._policy = policy
         self._estimator = estimator
@@ -114,7 +114,7 @@ class Forecast:
     def _side_by_side(self, bucket: BucketQueue) -> int:
         """Return how many batches compute at once."""
         if self._lanes is not None:
-            return self._lanes.allowed(bucket.key.cost_key, bucket.rows_max)
+            return self._lanes.allowed(bucket.rows_max, bucket.rows_max)
         return self._policy.concurrency
 
     def _wait_ns(

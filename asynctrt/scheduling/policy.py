@@ -23,6 +23,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from asynctrt.scheduling.concurrency import ONE_LANE, Lanes
 from asynctrt.scheduling.estimates import LatencyHistory
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 
@@ -64,7 +65,7 @@ class Policy:
     :param captured: the batch sizes that were captured.
     :param is_pipelined: whether batches wait for one another on the device, each copied in while the one
         before it computes, so that they are to be launched just in time.
-    :param lanes_max: batches that may compute side by side there.
+    :param lanes: how many batches compute side by side there; ``lanes_max``: the lanes that exist.
     :param may_enqueue_slowly: whether it may take as long to put batches there as to compute them.
     :param answers_in_time: whether deadlines are those of answers, so that batches are also formed as late as
         possible when they are full.
@@ -79,6 +80,7 @@ class Policy:
     captured: Captured = NOT_CAPTURED
     is_alone: bool = False
     is_pipelined: bool = False
+    lanes: Lanes = ONE_LANE
     lanes_max: int = 1
     may_enqueue_slowly: bool = False
     answers_in_time: bool = False

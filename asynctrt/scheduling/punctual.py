@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.curve import ServiceCurve
 from asynctrt.scheduling.estimates import LEAD_MARGIN_NS, CompletionEstimator
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS
 from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
@@ -56,7 +56,7 @@ class Punctuality:
         curve: ServiceCurve,
         in_flight: dict[int, Batch],
         lines: int,
-        lanes: Lanes | None,
+        lanes: Concurrency | None,
         rows_to_run: Callable[[BatchKey, int], int],
     ) -> None:
         self._estimator = estimator
@@ -69,13 +69,14 @@ class Punctuality:
         """The requests of the call that was taken last although it was said to be late: it goes in any
         case."""
 
-    def begins_ns(self, key: BatchKey, rows: int, now_ns: int) -> int:
+    def begins_ns(self, bucket: BucketQueue, rows: int, now_ns: int) -> int:
         """Return when a batch that is launched now begins to compute at the latest, as a rule."""
+        key = bucket.key
         if not self._lines:
             return now_ns + self._estimator.copy_in_ns(key, rows)
         lines: Sequence[int] = range(self._lines)
         if self._lanes is not None:
-            lines = self._lanes.usable(self._lanes.allowed(key.cost_key, rows)) or lines
+            lines = self._lanes.usable(self._lanes.allowed(rows, bucket.rows_max)) or lines
         free_ns = self._estimator.free_late_ns(lines, now_ns, self._takes_ns)
         if free_ns <= now_ns:
             return now_ns + self._estimator.copy_in_ns(key, rows)
@@ -111,7 +112,7 @@ class Punctuality:
         due_ns = min(map(self._due_ns, chosen))
         if due_ns == NO_DEADLINE_NS or (most_ns := self._curve.most_ns(key.cost_key)) is None:
             return Punctual(chosen, rows)
-        begins_ns = self.begins_ns(key, rows, now_ns)
+        begins_ns = self.begins_ns(bucket, rows, now_ns)
         copied_ns = begins_ns + self._estimator.copy_out_ns(key, rows) + DEADLINE_MARGIN_NS
         if copied_ns + most_ns <= due_ns or (takes_ns := self.takes_ns(key, rows)) is None:
             return Punctual(chosen, rows)  # Most are far from late, and need no closer look.

@@ -18,13 +18,13 @@ from asynctrt.errors import (
 )
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.company import NoCompany
+from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
 from asynctrt.scheduling.curve import ServiceCurve
 from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.punctual import Punctuality
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
@@ -49,6 +49,9 @@ batch. They are enough for those who always send what fails to be among them, so
 
 AHEAD_MAX: Final = 1
 """Batches that are not full and are launched ahead of time, while others compute."""
+
+ENQUEUE_SHARE: Final = 0.5
+"""Putting a batch on the device takes long from this share of the time for which it computes."""
 
 
 NO_COMPANY: Final = NoCompany()
@@ -112,11 +115,9 @@ class Scheduler:
         self._contexts = ContextAllocator(contexts=contexts, arenas=arenas, arena_users=arena_users)
         self._counters = Counters()
         self._latency = LatencyHistory()
-        self._lanes = Lanes(policy.lanes_max, policy.rows_max) if policy.is_pipelined else None
+        self._lanes = Concurrency(policy.lanes, policy.lanes_max) if policy.is_pipelined else None
         lines = arenas if self._lanes is None else policy.lanes_max
         self._estimator = CompletionEstimator(lines=lines, compute=self._latency)
-        if self._lanes is not None and policy.may_enqueue_slowly:
-            self._lanes.enqueue_ns = self._estimator.enqueue_ns
         # With lanes: batches that are being staged, those whose end cannot be told, and when the next batch
         # is to be launched.
         self._being_staged: set[int] = set()
@@ -169,33 +170,11 @@ class Scheduler:
             f"in_flight={len(self._in_flight)} {self._contexts!r}>"
         )
 
-    def lanes_chosen(self) -> dict[int, int]:
-        """Return how many batches compute side by side, if more than one, by the rows up to which they do."""
-        return {} if self._lanes is None else self._lanes.chosen()
-
     def divide(self, share: Share) -> None:
         """Launch no more from now on than is left to it of the device that it shares."""
         self.share = share
-        if self._lanes is not None:
-            self._lanes.is_in_haste = False
         share.wants = self._wants_device
         share.is_full = self._is_full
-
-    @property
-    def wants_one_alone(self) -> bool:
-        """Return whether the next batches compute alone, to show what that takes."""
-        return self._lanes is not None and self._lanes.wants_one_alone
-
-    @property
-    def is_trying_lanes(self) -> bool:
-        """Return whether it is being found out how many batches compute side by side; all are timed then."""
-        return self._lanes is not None and self._lanes.is_trying
-
-    def shows_alone(self, batch: Batch) -> bool:
-        """Return whether a batch that was just launched is timed because it computes alone, as few have."""
-        if self._lanes is None or batch.lane is None:
-            return False
-        return self._lanes.wants_time(batch.lane, batch.key.cost_key, batch.rows_run)
 
     @property
     def lanes_max(self) -> int:
@@ -556,10 +535,10 @@ class Scheduler:
         self._number = number = self._number + 1
         is_timed = self.times_all or self._estimator.wants_times(number, key.cost_key, rows_run)
         context, arena = self._contexts.acquire(profile)
-        lane = None
+        lane, count = None, 1
         if (lanes := self._lanes) is not None:
-            lane = lanes.acquire(key.cost_key, rows, self._estimator.computed_by_ns)
-            is_timed = is_timed or lanes.is_trying or lanes.wants_time(lane, key.cost_key, rows_run)
+            count = lanes.allowed(rows, self._shapes.limit(key.shape))
+            lane = lanes.acquire(count, self._estimator.computed_by_ns)
             if reason is Reason.IDLE and lanes.occupied:
                 reason = Reason.AHEAD
         # In 0.6 of the time that the constructor takes.
@@ -577,7 +556,7 @@ class Scheduler:
                 number,
                 now_ns,
                 (key.cost_key, rows_run),
-                lanes=1 if lanes is None else lanes.allowed(key.cost_key, rows),
+                lanes=count,
                 computing=self._computing(),
             )
         return batch
@@ -639,22 +618,20 @@ class Scheduler:
             return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
         return None
 
-    def _is_early(self, bucket: BucketQueue, lanes: Lanes, now_ns: int) -> bool:
+    def _is_early(self, bucket: BucketQueue, lanes: Concurrency, now_ns: int) -> bool:
         """Return whether the next batch can still grow before the device would want it; note when that is."""
-        if bucket.is_full and not (self._policy.answers_in_time or lanes.wants_one_alone):
+        if bucket.is_full and not self._policy.answers_in_time:
             return False
         rows, key = min(bucket.rows, bucket.rows_max), bucket.key
-        count = lanes.allowed(key.cost_key, rows)
-        if lanes.wants_one_alone:
-            count = 1
-        if lanes.occupied < count:
+        count = lanes.allowed(rows, bucket.rows_max)
+        over = lanes.occupied - count
+        if over < 0:
             return False
         due_ns = lanes.find_stuck(now_ns)
         over = lanes.occupied - count
         if over < 0 or due_ns is None:
             return False
-        is_next = over < AHEAD_MAX and not self._being_staged and not lanes.wants_one_alone
-        if is_next and not lanes.is_put_slowly(key.cost_key, rows):
+        if over < AHEAD_MAX and not self._being_staged and not self._is_put_slowly(key, rows):
             if self._unknown:
                 return False
             free_ns = self._estimator.free_ns(lanes.usable(count))
@@ -667,6 +644,15 @@ class Scheduler:
             return False
         self._due_ns = due_ns
         return True
+
+    def _is_put_slowly(self, key: BatchKey, rows: int) -> bool:
+        """Return whether it takes about as long to put such a batch on the device as to compute it: then none
+        is put there ahead of time, as it could not grow any more."""
+        if not self._policy.may_enqueue_slowly:
+            return False
+        compute_ns = self._latency.expected_ns(key.cost_key, rows)
+        put_ns = self._estimator.enqueue_ns(key.copy_key, rows)
+        return compute_ns is not None and 0 < ENQUEUE_SHARE * compute_ns <= put_ns
 
     def next_wakeup(self) -> int | None:
         """Return when to look again though nothing happens, in ns: a deadline, the end of a delay, or when a
@@ -695,16 +681,14 @@ class Scheduler:
             self._being_staged.discard(batch.number)
             if expected_ns is None:
                 self._unknown.add(batch.number)
-            if self._lanes is not None:
-                self._lanes.started(batch, now_ns, self._estimator.copies_ns(batch))
-                if expected_ns is not None:
-                    self._lanes.expect(batch.number, now_ns, expected_ns)
+            if self._lanes is not None and expected_ns is not None:
+                self._lanes.expect(batch, now_ns, expected_ns)
         return expected_ns
 
     def landed(self, batch: Batch, now_ns: int) -> None:
         """Note that the device is done with a batch; its outputs are still to be copied to their callers."""
         self._estimator.landed(batch, now_ns)
-        self._left_lane(batch, now_ns)
+        self._left_lane(batch)
 
     def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
         """Note what batches took before the first request came, in ns, by their rows."""
@@ -715,8 +699,6 @@ class Scheduler:
         """Forget what batches of a shape took: from now on they run in another way."""
         self._latency.forget(shape)
         self._estimator.forget_times(shape)
-        if self._lanes is not None:
-            self._lanes.forget_times(shape)
         if self._curve is not None:
             self._curve.forget(shape)
 
@@ -754,7 +736,7 @@ class Scheduler:
             self._forecast.ended(batch)
         self._contexts.release(batch.context, batch.arena)
         if self._lanes is not None:
-            self._left_lane(batch, now_ns)
+            self._left_lane(batch)
         if self.share is not None:
             self.share.left(batch.number, computing=self._computing())
         if batch.is_timed:
@@ -765,11 +747,9 @@ class Scheduler:
         self._counters.add_batch(
             batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
         )
-        if self._lanes is not None:
-            if batch.is_timed and self._estimator.copies_ns(batch) is None:
-                # Nobody has told of any: its rows and its outputs are on the device, say.
-                self._estimator.observe_copies(batch, copy_in_ns=0, copy_out_ns=0)
-            self._lanes.ended(batch, compute_ns if batch.is_timed else 0)
+        if self._lanes is not None and batch.is_timed and self._estimator.copies_ns(batch) is None:
+            # Nobody has told of any: its rows and its outputs are on the device, say.
+            self._estimator.observe_copies(batch, copy_in_ns=0, copy_out_ns=0)
 
     def _observe_late(
         self,
@@ -784,8 +764,7 @@ class Scheduler:
         if batch.lane is None and batch.arena is None:
             # It began at once, so all the time is its own, to be handed over and noticed as well.
             compute_ns = max(compute_ns, now_ns - batch.launched_ns - copy_in_ns - copy_out_ns)
-        if self._lanes is None or self._lanes.is_usual(batch):
-            curve.observe(batch.key.cost_key, batch.rows_run, compute_ns)
+        curve.observe(batch.key.cost_key, batch.rows_run, compute_ns)
 
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
         """Note that a batch failed. With ``quarantine``, its context is never used again."""
@@ -847,9 +826,9 @@ class Scheduler:
         late, self._late = self._late, []
         return [*queued, *late]
 
-    def _left_lane(self, batch: Batch, now_ns: int) -> None:
+    def _left_lane(self, batch: Batch) -> None:
         if self._lanes is not None:
-            self._lanes.landed(batch, now_ns)
+            self._lanes.left(batch)
             # What ends while it is put on its stream is never told to have started.
             self._being_staged.discard(batch.number)
             self._unknown.discard(batch.number)
@@ -858,10 +837,7 @@ class Scheduler:
         """Expect nothing any more of a batch that failed."""
         self._estimator.forget(batch)
         self._forecast.ended(batch)
-        if self._lanes is not None:
-            self._lanes.forget(batch)
-            self._being_staged.discard(batch.number)
-            self._unknown.discard(batch.number)
+        self._left_lane(batch)
         if self.share is not None:
             self.share.left(batch.number, computing=self._computing())
 
@@ -904,10 +880,6 @@ class Scheduler:
             # Its rows lie in one slab, which one batch runs from; there are never more than it holds.
             return bucket.rows_max
         if self._lanes is not None:
-            if self._lanes.wants_one_alone:
-                head = bucket.head()
-                rows = self._lanes.rows_to_learn(bucket.key.cost_key, bucket.rows_max)
-                return max(rows, 0 if head is None else head.rows)
             return self._rows_of_first_half(bucket) if not self._lanes.occupied else bucket.rows_max
         if bucket.rows < 2 or not self._policy.is_parallel:
             return bucket.rows_max

@@ -5,7 +5,6 @@ import pytest
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.curve import SAMPLES_MIN, WINDOW
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import WARM_UP
 from asynctrt.scheduling.policy import AGED_EVERY, Policy
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -35,7 +34,7 @@ def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SAMPLES
         priorities=3,
         times_all=True,
     )
-    for _ in range(max(samples, WARM_UP * pipelined)):
+    for _ in range(max(samples, 16 * pipelined)):
         for rows in sizes:
             submit(plan, rows, now_ns=-9_000 * MS)
             finish(plan, plan.next_batch(-9_000 * MS), -9_000 * MS, compute_ns=took_ns(rows))

@@ -5,13 +5,13 @@ Each is one that a hasty change could make. A replacement takes the original as 
 
 from asynctrt.errors import QueueFullError
 from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.curve import ServiceCurve
 from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.punctual import Punctual, Punctuality
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
@@ -394,7 +394,7 @@ def masked_ones_are_not_told_apart(original, self, request):
     return False
 
 
-def a_lane_is_never_left(original, self, batch, now_ns):
+def a_lane_is_never_left(original, self, batch):
     pass
 
 
@@ -487,7 +487,7 @@ PLANTED = [
     (Punctuality, "_is_hopeless", everybody_is_given_up),
     (ServiceCurve, "late_ns", batches_are_told_to_take_half_as_long),
     (Scheduler, "_choose_in_time", who_is_given_up_is_not_told),
-    (Lanes, "landed", a_lane_is_never_left),
+    (Concurrency, "left", a_lane_is_never_left),
     (BatchKey, "cost_key", each_slab_is_learned_anew),
     (DeviceShares, "missing_ns", the_device_is_left_to_the_idle),
     (Share, "left", batches_stay_in_flight),
