@@ -147,7 +147,11 @@ class _Bench:
         key, rates = self._key, []
         shapes = self._stage.shapes
         rows_max = shapes.limit(key.shape)
-        sizes = sorted({shapes.padded_rows(key.shape, rows) for rows in sizes_to_measure(rows_max)})
+        sizes = {shapes.padded_rows(key.shape, rows) for rows in sizes_to_measure(rows_max)}
+        captured = self._stage.pool.captured.sizes if key.shape == () else ()
+        if captured:
+            # Batches are padded to the next captured size, as far as is known yet.
+            sizes = {next((size for size in captured if size >= rows), rows) for rows in sizes}
 
         @cache
         def rate_of(rows: int, lanes: int) -> float | None:
@@ -158,7 +162,7 @@ class _Bench:
             rates.append(Rate(rows, lanes, rate))
             return rate
 
-        lanes = choose_lanes(sizes, rate_of, rows_max, self._lanes_max)
+        lanes = choose_lanes(sorted(sizes), rate_of, rows_max, self._lanes_max)
         return Calibration(lanes, tuple(rates), key)
 
     def _find_sample(self) -> Sample:
