@@ -23,8 +23,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from asynctrt.scheduling.batch_times import Times
 from asynctrt.scheduling.concurrency import ONE_LANE, Lanes
-from asynctrt.scheduling.estimates import LatencyHistory
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 
 PART_NS_MIN: Final = 200_000
@@ -102,7 +102,7 @@ class Policy:
         rows_max: int,
         buckets: int,
         in_flight: int,
-        latency: LatencyHistory,
+        compute: Times,
     ) -> int:
         """Return the rows of the next batch: all that fit or, on several idle cores, an even share.
 
@@ -116,20 +116,20 @@ class Policy:
         idle = self.concurrency - in_flight - (buckets - 1)
         if not self.is_parallel or self.delay_ns_max or idle < 2 or rows < 2:
             return rows_max
-        expected_ns = latency.expected_ns(shape, min(rows, rows_max))
+        expected_ns = compute.typical(shape, min(rows, rows_max))
         if expected_ns is None or expected_ns < 2 * PART_NS_MIN:
             return rows_max
         parts = min(idle, expected_ns // PART_NS_MIN)
         part = max(min(-(-rows // parts), rows_max), head_rows)
         # What is always divided is never measured anew as a whole, but at most as long as its parts together:
         # its first run, of a model that was cold, would count for ever.
-        if latency.has_seen(shape, part):
-            part_ns = latency.expected_ns(shape, part) or 0
+        if compute.has_seen(shape, part):
+            part_ns = compute.typical(shape, part) or 0
             if -(-min(rows, rows_max) // part) * part_ns < 2 * PART_NS_MIN:
                 return rows_max
         return part
 
-    def rows_to_run(self, shape: Hashable, rows: int, latency: LatencyHistory) -> int:
+    def rows_to_run(self, shape: Hashable, rows: int, compute: Times) -> int:
         """Return the rows to execute for a batch of ``rows``: those, or padded to the next captured size.
 
         Padding costs the computing of more rows; launching what was captured saves the CPU the calls, and the
@@ -140,14 +140,14 @@ class Policy:
         if at == len(sizes) or sizes[at] == rows:
             return rows
         padded = sizes[at]
-        more_ns = latency.expected_ns(shape, padded)
-        if more_ns is None or not latency.has_seen(shape, padded):
+        more_ns = compute.typical(shape, padded)
+        if more_ns is None or not compute.has_seen(shape, padded):
             return padded
-        if latency.has_seen(shape, rows):
-            fewer_ns = latency.expected_ns(shape, rows) or 0
+        if compute.has_seen(shape, rows):
+            fewer_ns = compute.typical(shape, rows) or 0
         else:
             below = sizes[at - 1] if at else 0
-            below_ns = latency.expected_ns(shape, below) if latency.has_seen(shape, below) else None
+            below_ns = compute.typical(shape, below) if compute.has_seen(shape, below) else None
             if below_ns is None:
                 return padded
             fewer_ns = below_ns + (more_ns - below_ns) * (rows - below) // (padded - below)

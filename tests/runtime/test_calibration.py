@@ -104,7 +104,7 @@ async def test_dimensions_that_vary_have_a_usual_size(device):
 
 async def test_what_batches_take_is_known_before_the_first_request(device):
     async with open_engine(Sleeping(work_ns=4_000_000), device) as engine:
-        batch_ns = engine._scheduler._latency.expected_ns((), 8)
+        batch_ns = engine._scheduler._times.compute.typical((), 8)
         assert 3_900_000 < batch_ns < 40_000_000
 
 

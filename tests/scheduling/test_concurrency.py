@@ -6,8 +6,16 @@ import statistics
 import pytest
 
 from asynctrt.scheduling.batch import Reason
-from asynctrt.scheduling.concurrency import STUCK_NS_MIN, Concurrency, Lanes, choose_lanes, lanes_that_pay
-from asynctrt.scheduling.estimates import LEAD_MARGIN_NS, LEAD_MARGIN_NS_MAX
+from asynctrt.scheduling.batch_times import BatchTimes
+from asynctrt.scheduling.concurrency import (
+    LEAD_MARGIN_NS,
+    LEAD_MARGIN_NS_MAX,
+    STUCK_NS_MIN,
+    Concurrency,
+    Lanes,
+    choose_lanes,
+    lanes_that_pay,
+)
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -369,10 +377,14 @@ def test_what_could_not_be_measured_has_one_lane():
 
 
 def test_where_all_lanes_compute_the_next_batch_goes_to_the_one_that_is_done_first():
-    lanes = Concurrency(Lanes.fixed(3, 8), 3)
-    for number in (1, 2, 3):
-        batch = make_batch(number, key=KEY, lane=lanes.acquire(3, lambda _: 0))
-        lanes.launched(batch)
-    assert lanes.acquire(3, {0: 30, 1: 10, 2: 20}.__getitem__) == 1
-    lanes.left(make_batch(3, key=KEY, lane=2))
-    assert lanes.acquire(3, {0: 30, 1: 10, 2: 20}.__getitem__) == 2, "nothing is in it"
+    times = BatchTimes()
+    times.seed(KEY, {1: 10, 2: 20, 3: 30})
+    lanes, batches = Concurrency(times, lanes=Lanes.fixed(3, 8), lanes_max=3), []
+    for number, rows in enumerate((3, 1, 2)):
+        batches.append(make_batch(number, key=KEY, rows=rows, lane=lanes.acquire(3)))
+        lanes.launched(batches[-1])
+        lanes.started(batches[-1], 0)
+    assert [batch.lane for batch in batches] == [0, 1, 2]
+    assert lanes.acquire(3) == 1
+    lanes.left(batches[2])
+    assert lanes.acquire(3) == 2, "nothing is in it"
