@@ -229,7 +229,7 @@ class LocalEngine(DrivenEngine):
             },
             row_ns_foreign=0.0,
             batching=self._parts.batching,
-            lane_rates=self._parts.calibration.rates,
+            lane_rates=tuple([(rows, lanes, rate) for rows, lanes, rate in self._parts.calibration.rates]),
             specialised=tuple([made.statistics for made in tuple(self._pool.specialised.values())]),
         )
 

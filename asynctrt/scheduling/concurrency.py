@@ -91,12 +91,14 @@ class Rate(NamedTuple):
     rows_per_s: float
 
 
-def lanes_that_pay(rate_of: Callable[[int], float], lanes_max: int, gain_min: float) -> int:
+def lanes_that_pay(
+    rate_of: Callable[[int], float], lanes_max: int, gain_min: float, *, lanes: int = 1
+) -> int:
     """Return how many lanes pay off: doubled while twice as many do ``gain_min`` times the work.
 
     :param rate_of: returns the work done in the same time with a number of lanes.
+    :param lanes: as many pay off in any case.
     """
-    lanes = 1
     while lanes < lanes_max:
         more = min(2 * lanes, lanes_max)
         # The last step may be less than a doubling, and must gain accordingly less.
@@ -127,7 +129,7 @@ def choose_lanes(
         if rows == sizes[-1]:
             full = lanes_that_pay(rate, lanes_max, FULL_GAIN)
         # Smaller batches leave more of the device idle, so they never have fewer lanes.
-        least = max(least, lanes_that_pay(rate, lanes_max, GROWING_GAIN))
+        least = lanes_that_pay(rate, lanes_max, GROWING_GAIN, lanes=least)
         growing.append((min(rows, rows_max), least))
     return Lanes(tuple(reversed(growing)), full)
 
@@ -312,7 +314,7 @@ class Concurrency:
         if over < 0 or stuck_ns is None:
             return None
         usable = self.usable(count)
-        flights = [flight for line in self.lines for flight in line.flights]
+        flights = [flight for line in self.lines if not line.is_stuck for flight in line.flights]
         is_next = over < AHEAD_MAX and all(flight.is_staged for flight in flights)
         if not is_next or self._is_put_slowly(key, rows):
             return stuck_ns

@@ -294,7 +294,13 @@ class TestWhatSeemsToHang:
         submit(plan, now_ns=now_ns)
         assert plan.next_batch(now_ns) is None
         assert plan.next_wakeup() == now_ns + STUCK_NS_MIN
-        assert plan.next_batch(now_ns + STUCK_NS_MIN).lane != hangs.lane
+        other = plan.next_batch(now_ns + STUCK_NS_MIN)
+        assert other.lane != hangs.lane
+        # It does not keep others from being launched ahead of time either.
+        plan.started(other, now_ns + STUCK_NS_MIN)
+        submit(plan, now_ns=now_ns)
+        assert plan.next_batch(now_ns + STUCK_NS_MIN) is None
+        assert plan.next_wakeup() < now_ns + STUCK_NS_MIN + COPY_NS + COMPUTE_NS
 
 
 def test_a_batch_that_ends_while_it_is_put_on_the_device_holds_no_later_one_up():
