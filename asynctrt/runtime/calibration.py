@@ -163,6 +163,10 @@ class _Bench:
             return rate
 
         lanes = choose_lanes(sorted(sizes), rate_of, rows_max, self._lanes_max)
+        if self._stage.pool.may_grow:
+            # To free them later, when larger shapes come, would wait for what runs on the device.
+            for context in self._contexts:
+                context.forget_slabs()
         return Calibration(lanes, tuple(rates), key)
 
     def _find_sample(self) -> Sample:

@@ -100,6 +100,7 @@ async def test_dimensions_that_vary_have_a_usual_size(device):
     async with open_engine(model, device) as engine:
         assert {rows.shape[1:] for rows in model.seen} == {(64,)}
         assert engine.statistics().lane_rates
+        assert engine.statistics().memory_nbytes == 0, "callers' batches may be larger"
 
 
 async def test_what_batches_take_is_known_before_the_first_request(device):
