@@ -27,7 +27,8 @@ from asynctrt.scheduling.request import Request
 from asynctrt.tensors import Array, split_shared
 
 BUDGET_NS: Final = 400_000_000
-"""Measuring ends after this time: sizes that were not reached by then have one lane."""
+"""Measuring begins with the largest batches and ends after this time. Smaller ones that were not reached have
+as many lanes as the smallest that were."""
 
 RUN_NS: Final = 2_000_000
 """How long a measurement takes at least, so that starting and noticing its end do not matter."""

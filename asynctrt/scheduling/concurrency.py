@@ -48,7 +48,7 @@ class Lanes(NamedTuple):
 
     growing: tuple[tuple[int, int], ...] = ()
     """For batches that may still grow: rows, rising, and the lanes for batches of up to so many rows. Larger
-    ones have one lane."""
+    ones, of smaller rows, have as many as the largest of these."""
     full: int = 1
     """For full batches."""
 
@@ -64,7 +64,7 @@ class Lanes(NamedTuple):
         for most, count in self.growing:
             if rows <= most:
                 return count
-        return 1
+        return self.growing[-1][1] if self.growing else 1
 
     def by_rows(self, rows_max: int) -> dict[int, int]:
         """Return the lanes by the largest batches that have so many."""

@@ -340,7 +340,8 @@ def test_a_batch_that_may_still_grow_may_have_other_lanes_than_a_full_one():
     assert found == [4, 4, 2, 2, 2, 2, 2, 3]
     assert lanes.by_rows(8) == {2: 4, 7: 2, 8: 3}
     assert lanes.allowed(4, rows_max=4) == 3, "batches of this shape hold less"
-    assert lanes.allowed(9, rows_max=16) == 1, "of those nothing was measured"
+    assert lanes.allowed(9, rows_max=16) == 2, "batches of this shape hold more"
+    assert Lanes().allowed(1, rows_max=16) == 1
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, {8: 1}), (4, {8: 4})])
