@@ -36,8 +36,8 @@ RUN_NS: Final = 2_000_000
 REPEATS_MAX: Final = 64
 ROUNDS: Final = 3
 LONG_NS: Final = 30_000_000
-"""Each measurement is repeated so often, and the best one counts: anything may disturb the others. One that
-takes longer than ``LONG_NS`` is disturbed little, and not repeated."""
+"""Each measurement is made this many times, and the best counts, as anything may disturb the others. A
+measurement that takes longer than ``LONG_NS`` is hardly disturbed, and made once."""
 
 WARM_NS: Final = 20_000_000
 """How long the device is kept busy before the first measurement."""
@@ -273,7 +273,7 @@ class _Bench:
         return clock.now_ns() - start_ns
 
     def _fill(self, lanes: Sequence[tuple[InFlight, InFlight]], repeats: int) -> None:
-        """Enqueue so many batches in each of some lanes, with at most two that are not done."""
+        """Enqueue ``repeats`` batches in each lane, of which at most two are unfinished at any time."""
         for number in range(repeats):
             for flights in lanes:
                 flight = flights[number % 2]

@@ -19,15 +19,15 @@ KEYS_MAX: Final = 256
 TYPICAL: Final = 0.25
 LATE: Final = 0.9
 LATE_STAGING: Final = 0.75
-"""The shares of the times that are shorter than ``typical`` and ``late``. For staging the CPU is one more
-cause of delay, and being too early costs little."""
+"""The shares of the times that are shorter than ``typical`` and ``late``. Staging depends on the CPU, which
+delays some batches by far more than others, and being too early costs little."""
 
 SURE_SAMPLES: Final = 4
 """Batches of a size from which on one that was slow does no harm."""
 
 FORGOTTEN_AFTER: Final = 128
-"""Batches of a key after which a size that has not been seen again promises nothing any more. What is said to
-take too long is not tried any more, so a time that has become wrong would never be seen to be."""
+"""A size that was not seen in this many batches of its key is forgotten. Requests that a size would make late
+are refused, so no batch would ever show that its time has become wrong."""
 
 TIMED_EVERY: Final = 8
 """One batch in this many is timed by the device, since timing costs the CPU and the GPU a few µs each."""
@@ -111,9 +111,9 @@ class _Sizes:
         return late_ns
 
     def _find_points(self, least: int) -> list[tuple[int, int]]:
-        """Return the sizes of which enough is known, with their times, both rising.
+        """Return the sizes with enough samples and their times, both rising.
 
-        Where no size of a power of two up to the next is known by itself, all of those together are a point.
+        If no size from one power of two to the next has enough samples, all of them together make a point.
         """
         found: dict[int, int] = {}
         bits = set()
@@ -128,7 +128,7 @@ class _Sizes:
                 found[rows] = window.late
                 bits.add(rows.bit_length())
             together.setdefault(rows.bit_length(), []).extend(window.recent)
-            # The largest, as this is to be no shorter than what any of them takes.
+            # A time for all of these sizes must hold for the largest.
             largest[rows.bit_length()] = max(largest.get(rows.bit_length(), 0), rows)
         for size, times_ns in together.items():
             if size not in bits and len(times_ns) >= least:
@@ -265,11 +265,11 @@ class BatchTimes:
         return self.copy_in.typical(key.copy_key, rows) is not None
 
     def lead_ns(self, key: BatchKey, rows: int) -> int:
-        """Return how long before a batch can compute it is to be launched: to be staged and copied in."""
+        """Return how long it takes from the launch until a batch can compute: to be staged and copied in."""
         return (self.staging.late(key.copy_key, rows) or 0) + self.copy_in_ns(key, rows)
 
     def delay_ns(self, key: BatchKey, rows: int) -> int:
-        """Return how long after its launch a batch can compute: when it is gathered and copied in."""
+        """Return what :meth:`lead_ns` does, for a device that computes while the rest is still enqueued."""
         return (self.gathering.late(key.copy_key, rows) or 0) + self.copy_in_ns(key, rows)
 
     def enqueue_ns(self, key: BatchKey, rows: int) -> int:

@@ -39,16 +39,16 @@ IN_TIME_NS: Final = 10_000
 LATE_STEP_NS: Final = 6_000
 EARLY_STEP_NS: Final = 2_000
 """By how much the margin grows with a batch that was late, and shrinks with one that was not, so that about
-one in four is late. A late batch costs everybody who waits the time in which the device is idle; an early one
-costs those who came a little later."""
+one in four is late. A late batch leaves the device idle, which delays every request that waits; an early one
+only misses requests that arrive a little later."""
 
 
 class Lanes(NamedTuple):
     """How many batches compute side by side."""
 
     growing: tuple[tuple[int, int], ...] = ()
-    """For batches that may still grow: rows, rising, and the lanes for batches of up to so many rows. Larger
-    ones, of smaller rows, have as many as the largest of these."""
+    """For batches that may still grow: pairs of rows, rising, and the lanes for batches of up to that many.
+    Batches with more rows, of smaller shapes, have the lanes of the last pair."""
     full: int = 1
     """For full batches."""
 
@@ -67,7 +67,7 @@ class Lanes(NamedTuple):
         return self.growing[-1][1] if self.growing else 1
 
     def by_rows(self, rows_max: int) -> dict[int, int]:
-        """Return the lanes by the largest batches that have so many."""
+        """Return the lanes of batches, by the largest number of rows for which they hold."""
         found: dict[int, int] = {}
         for rows in (*[most for most, _ in self.growing if most < rows_max], rows_max - 1, rows_max):
             if rows < 1:
@@ -137,22 +137,22 @@ def choose_lanes(
 class Line:
     """Where batches compute one after the other: a lane, or an arena.
 
-    An end that was seen moves all batches behind it, so each expectation is told from the last truth, and no
-    error is carried along.
+    When a batch is seen to end, the expected ends of all batches behind it move with it, so errors do not
+    accumulate.
     """
 
     __slots__ = ("computed_ns", "flights", "is_stuck")
 
     def __init__(self) -> None:
         self.flights: list[Flight] = []
-        """The batches that are to compute here, or do, in the order of their launch."""
+        """The batches that compute here, or wait to, in the order of their launch."""
         self.computed_ns = 0
         """Until when it is known to have computed."""
         self.is_stuck = False
         """Whether one of them seems to hang."""
 
     def free_ns(self) -> int:
-        """Return when it is expected to have computed all that is in it, rather too early than too late."""
+        """Return when all batches in it should have computed; this errs on the early side."""
         free_ns = self.computed_ns
         for flight in self.flights:
             if flight.takes_ns is not None:
@@ -162,7 +162,7 @@ class Line:
     def free_late_ns(self, late_ns: Callable[[Flight], int]) -> int:
         """Return what :meth:`free_ns` does, on the late side.
 
-        :param late_ns: returns how long a batch computes at most, as a rule.
+        :param late_ns: returns the time within which most batches like this one compute.
         """
         free_ns = self.computed_ns
         for flight in self.flights:
@@ -171,7 +171,7 @@ class Line:
         return free_ns
 
     def landed(self, number: int, computed_ns: int) -> None:
-        """Note that a batch has computed, and so have those before it, whose outputs may still be copied."""
+        """Note that a batch has computed. So have those before it, whose outputs may still be copied."""
         for flight in self.flights:
             if flight.number <= number:
                 flight.takes_ns = flight.ready_ns = 0
@@ -215,7 +215,7 @@ class Concurrency:
 
     @property
     def occupied(self) -> int:
-        """Return how many batches are to compute, or do, in lanes that are not stuck."""
+        """Return how many batches compute, or wait to, in lanes that are not stuck."""
         return sum([len(line.flights) for line in self.lines if not line.is_stuck])
 
     @property
@@ -289,7 +289,7 @@ class Concurrency:
             line.is_stuck = False
 
     def observe_wait(self, batch: Batch, wait_ns: int) -> None:
-        """Learn how long before its turn a batch is to be in place.
+        """Adjust the margin with which batches are launched just in time.
 
         :param wait_ns: how long the device waited for the batches before it, once it had been copied in.
         """
@@ -298,13 +298,13 @@ class Concurrency:
             self._margin_ns = min(max(self._margin_ns + step_ns, 0), LEAD_MARGIN_NS_MAX)
 
     def lead_ns(self, key: BatchKey, rows: int) -> int:
-        """Return how long before the device wants a batch it is to be launched."""
+        """Return how long before the device can compute a batch it must be launched."""
         return self._times.lead_ns(key, rows) + self._margin_ns
 
     def due_ns(self, key: BatchKey, rows: int, rows_max: int, now_ns: int) -> int | None:
-        """Return when to launch a batch that may still grow, at the latest; ``None``: now.
+        """Return the latest time to launch a batch that may still grow; ``None``: now.
 
-        That is just in time for the first lane that is done, if one batch waits there at most.
+        That is just in time for the first lane to become free, as long as no other batch waits for it.
         """
         count = self.allowed(rows, rows_max)
         if self.occupied < count:
@@ -336,8 +336,8 @@ class Concurrency:
         return next_ns
 
     def _is_put_slowly(self, key: BatchKey, rows: int) -> bool:
-        """Return whether it takes about as long to put such a batch on the device as to compute it: then none
-        is put there ahead of time, as it could not grow any more."""
+        """Return whether putting such a batch on the device takes about as long as computing it. Such batches
+        are not launched ahead of time, as they could not grow any more."""
         if not self._may_put_slowly:
             return False
         compute_ns = self._times.compute.typical(key.cost_key, rows)

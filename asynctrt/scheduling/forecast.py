@@ -8,13 +8,13 @@ taken anyway, and its batch is measured.
 
 **When a batch is formed**, for ``timeout_until="answer"``, it is known whether a request can be answered in
 time: a batch begins when the device is free, not when it is launched, and takes longer the more rows it has.
-Here predictions are pessimistic, but for whether a request is too late in a batch of its own.
+Here predictions are pessimistic, except for whether a request would be late even without any other.
 
-- What would be late even in a batch of its own has expired, whatever it would still be launched by.
-- Where all that may go would end too late for some of it, a smaller batch goes first, if the others are in
-  time behind it, or more would be lost otherwise.
-- Else those that cannot wait for the larger batch have expired: with as much queued, a small batch for them
-  would make others late, which would need small batches then, and so on.
+- A request that would be late even as a batch with no other request has expired.
+- If a batch of all that waits would end too late for some requests, a smaller batch goes first, provided that
+  the others are in time behind it, or that more would be lost otherwise.
+- If not, the requests that cannot wait for the larger batch have expired: with that much queued, a small
+  batch for them would make others late, which would then need small batches themselves, and so on.
 
 Nothing is predicted for sizes of which too little is known. A request that tries out a prediction is launched
 in any case.
@@ -41,7 +41,7 @@ MARGIN_SHARE: Final = 16
 but at least ``LEAD_MARGIN_NS``, and at most ``DEADLINE_MARGIN_NS``."""
 
 Choose = Callable[[int], tuple[tuple[Request, ...], int]]
-"""Returns the requests of a batch of so many rows at most, and their rows."""
+"""Returns the requests of a batch with at most this many rows, and their rows."""
 
 
 class Punctual(NamedTuple):
@@ -81,7 +81,7 @@ class Forecast:
         case."""
 
     def check(self, request: Request, bucket: BucketQueue, rows_before: int = 0) -> None:
-        """Set aside the time that it takes to compute a request, if it is to be answered by its deadline.
+        """Reserve the time that it takes to compute a request, if its deadline is that of the answer.
 
         :param rows_before: rows of the same call that are queued before it.
         :raises DeadlineUnreachableError: if its deadline would pass before its turn; nothing has changed.
@@ -117,7 +117,7 @@ class Forecast:
             self._reserve(request, bucket.key, takes_ns)
 
     def _reserve(self, request: Request, key: BatchKey, most_ns: int) -> None:
-        """Set aside the time of a batch of its own: in which one it goes is not known yet."""
+        """Reserve the time of a batch with this request alone: which batch it will be in is not known yet."""
         service_ns = self._least_service_ns if self._concurrency.has_lanes else self._times.service_ns
         reserve_ns = min(service_ns(key, request.rows) or 0, most_ns)
         request.reserve_ns = reserve_ns
@@ -139,7 +139,7 @@ class Forecast:
     def _wait_ns(
         self, bucket: BucketQueue, now_ns: int, batches: int, over: int, *, is_close: bool = False
     ) -> int:
-        """Return how long a request waits at least until so many batches that are ahead of it are launched.
+        """Return how long a request waits at least, until a number of batches ahead of it are launched.
 
         :param over: by how many batches the device has more than it does at once; below 0: fewer.
         :param is_close: whether to look at all that is known of what batches take.
@@ -225,7 +225,7 @@ class Forecast:
         late = self._late_together(bucket, chosen, rows_max, begins_ns)
         left = bucket.rows - sum(request.rows for request in late)
         if not left and may_split:
-            # It is not sure that the first of them is late, and nobody else wants the device.
+            # The first request may yet be in time, and nothing else waits for the device.
             smaller = smaller or 1
         first = chosen[:smaller]
         first_rows = sum(request.rows for request in first)
@@ -244,7 +244,7 @@ class Forecast:
         return 0 if batch is None else self._times.occupied.late(batch.key.cost_key, batch.rows_run) or 0
 
     def _is_hopeless(self, request: Request, begins_ns: int) -> bool:
-        """Return whether a request would be late in a batch of its own, as far as that is sure."""
+        """Return whether a request would certainly be late, even as a batch with no other request."""
         least_ns = self.least_ns(request.key, request.rows)
         least_ns += self._times.copy_out_ns(request.key, request.rows)
         return begins_ns + least_ns > self._due_ns(request)
@@ -277,7 +277,7 @@ class Forecast:
     def _lost_behind(
         self, bucket: BucketQueue, others: Sequence[Request], rows: int, rows_max: int, begins_ns: int
     ) -> int:
-        """Return how many of these would be late in a batch behind one of so many rows."""
+        """Return how many of these requests would be late in the batch behind one of ``rows`` rows."""
         takes_ns = self.takes_ns(bucket.key, rows) or 0
         takes_ns += self.takes_ns(bucket.key, max(1, min(bucket.rows - rows, rows_max))) or 0
         return sum(begins_ns + takes_ns > self._due_ns(request) for request in others)
