@@ -90,7 +90,7 @@ def test_an_engine_that_can_be_refitted_or_streamed(opened):
 def test_how_many_batches_compute_side_by_side(tmp_path, opened):
     device = HostDevice(in_place="never", unified=False)
     found = open_file(double_onnx(tmp_path / "m.onnx"), device, contexts=2)
-    assert {(1, 1), (1, 2)} <= {(rows, lanes) for rows, lanes, _ in found.lane_rates}
+    assert {(64, 1), (64, 2)} <= {(rows, lanes) for rows, lanes, _ in found.lane_rates}
     assert set(found.lanes.values()) <= {1, 2}
     found = opened(EngineSpec())
     shown = text(dataclasses.replace(found, lanes={15: 1, 16: 2}, lane_rates=((16, 1, 1e3), (16, 2, 1500.4))))
