@@ -18,6 +18,7 @@ from asynctrt._util.cancellation import current
 from asynctrt.devices.arenas import GrowingBuffer
 from asynctrt.devices.base import Buffer
 from asynctrt.errors import DeviceLostError, UsageError, describe
+from asynctrt.runtime.contexts import BatchEvents
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.probe import Probe, Sample, Stage
 from asynctrt.scheduling.batch import Batch, Reason
@@ -30,8 +31,12 @@ BUDGET_NS: Final = 400_000_000
 """Measuring begins with the largest batches and ends after this time. Smaller ones that were not reached have
 as many lanes as the smallest that were."""
 
-RUN_NS: Final = 2_000_000
+RUN_NS: Final = 4_000_000
 """How long a measurement takes at least, so that starting and noticing its end do not matter."""
+
+DEPTH: Final = 16
+"""How many batches a lane has enqueued at a time. The thread that enqueues them wakes up late, and if a lane
+ran out of short batches meanwhile, more lanes would seem to pay off."""
 
 REPEATS_MAX: Final = 64
 ROUNDS: Final = 3
@@ -121,7 +126,9 @@ class _Bench:
         # Contexts in other arenas than one another: batches in one arena never compute side by side.
         self._contexts = stage.pool.contexts[:lanes_max]
         self._scratch: list[Buffer | None] = [None] * lanes_max
-        self._lanes: list[tuple[InFlight, InFlight]] = []
+        # For each lane, batches to run in turn, and their events.
+        self._lanes: list[list[InFlight]] = []
+        self._events: list[list[BatchEvents]] = []
         self._is_warm = False
         arenas = stage.arenas
         try:
@@ -164,6 +171,9 @@ class _Bench:
             return rate
 
         lanes = choose_lanes(sorted(sizes), rate_of, rows_max, self._lanes_max)
+        for context, scratch in zip(self._contexts, self._scratch, strict=True):
+            if context.arena is not None and scratch is None:
+                context.arena.last_use = None  # It is over.
         if self._stage.pool.may_grow:
             # To free them later, when larger shapes come, would wait for what runs on the device.
             for context in self._contexts:
@@ -200,7 +210,7 @@ class _Bench:
         return 1e9 * rows * lanes * repeats / best_ns
 
     def _make_lanes(self, rows: int, lanes: int) -> None:
-        """Have two batches of a size for each lane, to run in turn on a context that has run one before."""
+        """Have batches of a size for each lane, to run in turn on a context that has run one before."""
         if self._lanes and self._lanes[0][0].batch.rows_run != rows:
             self._lanes = []
         made = []
@@ -211,10 +221,15 @@ class _Bench:
         list(self._threads.map(self._enqueue, made))
         for flight in made:
             self._wait_for(flight)
-            batch, context, source = flight.batch, flight.context, flight.source
-            source.has_copies_in = source.has_copies_out = False
-            timed = InFlight(batch._replace(is_timed=True), context, source)
-            self._lanes.append((InFlight(batch, context, source), timed))
+            flight.source.has_copies_in = flight.source.has_copies_out = False
+            if len(self._events) == len(self._lanes):
+                device = self._stage.device
+                self._events.append([BatchEvents(device, are_timed=False) for _ in range(DEPTH)])
+            self._lanes.append([])
+            for events in self._events[len(self._lanes) - 1]:
+                one = InFlight(flight.batch, flight.context, flight.source)
+                one.events, one.end = events, events.computed
+                self._lanes[-1].append(one)
 
     def _make_flight(self, rows: int, number: int) -> InFlight:
         key = self._key
@@ -272,12 +287,12 @@ class _Bench:
                 self._wait_for(flight)
         return clock.now_ns() - start_ns
 
-    def _fill(self, lanes: Sequence[tuple[InFlight, InFlight]], repeats: int) -> None:
-        """Enqueue ``repeats`` batches in each lane, of which at most two are unfinished at any time."""
+    def _fill(self, lanes: Sequence[list[InFlight]], repeats: int) -> None:
+        """Enqueue ``repeats`` batches in each lane, of which at most ``DEPTH`` are unfinished at any time."""
         for number in range(repeats):
             for flights in lanes:
-                flight = flights[number % 2]
-                if number > 1:
+                flight = flights[number % DEPTH]
+                if number >= DEPTH:
                     self._wait_for(flight)
                 self._enqueue(flight)
 

@@ -57,7 +57,7 @@ async def test_answers_are_right_and_batches_are_launched_ahead_of_time(device, 
 
 
 async def test_what_hangs_takes_along_who_waits_for_it_on_the_device_and_nobody_else(subject):
-    engine = await subject.open(contexts=4, arenas=4, batch_timeout=1.0, close_timeout=0.5)
+    engine = await subject.open(contexts=4, arenas=4, lanes=1, batch_timeout=1.0, close_timeout=0.5)
     for _ in range(WARM_UP):
         await subject.check(engine)
     subject.double.fail_next("hang")

@@ -31,6 +31,7 @@ class Sleeping(ModelBase):
         self.outputs = (TensorSpec("output", np.dtype(dtype), dims),)
         self.capabilities = Capabilities(**{"is_capturable": True, **capabilities})
         self.seen, self.arenas = [], []
+        self.unfinished_max = 0
 
     def create_context(self, device):
         return self
@@ -47,7 +48,9 @@ class SleepingBinding:
         self.model, self.source, self.target = model, source, target
 
     def enqueue(self, rows, *, profile, stream, arena):
-        self.model.arenas.append(arena)
+        model = self.model
+        model.arenas.append(arena)
+        model.unfinished_max = max(model.unfinished_max, len(model.arenas) - len(model.seen))
 
         def work():
             self.model.seen.append(self.source.view(rows).copy())
@@ -99,6 +102,13 @@ async def test_zeros_are_run_and_nothing_else(device):
         assert not any(rows.any() for rows in model.seen)
         assert {len(rows) for rows in model.seen} == {1, 4, 8}
         assert engine.statistics().batches == 0
+
+
+async def test_a_lane_does_not_run_out_of_short_batches(device):
+    """More lanes would seem to pay off, as the thread that enqueues batches wakes up late."""
+    model = Sleeping(work_ns=50_000)
+    async with open_engine(model, device, contexts=2):
+        assert model.unfinished_max > 8
 
 
 async def test_dimensions_that_vary_have_a_usual_size(device):
