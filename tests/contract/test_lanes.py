@@ -126,11 +126,11 @@ async def test_the_lanes_that_pay_are_measured_when_the_engine_opens(threads, ex
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"), [({"lanes": 3}, {2: 3}), ({"lanes": 4, "max_in_flight": 2}, {2: 2})]
+    ("settings", "expected"), [({"lanes": 3}, {2: 3}), ({"lanes": 2, "contexts": 2}, {2: 2})]
 )
 async def test_a_number_of_lanes_that_is_given_is_not_measured(settings, expected):
     device = HostDevice(in_place="never", unified=False, threads=4)
-    async with asynctrt.open(Sleeping(), device=device, contexts=4, max_rows=2, **settings) as engine:
+    async with asynctrt.open(Sleeping(), device=device, max_rows=2, **{"contexts": 4} | settings) as engine:
         statistics = engine.statistics()
     assert (statistics.lanes, statistics.lane_rates) == (expected, ())
 

@@ -125,9 +125,7 @@ async def test_what_batches_take_is_known_before_the_first_request(device):
         assert 3_900_000 < batch_ns < 40_000_000
 
 
-@pytest.mark.parametrize(
-    "settings", [{"contexts": 1}, {"max_in_flight": 1}, {"deterministic": True, "contexts": 1}]
-)
+@pytest.mark.parametrize("settings", [{"contexts": 1}, {"batching": "deterministic", "contexts": 1}])
 async def test_nothing_is_run_where_there_is_one_lane_in_any_case(device, settings):
     model = Sleeping()
     async with open_engine(model, device, **settings) as engine:
@@ -169,10 +167,11 @@ async def test_a_model_that_fails_has_one_lane(device, caplog):
 
 @pytest.mark.parametrize("how", ["shared", "shapes"])
 async def test_arenas_that_others_use_or_that_grow_are_left_alone(device, how):
-    model = Sleeping(enqueue_nbytes=1024, reserves_arenas=how == "shapes")
+    grows = how == "shapes"
+    model = Sleeping(enqueue_nbytes=1024, reserves_arenas=grows, grows_arenas=grows)
     before = device.memory().held_nbytes
     arenas = Arenas(device, 4) if how == "shared" else None
-    settings = {"shared_arenas": arenas} if how == "shared" else {"arena_size": "shapes", "arenas": 4}
+    settings = {"shared_arenas": arenas} if how == "shared" else {"arenas": 4}
     async with open_engine(model, device, **settings) as engine:
         assert engine.statistics().lane_rates
         used = {id(arena) for arena in model.arenas}
