@@ -67,6 +67,7 @@ class Settings(TypedDict, total=False):
     weight: float | None
     contexts: int | None
     arenas: int | None
+    lanes: int | None
     graphs: str | Sequence[int]
     pad: Mapping[str, int | Sequence[int] | str] | str | None
     pad_with: Mapping[str, int | float | str] | None
@@ -227,6 +228,12 @@ class Options:
         doc="""Blocks of enqueue memory that the contexts share. Default: one per context. A model that brings
         its own working memory, as ONNX Runtime does, needs none and gets none.""",
     )
+    lanes: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="""How many batches compute side by side on a GPU, while others are copied in. Default: as many as
+        pay off, which is measured when the engine opens.""",
+    )
     graphs: str | Sequence[int] = setting(
         default="auto",
         check=GRAPHS,
@@ -332,10 +339,12 @@ class Options:
         if self.pad_with is not None and self.pad in (None, OFF):
             raise OptionsError("pad_with says what pad pads with, and there is no pad: which sizes?")
         self._check_deterministic()
-        if self.arenas is not None and self.contexts is not None and self.arenas > self.contexts:
-            raise OptionsError(
-                f"arenas ({self.arenas}) must be ≤ contexts ({self.contexts}), since a batch uses one of each"
-            )
+        for name in ("arenas", "lanes"):
+            value = getattr(self, name)
+            if value is not None and self.contexts is not None and value > self.contexts:
+                raise OptionsError(
+                    f"{name} ({value}) must be ≤ contexts ({self.contexts}), since each batch has a context"
+                )
 
     def _check_model(self) -> None:
         """Check the options that describe the model."""
@@ -377,7 +386,7 @@ class Options:
                 f"pad={show(self.pad)} their size when they are padded depends on what else comes. Give the "
                 "sizes"
             )
-        for name in ("contexts", "arenas"):
+        for name in ("contexts", "arenas", "lanes"):
             if getattr(self, name) not in (None, 1):
                 raise OptionsError(
                     f"batching='deterministic' runs one batch at a time, and {name} is "

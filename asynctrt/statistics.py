@@ -170,8 +170,9 @@ class Statistics:
     arena_nbytes_private: int
     """Bytes that a private workspace for each context would take instead."""
     lanes: Mapping[int, int]
-    """The number of batches that compute in parallel, by the largest batch size that does so, where that
-    turned out faster than one after the other. Empty on a device that does not copy while it computes."""
+    """The number of batches that compute in parallel, by the largest batch size that does so, as the option
+    ``lanes`` says or was measured when the engine opened. Empty on a device that does not copy while it
+    computes."""
     graphs: tuple[int, ...]
     """The batch sizes that are captured as CUDA graphs."""
     batch_sizes: tuple[int, ...]
@@ -194,6 +195,9 @@ class Statistics:
     """The shapes with contexts of their own, of a model whose shapes vary (:class:`ShapeStatistics`)."""
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
+    lane_rates: tuple[tuple[int, int, float], ...] = ()
+    """What ``lanes`` follows from, if it was measured: the rows of a batch, how many such batches computed in
+    parallel, and the rows per second that they did."""
 
     def __post_init__(self) -> None:
         for name in ("launched", "lanes", "by_batch_rows"):

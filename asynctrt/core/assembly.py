@@ -24,6 +24,7 @@ from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, DeviceLostError, InputError, ModelError, OptionsError
 from asynctrt.options import BATCH_NBYTES_MAX, MAX_ROWS_DEFAULT, Options
+from asynctrt.runtime.calibration import Calibration, calibrate
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
 from asynctrt.runtime.prepare import few_sizes, sizes_to_prepare
@@ -32,6 +33,7 @@ from asynctrt.runtime.specialised import Builder
 from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out
 from asynctrt.scheduling.company import Company, NoCompany
+from asynctrt.scheduling.concurrency import Lanes
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
@@ -44,6 +46,9 @@ SHAPES_MAX: Final = 8
 """The most shapes to capture graphs for: the graphs of each shape take the same memory again."""
 
 logger = logging.getLogger("asynctrt")
+
+
+NOT_CALIBRATED: Final = Calibration()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +211,34 @@ class EngineParts:
     """What builds contexts for shapes that recur, if that may pay off."""
     times: tuple[tuple[int, int], ...] = ()
     """The units and the times in ns of batches of made-up rows."""
+    calibration: Calibration = NOT_CALIBRATED
+    """How many batches compute side by side."""
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether batches wait for one another on the device, each copied in while others compute."""
+        return self.device.is_pipelined and self.model.capabilities.occupies_device
+
+    @property
+    def lanes_max(self) -> int:
+        """How many batches can compute side by side."""
+        capacity = self.capacity
+        # A context has an arena to itself, or waits for the others that use it.
+        return (capacity.arenas or capacity.contexts) if self.is_pipelined else 1
+
+    @property
+    def lanes_by_rows(self) -> dict[int, int]:
+        """How many batches compute side by side, by the largest size that does; empty on other devices."""
+        return self.calibration.lanes.by_rows(self.capacity.rows_max) if self.is_pipelined else {}
+
+    def calibrated(self, options: Options) -> "EngineParts":
+        """Return these parts with as many lanes as the options say, or as pay off. Blocks."""
+        if options.lanes is not None:
+            lanes = Lanes.fixed(min(options.lanes, self.lanes_max), self.capacity.rows_max)
+            return dataclasses.replace(self, calibration=Calibration(lanes))
+        if getattr(self.device, "holds_batches", False):
+            return self
+        return dataclasses.replace(self, calibration=calibrate(self, self.lanes_max))
 
     def padded_as(self, found: Found) -> "EngineParts":
         """Return these parts with the padding that was found to change no answer, if any was."""
@@ -220,12 +253,7 @@ class EngineParts:
         device, model, capacity = self.device, self.model, self.capacity
         its = model.capabilities
         concurrency = device.concurrency if its.occupies_device else capacity.contexts
-        is_pipelined = device.is_pipelined and its.occupies_device
-        lanes_max = 1
-        if is_pipelined:
-            # A context has an arena to itself, or waits for the others that use it.
-            lanes_max = capacity.arenas or capacity.contexts
-            concurrency += lanes_max - 1
+        concurrency += self.lanes_max - 1
         company = NoCompany()
         if self.padding is not None:
             company = Company(self.padding.units_of, self.padding.holds, self.times)
@@ -238,8 +266,9 @@ class EngineParts:
                 is_parallel=device.is_parallel and its.occupies_device and its.rows_fixed is None,
                 captured=self.pool.captured,
                 is_alone=options.is_deterministic,
-                is_pipelined=is_pipelined,
-                lanes_max=lanes_max,
+                is_pipelined=self.is_pipelined,
+                lanes=self.calibration.lanes,
+                lanes_max=self.lanes_max,
                 may_enqueue_slowly=its.enqueue_may_block and not self.pool.always_replays,
                 answers_in_time=options.timeout_until == "answer",
             ),
@@ -388,6 +417,11 @@ def build_on(
     try:
         loaded = _load(model, found, options)
         parts = _made_as_proven(loaded, found, options, shared)
+        try:
+            parts = parts.calibrated(options)
+        except BaseException:
+            parts.close(UNDO_S)
+            raise
     except BaseException as error:
         if loaded is not None and loaded is not model:
             loaded.close()

@@ -84,6 +84,7 @@ class LocalEngine(DrivenEngine):
             runs=pool.runs,
         )
         parts.divide_device(scheduler, options, loop, driver.pump_soon)
+        scheduler.seed(parts.calibration.key, parts.calibration.compute_ns)
         self._parts = parts
         self._device, self._model, self._pool = device, model, pool
         self._capacity = capacity
@@ -218,7 +219,7 @@ class LocalEngine(DrivenEngine):
             arena_busy_share=self._busy_share(counters.busy_ns),
             arena_nbytes=self._pool.arenas_nbytes,
             arena_nbytes_private=self._capacity.contexts * self._model.capabilities.enqueue_nbytes,
-            lanes=self._scheduler.lanes_chosen(),
+            lanes=self._parts.lanes_by_rows,
             graphs=self._pool.captured.sizes,
             batch_sizes=self._pool.prepared,
             memory_nbytes=self._pool.nbytes + self._slots.nbytes,
@@ -231,6 +232,7 @@ class LocalEngine(DrivenEngine):
             },
             row_ns_foreign=0.0,
             batching=self._parts.batching,
+            lane_rates=tuple([(rows, lanes, rate) for rows, lanes, rate in self._parts.calibration.rates]),
             specialised=tuple([made.statistics for made in tuple(self._pool.specialised.values())]),
         )
 

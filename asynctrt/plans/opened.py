@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from asynctrt.backends.base import Model
 from asynctrt.backends.onnx_options import OnnxOptions
@@ -92,6 +92,11 @@ class Opened:
     """Outputs whose sizes depend on the data."""
     is_capturable: bool | None = None
     """Whether batches can be captured into CUDA graphs, as far as the library says without trying."""
+    lanes: Mapping[int, int] = field(default_factory=dict)
+    """How many batches compute in parallel, by the largest size that does, with the contexts of the memory
+    estimate; empty on the host."""
+    lane_rates: tuple[tuple[int, int, float], ...] = ()
+    """What that follows from: the rows of a batch, how many computed in parallel, and rows per second."""
     specialises: bool = False
     """Whether shapes of rows that recur get separate contexts that are specialised for their sizes."""
     engine: EngineDetails | None = None
@@ -142,11 +147,11 @@ def open_file(
             else load_model(path, found, tensorrt, onnx=onnx)
         )
         try:
-            found_out = _try_batching(model, found, options)
+            tried = _try_batching(model, found, options, contexts)
             description = describe(model, found, contexts, arenas)
             varies = not all(spec.is_fixed for spec in model.inputs)
             specialises = varies and is_specialisable(model)
-            return dataclasses.replace(description, batching=found_out, specialises=specialises)
+            return dataclasses.replace(description, **tried, specialises=specialises)
         finally:
             model.close()
     finally:
@@ -154,15 +159,21 @@ def open_file(
             found.close()
 
 
-def _try_batching(model: Model, device: Device, options: Options) -> str:
-    """Run made-up rows, as opening an engine does; return the conclusion about batching."""
+def _try_batching(model: Model, device: Device, options: Options, contexts: int) -> dict[str, Any]:
+    """Run made-up rows, as opening an engine does; return the conclusions about batches."""
+    settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None, onnx=None)
+    if device.is_pipelined:  # Batches side by side take other times if they are graphs.
+        settings = dataclasses.replace(settings, contexts=contexts, graphs=options.graphs)
     try:
-        settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None, onnx=None)
         parts = build_on(model, device, settings, None)
     except AsynctrtError as error:
-        return f"could not be tried: {error}"
+        return {"batching": f"could not be tried: {error}"}
     parts.close(CLOSE_S)
-    return str(parts.batching)
+    return {
+        "batching": str(parts.batching),
+        "lanes": parts.lanes_by_rows,
+        "lane_rates": parts.calibration.rates,
+    }
 
 
 def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened:

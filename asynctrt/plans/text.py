@@ -75,6 +75,7 @@ def lines_of_opened(opened: Opened) -> Iterator[str]:
         )
     if opened.is_capturable is not None:
         yield from _row("CUDA graphs", "can be captured" if opened.is_capturable else "cannot be captured")
+    yield from _lanes(opened)
     if opened.specialises:
         yield from _row(
             "shapes",
@@ -83,6 +84,16 @@ def lines_of_opened(opened: Opened) -> Iterator[str]:
         )
     if opened.memory is not None:
         yield from _memory(opened.memory)
+
+
+def _lanes(opened: Opened) -> Iterator[str]:
+    for rows, lanes in opened.lanes.items():
+        yield from _row("lanes", f"{lanes} for batches of up to {rows} rows")
+    for rows in sorted({rows for rows, _, _ in opened.lane_rates}):
+        rates = ", ".join(
+            f"{rate:,.0f} in {lanes}" for size, lanes, rate in sorted(opened.lane_rates) if size == rows
+        )
+        yield from _row("", f"rows/s at {rows}: {rates}")
 
 
 def _of_plan(found: PlanFile) -> Iterator[str]:

@@ -350,6 +350,10 @@ class PooledContext:
         # Close the stream after graphs and the library's context, which may refer to it.
         return self.stream.close(timeout_s)
 
+    def forget_slabs(self) -> None:
+        """Free the memory of its slabs, so that the next batch allocates what it needs. It must be idle."""
+        self._forget()
+
     def _forget(self) -> None:
         self.forget_captured()
         self._slabs.clear()

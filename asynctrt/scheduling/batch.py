@@ -1,7 +1,8 @@
 """A batch as the scheduler decided it: nothing about it changes afterwards."""
 
+from collections.abc import Hashable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
@@ -28,6 +29,64 @@ class Reason(StrEnum):
     """It is a part of a batch that failed."""
 
 
+class Charge(NamedTuple):
+    """What a batch costs its engine's share of the device."""
+
+    kind: Hashable
+    cost_ns: float
+    """What was charged for it."""
+    launched_ns: int
+    computing_ns: int
+    """The time that batches had computed when it was launched, summed over them."""
+    own_ns: int
+    """The same of its own scheduler's batches."""
+
+
+NO_CHARGE: Final = Charge(None, 0.0, 0, 0, 0)
+
+
+class Flight:
+    """What the scheduler knows of a batch from its launch until it has ended.
+
+    :param number: the batch's.
+    """
+
+    __slots__ = (
+        "charge",
+        "ends_ns",
+        "is_in_line",
+        "is_staged",
+        "number",
+        "ready_ns",
+        "stuck_ns",
+        "takes_ns",
+        "was_due",
+    )
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.is_in_line = False
+        """Whether it is in a line of batches that compute one after the other, and has not ended."""
+        self.is_staged = False
+        """Whether it is on its stream."""
+        self.ready_ns = 0
+        """When it can compute at the earliest, once that is known."""
+        self.takes_ns: int | None = None
+        """How long it then computes, typically; ``None`` if that is not known, 0 once it has computed."""
+        self.ends_ns: int | None = None
+        """When it is expected to be done."""
+        self.stuck_ns = 0
+        """When it counts as stuck."""
+        self.was_due = False
+        """Whether it was launched just in time, and is timed: its wait says how well that was foretold."""
+        self.charge = NO_CHARGE
+        """What it costs its engine's share of the device."""
+
+
+NO_FLIGHT: Final = Flight(0)
+"""That of batches that no scheduler launched."""
+
+
 class Batch(NamedTuple):
     """A decision: these requests, as one batch, on this context and in this arena."""
 
@@ -49,6 +108,7 @@ class Batch(NamedTuple):
     launched_ns: int
     lane: int | None = None
     """Batches in one lane compute one after the other; ``None`` where the device sees to that."""
+    flight: Flight = NO_FLIGHT
 
     def __repr__(self) -> str:
         return (

@@ -1,68 +1,87 @@
-"""Whether a request would be too late, told when it comes, by what batches took so far.
+"""Whether requests are answered, or launched, before their deadlines, told by what batches took so far.
 
-What is told errs on the early side, as the estimates do that it follows from: batches ahead are counted as
-full, other buckets as empty, and batches that nothing is known of as if they took no time. So a request that
-is refused would hardly have been in time; one that is taken may still expire.
+**When a request comes**, predictions are optimistic: batches ahead count as full, other buckets as empty, and
+batches that nothing is known of as if they took no time. So a request that is refused would hardly have been
+in time; one that is taken may still expire. A wrong prediction must not refuse everything forever: whatever
+is predicted, one request in ``PROBE_NS_MIN``, or in ``PROBE_TIMES`` times the predicted time of its batch, is
+taken anyway, and its batch is measured.
 
-An estimate that is wrong must not refuse everything for ever. Whatever is said to be too late, one request in
-``PROBE_NS_MIN``, or in ``PROBE_TIMES`` times as long as its batch is said to take, is taken all the same, and
-its batch is measured.
+**When a batch is formed**, for ``timeout_until="answer"``, it is known whether a request can be answered in
+time: a batch begins when the device is free, not when it is launched, and takes longer the more rows it has.
+Here predictions are pessimistic, except for whether a request would be late even without any other.
+
+- A request that would be late even as a batch with no other request has expired.
+- If a batch of all that waits would end too late for some requests, a smaller batch goes first, provided that
+  the others are in time behind it, or that more would be lost otherwise.
+- If not, the requests that cannot wait for the larger batch have expired: with that much queued, a small
+  batch for them would make others late, which would then need small batches themselves, and so on.
+
+Nothing is predicted for sizes of which too little is known. A request that tries out a prediction is launched
+in any case.
 """
 
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from asynctrt.errors import DeadlineUnreachableError
-from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.estimates import CompletionEstimator
+from asynctrt.scheduling.batch import Batch, Flight
+from asynctrt.scheduling.batch_times import BatchTimes
+from asynctrt.scheduling.concurrency import LEAD_MARGIN_NS, Concurrency
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import Lanes
-from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.punctual import Punctuality
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.queues import BucketQueue
-from asynctrt.scheduling.request import Request
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 
 PROBE_NS_MIN: Final = 20_000_000
 PROBE_TIMES: Final = 8
 PROBE_NS_MAX: Final = 10_000_000_000
 
+MARGIN_SHARE: Final = 16
+"""This part of the time to compute is left for what is not measured, such as the callers' turns on the loop;
+but at least ``LEAD_MARGIN_NS``, and at most ``DEADLINE_MARGIN_NS``."""
+
+Choose = Callable[[int], tuple[tuple[Request, ...], int]]
+"""Returns the requests of a batch with at most this many rows, and their rows."""
+
+
+class Punctual(NamedTuple):
+    """A batch that ends in time, as far as can be told, and who is too late for it."""
+
+    requests: tuple[Request, ...]
+    rows: int
+    late: tuple[Request, ...] = ()
+
 
 class Forecast:
-    """Foretells when a request would be launched and answered.
+    """Foretells when requests would be launched and answered.
 
-    :param in_flight: the batches in flight by their numbers, in the order of their launch.
+    :param in_flight: the batches in flight, in the order of their launch.
     :param in_flight_max: how many there may be.
-    :param lanes: where batches are launched just in time.
+    :param rows_to_run: returns the rows that the device executes for a number of rows of a key.
     """
 
     def __init__(
         self,
         policy: Policy,
-        estimator: CompletionEstimator,
-        in_flight: dict[int, Batch],
+        times: BatchTimes,
+        concurrency: Concurrency,
+        in_flight: Mapping[Flight, Batch],
         in_flight_max: int,
-        lanes: Lanes | None,
+        rows_to_run: Callable[[BatchKey, int], int],
     ) -> None:
         self._policy = policy
-        self._estimator = estimator
+        self._times = times
+        self._concurrency = concurrency
         self._in_flight = in_flight
         self._in_flight_max = in_flight_max
-        self._lanes = lanes
-        # When each batch in flight is expected to be done, as far as that was told when it began.
-        self._ends_ns: dict[int, int] = {}
+        self._rows_to_run = rows_to_run
         self._probe_ns = 0
-        self.punctuality: Punctuality | None = None
-        """What decides who is too late for a batch, told of requests that try out a prediction."""
-
-    def started(self, batch: Batch, end_ns: int) -> None:
-        """Note when a batch is expected to be done."""
-        self._ends_ns[batch.number] = end_ns
-
-    def ended(self, batch: Batch) -> None:
-        """Note that a batch is done, or given up."""
-        self._ends_ns.pop(batch.number, None)
+        self.trial: tuple[Request, ...] = ()
+        """The requests of the call that was taken last although it was said to be late: it goes in any
+        case."""
 
     def check(self, request: Request, bucket: BucketQueue, rows_before: int = 0) -> None:
-        """Set aside the time that it takes to compute a request, if it is to be answered by its deadline.
+        """Reserve the time that it takes to compute a request, if its deadline is that of the answer.
 
         :param rows_before: rows of the same call that are queued before it.
         :raises DeadlineUnreachableError: if its deadline would pass before its turn; nothing has changed.
@@ -79,7 +98,7 @@ class Forecast:
         at_once = self._in_flight_max
         if policy.answers_in_time:
             rows = min(rows_ahead % bucket.rows_max + request.rows, bucket.rows_max)
-            takes_ns = self._estimator.service_ns(bucket.key, rows)
+            takes_ns = self._times.service_ns(bucket.key, rows)
             at_once = self._side_by_side(bucket)
         wait_ns = 0
         if in_flight + batches >= at_once:
@@ -89,7 +108,7 @@ class Forecast:
         left_ns = request.deadline_ns - now_ns
         if wait_ns + takes_ns > left_ns and policy.answers_in_time:
             # A closer look, which costs more, says less or the same.
-            takes_ns = self._service_ns(bucket.key, rows) or 0
+            takes_ns = self._least_service_ns(bucket.key, rows) or 0
             if wait_ns:
                 wait_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once, is_close=True)
         if wait_ns + takes_ns > left_ns:
@@ -98,47 +117,41 @@ class Forecast:
             self._reserve(request, bucket.key, takes_ns)
 
     def _reserve(self, request: Request, key: BatchKey, most_ns: int) -> None:
-        """Set aside the time of a batch of its own: in which one it goes is not known yet."""
-        service_ns = self._estimator.service_ns if self._lanes is None else self._service_ns
+        """Reserve the time of a batch with this request alone: which batch it will be in is not known yet."""
+        service_ns = self._least_service_ns if self._concurrency.has_lanes else self._times.service_ns
         reserve_ns = min(service_ns(key, request.rows) or 0, most_ns)
         request.reserve_ns = reserve_ns
         request.deadline_ns -= reserve_ns
 
-    def _service_ns(self, key: BatchKey, rows: int) -> int | None:
+    def _least_service_ns(self, key: BatchKey, rows: int) -> int | None:
         """Return how long a batch takes at least, with its copies; ``None`` until enough were seen."""
-        takes_ns = self._estimator.service_ns(key, rows)
-        if takes_ns is None or self.punctuality is None:
-            return takes_ns
-        return takes_ns - self._estimator.compute_ns(key, rows) + self.punctuality.least_ns(key, rows)
+        takes_ns = self._times.service_ns(key, rows)
+        if takes_ns is None:
+            return None
+        return takes_ns - self._times.sure_ns(key, rows) + self.least_ns(key, rows)
 
     def _side_by_side(self, bucket: BucketQueue) -> int:
         """Return how many batches compute at once."""
-        if self._lanes is not None:
-            return self._lanes.allowed(bucket.key.cost_key, bucket.rows_max)
+        if self._concurrency.has_lanes:
+            return self._concurrency.allowed(bucket.rows_max, bucket.rows_max)
         return self._policy.concurrency
 
     def _wait_ns(
         self, bucket: BucketQueue, now_ns: int, batches: int, over: int, *, is_close: bool = False
     ) -> int:
-        """Return how long a request waits at least until so many batches that are ahead of it are launched.
+        """Return how long a request waits at least, until a number of batches ahead of it are launched.
 
         :param over: by how many batches the device has more than it does at once; below 0: fewer.
         :param is_close: whether to look at all that is known of what batches take.
         """
         first = next(iter(self._in_flight.values()), None)
         wait_ns = 0
-        if first is not None and self._estimator.compute_ns(first.key, first.rows_run):
+        if first is not None and self._times.sure_ns(first.key, first.rows_run):
             # The first batch that ends lets one go, and from then on they end in turn.
-            wait_ns = max(self._ends_ns.get(first.number, now_ns) - now_ns, 0)
-        compute_ns = self._compute_ns if is_close else self._estimator.compute_ns
+            wait_ns = max((first.flight.ends_ns or now_ns) - now_ns, 0)
+        compute_ns = self.least_ns if is_close else self._times.sure_ns
         each_ns = compute_ns(bucket.key, bucket.rows_max)
         return wait_ns + (batches + over) * each_ns // self._side_by_side(bucket)
-
-    def _compute_ns(self, key: BatchKey, rows: int) -> int:
-        """Return how long a batch computes at least; 0 until enough like it were seen."""
-        if self.punctuality is not None:
-            return self.punctuality.least_ns(key, rows)
-        return self._estimator.compute_ns(key, rows)
 
     def _refuse(
         self, request: Request, bucket: BucketQueue, rows_ahead: int, wait_ns: int, takes_ns: int
@@ -147,8 +160,8 @@ class Forecast:
         if now_ns >= self._probe_ns:
             pause_ns = max(PROBE_NS_MIN, PROBE_TIMES * takes_ns)
             self._probe_ns = now_ns + min(pause_ns, PROBE_NS_MAX)
-            if self.punctuality is not None:
-                self.punctuality.trial = (request,)
+            if self._policy.answers_in_time:
+                self.trial = (request,)
             return
         predicted_ns = wait_ns + takes_ns
         what = "answered" if self._policy.answers_in_time else "launched"
@@ -160,3 +173,117 @@ class Forecast:
         )
         error.predicted_s = predicted_ns / 1e9
         raise error
+
+    def begins_ns(self, bucket: BucketQueue, rows: int, now_ns: int) -> int:
+        """Return when a batch that is launched now begins to compute at the latest, as a rule."""
+        key = bucket.key
+        concurrency, lines = self._concurrency, self._concurrency.lines
+        if concurrency.has_lanes:
+            lines = concurrency.usable(concurrency.allowed(rows, bucket.rows_max)) or lines
+        free_ns = min([line.free_late_ns(self._late_ns) for line in lines], default=now_ns)
+        if free_ns <= now_ns:
+            return now_ns + self._times.copy_in_ns(key, rows)
+        return max(free_ns, now_ns + concurrency.lead_ns(key, rows))
+
+    def takes_ns(self, key: BatchKey, rows: int) -> int | None:
+        """Return how long a batch takes from when it begins to compute to its answers, at most as a rule."""
+        compute_ns = self._times.occupied.late(key.cost_key, self._rows_to_run(key, rows))
+        if compute_ns is None:
+            return None
+        margin_ns = min(max(compute_ns // MARGIN_SHARE, LEAD_MARGIN_NS), DEADLINE_MARGIN_NS)
+        return compute_ns + self._times.copy_out_ns(key, rows) + margin_ns
+
+    def least_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long a batch computes at least; 0 until enough like it were seen.
+
+        What was measured while others computed beside it is the longer of the two that are known.
+        """
+        least_ns = self._times.sure_ns(key, rows)
+        late_ns = self._times.occupied.late(key.cost_key, self._rows_to_run(key, rows))
+        return least_ns if late_ns is None else min(least_ns, late_ns)
+
+    def fit(
+        self, bucket: BucketQueue, rows_max: int, choose: Choose, now_ns: int, *, may_split: bool
+    ) -> Punctual:
+        """Return the batch to launch from a bucket now, and whom it comes too late for; change nothing.
+
+        :param rows_max: the rows that it may have; ``choose`` returns its requests if it has that many.
+        :param may_split: whether the first of these may go without the others.
+        """
+        key = bucket.key
+        chosen, rows = choose(rows_max)
+        due_ns = min(map(self._due_ns, chosen))
+        if due_ns == NO_DEADLINE_NS or (takes_ns := self.takes_ns(key, rows)) is None:
+            return Punctual(chosen, rows)
+        begins_ns = self.begins_ns(bucket, rows, now_ns)
+        if begins_ns + takes_ns <= due_ns:
+            return Punctual(chosen, rows)
+        hopeless = tuple(request for request in chosen if self._is_hopeless(request, begins_ns))
+        if hopeless:
+            return Punctual((), 0, hopeless)
+        smaller = self._largest_in_time(key, chosen, begins_ns) if may_split else 0
+        late = self._late_together(bucket, chosen, rows_max, begins_ns)
+        left = bucket.rows - sum(request.rows for request in late)
+        if not left and may_split:
+            # The first request may yet be in time, and nothing else waits for the device.
+            smaller = smaller or 1
+        first = chosen[:smaller]
+        first_rows = sum(request.rows for request in first)
+        if smaller and left:
+            lost = self._lost_behind(bucket, chosen[smaller:], first_rows, rows_max, begins_ns)
+            if lost and (left >= rows_max or lost > len(late)):
+                smaller = 0
+        if smaller:
+            return Punctual(first, first_rows)
+        if not late or not left:
+            return Punctual(chosen, rows)
+        return Punctual((), 0, late)
+
+    def _late_ns(self, flight: Flight) -> int:
+        batch = self._in_flight.get(flight)
+        return 0 if batch is None else self._times.occupied.late(batch.key.cost_key, batch.rows_run) or 0
+
+    def _is_hopeless(self, request: Request, begins_ns: int) -> bool:
+        """Return whether a request would certainly be late, even as a batch with no other request."""
+        least_ns = self.least_ns(request.key, request.rows)
+        least_ns += self._times.copy_out_ns(request.key, request.rows)
+        return begins_ns + least_ns > self._due_ns(request)
+
+    def _largest_in_time(self, key: BatchKey, chosen: Sequence[Request], begins_ns: int) -> int:
+        """Return how many of these, from the first on, make up the largest batch that is in time for all."""
+        rows, due_ns, found = 0, NO_DEADLINE_NS, 0
+        for count, request in enumerate(chosen, start=1):
+            rows += request.rows
+            due_ns = min(due_ns, self._due_ns(request))
+            if begins_ns + (self.takes_ns(key, rows) or 0) <= due_ns:
+                found = count
+        return found
+
+    def _late_together(
+        self, bucket: BucketQueue, chosen: Sequence[Request], rows_max: int, begins_ns: int
+    ) -> tuple[Request, ...]:
+        """Return those who cannot wait for one batch of all others, of whom the rest of the queue takes the
+        places."""
+        late = []
+        rows = bucket.rows
+        for request in sorted(chosen, key=self._due_ns):
+            takes_ns = self.takes_ns(bucket.key, max(1, min(rows, rows_max))) or 0
+            if begins_ns + takes_ns <= self._due_ns(request):
+                break
+            late.append(request)
+            rows -= request.rows
+        return tuple(late)
+
+    def _lost_behind(
+        self, bucket: BucketQueue, others: Sequence[Request], rows: int, rows_max: int, begins_ns: int
+    ) -> int:
+        """Return how many of these requests would be late in the batch behind one of ``rows`` rows."""
+        takes_ns = self.takes_ns(bucket.key, rows) or 0
+        takes_ns += self.takes_ns(bucket.key, max(1, min(bucket.rows - rows, rows_max))) or 0
+        return sum(begins_ns + takes_ns > self._due_ns(request) for request in others)
+
+    def _due_ns(self, request: Request) -> int:
+        """Return when a request has to be answered."""
+        if request in self.trial:
+            return NO_DEADLINE_NS
+        return min(request.deadline_ns + request.reserve_ns, NO_DEADLINE_NS)

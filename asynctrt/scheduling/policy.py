@@ -23,7 +23,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from asynctrt.scheduling.estimates import LatencyHistory
+from asynctrt.scheduling.batch_times import Times
+from asynctrt.scheduling.concurrency import ONE_LANE, Lanes
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 
 PART_NS_MIN: Final = 200_000
@@ -64,7 +65,7 @@ class Policy:
     :param captured: the batch sizes that were captured.
     :param is_pipelined: whether batches wait for one another on the device, each copied in while the one
         before it computes, so that they are to be launched just in time.
-    :param lanes_max: batches that may compute side by side there.
+    :param lanes: how many batches compute side by side there; ``lanes_max``: the lanes that exist.
     :param may_enqueue_slowly: whether it may take as long to put batches there as to compute them.
     :param answers_in_time: whether deadlines are those of answers, so that batches are also formed as late as
         possible when they are full.
@@ -79,6 +80,7 @@ class Policy:
     captured: Captured = NOT_CAPTURED
     is_alone: bool = False
     is_pipelined: bool = False
+    lanes: Lanes = ONE_LANE
     lanes_max: int = 1
     may_enqueue_slowly: bool = False
     answers_in_time: bool = False
@@ -100,7 +102,7 @@ class Policy:
         rows_max: int,
         buckets: int,
         in_flight: int,
-        latency: LatencyHistory,
+        compute: Times,
     ) -> int:
         """Return the rows of the next batch: all that fit or, on several idle cores, an even share.
 
@@ -114,20 +116,20 @@ class Policy:
         idle = self.concurrency - in_flight - (buckets - 1)
         if not self.is_parallel or self.delay_ns_max or idle < 2 or rows < 2:
             return rows_max
-        expected_ns = latency.expected_ns(shape, min(rows, rows_max))
+        expected_ns = compute.typical(shape, min(rows, rows_max))
         if expected_ns is None or expected_ns < 2 * PART_NS_MIN:
             return rows_max
         parts = min(idle, expected_ns // PART_NS_MIN)
         part = max(min(-(-rows // parts), rows_max), head_rows)
         # What is always divided is never measured anew as a whole, but at most as long as its parts together:
         # its first run, of a model that was cold, would count for ever.
-        if latency.has_seen(shape, part):
-            part_ns = latency.expected_ns(shape, part) or 0
+        if compute.has_seen(shape, part):
+            part_ns = compute.typical(shape, part) or 0
             if -(-min(rows, rows_max) // part) * part_ns < 2 * PART_NS_MIN:
                 return rows_max
         return part
 
-    def rows_to_run(self, shape: Hashable, rows: int, latency: LatencyHistory) -> int:
+    def rows_to_run(self, shape: Hashable, rows: int, compute: Times) -> int:
         """Return the rows to execute for a batch of ``rows``: those, or padded to the next captured size.
 
         Padding costs the computing of more rows; launching what was captured saves the CPU the calls, and the
@@ -138,14 +140,14 @@ class Policy:
         if at == len(sizes) or sizes[at] == rows:
             return rows
         padded = sizes[at]
-        more_ns = latency.expected_ns(shape, padded)
-        if more_ns is None or not latency.has_seen(shape, padded):
+        more_ns = compute.typical(shape, padded)
+        if more_ns is None or not compute.has_seen(shape, padded):
             return padded
-        if latency.has_seen(shape, rows):
-            fewer_ns = latency.expected_ns(shape, rows) or 0
+        if compute.has_seen(shape, rows):
+            fewer_ns = compute.typical(shape, rows) or 0
         else:
             below = sizes[at - 1] if at else 0
-            below_ns = latency.expected_ns(shape, below) if latency.has_seen(shape, below) else None
+            below_ns = compute.typical(shape, below) if compute.has_seen(shape, below) else None
             if below_ns is None:
                 return padded
             fewer_ns = below_ns + (more_ns - below_ns) * (rows - below) // (padded - below)

@@ -16,17 +16,15 @@ from asynctrt.errors import (
     QueueFullError,
     copy_for,
 )
-from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
+from asynctrt.scheduling.batch import Batch, Flight, Reason, RejectedBatch
+from asynctrt.scheduling.batch_times import BatchTimes
 from asynctrt.scheduling.company import NoCompany
+from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
-from asynctrt.scheduling.curve import ServiceCurve
-from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
-from asynctrt.scheduling.punctual import Punctuality
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
@@ -46,10 +44,6 @@ from asynctrt.scheduling.shares import Share
 PARTS_MAX: Final = 4
 """How many parts of batches that failed may wait while new batches take turns with them, times the rows of a
 batch. They are enough for those who always send what fails to be among them, so that new batches end well."""
-
-AHEAD_MAX: Final = 1
-"""Batches that are not full and are launched ahead of time, while others compute."""
-
 
 NO_COMPANY: Final = NoCompany()
 
@@ -111,16 +105,15 @@ class Scheduler:
         self._deadlines = DeadlineHeap()
         self._contexts = ContextAllocator(contexts=contexts, arenas=arenas, arena_users=arena_users)
         self._counters = Counters()
-        self._latency = LatencyHistory()
-        self._lanes = Lanes(policy.lanes_max, policy.rows_max) if policy.is_pipelined else None
-        lines = arenas if self._lanes is None else policy.lanes_max
-        self._estimator = CompletionEstimator(lines=lines, compute=self._latency)
-        if self._lanes is not None and policy.may_enqueue_slowly:
-            self._lanes.enqueue_ns = self._estimator.enqueue_ns
-        # With lanes: batches that are being staged, those whose end cannot be told, and when the next batch
-        # is to be launched.
-        self._being_staged: set[int] = set()
-        self._unknown: set[int] = set()
+        self._times = BatchTimes()
+        self._concurrency = Concurrency(
+            self._times,
+            lanes=policy.lanes,
+            lanes_max=self.lanes_max,
+            arenas=arenas,
+            may_put_slowly=policy.may_enqueue_slowly,
+        )
+        # When the next batch is to be launched.
         self._due_ns: int | None = None
         # Of which bucket that batch is, and of which it has been since the last launch.
         self._early: BucketQueue | None = None
@@ -129,24 +122,16 @@ class Scheduler:
         self._is_over = False
         self._number = 0
         self._queued_rows = 0
-        self._in_flight: dict[int, Batch] = {}
-        self._forecast = Forecast(policy, self._estimator, self._in_flight, in_flight_max, self._lanes)
-        # What batches take at most, where something is promised by it.
-        self._curve = ServiceCurve() if policy.answers_in_time else None
-        self._punctuality: Punctuality | None = None
-        if self._curve is not None:
-            self._punctuality = Punctuality(
-                self._estimator, self._curve, self._in_flight, lines, self._lanes, self._expected_rows
-            )
-        self._forecast.punctuality = self._punctuality
+        self._in_flight: dict[Flight, Batch] = {}
+        self._forecast = Forecast(
+            policy, self._times, self._concurrency, self._in_flight, in_flight_max, self._expected_rows
+        )
         # Requests that are too late for any batch, to be told at the next `expire`.
         self._late: list[Request] = []
         self.share: Share | None = None
         """Its part of a device that it divides with others; ``None`` if it takes what it can get."""
         # Whether what is queued waits for company, not for the device.
         self._bides = False
-        # From the first request with a deadline on.
-        self._foresees = False
         # The last batch that started with what was most overdue, and whether the last one went out of turn.
         self._aged_number = 0
         self._is_out_of_turn = False
@@ -169,38 +154,16 @@ class Scheduler:
             f"in_flight={len(self._in_flight)} {self._contexts!r}>"
         )
 
-    def lanes_chosen(self) -> dict[int, int]:
-        """Return how many batches compute side by side, if more than one, by the rows up to which they do."""
-        return {} if self._lanes is None else self._lanes.chosen()
-
     def divide(self, share: Share) -> None:
         """Launch no more from now on than is left to it of the device that it shares."""
         self.share = share
-        if self._lanes is not None:
-            self._lanes.is_in_haste = False
         share.wants = self._wants_device
         share.is_full = self._is_full
 
     @property
-    def wants_one_alone(self) -> bool:
-        """Return whether the next batches compute alone, to show what that takes."""
-        return self._lanes is not None and self._lanes.wants_one_alone
-
-    @property
-    def is_trying_lanes(self) -> bool:
-        """Return whether it is being found out how many batches compute side by side; all are timed then."""
-        return self._lanes is not None and self._lanes.is_trying
-
-    def shows_alone(self, batch: Batch) -> bool:
-        """Return whether a batch that was just launched is timed because it computes alone, as few have."""
-        if self._lanes is None or batch.lane is None:
-            return False
-        return self._lanes.wants_time(batch.lane, batch.key.cost_key, batch.rows_run)
-
-    @property
     def lanes_max(self) -> int:
         """Return how many lanes there may be; 0 where the device sees to the order of batches."""
-        return 0 if self._lanes is None else self._policy.lanes_max
+        return self._policy.lanes_max if self._policy.is_pipelined else 0
 
     @property
     def has_to_launch(self) -> bool:
@@ -288,11 +251,10 @@ class Scheduler:
         """
         rows = request.rows
         if request.deadline_ns != NO_DEADLINE_NS and not self._closed:
-            self._foresees = True
             bucket = self._bucket
             # Most are launched at once, which the forecast would say after two calls.
             if (
-                self._punctuality is not None
+                self._policy.answers_in_time
                 or bucket is None
                 or bucket.key is not request.key
                 or len(self._in_flight) + bucket.rows // bucket.rows_max >= self._in_flight_max
@@ -317,8 +279,8 @@ class Scheduler:
         if requests[-1].deadline_ns != NO_DEADLINE_NS and not self._closed:
             # All of it is there when its last part is.
             self._foresee(requests[-1], len(requests), rows - requests[-1].rows)
-            if self._punctuality is not None and requests[-1] in self._punctuality.trial:
-                self._punctuality.trial = tuple(requests)  # If one part is late, all of them are given up.
+            if requests[-1] in self._forecast.trial:
+                self._forecast.trial = tuple(requests)  # If one part is late, all of them are given up.
         if self._queued_rows + rows > self._queue_rows_max:
             self._make_room(requests, rows)
         for request in requests:
@@ -396,13 +358,11 @@ class Scheduler:
                 by_age = reason is Reason.AGED
             key = bucket.key
             joined: tuple[Part, ...] = ()
-            if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
+            if in_flight and self._policy.is_pipelined and self._is_early(bucket, now_ns):
                 self._early = self._was_early = bucket
                 return self._next_again(now_ns)
-            if self._punctuality is not None and self._deadlines.line:
-                chosen, rows = self._choose_in_time(
-                    self._punctuality, bucket, in_flight, now_ns, by_age=by_age
-                )
+            if self._policy.answers_in_time and self._deadlines.line:
+                chosen, rows = self._choose_in_time(bucket, in_flight, now_ns, by_age=by_age)
                 if not chosen:
                     continue  # With fewer in the queue.
                 break
@@ -433,8 +393,7 @@ class Scheduler:
             self._aged_number = self._number + 1
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
         was_early, self._was_early = self._was_early, None
-        if was_early is bucket and reason is not Reason.FULL and batch.is_timed:
-            self._estimator.launched_just_in_time(batch)
+        batch.flight.was_due = was_early is bucket and reason is not Reason.FULL and batch.is_timed
         return batch
 
     @property
@@ -468,7 +427,7 @@ class Scheduler:
         return bucket.choose(bucket.rows_max if by_age else self._rows_to_take(bucket, in_flight), by_age)
 
     def _choose_in_time(
-        self, punctuality: Punctuality, bucket: BucketQueue, in_flight: int, now_ns: int, *, by_age: bool
+        self, bucket: BucketQueue, in_flight: int, now_ns: int, *, by_age: bool
     ) -> tuple[tuple[Request, ...], int]:
         """Return the requests of the next batch and their rows; none if some had to leave the queue, as it
         would come too late for them."""
@@ -480,7 +439,7 @@ class Scheduler:
 
         rows_max = bucket.rows_max if by_age else self._rows_to_take(bucket, in_flight)
         may_split = bucket.key.slab is None and not by_age
-        found = punctuality.fit(bucket, rows_max, choose, now_ns, may_split=may_split)
+        found = self._forecast.fit(bucket, rows_max, choose, now_ns, may_split=may_split)
         for request in found.late:
             self._leave(request, Change.EXPIRE)
         self._counters.expired += len(found.late)
@@ -554,30 +513,44 @@ class Scheduler:
         now_ns: int,
     ) -> Batch:
         self._number = number = self._number + 1
-        is_timed = self.times_all or self._estimator.wants_times(number, key.cost_key, rows_run)
+        is_timed = self.times_all or self._times.wants_times(number, key.cost_key, rows_run)
         context, arena = self._contexts.acquire(profile)
-        lane = None
-        if (lanes := self._lanes) is not None:
-            lane = lanes.acquire(key.cost_key, rows, self._estimator.computed_by_ns)
-            is_timed = is_timed or lanes.is_trying or lanes.wants_time(lane, key.cost_key, rows_run)
-            if reason is Reason.IDLE and lanes.occupied:
+        lane, count = None, 1
+        if self._policy.is_pipelined:
+            count = self._concurrency.allowed(rows, self._shapes.limit(key.shape))
+            lane = self._concurrency.acquire(count)
+            if reason is Reason.IDLE and self._concurrency.occupied:
                 reason = Reason.AHEAD
+        flight = Flight(number)
         # In 0.6 of the time that the constructor takes.
         batch = tuple.__new__(
             Batch,
-            (number, key, chosen, rows, rows_run, profile, context, arena, is_timed, reason, now_ns, lane),
+            (
+                number,
+                key,
+                chosen,
+                rows,
+                rows_run,
+                profile,
+                context,
+                arena,
+                is_timed,
+                reason,
+                now_ns,
+                lane,
+                flight,
+            ),
         )
-        self._in_flight[number] = batch
-        if lanes is not None:
-            lanes.launched(batch)
-            self._being_staged.add(number)
+        self._in_flight[flight] = batch
+        if self._concurrency.lines:
+            self._concurrency.launched(batch)
         self._counters.launched[reason] += 1
         if self.share is not None:
             self.share.launched(
-                number,
+                flight,
                 now_ns,
                 (key.cost_key, rows_run),
-                lanes=1 if lanes is None else lanes.allowed(key.cost_key, rows),
+                lanes=count,
                 computing=self._computing(),
             )
         return batch
@@ -603,7 +576,7 @@ class Scheduler:
 
     def _computing(self) -> int:
         """Return how many of its batches compute at once."""
-        return len(self._in_flight) if self._lanes is None else self._lanes.in_use
+        return self._concurrency.in_use if self._policy.is_pipelined else len(self._in_flight)
 
     def _reconsider(self, bucket: BucketQueue, reason: Reason, now_ns: int) -> tuple[BucketQueue, Reason]:
         """Return the bucket to launch from instead of the one whose turn it is: now and then that of what is
@@ -639,26 +612,14 @@ class Scheduler:
             return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
         return None
 
-    def _is_early(self, bucket: BucketQueue, lanes: Lanes, now_ns: int) -> bool:
+    def _is_early(self, bucket: BucketQueue, now_ns: int) -> bool:
         """Return whether the next batch can still grow before the device would want it; note when that is."""
-        if bucket.is_full and not (self._policy.answers_in_time or lanes.wants_one_alone):
+        if bucket.is_full and not self._policy.answers_in_time:
             return False
-        rows, key = min(bucket.rows, bucket.rows_max), bucket.key
-        count = lanes.allowed(key.cost_key, rows)
-        if lanes.wants_one_alone:
-            count = 1
-        if lanes.occupied < count:
+        rows_max = bucket.rows_max
+        due_ns = self._concurrency.due_ns(bucket.key, min(bucket.rows, rows_max), rows_max, now_ns)
+        if due_ns is None:
             return False
-        due_ns = lanes.find_stuck(now_ns)
-        over = lanes.occupied - count
-        if over < 0 or due_ns is None:
-            return False
-        is_next = over < AHEAD_MAX and not self._being_staged and not lanes.wants_one_alone
-        if is_next and not lanes.is_put_slowly(key.cost_key, rows):
-            if self._unknown:
-                return False
-            free_ns = self._estimator.free_ns(lanes.usable(count))
-            due_ns = min(due_ns, free_ns - self._estimator.lead_ns(key.copy_key, rows))
         # To be launched sooner is of no use to those who are to be answered sooner.
         deadlines = None if self._policy.answers_in_time else self._deadlines
         if deadlines is not None and deadlines.line and (deadline_ns := deadlines.earliest_ns()) is not None:
@@ -688,54 +649,36 @@ class Scheduler:
         :param put_ns: when the first of it was put there, if that took a while.
         :returns: in how many ns it is expected to be done; ``None`` if none like it was seen yet.
         """
-        expected_ns = self._estimator.started(batch, now_ns, put_ns)
-        if expected_ns is not None and self._foresees:
-            self._forecast.started(batch, now_ns + expected_ns)
-        if batch.lane is not None:
-            self._being_staged.discard(batch.number)
-            if expected_ns is None:
-                self._unknown.add(batch.number)
-            if self._lanes is not None:
-                self._lanes.started(batch, now_ns, self._estimator.copies_ns(batch))
-                if expected_ns is not None:
-                    self._lanes.expect(batch.number, now_ns, expected_ns)
-        return expected_ns
+        return self._concurrency.started(batch, now_ns, put_ns)
 
     def landed(self, batch: Batch, now_ns: int) -> None:
         """Note that the device is done with a batch; its outputs are still to be copied to their callers."""
-        self._estimator.landed(batch, now_ns)
-        self._left_lane(batch, now_ns)
+        self._concurrency.landed(batch, now_ns)
 
     def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
         """Note what batches took before the first request came, in ns, by their rows."""
-        for rows, took_ns in compute_ns.items():
-            self._latency.observe(key.cost_key, rows, took_ns)
+        self._times.seed(key, compute_ns)
 
     def forget_times(self, shape: Hashable) -> None:
         """Forget what batches of a shape took: from now on they run in another way."""
-        self._latency.forget(shape)
-        self._estimator.forget_times(shape)
-        if self._lanes is not None:
-            self._lanes.forget_times(shape)
-        if self._curve is not None:
-            self._curve.forget(shape)
+        self._times.forget(shape)
 
     def usual_ns(self, batch: Batch) -> tuple[int, int, int]:
         """Return how long such a batch usually takes to be copied in, to compute and to be copied out."""
-        return self._estimator.usual_ns(batch)
+        return self._times.usual_ns(batch.key, batch.rows_run)
 
     def observe_copies(self, batch: Batch, *, copy_in_ns: int, copy_out_ns: int) -> None:
         """Remember the copy times that the device measured of a timed batch."""
-        self._estimator.observe_copies(batch, copy_in_ns=copy_in_ns, copy_out_ns=copy_out_ns)
+        self._times.observe_copies(batch, copy_in_ns, copy_out_ns)
 
     def observe_wait(self, batch: Batch, wait_ns: int) -> None:
         """Remember how long before its turn a timed batch was in place, as the device measured."""
-        self._estimator.observe_wait(batch, wait_ns)
+        self._concurrency.observe_wait(batch, wait_ns)
 
     def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
         """Note how long a batch ran on the device, which others share, once it is done there."""
         if self.share is not None:
-            self.share.ran(batch.number, now_ns, took_ns)
+            self.share.ran(batch.flight, now_ns, took_ns)
 
     def finished(
         self,
@@ -747,49 +690,38 @@ class Scheduler:
         arena_wait_ns: int = 0,
     ) -> None:
         """Note that a batch has been answered; its context is free again."""
-        if self._in_flight.pop(batch.number, None) is not batch:
+        if self._in_flight.pop(batch.flight, None) is not batch:
             raise _not_in_flight(batch)
         answered, arrived_ns = complete(batch.requests)
-        if self._foresees:
-            self._forecast.ended(batch)
         self._contexts.release(batch.context, batch.arena)
-        if self._lanes is not None:
-            self._left_lane(batch, now_ns)
+        if self._concurrency.lines:
+            self._concurrency.left(batch)
         if self.share is not None:
-            self.share.left(batch.number, computing=self._computing())
+            self.share.left(batch.flight, computing=self._computing())
         if batch.is_timed:
-            if self._curve is not None:
-                self._observe_late(self._curve, batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
-            self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
+            if self._policy.answers_in_time:
+                self._observe_late(batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
+            self._times.compute.observe(batch.key.cost_key, batch.rows_run, compute_ns)
+            if batch.lane is not None and not self._times.knows_copies(batch.key, batch.rows_run):
+                # Nobody has told of any: its rows and its outputs are on the device, say.
+                self._times.observe_copies(batch, 0, 0)
             self._company.observe(batch, copy_in_ns + compute_ns + copy_out_ns)
         self._counters.add_batch(
             batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
         )
-        if self._lanes is not None:
-            if batch.is_timed and self._estimator.copies_ns(batch) is None:
-                # Nobody has told of any: its rows and its outputs are on the device, say.
-                self._estimator.observe_copies(batch, copy_in_ns=0, copy_out_ns=0)
-            self._lanes.ended(batch, compute_ns if batch.is_timed else 0)
 
     def _observe_late(
-        self,
-        curve: ServiceCurve,
-        batch: Batch,
-        now_ns: int,
-        copy_in_ns: int,
-        compute_ns: int,
-        copy_out_ns: int,
+        self, batch: Batch, now_ns: int, copy_in_ns: int, compute_ns: int, copy_out_ns: int
     ) -> None:
         """Remember what a batch took at most, besides its copies, if it is told for what is usual."""
         if batch.lane is None and batch.arena is None:
             # It began at once, so all the time is its own, to be handed over and noticed as well.
             compute_ns = max(compute_ns, now_ns - batch.launched_ns - copy_in_ns - copy_out_ns)
-        if self._lanes is None or self._lanes.is_usual(batch):
-            curve.observe(batch.key.cost_key, batch.rows_run, compute_ns)
+        self._times.occupied.observe(batch.key.cost_key, batch.rows_run, compute_ns)
 
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
         """Note that a batch failed. With ``quarantine``, its context is never used again."""
-        if self._in_flight.pop(batch.number, None) is not batch:
+        if self._in_flight.pop(batch.flight, None) is not batch:
             raise _not_in_flight(batch)
         # Whoever is masked was counted when that was done.
         self._counters.failed += sum(request.state is IN_FLIGHT for request in batch.requests)
@@ -808,11 +740,11 @@ class Scheduler:
         """
         if len(batch.requests) < 2 or self._is_over:
             return False
-        if self._in_flight.get(batch.number) is not batch:
+        if self._in_flight.get(batch.flight) is not batch:
             raise _not_in_flight(batch)
         if not any(request.state is IN_FLIGHT for request in batch.requests):
             return False  # Nobody waits for any of it.
-        del self._in_flight[batch.number]
+        del self._in_flight[batch.flight]
         self._counters.bisected += 1
         self._forget(batch)
         self._contexts.release(batch.context, batch.arena)
@@ -847,27 +779,14 @@ class Scheduler:
         late, self._late = self._late, []
         return [*queued, *late]
 
-    def _left_lane(self, batch: Batch, now_ns: int) -> None:
-        if self._lanes is not None:
-            self._lanes.landed(batch, now_ns)
-            # What ends while it is put on its stream is never told to have started.
-            self._being_staged.discard(batch.number)
-            self._unknown.discard(batch.number)
-
     def _forget(self, batch: Batch) -> None:
         """Expect nothing any more of a batch that failed."""
-        self._estimator.forget(batch)
-        self._forecast.ended(batch)
-        if self._lanes is not None:
-            self._lanes.forget(batch)
-            self._being_staged.discard(batch.number)
-            self._unknown.discard(batch.number)
+        self._concurrency.left(batch)
         if self.share is not None:
-            self.share.left(batch.number, computing=self._computing())
+            self.share.left(batch.flight, computing=self._computing())
 
     def _foresee(self, request: Request, requests: int, rows_before: int = 0) -> None:
         """Refuse a request, or all of a call, that would be too late."""
-        self._foresees = True
         bucket = self._bucket
         if bucket is None or bucket.key is not request.key:
             bucket = self._bucket = self._bucket_of(request.key)
@@ -903,12 +822,8 @@ class Scheduler:
         if bucket.key.slab is not None:
             # Its rows lie in one slab, which one batch runs from; there are never more than it holds.
             return bucket.rows_max
-        if self._lanes is not None:
-            if self._lanes.wants_one_alone:
-                head = bucket.head()
-                rows = self._lanes.rows_to_learn(bucket.key.cost_key, bucket.rows_max)
-                return max(rows, 0 if head is None else head.rows)
-            return self._rows_of_first_half(bucket) if not self._lanes.occupied else bucket.rows_max
+        if self._policy.is_pipelined:
+            return bucket.rows_max if self._concurrency.occupied else self._rows_of_first_half(bucket)
         if bucket.rows < 2 or not self._policy.is_parallel:
             return bucket.rows_max
         head = bucket.head()
@@ -919,7 +834,7 @@ class Scheduler:
             rows_max=bucket.rows_max,
             buckets=self._buckets.waiting,
             in_flight=in_flight,
-            latency=self._latency,
+            compute=self._times.compute,
         )
 
     def _rows_of_first_half(self, bucket: BucketQueue) -> int:
@@ -930,21 +845,20 @@ class Scheduler:
         half = max((rows + 1) // 2, 0 if head is None else head.rows)
         if half >= rows or self._contexts.free < 2 or self._in_flight_max < 2:
             return bucket.rows_max  # The others would have no context to be copied in for.
-        cost, copies = bucket.key.cost_key, bucket.key.copy_key
-        whole_ns, half_ns = self._latency.expected_ns(cost, rows), self._latency.expected_ns(cost, half)
+        key, compute, delay_ns = bucket.key, self._times.compute, self._times.delay_ns
+        whole_ns, half_ns = compute.typical(key.cost_key, rows), compute.typical(key.cost_key, half)
         if whole_ns is None or half_ns is None:
             return bucket.rows_max
-        delay_ns = self._estimator.delay_ns
-        first_ns = delay_ns(copies, half) + half_ns
+        first_ns = delay_ns(key, half) + half_ns
         # The second half is there when the first has computed, or as soon as it has been copied in.
-        halves_ns = max(first_ns, 2 * delay_ns(copies, half)) + half_ns
-        return half if halves_ns < delay_ns(copies, rows) + whole_ns else bucket.rows_max
+        halves_ns = max(first_ns, 2 * delay_ns(key, half)) + half_ns
+        return half if halves_ns < delay_ns(key, rows) + whole_ns else bucket.rows_max
 
     def _rows_to_run(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
         """Return the rows that the device executes for ``rows``, and the profile to do it with."""
         rows_run = self._shapes.padded_rows(key.shape, rows)
         if self._policy.captured.sizes and key.shape == ():
-            rows_run = self._policy.rows_to_run(key.cost_key, rows_run, self._latency)
+            rows_run = self._policy.rows_to_run(key.cost_key, rows_run, self._times.compute)
         return rows_run, self._shapes.profile(key.shape, rows_run)
 
     def _expected_rows(self, key: BatchKey, rows: int) -> int:

@@ -13,7 +13,9 @@ now and then launches one while the others launch nothing.
 
 import math
 from collections.abc import Callable, Hashable
-from typing import Final, NamedTuple
+from typing import Final
+
+from asynctrt.scheduling.batch import Charge, Flight
 
 KINDS_MAX: Final = 1024
 """Kinds of batches of which it is remembered what they take, until all of it is forgotten."""
@@ -36,19 +38,6 @@ ALONE_MAX: Final = 0.05
 UNEQUAL_MAX: Final = 8.0
 """By how many times at most the charge of an overlapping batch is corrected, either way, while it is not
 known what such batches take alone."""
-
-
-class _Flight(NamedTuple):
-    """One batch on the device."""
-
-    kind: Hashable
-    cost_ns: float
-    """What was charged for it."""
-    launched_ns: int
-    computing_ns: int
-    """The time that batches had computed when it was launched, summed over them."""
-    own_ns: int
-    """The same of its own scheduler's batches."""
 
 
 class Share:
@@ -86,7 +75,7 @@ class Share:
         """The time of the device that its batches took: of what computed at once, each has its part."""
         self.held_ns = 0
         """How long something of it was held for others, in sum."""
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[Flight, None] = {}
         self._usual_ns: dict[Hashable, float] = {}
         # What batches take with no others beside them, and how that compares with an equal part of the time
         # in which they overlap.
@@ -96,7 +85,7 @@ class Share:
         self._until_alone = 0
         self._alone_again = ALONE_FIRST
         # The batch that computes alone, until it has left the device.
-        self._alone_number: int | None = None
+        self._alone_flight: Flight | None = None
         # When one of its batches ended last.
         self._ended_ns = 0
         self.computing = 0
@@ -129,7 +118,7 @@ class Share:
     @property
     def pending_ns(self) -> float:
         """Return what its batches on the device were charged."""
-        return sum([flight.cost_ns for flight in self._flights.values()])
+        return sum([flight.charge.cost_ns for flight in self._flights])
 
     @property
     def longest_ns(self) -> float:
@@ -174,7 +163,7 @@ class Share:
             shares.alone = self
         return others > 0
 
-    def launched(self, number: int, now_ns: int, kind: Hashable, *, lanes: int, computing: int) -> None:
+    def launched(self, flight: Flight, now_ns: int, kind: Hashable, *, lanes: int, computing: int) -> None:
         """Charge a batch that is launched what is usual.
 
         :param kind: batches of one kind take about as long.
@@ -197,43 +186,44 @@ class Share:
                 # It would save up what it cannot use, and those that can would be held for it.
                 other.charged_ns = start_ns
         self.charged_ns += cost_ns / self.weight
-        self._flights[number] = _Flight(kind, cost_ns, now_ns, shares.computing_ns, self.computed_ns)
-        if shares.alone is self and self._alone_number is None:
+        flight.charge = Charge(kind, cost_ns, now_ns, shares.computing_ns, self.computed_ns)
+        self._flights[flight] = None
+        if shares.alone is self and self._alone_flight is None:
             # Nobody else launches until it has ended.
-            self._alone_number = number
+            self._alone_flight = flight
             self._put_off_being_alone()
         else:
             self._until_alone -= 1
         self._move()
         shares.change(self, computing)
 
-    def ran(self, number: int, now_ns: int, took_ns: int) -> None:
+    def ran(self, flight: Flight, now_ns: int, took_ns: int) -> None:
         """Charge a batch that has ended what it took, rather than what is usual."""
-        flight = self._flights.get(number)
-        if flight is None:
+        if flight not in self._flights:
             return
+        charge = flight.charge
         shares, cost_ns = self._shares, float(took_ns)
         shares.advance(now_ns)
         if self._overlaps and took_ns > 0:
-            cost_ns = self._part_ns(flight, cost_ns)
-        self.charged_ns += (cost_ns - flight.cost_ns) / self.weight
-        self._flights[number] = flight._replace(cost_ns=cost_ns)
-        _learn(self._usual_ns, flight.kind, cost_ns, LEARNED)
+            cost_ns = self._part_ns(charge, cost_ns)
+        self.charged_ns += (cost_ns - charge.cost_ns) / self.weight
+        flight.charge = charge._replace(cost_ns=cost_ns)
+        _learn(self._usual_ns, charge.kind, cost_ns, LEARNED)
 
-    def _part_ns(self, flight: _Flight, took_ns: float) -> float:
+    def _part_ns(self, charge: Charge, took_ns: float) -> float:
         """Return what a batch has taken of the device, of the time for which it computed.
 
         Where batches overlap, their kernels may have taken turns, or one batch may have waited for the other.
         So it counts what such batches take alone, if that is known.
         """
         shares = self._shares
-        since_ns = max(1, shares.now_ns - flight.launched_ns)
-        own_ns = self.computed_ns - flight.own_ns
-        all_ns = shares.computing_ns - flight.computing_ns
+        since_ns = max(1, shares.now_ns - charge.launched_ns)
+        own_ns = self.computed_ns - charge.own_ns
+        all_ns = shares.computing_ns - charge.computing_ns
         before_ns, self._ended_ns = self._ended_ns, shares.now_ns
         if all_ns - own_ns > ALONE_MAX * since_ns:
             equal_ns = took_ns / max(1.0, all_ns / since_ns)
-            alone_ns = self._alone_ns.get(flight.kind)
+            alone_ns = self._alone_ns.get(charge.kind)
             if alone_ns is None:
                 return equal_ns * self._unequal
             unequal = alone_ns / max(equal_ns, 1.0)
@@ -242,17 +232,18 @@ class Share:
         learned = LEARNED
         if all_ns > (1 + ALONE_MAX) * since_ns:
             # Beside others of its own, what each takes shows in how soon they end after one another.
-            took_ns, learned = float(shares.now_ns - max(flight.launched_ns, before_ns)), LEARNED / 4
-        _learn(self._alone_ns, flight.kind, took_ns, learned)
+            took_ns, learned = float(shares.now_ns - max(charge.launched_ns, before_ns)), LEARNED / 4
+        _learn(self._alone_ns, charge.kind, took_ns, learned)
         return took_ns
 
-    def left(self, number: int, *, computing: int) -> None:
+    def left(self, flight: Flight, *, computing: int) -> None:
         """Note that a batch has left the device. If no more is known of it, it stays charged as it is."""
-        flight, shares = self._flights.pop(number, None), self._shares
-        if flight is not None:
-            self.used_ns += flight.cost_ns
+        shares = self._shares
+        if flight in self._flights:
+            del self._flights[flight]
+            self.used_ns += flight.charge.cost_ns
             self._move()
-            if number == self._alone_number:
+            if flight is self._alone_flight:
                 self.give_up_being_alone()
             if not shares.in_flight and not any(member.wants() for member in shares.members):
                 shares.rest()
@@ -280,7 +271,7 @@ class Share:
     def rest(self, now_ns: int) -> None:
         """Note that it had nothing to launch: when it has, it begins from where the others are."""
         self._is_backlogged = self._is_let_go = False
-        if self._alone_number is None:
+        if self._alone_flight is None:
             self.give_up_being_alone()
         self._let_go(now_ns)
 
@@ -296,11 +287,11 @@ class Share:
     @property
     def is_busy_alone(self) -> bool:
         """Return whether a batch of it computes alone, or is to and will."""
-        return not self.is_stalled and (self._alone_number is not None or self.wants())
+        return not self.is_stalled and (self._alone_flight is not None or self.wants())
 
     def give_up_being_alone(self) -> None:
         """Let others launch beside what it has on the device."""
-        self._alone_number = None
+        self._alone_flight = None
         if self._shares.alone is self:
             self._shares.alone = None
 

@@ -96,10 +96,10 @@ class Subject:
         self.model.close()
 
 
-def subject_on(name):
-    """Return a subject on a device of that name, or, on ``plans``, the real TensorRT."""
+def subject_on(name, **spec):
+    """Return a subject on a device of that name, or, on ``plans``, the real TensorRT, whose model is given."""
     if name == "plans":
         from asynctrt.devices.cuda import CudaDevice
 
         return RealSubject(CudaDevice(0))
-    return Subject(DEVICES[name]())
+    return Subject(DEVICES[name](), **spec)

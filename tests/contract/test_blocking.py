@@ -57,7 +57,7 @@ async def answers(task, subject, number):
 async def test_the_loop_and_other_batches_go_on_while_an_enqueue_waits(subject_of, why):
     spec, options = WAITING[why]
     subject = subject_of(options=options, **spec)
-    async with subject.open(contexts=2, arenas=2, batch_timeout=None) as engine:
+    async with subject.open(contexts=2, arenas=2, lanes=1, batch_timeout=None) as engine:
         subject.double.fail_next("hang")
         held = asyncio.create_task(engine.infer(rows(7)))
         await hangs(subject)
@@ -72,7 +72,7 @@ async def test_the_loop_and_other_batches_go_on_while_an_enqueue_waits(subject_o
 @pytest.mark.parametrize("arenas", [1, 3])
 async def test_an_enqueue_that_hangs_is_given_up_and_the_others_go_on(subject_of, arenas):
     subject = subject_of()
-    engine = await subject.open(contexts=3, arenas=arenas, batch_timeout=0.3, close_timeout=0.5)
+    engine = await subject.open(contexts=3, arenas=arenas, lanes=1, batch_timeout=0.3, close_timeout=0.5)
     await subject.check(engine)
     subject.double.fail_next("enqueue-hang")
     with pytest.raises(DeviceLostError, match=r"batch 2 .* did not end within the batch_timeout of 0.3 s"):
@@ -91,7 +91,7 @@ async def test_an_enqueue_that_hangs_is_given_up_and_the_others_go_on(subject_of
 
 async def test_what_hangs_in_its_enqueue_and_ends_after_all_is_let_go(subject_of):
     subject = subject_of()
-    async with subject.open(contexts=2, arenas=2, batch_timeout=0.3) as engine:
+    async with subject.open(contexts=2, arenas=2, lanes=1, batch_timeout=0.3) as engine:
         subject.double.fail_next("enqueue-hang")
         with pytest.raises(DeviceLostError):
             await engine.infer(rows(1))
@@ -106,7 +106,7 @@ async def test_what_hangs_in_its_enqueue_and_ends_after_all_is_let_go(subject_of
 
 async def test_closing_does_not_wait_for_an_enqueue_that_hangs(subject_of):
     subject = subject_of()
-    engine = await subject.open(contexts=2, arenas=2, batch_timeout=None, close_timeout=0.2)
+    engine = await subject.open(contexts=2, arenas=2, lanes=1, batch_timeout=None, close_timeout=0.2)
     subject.double.fail_next("enqueue-hang")
     held = asyncio.create_task(engine.infer(rows(1)))
     await hangs(subject)

@@ -87,6 +87,18 @@ def test_an_engine_that_can_be_refitted_or_streamed(opened):
     assert (found.engine.streamable_nbytes, found.engine.is_refittable) == (2048, True)
 
 
+def test_how_many_batches_compute_side_by_side(tmp_path, opened):
+    device = HostDevice(in_place="never", unified=False)
+    found = open_file(double_onnx(tmp_path / "m.onnx"), device, contexts=2)
+    assert {(64, 1), (64, 2)} <= {(rows, lanes) for rows, lanes, _ in found.lane_rates}
+    assert set(found.lanes.values()) <= {1, 2}
+    found = opened(EngineSpec())
+    shown = text(dataclasses.replace(found, lanes={15: 1, 16: 2}, lane_rates=((16, 1, 1e3), (16, 2, 1500.4))))
+    assert "1 for batches of up to 15 rows" in shown
+    assert "rows/s at 16: 1,000 in 1, 1,500 in 2" in shown
+    assert "lanes" not in text(dataclasses.replace(found, lanes={}, lane_rates=()))
+
+
 def test_an_onnx_model(tmp_path):
     found = open_file(sequence_onnx(tmp_path / "m.onnx"))
     assert (found.device, found.rows, found.engine, found.memory) == ("host", (1, None), None, None)

@@ -256,7 +256,7 @@ class TestSlabsThatGrow:
 
 
 class TestRowsThatAreCopiedAhead:
-    """The first batches compute alone, so that one that comes meanwhile waits, and may still grow."""
+    """One batch computes and one is launched ahead, so that a third waits, and may still grow."""
 
     FLOATS = AHEAD_ROW_NBYTES_MIN // 4
 
@@ -264,19 +264,26 @@ class TestRowsThatAreCopiedAhead:
         device = LatchDevice(unified=False)
         spec = [TensorSpec(name, "float32", (self.FLOATS,)) for name in ("input", "output")]
         model = FunctionModel(double, inputs=spec[0], outputs=spec[1])
-        return asynctrt.open(model, device=device, contexts=2, max_rows=4), device
+        return asynctrt.open(model, device=device, contexts=3, max_rows=4), device
 
     def row(self, value):
         return rows(value, dims=(self.FLOATS,))
 
     async def two(self, engine, device):
-        """One request in flight, and two behind it that are copied."""
-        first = engine.submit(self.row(1))
-        await device.wait_held()
+        """Two requests in flight, and two behind them that are copied."""
+        first = await self.in_flight(engine, device)
         others = [engine.submit(row) for row in (self.row(2), self.row(3))]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        return first, *others
+        return *first, *others
+
+    async def in_flight(self, engine, device):
+        first = engine.submit(self.row(0))
+        await device.wait_held()
+        second = engine.submit(self.row(1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return first, second
 
     async def answered(self, device, futures, values):
         device.open()
@@ -288,21 +295,20 @@ class TestRowsThatAreCopiedAhead:
     async def test_before_their_batch_is_launched(self):
         opened, device = self.opened()
         async with opened as engine:
-            first = engine.submit(self.row(1))
-            await device.wait_held()
+            first = await self.in_flight(engine, device)
             sent = [self.row(2), self.row(3)]
             others = [engine.submit(row) for row in sent]
             await asyncio.sleep(0)
             for row in sent:
                 row[...] = -1  # Too late.
-            await self.answered(device, [first, *others], (1, 2, 3))
+            await self.answered(device, [*first, *others], (0, 1, 2, 3))
 
     async def test_and_copied_again_if_one_before_them_has_gone(self):
         opened, device = self.opened()
         async with opened as engine:
-            first, second, third = await self.two(engine, device)
+            *first, second, third = await self.two(engine, device)
             assert second.cancel()
-            await self.answered(device, [first, third], (1, 3))
+            await self.answered(device, [*first, third], (0, 1, 3))
 
     @pytest.mark.parametrize("name", ["copies_ahead", "ahead_slab"])
     async def test_what_fails_then_keeps_nothing_from_being_launched(self, monkeypatch, name):
@@ -315,7 +321,7 @@ class TestRowsThatAreCopiedAhead:
         raised = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
         async with opened as engine:
-            await self.answered(device, await self.two(engine, device), (1, 2, 3))
+            await self.answered(device, await self.two(engine, device), (0, 1, 2, 3))
         assert raised == []
 
     def test_ctrl_c_then_is_the_applications_and_costs_no_request(self, monkeypatch):
@@ -341,9 +347,9 @@ class TestRowsThatAreCopiedAhead:
             assert not interrupts
 
             async def end():
-                await self.answered(device, futures, (1, 2, 3)[: len(futures)])
+                await self.answered(device, futures, (0, 1, 2, 3)[: len(futures)])
                 await engine.drain()
-                assert engine.statistics().succeeded == 3
+                assert engine.statistics().succeeded == 4
                 await engine.aclose()
 
             runner.run(end())

@@ -382,7 +382,8 @@ class TestWhenEverythingHangs:
 
         device = Noting(threads=4, in_place="never", unified=False)
         model = double_model(hanging, name="double")
-        engine = await opening(model, device, contexts=3, batch_timeout=None, close_timeout=0.01)
+        settings = {"contexts": 3, "lanes": 3}
+        engine = await opening(model, device, **settings, batch_timeout=None, close_timeout=0.01)
         tasks = [send(engine, value) for value in ((-1, 1, 2) if hanging_first else (1, 2, -1))]
         await until(lambda: hanging.hung and sum(task.done() for task in tasks) == 2)
         assert said == []

@@ -4,7 +4,7 @@ import pytest
 
 from asynctrt.errors import DeadlineError, DeadlineUnreachableError, EngineClosedError
 from asynctrt.scheduling.batch import Reason
-from asynctrt.scheduling.estimates import QUANTILE
+from asynctrt.scheduling.batch_times import SURE_SAMPLES
 from asynctrt.scheduling.forecast import PROBE_NS_MIN
 from asynctrt.scheduling.policy import AGED_EVERY, PATIENCE_NS, Policy
 from asynctrt.scheduling.request import Request, State
@@ -31,7 +31,7 @@ def made(rows_max=4, *, contexts=1, priorities=3, queue_rows_max=64, **policy):
 def measured(took_ns=10 * MS, **how):
     """A scheduler that has seen batches of one row and of four, which all take as long."""
     plan = made(**how)
-    for rows in (1, 4) * QUANTILE:
+    for rows in (1, 4) * SURE_SAMPLES:
         submit(plan, rows, deadline_ns=10**17)  # From the first deadline on, it notes when batches end.
         finish(plan, plan.next_batch(0), compute_ns=took_ns)
     use_up_the_probe(plan)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from asynctrt.scheduling.estimates import LatencyHistory
+from asynctrt.scheduling.batch_times import Times
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, NOT_CAPTURED, PART_NS_MIN, Captured, Policy
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 
@@ -40,7 +40,7 @@ def test_a_bucket_is_ready_when_its_oldest_has_waited_or_shortly_before_a_deadli
 
 
 def latency_of(expected_ns):
-    history = LatencyHistory()
+    history = Times()
     if expected_ns is not None:
         history.observe(SHAPE, 1, expected_ns)
     return history
@@ -48,7 +48,7 @@ def latency_of(expected_ns):
 
 def rows_to_take(rules, rows, latency, *, head_rows=1, buckets=1, in_flight=0, rows_max=ROWS_MAX):
     return rules.rows_to_take(
-        SHAPE, rows, head_rows, rows_max=rows_max, buckets=buckets, in_flight=in_flight, latency=latency
+        SHAPE, rows, head_rows, rows_max=rows_max, buckets=buckets, in_flight=in_flight, compute=latency
     )
 
 
@@ -101,7 +101,7 @@ def test_shares_of_a_long_queue_are_full_batches(rows_max):
 
 def measured(sizes):
     """Batches of these rows took so long."""
-    history = LatencyHistory()
+    history = Times()
     for rows, duration_ns in sizes.items():
         history.observe(SHAPE, rows, duration_ns)
     return history

@@ -3,9 +3,8 @@
 import pytest
 
 from asynctrt.scheduling.batch import Reason
-from asynctrt.scheduling.curve import SAMPLES_MIN, WINDOW
+from asynctrt.scheduling.batch_times import SURE_SAMPLES, WINDOW
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import WARM_UP
 from asynctrt.scheduling.policy import AGED_EVERY, Policy
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -21,7 +20,7 @@ def took_ns(rows):
     return (2 + 2 * rows) * MS
 
 
-def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SAMPLES_MIN, **policy):
+def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SURE_SAMPLES, **policy):
     """A scheduler that knows what batches take."""
     plan = Scheduler(
         policy=Policy(
@@ -35,7 +34,7 @@ def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SAMPLES
         priorities=3,
         times_all=True,
     )
-    for _ in range(max(samples, WARM_UP * pipelined)):
+    for _ in range(max(samples, 16 * pipelined)):
         for rows in sizes:
             submit(plan, rows, now_ns=-9_000 * MS)
             finish(plan, plan.next_batch(-9_000 * MS), -9_000 * MS, compute_ns=took_ns(rows))
@@ -116,11 +115,11 @@ def test_a_batch_begins_when_the_device_is_free_and_it_has_been_copied():
 def test_what_a_batch_takes_counts_from_its_launch_where_it_begins_at_once():
     """On a CPU: that it is handed to a thread, and that its end is noticed, takes time as well."""
     plan = measured(sizes=(1,), samples=0)
-    for number in range(SAMPLES_MIN):
+    for number in range(SURE_SAMPLES):
         submit(plan)
         batch = plan.next_batch(number * 100 * MS)
         finish(plan, batch, (number * 100 + 9) * MS, compute_ns=4 * MS)
-    assert plan._curve.late_ns(("b",), 1) == 9 * MS - 301
+    assert plan._times.occupied.late(("b",), 1) == 9 * MS - 301
 
 
 def test_the_shorter_of_what_is_known_is_the_least():
@@ -128,12 +127,12 @@ def test_the_shorter_of_what_is_known_is_the_least():
     plan = measured(sizes=(1,), samples=WINDOW)
     key = key_of()
     for _ in range(WINDOW):
-        plan._latency.observe(("b",), 1, 20 * MS)
-    assert plan._estimator.compute_ns(key, 1) == 20 * MS
-    assert plan._punctuality.least_ns(key, 1) == took_ns(1)
+        plan._times.compute.observe(("b",), 1, 20 * MS)
+    assert plan._times.sure_ns(key, 1) == 20 * MS
+    assert plan._forecast.least_ns(key, 1) == took_ns(1)
     for _ in range(WINDOW):
-        plan._curve.observe(("b",), 1, 30 * MS)
-    assert plan._punctuality.least_ns(key, 1) == 20 * MS
+        plan._times.occupied.observe(("b",), 1, 30 * MS)
+    assert plan._forecast.least_ns(key, 1) == 20 * MS
 
 
 def test_a_batch_for_what_is_most_overdue_is_not_split():
@@ -147,21 +146,6 @@ def test_a_batch_for_what_is_most_overdue_is_not_split():
     assert batch.reason is Reason.AGED
     assert batch.requests == tuple(others)
     assert plan.expire(0) == [first]
-
-
-def test_no_end_is_remembered_of_a_batch_that_is_over():
-    plan = measured()
-    for number in range(20):
-        (request,) = take(plan, 50, now_ms=number)
-        batch = plan.next_batch(number * MS)
-        assert batch.requests == (request,)
-        plan.started(batch, number * MS)
-        assert len(plan._forecast._ends_ns) == 1
-        if number % 2:
-            plan.failed(batch)
-        else:
-            finish(plan, batch, number * MS, compute_ns=took_ns(1))
-        assert not plan._forecast._ends_ns
 
 
 def test_the_way_back_of_the_outputs_is_counted():
@@ -228,8 +212,8 @@ def test_thousands_are_given_up_at_once(shapes):
     late = [submit(plan, shape=f"{number % shapes}", deadline_ns=10_000 * MS) for number in range(1500)]
     for number in range(shapes):
         for _ in range(WINDOW):
-            plan._curve.observe((f"{number}",), 1, 20_000 * MS)
-            plan._latency.observe((f"{number}",), 1, 20_000 * MS)
+            plan._times.occupied.observe((f"{number}",), 1, 20_000 * MS)
+            plan._times.compute.observe((f"{number}",), 1, 20_000 * MS)
     assert launch(plan, 1) is None
     assert set(plan.expire(MS)) == set(late)
     assert plan.is_idle
@@ -248,7 +232,7 @@ def test_what_is_not_sure_is_tried_when_nobody_else_wants_the_device():
 
 
 def test_nothing_is_given_up_before_there_are_measurements():
-    plan = measured(samples=SAMPLES_MIN - 1, sizes=(4,))
+    plan = measured(samples=SURE_SAMPLES - 1, sizes=(4,))
     requests = take(plan, 1, 1, 1)
     assert launch(plan).requests == tuple(requests)
 
@@ -265,7 +249,7 @@ def test_a_model_that_fails_to_say_what_it_runs_fails_its_batch():
         priorities=1,
         times_all=True,
     )
-    for _ in range(SAMPLES_MIN):
+    for _ in range(SURE_SAMPLES):
         submit(plan, 4)
         finish(plan, plan.next_batch(0), compute_ns=10 * MS)
     profiles.profile = RuntimeError("no")

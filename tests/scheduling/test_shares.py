@@ -2,6 +2,7 @@
 
 import pytest
 
+from asynctrt.scheduling.batch import Flight
 from asynctrt.scheduling.shares import SLACK_NS, DeviceShares
 from tests.scheduling.support import KEY, scheduler, submit
 
@@ -25,9 +26,9 @@ class Member:
         self.number += 1
         if usual_ms is not None:
             self.share._usual_ns[usual_ms] = usual_ms * MS
-        in_flight = self.share.in_flight + 1
-        self.share.launched(self.number, round(now_ms * MS), usual_ms, lanes=lanes, computing=in_flight)
-        return self.number
+        in_flight, flight = self.share.in_flight + 1, Flight(self.number)
+        self.share.launched(flight, round(now_ms * MS), usual_ms, lanes=lanes, computing=in_flight)
+        return flight
 
     def end(self, number, now_ms, took_ms):
         in_flight = self.share.in_flight - 1

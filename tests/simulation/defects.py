@@ -5,15 +5,13 @@ Each is one that a hasty change could make. A replacement takes the original as 
 
 from asynctrt.errors import QueueFullError
 from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.batch_times import BatchTimes, Times
+from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
-from asynctrt.scheduling.curve import ServiceCurve
-from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
-from asynctrt.scheduling.forecast import Forecast
+from asynctrt.scheduling.forecast import Forecast, Punctual
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.punctual import Punctual, Punctuality
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import NO_DEADLINE_NS, State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -182,7 +180,7 @@ def a_tombstone_is_launched(original, self, request):
 
 def batches_are_not_forgotten(original, self, batch, now_ns, *times, **more):
     original(self, batch, now_ns, *times, **more)
-    self._in_flight[batch.number] = batch
+    self._in_flight[batch.flight] = batch
 
 
 def failures_are_not_counted(original, self, batch, *, quarantine=False):
@@ -222,7 +220,7 @@ def rows_are_taken_before_the_model_is_asked(original, self, key, rows):
     return result if bucket.rows else None
 
 
-def padding_to_the_largest(original, self, shape, rows, latency):
+def padding_to_the_largest(original, self, shape, rows, compute):
     return max(self.captured.sizes, default=rows)
 
 
@@ -238,8 +236,8 @@ def slabs_in_parts(original, self, bucket, in_flight):
     return min(max(bucket.rows // 2, bucket.head().rows), bucket.rows_max)
 
 
-def ends_are_expected_late(original, self, batch, now_ns):
-    expected_ns = original(self, batch, now_ns)
+def ends_are_expected_late(original, self, batch, now_ns, put_ns=None):
+    expected_ns = original(self, batch, now_ns, put_ns)
     return None if expected_ns is None else 2 * expected_ns
 
 
@@ -247,7 +245,7 @@ def the_batch_says_another_number_of_rows(original, self, now_ns):
     decided = original(self, now_ns)
     if isinstance(decided, Batch) and len(decided.requests) > 1:
         changed = decided._replace(rows_run=decided.rows_run - 1)
-        self._in_flight[changed.number] = changed
+        self._in_flight[changed.flight] = changed
         return changed
     return decided
 
@@ -291,8 +289,8 @@ def the_first_arena_always(original, self, profile):
     return next(arena for arena, contexts in enumerate(self._free) if contexts)
 
 
-def the_end_is_always_known(original, self, batch, now_ns):
-    return 0
+def the_end_is_always_known(original, self, batch, now_ns, put_ns=None):
+    return original(self, batch, now_ns, put_ns) or 0
 
 
 def every_batch_is_timed(original, self, number, shape, rows):
@@ -334,12 +332,15 @@ def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, ov
     return 10 * original(self, bucket, now_ns, batches, over, **how)
 
 
-def one_sample_is_enough(original, self, shape, rows):
-    return self.expected_ns(shape, rows)
+def one_sample_is_enough(original, self, key, rows):
+    compute_ns = self.compute.typical(key.cost_key, rows)
+    return (
+        None if compute_ns is None else compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)
+    )
 
 
-def lateness_is_told_from_nothing(original, self, shape, rows):
-    return original(self, shape, rows) or 1_000_000
+def lateness_is_told_from_nothing(original, self, key, rows):
+    return original(self, key, rows) or 1_000_000
 
 
 def what_is_late_is_refused_for_ever(original, self, request, *more):
@@ -348,7 +349,7 @@ def what_is_late_is_refused_for_ever(original, self, request, *more):
 
 
 def the_idle_refuse_too(original, self, request, bucket, rows_before=0):
-    compute_ns = self._estimator.service_ns(bucket.key, request.rows)
+    compute_ns = self._times.service_ns(bucket.key, request.rows)
     if compute_ns is not None and compute_ns > request.deadline_ns - request.arrival_ns:
         self._refuse(request, bucket, 0, compute_ns, compute_ns)
     return original(self, request, bucket, rows_before)
@@ -394,7 +395,7 @@ def masked_ones_are_not_told_apart(original, self, request):
     return False
 
 
-def a_lane_is_never_left(original, self, batch, now_ns):
+def a_lane_is_never_left(original, self, batch):
     pass
 
 
@@ -406,7 +407,7 @@ def the_device_is_left_to_the_idle(original, self, share):
     return float(sum(other is not share for other in self.members))
 
 
-def batches_stay_in_flight(original, self, number, *, computing):
+def batches_stay_in_flight(original, self, flight, *, computing):
     self._shares.change(self, computing)
 
 
@@ -462,9 +463,9 @@ PLANTED = [
     (Shapes, "padded_rows", no_padding_at_all),
     (Shapes, "limit", one_limit_for_all_shapes),
     (Shapes, "profile", the_profile_of_fewer_rows),
-    (CompletionEstimator, "started", ends_are_expected_late),
-    (CompletionEstimator, "started", the_end_is_always_known),
-    (CompletionEstimator, "wants_times", every_batch_is_timed),
+    (Concurrency, "started", ends_are_expected_late),
+    (Concurrency, "started", the_end_is_always_known),
+    (BatchTimes, "wants_times", every_batch_is_timed),
     (ContextAllocator, "_with_profile", any_context_for_any_profile),
     (ContextAllocator, "_arena_for", the_first_arena_always),
     (Scheduler, "_mask", masked_ones_are_not_told_apart),
@@ -480,14 +481,14 @@ PLANTED = [
     (Forecast, "_refuse", what_is_late_is_refused_for_ever),
     (Forecast, "check", the_idle_refuse_too),
     (Forecast, "check", time_is_set_aside_twice),
-    (LatencyHistory, "sure_ns", one_sample_is_enough),
-    (LatencyHistory, "sure_ns", lateness_is_told_from_nothing),
-    (Punctuality, "begins_ns", the_wait_for_the_device_is_not_counted),
-    (Punctuality, "fit", whatever_is_queued_is_in_time),
-    (Punctuality, "_is_hopeless", everybody_is_given_up),
-    (ServiceCurve, "late_ns", batches_are_told_to_take_half_as_long),
+    (BatchTimes, "service_ns", one_sample_is_enough),
+    (BatchTimes, "service_ns", lateness_is_told_from_nothing),
+    (Forecast, "begins_ns", the_wait_for_the_device_is_not_counted),
+    (Forecast, "fit", whatever_is_queued_is_in_time),
+    (Forecast, "_is_hopeless", everybody_is_given_up),
+    (Times, "late", batches_are_told_to_take_half_as_long),
     (Scheduler, "_choose_in_time", who_is_given_up_is_not_told),
-    (Lanes, "landed", a_lane_is_never_left),
+    (Concurrency, "left", a_lane_is_never_left),
     (BatchKey, "cost_key", each_slab_is_learned_anew),
     (DeviceShares, "missing_ns", the_device_is_left_to_the_idle),
     (Share, "left", batches_stay_in_flight),

@@ -79,7 +79,8 @@ class VirtualDevice:
         groups: int = 1,
     ) -> None:
         self._timeline = timeline
-        self._latency = latency
+        self.latency = latency
+        """What batches cost."""
         self._random = rng
         self._groups, self._arenas = groups, arenas
         self._lanes = [_Lane(1) for _ in range(arenas * groups)] or [_Lane(latency.lanes)]
@@ -102,9 +103,7 @@ class VirtualDevice:
         :param slow: how many times longer it computes than usual.
         """
         batch = flight.batch
-        flight.copy_in_ns, compute_ns, flight.copy_out_ns = self._latency.cost(
-            batch.key.shape, batch.rows_run
-        )
+        flight.copy_in_ns, compute_ns, flight.copy_out_ns = self.latency.cost(batch.key.shape, batch.rows_run)
         if self._sigma:
             slow *= self._random.lognormvariate(self._mu, self._sigma)
         flight.compute_ns = compute_ns if slow == 1.0 else max(1, round(compute_ns * slow))
@@ -150,7 +149,7 @@ class VirtualDevice:
         now_ns = flight.started_ns = self._timeline.now_ns
         if flight.hangs:
             return  # And nothing else computes in its lane ever again.
-        if not self._latency.interference:
+        if not self.latency.interference:
             self._timeline.at(now_ns + flight.compute_ns, self._computed, flight)
             return
         self._advance()
@@ -169,7 +168,7 @@ class VirtualDevice:
 
     @property
     def _slowdown(self) -> float:
-        return 1 + self._latency.interference * (len(self._active) - 1)
+        return 1 + self.latency.interference * (len(self._active) - 1)
 
     def _await_next(self) -> None:
         self._version += 1

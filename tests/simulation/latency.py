@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from asynctrt.scheduling.concurrency import Lanes, choose_lanes
+
 
 class Cost(NamedTuple):
     """How long a batch takes, in ns."""
@@ -83,6 +85,14 @@ class LatencyModel:
     def cost(self, shape: object, rows: int) -> Cost:
         """Return the cost of a batch without jitter."""
         return self.shapes.get(str(shape), self.table).cost(rows) if self.shapes else self.table.cost(rows)
+
+    def lanes_that_pay(self, rows_max: int, lanes_max: int) -> Lanes:
+        """Return the lanes that an engine measures when it opens."""
+
+        def rate(rows: int, lanes: int) -> float:
+            return rows * lanes / (1 + self.interference * (lanes - 1)) / self.table.cost(rows).compute_ns
+
+        return choose_lanes(sorted({1, rows_max}), rate, rows_max, lanes_max)
 
 
 def linear(*batches: tuple[float, ...], **more: float) -> LatencyModel:

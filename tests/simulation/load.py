@@ -185,6 +185,7 @@ def _engine(
         concurrency=min(concurrency + lanes_max - 1, contexts),
         is_parallel=splits,
         is_pipelined=arenas > 0,
+        lanes=latency.lanes_that_pay(rows_max, lanes_max),
         lanes_max=lanes_max,
         answers_in_time=options.timeout_until == "answer",
     )

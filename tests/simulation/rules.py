@@ -30,8 +30,6 @@ ORDER_CHECKED_MAX: Final = 8
 """Requests of a bucket whose order is held; a scheduler need not look for gaps behind more of them."""
 DISPLACING_BUCKETS: Final = 8
 """Buckets up to which a less urgent request has to make room, whichever it is in."""
-ALONE_AT_FIRST: Final = 16
-"""Batches that may compute alone to show what they take; later no more than every second one."""
 TIMED_AT_FIRST: Final = 20
 """Batches of a size that may be timed for what that tells; later no more than every second one."""
 SHORT_NS: Final = 2_000_000
@@ -112,7 +110,6 @@ class Rules:
         self._longest_seen_ns = 0
         # When a request with a deadline was taken last, and the last batch that was aged.
         self._taken_ns = 0
-        self._launched_alone = 0
         self._aged_number = 0
         self.quarantined: set[int] = set()
         self._passed_over: Counter[BatchKey] = Counter()
@@ -220,9 +217,6 @@ class Rules:
 
     def _note_launch(self, batch: Batch) -> None:
         self.in_flight[batch.number] = batch
-        self._launched_alone += self._scheduler.wants_one_alone
-        most = ALONE_AT_FIRST + batch.number // 2
-        _hold(self._launched_alone <= most, "one batch after the other is to compute alone")
         self.reasons[batch.reason] += 1
         limits = self._limits
         if limits.keeps_promises and limits.policy.answers_in_time:
@@ -567,7 +561,7 @@ class Rules:
         self._asked_times[size] += batch.is_timed
         if limits.times_all:
             _hold(batch.is_timed, "a batch is not timed although all are")
-        elif limits.batch_ns < SHORT_NS and limits.policy.lanes_max == 1:
+        elif limits.batch_ns < SHORT_NS:
             most = TIMED_AT_FIRST + self._launched[size] // 2
             _hold(self._asked_times[size] <= most, "every batch is timed although most need not be")
 
@@ -621,14 +615,11 @@ class Rules:
         early = scheduler.early_key
         is_behind = early is not None and self._rows[early] < limits.rows_max(early)
         is_free = not self._some_full() or policy.answers_in_time or is_behind
-        _hold(is_free or scheduler.wants_one_alone, "a full batch waits although a context is free")
+        _hold(is_free, "a full batch waits although a context is free")
         if in_flight >= policy.concurrency:
             return
         if policy.is_pipelined:
-            if scheduler.wants_one_alone:
-                _hold(wakeup_ns is not None, "nobody watches a batch that is to compute alone")
-            else:
-                self._check_just_in_time(now_ns, wakeup_ns)
+            self._check_just_in_time(now_ns, wakeup_ns)
             return
         end_ns = oldest.arrival_ns + policy.delay_ns_max
         _hold(now_ns < end_ns, "work waits although the device has room and its delay is over")

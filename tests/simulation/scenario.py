@@ -133,6 +133,7 @@ class Scenario:
             captured=captured,
             is_alone=self.is_alone,
             is_pipelined=self.is_pipelined,
+            lanes=self.latency().lanes_that_pay(self.rows_max, lanes_max),
             lanes_max=lanes_max,
             answers_in_time=self.answers_in_time,
             patience_ns=self.patience_ns,

@@ -135,8 +135,7 @@ def test_batches_side_by_side_hinder_each_other():
     options, found = {**ONE, "contexts": 4, "arenas": 4, "max_queue_rows": 4}, []
     for share in (0.0, 0.5, 1.0):
         latency = linear((1, 1.0), interference=share)
-        found.append(at_intervals(8000, latency, options, warmup=1.0).throughput)
-    # It takes a while to find out that more lanes pay.
+        found.append(at_intervals(8000, latency, options).throughput)
     assert found == pytest.approx([4000, 4000 / 2.5, 1000], rel=0.03)
 
 

@@ -167,6 +167,7 @@ class World:
                 rows_max=ROWS_MAX,
                 concurrency=1 + lanes_max if is_pipelined else kind["width"],
                 is_pipelined=is_pipelined,
+                lanes=device.latency.lanes_that_pay(ROWS_MAX, lanes_max),
                 lanes_max=lanes_max,
             ),
             shapes=Shapes(rows_max=ROWS_MAX, profiles=None),

@@ -1,8 +1,9 @@
-"""What is learned of batches side by side, in virtual time, beside the best possible and each fixed number.
+"""Batches side by side, in virtual time: latency beside the best possible and each fixed number of lanes.
 
 The device computes up to eight batches at once, which hinder one another by a given part of their time.
 """
 
+import functools
 import heapq
 import random
 from collections import deque
@@ -10,8 +11,8 @@ from collections import deque
 import numpy as np
 import pytest
 
+from asynctrt.scheduling.concurrency import Lanes, choose_lanes
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -22,6 +23,9 @@ from tests.simulation.latency import CostTable, Entry, LatencyModel
 from tests.simulation.timeline import Timeline
 
 ROWS_MAX = 16
+SIZES = (1, 4, ROWS_MAX)
+NOISE = 0.02
+"""How much measurements of the same differ, as a part of them."""
 COPY_MS = 0.02
 SECONDS = 3.0
 BURST_NS = 200_000_000
@@ -143,12 +147,30 @@ class World:
     def batch_ms(self, rows):
         return self.base_ms + self.row_ms * rows
 
-    def run(self):
-        """Return what an engine does, and its scheduler."""
+    def lanes(self):
+        """Return the lanes that pay off, as an engine measures them when it opens."""
+        rng = random.Random(3)
+
+        def rate(rows, lanes):
+            at_once = min(lanes, self.room or lanes)
+            rate = rows * at_once / (1 + self.hinder * (at_once - 1)) / self.batch_ms(rows)
+            return rate * rng.lognormvariate(0, NOISE)
+
+        return choose_lanes(SIZES, functools.cache(rate), ROWS_MAX, self.contexts)
+
+    def run(self, lanes=None):
+        """Return what an engine does.
+
+        :param lanes: how many batches compute side by side, if that is not measured.
+        """
         entries = [Entry(rows, self.copy_ms, self.batch_ms(rows), self.copy_ms) for rows in (1, ROWS_MAX)]
         latency = LatencyModel(CostTable(entries), {}, self.contexts, self.hinder, 0.02)
         policy = Policy(
-            rows_max=ROWS_MAX, concurrency=1 + self.contexts, is_pipelined=True, lanes_max=self.contexts
+            rows_max=ROWS_MAX,
+            concurrency=1 + self.contexts,
+            is_pipelined=True,
+            lanes=lanes or self.lanes(),
+            lanes_max=self.contexts,
         )
         scheduler = Scheduler(
             policy=policy,
@@ -176,7 +198,7 @@ class World:
         while timeline.entries:
             timeline.run_until(timeline.entries[0][0] + 1_000_000)
         assert len(found.took_ns) == len(self.due_ns)
-        return found, scheduler
+        return found
 
     def best(self):
         """Return what as many lanes do that are never late and take whatever waits of the oldest's shape."""
@@ -202,11 +224,11 @@ class World:
 @pytest.mark.parametrize("load", [pytest.param(0.2, marks=pytest.mark.tier2), 0.5])
 @pytest.mark.parametrize("shapes", [1, pytest.param(2, marks=pytest.mark.tier2), 16])
 @pytest.mark.parametrize(("width", "contexts"), [(8, 8), (1, 4)], ids=["eight fit", "one fills it"])
-def test_latency_comes_near_the_best_that_is_possible(width, contexts, shapes, load):
+def test_latency_comes_near_the_best_that_is_possible_from_the_first_second_on(width, contexts, shapes, load):
     world = World(width, load=load, shapes=shapes, contexts=contexts, hinder=0.0 if width > 1 else 1.0)
-    found, scheduler = world.run()
-    assert max(scheduler.lanes_chosen().values(), default=1) == width
-    assert found.p99_ms() <= 1.2 * world.best().p99_ms()
+    found, best = world.run(), world.best()
+    assert found.p99_ms(0, 1 / 3) <= 1.15 * best.p99_ms(0, 1 / 3)
+    assert found.p99_ms() <= 1.15 * best.p99_ms()
 
 
 @pytest.mark.parametrize(
@@ -216,38 +238,29 @@ def test_latency_comes_near_the_best_that_is_possible(width, contexts, shapes, l
 def test_contexts_for_which_there_is_no_room_cost_little(width, contexts, shapes, load):
     """Batches that wait on the device for room might as well have grown."""
     world = World(width, load=load, shapes=shapes, contexts=contexts, room=width)
-    found, _ = world.run()
-    assert found.p99_ms() <= 1.25 * world.best().p99_ms()
+    assert world.run().p99_ms() <= 1.15 * world.best().p99_ms()
 
 
 @pytest.mark.parametrize("shapes", [1, 16])
-def test_ends_that_are_seen_late_do_not_hide_that_batches_fit(shapes):
+def test_ends_that_are_seen_late_do_no_lasting_harm(shapes):
     """Several at once, after memory for other shapes has held up all that concerns the device."""
     stalls_ms = [(since_ms, 20) for since_ms in range(30, 400, 60)]
     world = World(8, load=0.2, shapes=shapes, stalls_ms=stalls_ms)
-    found, scheduler = world.run()
-    assert max(scheduler.lanes_chosen().values(), default=1) == 8
-    assert found.p99_ms() <= 1.2 * world.best().p99_ms()
+    assert world.run().p99_ms() <= 1.15 * world.best().p99_ms()
 
 
-def test_rows_that_are_on_the_device_already_are_learned_from_as_well():
+def test_rows_that_are_on_the_device_already_are_launched_just_in_time_as_well():
     world = World(8, load=0.5, copy_ms=0.0)
-    found, scheduler = world.run()
-    assert max(scheduler.lanes_chosen().values(), default=1) == 8
-    assert found.p99_ms() <= 1.2 * world.best().p99_ms()
+    assert world.run().p99_ms() <= 1.15 * world.best().p99_ms()
 
 
 @pytest.mark.tier2
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 @pytest.mark.parametrize("hinder", [0.05, 0.1, 0.2, 0.3])
-def test_where_batches_hinder_one_another_no_fixed_number_is_much_better(monkeypatch, hinder, load):
+def test_where_batches_hinder_one_another_no_fixed_number_is_much_better(hinder, load):
     world = World(8, load=load, shapes=2, hinder=hinder)
-    learned_ms = world.run()[0].p99_ms()
-    fixed_ms = []
-    for lanes in (1, 2, 4, 8):
-        monkeypatch.setattr(Lanes, "allowed", lambda self, shape, rows, lanes=lanes: lanes)
-        fixed_ms.append(world.run()[0].p99_ms())
-    assert learned_ms <= 1.6 * min(fixed_ms)
+    fixed_ms = [world.run(Lanes.fixed(lanes, ROWS_MAX)).p99_ms() for lanes in (1, 2, 4, 8)]
+    assert world.run().p99_ms() <= 1.6 * min(fixed_ms)
 
 
 @pytest.mark.parametrize(
@@ -255,55 +268,42 @@ def test_where_batches_hinder_one_another_no_fixed_number_is_much_better(monkeyp
 )
 def test_contexts_that_the_device_has_no_use_for_cost_nothing(contexts):
     world = World(1, load=0.8, contexts=contexts, hinder=1.0)
-    assert world.run()[0].p99_ms() <= 1.25 * world.best().p99_ms()
+    assert world.run().p99_ms() <= 1.25 * world.best().p99_ms()
 
 
 @pytest.mark.parametrize("shapes", [1, pytest.param(2, marks=pytest.mark.tier2)])
-def test_an_engine_that_begins_under_load_is_not_long_in_finding_out_that_batches_fit(shapes):
-    """Until it has, it computes an eighth of what it could, and requests queue up."""
+def test_an_engine_that_begins_under_load_uses_all_of_the_device_at_once(shapes):
     world = World(8, load=0.8, shapes=shapes)
-    found, best = world.run()[0], world.best()
-    arrived_ns = np.array(found.arrived_ns)
-    late_ms = np.array(found.took_ns)[arrived_ns > 0.3e9] / 1e6
-    assert np.percentile(late_ms, 99) <= 1.5 * best.p99_ms()
+    assert world.run().p99_ms(0, 1 / 10) <= 1.15 * world.best().p99_ms(0, 1 / 10)
 
 
 @pytest.mark.parametrize(("width", "shapes"), [(8, 16), pytest.param(1, 1, marks=pytest.mark.tier2)])
-def test_first_launches_that_take_long_do_not_mislead(width, shapes):
+def test_first_launches_that_take_long_do_no_lasting_harm(width, shapes):
     world = World(width, load=0.8, shapes=shapes, hinder=0.0 if width > 1 else 1.0, cold=1.6)
-    found, scheduler = world.run()
-    assert max(scheduler.lanes_chosen().values(), default=1) == width
-    assert found.p99_ms() <= 3 * world.best().p99_ms()
+    assert world.run().p99_ms() <= 2 * world.best().p99_ms()
 
 
 TIER2_SEEDS = [pytest.param(seed, marks=pytest.mark.tier2) for seed in range(4, 12)]
 
 
 @pytest.mark.parametrize("seed", [1, *TIER2_SEEDS])
-def test_where_only_full_batches_came_first_it_is_learned_what_others_take(seed):
+def test_a_burst_before_a_low_load_does_no_lasting_harm(seed):
     """As where an engine is tried with many requests at once, and then few come."""
     world = World(8, load=0.2, contexts=12, room=8, burst=64, seed=seed)
-    found, best = world.run()[0], world.best()
-    assert found.p99_ms(1 / 6, 1 / 3) <= 3 * best.p99_ms(1 / 6, 1 / 3)
-    assert found.p99_ms() <= 1.25 * best.p99_ms()
+    found, best = world.run(), world.best()
+    assert found.p99_ms(1 / 6, 1 / 3) <= 1.15 * best.p99_ms(1 / 6, 1 / 3)
+    assert found.p99_ms() <= 1.15 * best.p99_ms()
 
 
 @pytest.mark.parametrize("seed", [3, *TIER2_SEEDS])
 @pytest.mark.parametrize("shapes", [1, pytest.param(16, marks=pytest.mark.tier2)])
 def test_a_load_that_rises_finds_lanes_for_the_larger_batches_that_come(shapes, seed):
-    """Of those nothing was learned before, and with too few lanes requests queue up."""
     world = World(8, load=0.2, rises_to=0.8, shapes=shapes, contexts=12, room=8, burst=64, seed=seed)
-    assert world.run()[0].p99_ms() <= 1.8 * world.best().p99_ms()
-
-
-@pytest.mark.parametrize("seed", [2, *TIER2_SEEDS])
-def test_that_first_batches_took_long_does_not_make_lanes_look_better(seed):
-    world = World(1, load=0.4, contexts=2, hinder=0.3, cold=1.8, seed=seed)
-    assert world.run()[1].lanes_chosen() == {}
+    assert world.run().p99_ms() <= 1.15 * world.best().p99_ms()
 
 
 @pytest.mark.parametrize("load", [0.8, 0.95])
 def test_with_many_shapes_no_batch_is_closed_before_the_device_wants_it(load):
     """Though of others there are full ones, which cannot grow."""
     world = World(1, load=load, shapes=16, contexts=4, hinder=1.0)
-    assert world.run()[0].p99_ms() <= 1.25 * world.best().p99_ms()
+    assert world.run().p99_ms() <= 1.25 * world.best().p99_ms()

@@ -18,7 +18,7 @@ import uvloop
 import asynctrt
 from asynctrt._util import clock
 from asynctrt.runtime.completion import Reaper
-from asynctrt.scheduling.estimates import LatencyHistory
+from asynctrt.scheduling.batch_times import Times
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import RawLoop
@@ -99,7 +99,7 @@ async def reaper_late(kernels, model, choose, waiting, seconds):
     """Measure the reaper alone: launch the chosen batch, and await its event."""
     loop = asyncio.get_running_loop()
     reaper = Reaper(loop, clock.now_ns, waiting=waiting)
-    latency = LatencyHistory()
+    latency = Times()
     samples = Samples(kernels, seconds)
     is_wanted = True
     found_ns = number = 0
@@ -116,7 +116,7 @@ async def reaper_late(kernels, model, choose, waiting, seconds):
             # As the engine does, which takes the times of a few batches only: they cost the GPU some.
             is_timed = number < WARM_UP or not number % TIMED_ONE_IN
             (batch.launch_timed if is_timed else batch.launch)()
-            expected_ns = latency.expected_ns((), batch.rows)
+            expected_ns = latency.typical((), batch.rows)
             reaper.watch(batch.end, partial(found, future), expected_ns=expected_ns)
             await future
             resumed_ns = clock.now_ns()

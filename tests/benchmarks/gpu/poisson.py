@@ -191,7 +191,7 @@ async def by_hand_under_load(by_hand, subject, rate, seconds, seed):
 
 
 async def engine_under_load(device, subject, contexts, rates, options, figures):
-    settings = {"contexts": contexts, "max_rows": SIZES[-1]}
+    settings = {"contexts": contexts, "max_rows": SIZES[-1], "batching": "on"}
     async with asynctrt.open(subject.model, device=device, **settings) as engine:
         await subject.check_all(engine)
         asynctrt.tune_process()

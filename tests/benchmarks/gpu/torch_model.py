@@ -43,7 +43,7 @@ class ResNet50(ModelBase):
         self.name = f"resnet50, {dtype} images"
         self.sizes = sizes
         # Not capturable: it is a graph already, and torch launches it.
-        self.capabilities = Capabilities(rows_max=sizes[-1])
+        self.capabilities = Capabilities(rows_max=sizes[-1], is_pure=True)
         self.inputs = (TensorSpec("image", np.dtype(dtype), IMAGE),)
         self.outputs = (TensorSpec("logits", np.dtype("float32"), (CLASSES,)),)
         self.device = torch.device("cuda", device.ordinal)
@@ -56,7 +56,7 @@ class ResNet50(ModelBase):
     def sized(self, sizes):
         """Return the same network, to be captured for other batch sizes."""
         model = copy(self)
-        model.sizes, model.capabilities = sizes, Capabilities(rows_max=sizes[-1])
+        model.sizes, model.capabilities = sizes, Capabilities(rows_max=sizes[-1], is_pure=True)
         return model
 
     def create_context(self, device):

@@ -1,0 +1,315 @@
+"""Measure, when an engine opens, how many batches the device computes side by side.
+
+Batches of zeros of a few sizes run alone and side by side, on the contexts that callers' batches will use.
+Only computing is measured: copies overlap with it anyway.
+"""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from math import ceil
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from asynctrt._util import clock
+from asynctrt._util.cancellation import current
+from asynctrt.devices.arenas import GrowingBuffer
+from asynctrt.devices.base import Buffer
+from asynctrt.errors import DeviceLostError, UsageError, describe
+from asynctrt.runtime.contexts import BatchEvents
+from asynctrt.runtime.inflight import InFlight
+from asynctrt.runtime.probe import Probe, Sample, Stage
+from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.concurrency import ONE_LANE, Lanes, Rate, choose_lanes
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.request import Request
+from asynctrt.tensors import Array, split_shared
+
+BUDGET_NS: Final = 400_000_000
+"""Measuring begins with the largest batches and ends after this time. Smaller ones that were not reached have
+as many lanes as the smallest that were."""
+
+RUN_NS: Final = 4_000_000
+"""How long a measurement takes at least, so that starting and noticing its end do not matter."""
+
+DEPTH: Final = 16
+"""How many batches a lane has enqueued at a time. The thread that enqueues them wakes up late, and if a lane
+ran out of short batches meanwhile, more lanes would seem to pay off."""
+
+REPEATS_MAX: Final = 64
+ROUNDS: Final = 3
+LONG_NS: Final = 30_000_000
+"""Each measurement is made this many times, and the best counts, as anything may disturb the others. A
+measurement that takes longer than ``LONG_NS`` is hardly disturbed, and made once."""
+
+WARM_NS: Final = 20_000_000
+"""How long the device is kept busy before the first measurement."""
+
+TIMEOUT_S: Final = 60.0
+"""How long a batch may take, in seconds."""
+
+SIZES_MAX: Final = 4
+"""How many sizes are measured at most."""
+
+USUAL: Final = 64
+"""The size of dimensions that vary, if the model takes it."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class Calibration(NamedTuple):
+    """How many batches compute side by side, and what shows it."""
+
+    lanes: Lanes = ONE_LANE
+    rates: tuple[Rate, ...] = ()
+    """What was measured; empty if nothing was."""
+    key: BatchKey = BatchKey()
+    """The key of the batches that were measured."""
+
+    @property
+    def compute_ns(self) -> dict[int, int]:
+        """How long batches take alone, by their rows."""
+        return {rate.rows: round(1e9 * rate.rows / rate.rows_per_s) for rate in self.rates if rate.lanes == 1}
+
+
+class _TooLateError(Exception):
+    """The time to measure is over."""
+
+
+def sizes_to_measure(rows_max: int) -> tuple[int, ...]:
+    """Return a few sizes from 1 to ``rows_max``, each about as many times as large as the one before."""
+    step = max(4.0, rows_max ** (1 / (SIZES_MAX - 1)))
+    sizes, size = {rows_max}, 1.0
+    while size < rows_max:
+        sizes.add(ceil(size))
+        size *= step
+    return tuple(sorted(sizes))
+
+
+def calibrate(stage: Stage, lanes_max: int) -> Calibration:
+    """Measure how many lanes pay off, up to ``lanes_max``. Blocks.
+
+    A model that is not known to be safe to try, or fails, has one lane.
+
+    :raises DeviceLostError: if the device is lost.
+    :raises UsageError: if the opening of the engine was cancelled.
+    """
+    its = stage.model.capabilities
+    if lanes_max < 2 or not (its.is_pure or its.is_capturable):
+        return Calibration()
+    bench = None
+    try:
+        bench = _Bench(stage, lanes_max)
+        found = bench.measure()
+    except (DeviceLostError, UsageError):
+        raise
+    except Exception as error:
+        logger.debug("%r: no batches were run side by side: %s", stage.model.name, describe(error))
+        return Calibration()
+    finally:
+        if bench is not None:
+            bench.close()
+    logger.debug("%r: %s", stage.model.name, found)
+    return found
+
+
+class _Bench:
+    """Runs batches of zeros side by side on the contexts of an engine that is not open yet."""
+
+    def __init__(self, stage: Stage, lanes_max: int) -> None:
+        self._stage, self._lanes_max = stage, lanes_max
+        self._ends_ns = clock.now_ns() + BUDGET_NS
+        self._cancellation = current()
+        self._threads = ThreadPoolExecutor(lanes_max, "asynctrt-calibrate")
+        # Contexts in other arenas than one another: batches in one arena never compute side by side.
+        self._contexts = stage.pool.contexts[:lanes_max]
+        self._scratch: list[Buffer | None] = [None] * lanes_max
+        # For each lane, batches to run in turn, and their events.
+        self._lanes: list[list[InFlight]] = []
+        self._events: list[list[BatchEvents]] = []
+        self._is_warm = False
+        arenas = stage.arenas
+        try:
+            if arenas is not None and arenas.by_shapes:
+                self._scratch = [GrowingBuffer(stage.device) for _ in self._contexts]
+            elif arenas is not None and arenas.is_shared:
+                nbytes = arenas.arenas[0].memory.nbytes
+                for index in range(len(self._contexts)):
+                    self._scratch[index] = stage.device.allocate(nbytes)
+            self._sample = self._find_sample()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the threads and free the memory."""
+        self._threads.shutdown()
+        for memory in self._scratch:
+            if memory is not None:
+                memory.close()
+
+    def measure(self) -> Calibration:
+        """Return the lanes that pay off."""
+        key, rates = self._key, []
+        shapes = self._stage.shapes
+        rows_max = shapes.limit(key.shape)
+        sizes = {shapes.padded_rows(key.shape, rows) for rows in sizes_to_measure(rows_max)}
+        captured = self._stage.pool.captured.sizes if key.shape == () else ()
+        if captured:
+            # Batches are padded to the next captured size, as far as is known yet.
+            sizes = {next((size for size in captured if size >= rows), rows) for rows in sizes}
+
+        @cache
+        def rate_of(rows: int, lanes: int) -> float | None:
+            try:
+                rate = self._rate(rows, lanes)
+            except _TooLateError:
+                return None
+            rates.append(Rate(rows, lanes, rate))
+            return rate
+
+        lanes = choose_lanes(sorted(sizes), rate_of, rows_max, self._lanes_max)
+        for context, scratch in zip(self._contexts, self._scratch, strict=True):
+            if context.arena is not None and scratch is None:
+                context.arena.last_use = None  # It is over.
+        if self._stage.pool.may_grow:
+            # To free them later, when larger shapes come, would wait for what runs on the device.
+            for context in self._contexts:
+                context.forget_slabs()
+        return Calibration(lanes, tuple(rates), key)
+
+    def _find_sample(self) -> Sample:
+        """Return sizes of dimensions that the model takes: neither the smallest nor the largest."""
+        probe = Probe(self._stage)
+        try:
+            samples = sorted(probe.samples(), key=_distance)
+            sample = next((one for one in samples if probe.runs(one, "z")), None)
+            if sample is None:
+                raise probe.failed[0][1] if probe.failed else ValueError("no made-up rows run")
+            self._key = probe.key(sample)
+        finally:
+            probe.close()
+        return sample
+
+    def _rate(self, rows: int, lanes: int) -> float:
+        """Return the rows that are computed in a second with some lanes.
+
+        :raises _TooLateError: if there is no time to find out.
+        """
+        self._make_lanes(rows, lanes)
+        if not self._is_warm and self._stage.device.gpu is not None:
+            self._warm_up()
+        once_ns = self._run(lanes, 1)
+        repeats = max(1, min(REPEATS_MAX, ceil(RUN_NS / max(once_ns, 1))))
+        rounds = ROUNDS if once_ns < LONG_NS else 1
+        best_ns = min([self._run(lanes, repeats) for _ in range(rounds)])
+        if repeats == 1:
+            best_ns = min(best_ns, once_ns)
+        return 1e9 * rows * lanes * repeats / best_ns
+
+    def _make_lanes(self, rows: int, lanes: int) -> None:
+        """Have batches of a size for each lane, to run in turn on a context that has run one before."""
+        if self._lanes and self._lanes[0][0].batch.rows_run != rows:
+            self._lanes = []
+        made = []
+        for number in range(len(self._lanes), lanes):
+            self._check_time()
+            made.append(self._make_flight(rows, number))
+        # The first batch of a size in a context may take far longer than others.
+        list(self._threads.map(self._enqueue, made))
+        for flight in made:
+            self._wait_for(flight)
+            flight.source.has_copies_in = flight.source.has_copies_out = False
+            if len(self._events) == len(self._lanes):
+                device = self._stage.device
+                self._events.append([BatchEvents(device, are_timed=False) for _ in range(DEPTH)])
+            self._lanes.append([])
+            for events in self._events[len(self._lanes) - 1]:
+                one = InFlight(flight.batch, flight.context, flight.source)
+                one.events, one.end = events, events.computed
+                self._lanes[-1].append(one)
+
+    def _make_flight(self, rows: int, number: int) -> InFlight:
+        key = self._key
+        batch = Batch(
+            number=0,
+            key=key,
+            requests=(Request(rows, key, 0, 0, payload=self._zeros(rows)),),
+            rows=rows,
+            rows_run=rows,
+            profile=self._stage.shapes.profile(key.shape, rows),
+            context=number,
+            arena=None,
+            is_timed=False,
+            reason=Reason.IDLE,
+            launched_ns=0,
+        )
+        source = self._stage.pool.source(batch)
+        source.stage()
+        return InFlight(batch, self._contexts[number], source)
+
+    def _warm_up(self) -> None:
+        """Keep the device busy for a while: an idle GPU runs at a lower clock."""
+        warm_ns = clock.now_ns() + WARM_NS
+        while clock.now_ns() < warm_ns:
+            self._run(1, 1)
+        self._is_warm = True
+
+    def _check_time(self) -> None:
+        if clock.now_ns() > self._ends_ns:
+            raise _TooLateError
+
+    def _zeros(self, rows: int) -> tuple[Array, ...]:
+        with_rows, _ = split_shared(self._stage.model.inputs)
+        return tuple(
+            np.zeros((rows, *dims), spec.dtype)
+            for spec in with_rows
+            if (dims := spec.resolve(self._sample.symbols)) is not None
+        )
+
+    def _run(self, lanes: int, repeats: int) -> int:
+        """Run batches in some lanes at once; return how long that took, in ns.
+
+        :raises _TooLateError: after the time to measure.
+        """
+        self._check_time()
+        used = self._lanes[:lanes]
+        start_ns = clock.now_ns()
+        if used[0][0].context.may_block(used[0][0].source):
+            # As in operation, each lane has a thread that enqueues.
+            list(self._threads.map(lambda lane: self._fill([lane], repeats), used))
+        else:
+            self._fill(used, repeats)
+        for flights in used:
+            for flight in flights[:repeats]:
+                self._wait_for(flight)
+        return clock.now_ns() - start_ns
+
+    def _fill(self, lanes: Sequence[list[InFlight]], repeats: int) -> None:
+        """Enqueue ``repeats`` batches in each lane, of which at most ``DEPTH`` are unfinished at any time."""
+        for number in range(repeats):
+            for flights in lanes:
+                flight = flights[number % DEPTH]
+                if number >= DEPTH:
+                    self._wait_for(flight)
+                self._enqueue(flight)
+
+    def _enqueue(self, flight: InFlight) -> None:
+        self._stage.device.activate()
+        flight.context.enqueue(flight.source, flight.events, scratch=self._scratch[flight.batch.context])
+
+    def _wait_for(self, flight: InFlight) -> None:
+        if self._cancellation.is_cancelled:
+            raise UsageError("batches of zeros are not run any more, since the opening was cancelled")
+        if not flight.end.synchronize(TIMEOUT_S):
+            raise DeviceLostError(f"a batch of zeros did not end within {TIMEOUT_S:g} s")
+        error = flight.take_error()
+        if error is not None:
+            raise error
+
+
+def _distance(sample: Sample) -> float:
+    """Return how far the sizes of dimensions are from usual ones."""
+    return max((abs(size - USUAL) for size in sample.symbols.values()), default=0)

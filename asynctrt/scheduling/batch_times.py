@@ -1,0 +1,305 @@
+"""How long batches take, by what they cost the same by and by their rows: the only model of time there is.
+
+Of each size the last few times are kept, and two values follow from them: ``typical``, a low quantile, for
+looking early whether something has ended, and ``late``, a high one, for promises. One slow batch moves
+neither. Sizes that were never seen lie on a straight line between those that were.
+"""
+
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Mapping
+from typing import Final
+
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.key import BatchKey
+
+WINDOW: Final = 16
+KEYS_MAX: Final = 256
+
+TYPICAL: Final = 0.25
+LATE: Final = 0.9
+LATE_STAGING: Final = 0.75
+"""The shares of the times that are shorter than ``typical`` and ``late``. Staging depends on the CPU, which
+delays some batches by far more than others, and being too early costs little."""
+
+SURE_SAMPLES: Final = 4
+"""Batches of a size from which on one that was slow does no harm."""
+
+FORGOTTEN_AFTER: Final = 128
+"""A size that was not seen in this many batches of its key is forgotten. Requests that a size would make late
+are refused, so no batch would ever show that its time has become wrong."""
+
+TIMED_EVERY: Final = 8
+"""One batch in this many is timed by the device, since timing costs the CPU and the GPU a few µs each."""
+
+TIMED_ALWAYS_NS: Final = 5_000_000
+"""Batches that compute for at least this long are all timed."""
+
+
+class _Window:
+    """The last few times of one size."""
+
+    __slots__ = ("_late", "_typical", "late_share", "recent", "seen_at")
+
+    def __init__(self, late_share: float) -> None:
+        self.recent: deque[int] = deque(maxlen=WINDOW)
+        self.late_share = late_share
+        self.seen_at = 0
+        """How many batches of its key had been seen when it was seen last."""
+        self._typical = self._late = -1
+
+    def append(self, took_ns: int) -> None:
+        self.recent.append(took_ns)
+        self._typical = self._late = -1
+
+    @property
+    def typical(self) -> int:
+        if self._typical < 0:
+            self._typical = sorted(self.recent)[int(len(self.recent) * TYPICAL)]
+        return self._typical
+
+    @property
+    def late(self) -> int:
+        if self._late < 0:
+            self._late = sorted(self.recent)[int(len(self.recent) * self.late_share)]
+        return self._late
+
+
+class _Sizes:
+    """The times of all sizes of one key."""
+
+    __slots__ = ("_late", "_points", "by_rows", "seen")
+
+    def __init__(self) -> None:
+        self.by_rows: dict[int, _Window] = {}
+        self.seen = 0
+        """How many batches were seen."""
+        self._points: list[tuple[int, int]] | None = None
+        self._late: dict[int, int | None] = {}
+
+    def observe(self, rows: int, took_ns: int, late_share: float) -> None:
+        window = self.by_rows.get(rows)
+        if window is None:
+            window = self.by_rows[rows] = _Window(late_share)
+        elif self.seen - window.seen_at > FORGOTTEN_AFTER:
+            window.recent.clear()
+        window.append(took_ns)
+        self.seen += 1
+        window.seen_at = self.seen
+        if self._points is not None:
+            self._points = None
+            self._late.clear()
+
+    def typical_between(self, rows: int, least: int) -> int | None:
+        """Return the typical time of a size of which fewer than ``least`` batches were seen."""
+        known = [size for size, window in self.by_rows.items() if len(window.recent) >= least]
+        below = max((size for size in known if size < rows), default=None)
+        if below is None:
+            return None
+        below_ns = self.by_rows[below].typical
+        above = min((size for size in known if size > rows), default=None)
+        if above is None:
+            return below_ns
+        return below_ns + (self.by_rows[above].typical - below_ns) * (rows - below) // (above - below)
+
+    def late(self, rows: int, least: int) -> int | None:
+        if rows in self._late:
+            return self._late[rows]
+        if self._points is None:
+            self._points = self._find_points(least)
+        self._late[rows] = late_ns = _between(self._points, rows)
+        return late_ns
+
+    def _find_points(self, least: int) -> list[tuple[int, int]]:
+        """Return the sizes with enough samples and their times, both rising.
+
+        If no size from one power of two to the next has enough samples, all of them together make a point.
+        """
+        found: dict[int, int] = {}
+        bits = set()
+        together: dict[int, list[int]] = {}
+        largest: dict[int, int] = {}
+        late_share = LATE
+        for rows, window in self.by_rows.items():
+            if self.seen - window.seen_at > FORGOTTEN_AFTER:
+                continue
+            late_share = window.late_share
+            if len(window.recent) >= least:
+                found[rows] = window.late
+                bits.add(rows.bit_length())
+            together.setdefault(rows.bit_length(), []).extend(window.recent)
+            # A time for all of these sizes must hold for the largest.
+            largest[rows.bit_length()] = max(largest.get(rows.bit_length(), 0), rows)
+        for size, times_ns in together.items():
+            if size not in bits and len(times_ns) >= least:
+                found[largest[size]] = sorted(times_ns)[int(len(times_ns) * late_share)]
+        points = []
+        most_ns = 0
+        for rows, took_ns in sorted(found.items()):
+            most_ns = max(most_ns, took_ns)
+            points.append((rows, most_ns))
+        return points
+
+
+class Times:
+    """The times of one part of what batches do, such as computing, in ns.
+
+    :param late_share: the share of them that are shorter than ``late``.
+    :param least: the batches of a size that are needed before ``late`` says anything.
+    """
+
+    __slots__ = ("_keys", "_late_share", "_least")
+
+    def __init__(self, *, late_share: float = LATE, least: int = SURE_SAMPLES) -> None:
+        self._late_share, self._least = late_share, least
+        self._keys: OrderedDict[Hashable, _Sizes] = OrderedDict()
+
+    def observe(self, key: Hashable, rows: int, took_ns: int) -> None:
+        """Remember how long a batch took. The least recently seen key makes room for a new one."""
+        sizes = self._keys.get(key)
+        if sizes is None:
+            sizes = self._keys[key] = _Sizes()
+            if len(self._keys) > KEYS_MAX:
+                self._keys.popitem(last=False)
+        if len(self._keys) > 1:
+            self._keys.move_to_end(key)
+        sizes.observe(rows, took_ns, self._late_share)
+
+    def forget(self, key: Hashable) -> None:
+        """Forget all batches of a key."""
+        self._keys.pop(key, None)
+
+    def typical(self, key: Hashable, rows: int, least: int = 1) -> int | None:
+        """Return how long such a batch typically takes, rather too short than too long; ``None`` before any
+        with at most as many rows was seen.
+
+        :param least: ignore sizes of which fewer batches were seen.
+        """
+        sizes = self._keys.get(key)
+        if sizes is None:
+            return None
+        window = sizes.by_rows.get(rows)
+        if window is not None and len(window.recent) >= least:
+            return window.typical
+        return sizes.typical_between(rows, least)
+
+    def late(self, key: Hashable, rows: int) -> int | None:
+        """Return what most such batches are done within; ``None`` until enough were seen.
+
+        More rows never take less. Below the smallest known size the time is that of the smallest, and above
+        the largest that of the largest.
+        """
+        sizes = self._keys.get(key)
+        return None if sizes is None else sizes.late(rows, self._least)
+
+    def has_seen(self, key: Hashable, rows: int) -> bool:
+        """Return whether a batch of exactly this size was seen."""
+        sizes = self._keys.get(key)
+        return sizes is not None and rows in sizes.by_rows
+
+    def is_sure(self, key: Hashable, rows: int) -> bool:
+        """Return whether enough batches of exactly this size were seen that one outlier does no harm."""
+        sizes = self._keys.get(key)
+        window = None if sizes is None else sizes.by_rows.get(rows)
+        return window is not None and len(window.recent) >= SURE_SAMPLES
+
+
+class BatchTimes:
+    """How long batches are staged, copied in, compute, and are copied out."""
+
+    def __init__(self) -> None:
+        self.compute = Times()
+        self.copy_in = Times()
+        self.copy_out = Times()
+        self.staging = Times(late_share=LATE_STAGING, least=1)
+        """From the launch until a batch is on its stream."""
+        self.gathering = Times(late_share=LATE_STAGING, least=1)
+        """Of it, until the first of it is put there: while the rest is, the device computes."""
+        self.occupied = Times()
+        """How long batches keep their place on the device: where they begin at once, also while they are
+        handed over and until their end is noticed. Only where something is promised by it."""
+
+    def wants_times(self, number: int, key: Hashable, rows: int) -> bool:
+        """Return whether the device is to time this batch: a new size, a long one, or a sample."""
+        if number % TIMED_EVERY == 0 or not self.compute.is_sure(key, rows):
+            return True
+        return (self.compute.typical(key, rows) or 0) >= TIMED_ALWAYS_NS
+
+    def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
+        """Note what batches computed before the first request came, by their rows, as sure."""
+        for rows, took_ns in compute_ns.items():
+            for _ in range(SURE_SAMPLES):
+                self.compute.observe(key.cost_key, rows, took_ns)
+
+    def forget(self, key: Hashable) -> None:
+        """Forget what batches of a key took, but for their copies: from now on they run in another way."""
+        for times in (self.compute, self.occupied, self.staging, self.gathering):
+            times.forget(key)
+
+    def observe_copies(self, batch: Batch, copy_in_ns: int, copy_out_ns: int) -> None:
+        """Remember the copy times that the device measured."""
+        self.copy_in.observe(batch.key.copy_key, batch.rows_run, copy_in_ns)
+        self.copy_out.observe(batch.key.copy_key, batch.rows_run, copy_out_ns)
+
+    def observe_start(self, batch: Batch, put_ns: int, now_ns: int) -> None:
+        """Remember when a batch was put on its stream: the first of it, and all of it."""
+        copies, rows = batch.key.copy_key, batch.rows_run
+        self.staging.observe(copies, rows, now_ns - batch.launched_ns)
+        self.gathering.observe(copies, rows, put_ns - batch.launched_ns)
+
+    def usual_ns(self, key: BatchKey, rows: int) -> tuple[int, int, int]:
+        """Return how long such a batch typically is copied in, computes and is copied out."""
+        compute_ns = self.compute.typical(key.cost_key, rows) or 0
+        return self.copy_in_ns(key, rows), compute_ns, self.copy_out_ns(key, rows)
+
+    def copy_in_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long the rows of a batch typically take to be copied in; 0 before any were."""
+        return self.copy_in.typical(key.copy_key, rows) or 0
+
+    def copy_out_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long the rows of a batch typically take to be copied out; 0 before any were."""
+        return self.copy_out.typical(key.copy_key, rows) or 0
+
+    def knows_copies(self, key: BatchKey, rows: int) -> bool:
+        """Return whether copies of such rows were measured."""
+        return self.copy_in.typical(key.copy_key, rows) is not None
+
+    def lead_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long it takes from the launch until a batch can compute: to be staged and copied in."""
+        return (self.staging.late(key.copy_key, rows) or 0) + self.copy_in_ns(key, rows)
+
+    def delay_ns(self, key: BatchKey, rows: int) -> int:
+        """Return what :meth:`lead_ns` does, for a device that computes while the rest is still enqueued."""
+        return (self.gathering.late(key.copy_key, rows) or 0) + self.copy_in_ns(key, rows)
+
+    def enqueue_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long it takes to put a gathered batch on the device; 0 before any was."""
+        staged_ns, gathered_ns = (
+            times.late(key.copy_key, rows) or 0 for times in (self.staging, self.gathering)
+        )
+        return max(staged_ns - gathered_ns, 0)
+
+    def sure_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long a batch computes at least; 0 until enough like it were seen."""
+        return self.compute.typical(key.cost_key, rows, SURE_SAMPLES) or 0
+
+    def service_ns(self, key: BatchKey, rows: int) -> int | None:
+        """Return how long a batch takes at least, with its copies; ``None`` until enough were seen."""
+        compute_ns = self.compute.typical(key.cost_key, rows, SURE_SAMPLES)
+        if compute_ns is None:
+            return None
+        return compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)
+
+
+def _between(points: list[tuple[int, int]], rows: int) -> int | None:
+    """Return the value for ``rows`` on the line through points with rising rows; flat beyond them."""
+    if not points:
+        return None
+    at = bisect_left(points, (rows, 0))
+    if at == len(points):
+        return points[-1][1]
+    above, above_ns = points[at]
+    if at == 0 or above == rows:
+        return above_ns
+    below, below_ns = points[at - 1]
+    return below_ns + (above_ns - below_ns) * (rows - below) // (above - below)
