@@ -1,18 +1,23 @@
 """Measure whether work is too short to be worth running in a thread."""
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Hashable
 from typing import Final
+
+GIL: Final[bool] = getattr(sys, "_is_gil_enabled", lambda: True)()
+"""Whether this Python runs one thread at a time."""
 
 HOLD_MIN: Final = 4
 HOLD_MAX: Final = 1024
 """The number of runs for which work stays in the thread: at first, and after many runs that held up the loop.
 """
 
-FORGIVEN_AFTER: Final = 1024
-"""The number of short runs in place after which earlier long runs are forgotten. The system delays any
-process now and then, whatever it runs."""
+FORGIVEN_AFTER: Final = 32
+"""The number of short runs in place after which earlier long runs are forgotten. On a machine that others use
+too, the system delays up to one run in a hundred, whatever it runs; work that is itself long in one run of
+twenty still stays in the thread."""
 
 
 class InlinePolicy:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asynctrt._util.pace import FORGIVEN_AFTER
+from asynctrt._util.pace import FORGIVEN_AFTER, InlinePolicy
 from asynctrt.devices.host import HostDevice, cores
 from asynctrt.devices.host.memory import HostBuffer
 from asynctrt.devices.host.streams import HostEvent, Unfinished
@@ -111,6 +112,16 @@ def test_work_that_was_short_for_long_is_not_punished_for_being_long_twice(bench
         assert bench.was_in_place(1000)
     assert bench.was_in_place(100 * HAND_OVER_NS)
     assert runs_in_the_thread(bench) < punished / 10
+
+
+@pytest.mark.parametrize(("long_every", "least", "most"), [(200, 0.95, 1), (100, 0.8, 1), (20, 0, 0.2)])
+def test_work_stays_in_place_unless_it_is_often_long(long_every, least, most):
+    pace, chance, in_place, runs = InlinePolicy(HAND_OVER_NS), random.Random(0), 0, 20_000
+    for _ in range(runs):
+        is_long, is_in_place = chance.random() < 1 / long_every, pace.is_short
+        in_place += is_in_place
+        pace.observe(100 * HAND_OVER_NS if is_long else 1000, in_place=is_in_place)
+    assert least <= in_place / runs <= most
 
 
 def test_labels_are_judged_apart(bench):

@@ -1,7 +1,6 @@
 """The threads of the host device, and the hand-over of the GIL from a busy event loop to them."""
 
 import atexit
-import sys
 import threading
 import weakref
 from collections import deque
@@ -11,7 +10,7 @@ from typing import Final, Protocol
 
 from asynctrt._util import clock
 from asynctrt._util.forks import Origin
-from asynctrt._util.pace import Paces
+from asynctrt._util.pace import GIL, Paces
 
 HAND_OVER_NS: Final = 50_000
 """The approximate cost of handing work to a thread and getting the result; shorter work runs in place."""
@@ -31,8 +30,6 @@ EXIT_LOOK_S: Final = 0.001
 """How long interpreter exit waits for threads that are running work, and how often it checks. If a thread
 returned to an interpreter that is gone, the system would end the thread inside the library that it ran, and
 C++ treats that as a fatal error (``std::terminate``)."""
-
-GIL: Final[bool] = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Served(Protocol):
