@@ -72,7 +72,7 @@ def run_here() -> NestedRun | None:
 
 def run_in(runs: Runs, function: Callable[[], T]) -> T:
     """Call a function as one of ``runs``, within the limits that hold here."""
-    run, around = runs.begin(), _LIMITS.get() or Limits()
+    run, around = NestedRun(runs), _LIMITS.get() or Limits()
     token = _LIMITS.set(Limits(around.deadline_ns, around.priority, run))
     try:
         return function()

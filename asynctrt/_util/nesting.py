@@ -17,33 +17,25 @@ class Runs:
     :param name: the name of the engine or pipeline, for messages.
     """
 
-    __slots__ = ("_active", "name")
+    __slots__ = ("active", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # In the order of their start. Threads and event loops add and remove runs.
-        self._active: dict[NestedRun, None] = {}
+        self.active: dict[NestedRun, None] = {}
+        """In the order of their start. Threads and event loops add and remove runs."""
 
     def __repr__(self) -> str:
-        return f"<Runs of {self.name!r} active={len(self._active)}>"
-
-    def begin(self) -> "NestedRun":
-        """Start and return a run."""
-        run = NestedRun(self)
-        self._active[run] = None
-        return run
-
-    def end(self, run: "NestedRun") -> None:
-        """Remove a run that is over."""
-        self._active.pop(run, None)
+        return f"<Runs of {self.name!r} active={len(self.active)}>"
 
     def awaited(self) -> "list[Runs]":
         """Return the engines and pipelines that the active runs wait for."""
-        return [runs for run in self._active.copy() for runs in run.awaited()]
+        return [runs for run in self.active.copy() for runs in run.awaited()]
 
 
 class NestedRun:
-    """One run of a function. Its context holds the run, so tasks and threads that it starts belong to it too.
+    """One run of a function, active until :meth:`end`.
+
+    Its context holds the run, so tasks and threads that it starts belong to it too.
 
     Whether the run waits for a task that it started, as with ``asyncio.gather``, cannot be detected. So such
     a task counts as part of the run until the run is over, and is independent from then on.
@@ -55,6 +47,7 @@ class NestedRun:
         self._runs = runs
         self._calls: dict[asyncio.Future[Any], Runs] = {}
         self.is_over = False
+        runs.active[self] = None
 
     def __repr__(self) -> str:
         return f"<Run of {self._runs.name!r} {'over' if self.is_over else 'under way'}>"
@@ -62,7 +55,7 @@ class NestedRun:
     def end(self) -> None:
         """Mark the run as over. Idempotent."""
         self.is_over = True
-        self._runs.end(self)
+        self._runs.active.pop(self, None)
 
     def check(self, asked: Runs) -> None:
         """Check that the engine or pipeline to call does not wait for this run.

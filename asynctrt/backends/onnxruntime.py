@@ -191,6 +191,7 @@ class OnnxBinding:
         self._outputs = outputs
         self._output_names = [output.name for output in session.get_outputs()]
         self._bound_outputs = [(index, memory) for index, memory in enumerate(outputs) if memory is not None]
+        self._has_unbound = len(self._bound_outputs) < len(outputs)
         self._kind = kind, tuple(memory.dims for memory in inputs)
         self._binding = session.io_binding()
         self._bound_rows = 0
@@ -199,12 +200,12 @@ class OnnxBinding:
         assert isinstance(stream, HostStream)
         # Rebind outputs without memory of ours for each batch. Otherwise ONNX Runtime would write the next
         # batch into the results of the previous one.
-        if rows != self._bound_rows or None in self._outputs:
+        if rows != self._bound_rows or self._has_unbound:
             self._bind(rows)
         stream.launch(self._run, label=(self._kind, rows), run_on="auto")
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
-        if None not in self._outputs:
+        if not self._has_unbound:
             return {}
         values = self._binding.get_outputs()
         return {
@@ -236,7 +237,7 @@ class OnnxBinding:
         :raises ExecutionError: if the shape of an output differs from the bound shape.
         """
         self._session.run_with_iobinding(self._binding)
-        values = self._binding.get_outputs()
+        values = self._binding.get_outputs_as_ortvaluevector()
         for index, memory in self._bound_outputs:
             value = values[index]
             if value.data_ptr() != memory.address:

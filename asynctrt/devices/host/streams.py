@@ -316,10 +316,11 @@ class HostStream:
             in_place = self._in_place == "auto" and running is not None
             if self._is_served or not in_place:
                 work = partial(OnLoop, work, loop, self._name)
+        may_wait = run_on != "auto"
         if not self._is_served and (in_place or (is_measured and self.threads.paces.is_short(label))):
-            self._run(work, label, in_place=True)
+            self._run(work, label, in_place=True, may_wait=may_wait)
         else:
-            self._put(Launched(self._run, work, label, in_place=False))
+            self._put(Launched(self._run, work, label, in_place=False, may_wait=may_wait))
 
     def record(self, event: Event) -> None:
         if not isinstance(event, HostEvent):
@@ -472,13 +473,15 @@ class HostStream:
                 return
             raise
 
-    def _run(self, work: Work, label: Hashable, *, in_place: bool) -> bool:
+    def _run(self, work: Work, label: Hashable, *, in_place: bool, may_wait: bool) -> bool:
         start_ns = self._now_ns()
         left: object = None
         if not in_place:
             self.threads.hand_back()
-        run = self._runs.begin()
-        token = hold_from_here(Limits(run=run))
+        run = token = None
+        if may_wait:  # For an engine, perhaps this one.
+            run = NestedRun(self._runs)
+            token = hold_from_here(Limits(run=run))
         self.is_computing = True
         try:
             left = work()
@@ -488,16 +491,18 @@ class HostStream:
                 raise_on_loop(error)
         finally:
             self.is_computing = False
-            hold_no_longer(token)
+            if token is not None:
+                hold_no_longer(token)
         took_ns = self._now_ns() - start_ns
         self.ran_ns += took_ns
-        if in_place:
+        if took_ns > HELD_NS and in_place:
             warn_if_held(self._name, took_ns)
         if label is not None:
             self.threads.paces.observe(label, took_ns, in_place=in_place)
-        if isinstance(left, Unfinished):
-            return self._suspend(left, run, in_place=in_place)
-        run.end()
+        if left is not None and isinstance(left, Unfinished):
+            return self._suspend(left, run or NestedRun(self._runs), in_place=in_place)
+        if run is not None:
+            run.end()
         return True
 
     def _suspend(self, unfinished: Unfinished, run: NestedRun, *, in_place: bool) -> bool:
