@@ -10,7 +10,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from asynctrt._util.nesting import NestedRun, Runs
 from asynctrt._util.validation import output_names, priority_of, timeout_ns_of
@@ -23,6 +23,9 @@ from asynctrt.options import Options
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import InferResult
+
+NO_PRIORITY: Final = 0
+"""The default, compared by identity: a 0 of another type or object takes the longer way."""
 
 
 class RequestDriver(Protocol):
@@ -94,27 +97,19 @@ class DrivenEngine(Engine):
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
-        names = None
-        if outputs is not HOST:
-            key, names = self._wanted(outputs, arrays, rows, key)
-        if timeout is None and type(priority) is int and not priority and limits_here() is None:
-            timeout_ns, run = self._timeout_ns, None
+        queued: Request | SplitCall
+        has_defaults = timeout is None and priority is NO_PRIORITY and outputs is HOST
+        if has_defaults and rows <= self._rows_unsplit and limits_here() is None:
+            queued = self._driver.submit(arrays, rows, key, 0, self._timeout_ns)
         else:
-            timeout_ns, priority, run = self._checked(timeout, priority)
-        if rows > self._rows_unsplit and rows > self._limit(key):
-            split = self._split(arrays, rows, key, priority, timeout_ns, names)
-            if run is not None:
-                self._wait_in(run, split.requests)
-            return await split.joined()
-        request = self._driver.submit(arrays, rows, key, priority, timeout_ns, None, names)
-        if run is not None:
-            self._wait_in(run, [request])
+            queued = self._queue(arrays, rows, key, timeout, priority, outputs)
+            if isinstance(queued, SplitCall):
+                return await queued.joined()
         try:
-            result: InferResult = await request.future
+            return await queued.future  # type: ignore[no-any-return]
         except (asyncio.CancelledError, GeneratorExit):
-            self._driver.cancel(request)
+            self._driver.cancel(queued)
             raise
-        return result
 
     def submit(
         self,
@@ -128,24 +123,16 @@ class DrivenEngine(Engine):
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
-        names = None
-        if outputs is not HOST:
-            key, names = self._wanted(outputs, arrays, rows, key)
-        if timeout is None and type(priority) is int and not priority and limits_here() is None:
-            timeout_ns, run = self._timeout_ns, None
-        else:
-            timeout_ns, priority, run = self._checked(timeout, priority)
-        if rows > self._rows_unsplit and rows > self._limit(key):
-            # Queue here, not in the task: an accepted call is answered even if the engine drains right away.
-            split = self._split(arrays, rows, key, priority, timeout_ns, names)
-            if run is not None:
-                self._wait_in(run, split.requests)
-            return split.begin(self._loop)
         future = _Answer(loop=self._loop)
-        future.driver = self._driver
-        future.request = self._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
-        if run is not None:
-            self._wait_in(run, [future.request])
+        queued: Request | SplitCall
+        has_defaults = timeout is None and priority is NO_PRIORITY and outputs is HOST
+        if has_defaults and rows <= self._rows_unsplit and limits_here() is None:
+            queued = self._driver.submit(arrays, rows, key, 0, self._timeout_ns, future)
+        else:
+            queued = self._queue(arrays, rows, key, timeout, priority, outputs, future)
+            if isinstance(queued, SplitCall):
+                return queued.begin(self._loop)
+        future.driver, future.request = self._driver, queued
         return future
 
     async def drain(self) -> None:
@@ -176,6 +163,36 @@ class DrivenEngine(Engine):
 
         :raises InputError: if they cannot.
         """
+
+    def _queue(
+        self,
+        arrays: tuple[Any, ...],
+        rows: int,
+        key: BatchKey,
+        timeout: float | None,
+        priority: int,
+        outputs: Outputs,
+        future: "asyncio.Future[InferResult] | None" = None,
+    ) -> Request | SplitCall:
+        """Queue a call that has limits, or asks for certain outputs, or may have to be split.
+
+        A split call is queued here, not in its task: an accepted call is answered even if the engine drains
+        right away.
+
+        :raises InputError: for an invalid timeout, priority or choice of outputs.
+        """
+        names = None
+        if outputs is not HOST:
+            key, names = self._wanted(outputs, arrays, rows, key)
+        timeout_ns, priority, run = self._checked(timeout, priority)
+        queued: Request | SplitCall
+        if rows > self._rows_unsplit and rows > self._limit(key):
+            queued = self._split(arrays, rows, key, priority, timeout_ns, names)
+        else:
+            queued = self._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
+        if run is not None:
+            self._wait_in(run, [queued] if isinstance(queued, Request) else queued.requests)
+        return queued
 
     def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int, NestedRun | None]:
         """Return a call's timeout in ns and its priority, limited by :func:`asynctrt.within`.

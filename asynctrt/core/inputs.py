@@ -84,6 +84,9 @@ class InputCheck:
         self._import_array = import_array
         self._names = tuple(spec.name for spec in self.specs)
         self._dtypes = tuple(spec.dtype for spec in self.specs)
+        # Of the only input, which has a quicker check; the name is None if there are several.
+        self._only = self._names[0] if len(self._names) == 1 else None
+        self._dtype = self._dtypes[0]
         # The rows and key of shapes that passed before: most calls have a known shape.
         self._known: dict[tuple[Any, ...], tuple[int, BatchKey]] = {}
 
@@ -97,15 +100,13 @@ class InputCheck:
 
         :raises InputError: naming the tensor, what is expected and what was given.
         """
-        if len(self._names) == 1:
-            named = type(inputs) is dict and len(inputs) == 1
-            array = inputs.get(self._names[0]) if named else inputs  # type: ignore[union-attr]
-            if type(array) is ndarray and array.dtype is self._dtypes[0]:
+        if (name := self._only) is not None:
+            array = inputs.get(name) if type(inputs) is dict and len(inputs) == 1 else inputs
+            if type(array) is ndarray and array.dtype is self._dtype:
                 known = self._known.get(array.shape)
                 if known is not None:
-                    if self._is_plain:
-                        return (array,), known[0], known[1]
-                    return self._as_rows((array,), known[0], known[1])
+                    rows, key = known
+                    return ((array,), rows, key) if self._is_plain else self._as_rows((array,), rows, key)
         elif type(inputs) is dict and len(inputs) == len(self._names):
             arrays: tuple[Any, ...] = tuple([inputs.get(name) for name in self._names])
             for array, dtype in zip(arrays, self._dtypes):  # noqa: B905  (equal by construction)
