@@ -193,15 +193,11 @@ class Timing:
 class BatchRecord:
     """The size and times of one batch, which its requests share."""
 
-    __slots__ = ("arena_wait_ns", "compute_ns", "copy_in_ns", "copy_out_ns", "launched_ns", "rows")
+    arena_wait_ns = copy_in_ns = compute_ns = copy_out_ns = 0
 
     def __init__(self, rows: int, launched_ns: int) -> None:
         self.rows = rows
         self.launched_ns = launched_ns
-        self.arena_wait_ns = 0
-        self.copy_in_ns = 0
-        self.compute_ns = 0
-        self.copy_out_ns = 0
 
 
 class InferResult(Mapping[str, Array]):

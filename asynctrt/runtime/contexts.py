@@ -256,14 +256,16 @@ class PooledContext:
                 stream.record(events.copied_in)
         if arena is not None or lane is not None:
             self._wait_for_turn(lane)
-        if (arena is not None or lane is not None) and events.started is not None:
-            stream.record(events.started)
+            if events.started is not None:
+                stream.record(events.started)
         memory = scratch if arena is None else arena.memory
-        captured = None if scratch is not None else self._captured_of(source)
+        is_captured = scratch is None and (self._captured or self._told)
+        captured = self._captured_of(source) if is_captured else None
         if captured is not None:
             captured.graph.launch(stream=stream)
         else:
-            self.binding(source).enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
+            binding = source.inputs.binding or self.binding(source)
+            binding.enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
         stream.record(events.computed)
         if source.has_copies_out:
             source.put_out(stream)

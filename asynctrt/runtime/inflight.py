@@ -16,18 +16,12 @@ class InFlight:
     :param source: where its rows come from.
     """
 
-    __slots__ = (
-        "batch",
-        "context",
-        "end",
-        "error",
-        "events",
-        "job",
-        "put_ns",
-        "ran_before_ns",
-        "record",
-        "source",
-    )
+    error: BaseException | None = None
+    """What went wrong while the batch was put on its stream."""
+    job: Job | None = None
+    """What a thread does for it, or did last."""
+    put_ns: int | None = None
+    """When the first of it was put on its stream, which may take long: the device computes meanwhile."""
 
     def __init__(self, batch: Batch, context: PooledContext, source: RowSource) -> None:
         self.batch = batch
@@ -37,13 +31,7 @@ class InFlight:
         self.events: BatchEvents = context.timed if batch.is_timed else context.untimed
         self.end: Event = self.events.copied_out if source.has_copies_out else self.events.computed
         """Done when the batch is: what the reaper waits for."""
-        self.error: BaseException | None = None
-        """What went wrong while the batch was put on its stream."""
-        self.job: Job | None = None
-        """What a thread does for it, or did last."""
         self.ran_before_ns = context.stream.ran_ns
-        self.put_ns: int | None = None
-        """When the first of it was put on its stream, which may take long: the device computes meanwhile."""
         if source.owner is not None:
             source.owner.launched()
 

@@ -17,8 +17,6 @@ class PaddedSource(RowSource):
     :param padding: the values to pad them with.
     """
 
-    __slots__ = ("_padding", "fits")
-
     def __init__(self, batch: Batch, slab: Slab, padding: Padding) -> None:
         super().__init__(batch, slab)
         self._padding = padding

@@ -153,8 +153,6 @@ class SharedSource(RowSource):
     :param is_captured: whether a graph of the batch is replayed, which reads the context's slab.
     """
 
-    __slots__ = ("_addresses", "_rows", "owner")
-
     def __init__(self, batch: Batch, slab: Slab, *, is_captured: bool) -> None:
         super().__init__(batch, slab)
         self._rows: list[SharedRows] = [request.payload for request in batch.requests]

@@ -368,26 +368,21 @@ class RowSource:
     :param slab: the slab of the context, which the batch is computed in.
     """
 
-    __slots__ = (
-        "_pins",
-        "ahead_requests",
-        "ahead_rows",
-        "batch",
-        "has_copies_in",
-        "has_copies_out",
-        "inputs",
-        "is_cut",
-        "refused",
-        "slab",
-        "spans",
-        "views",
-        "wanted",
-    )
-
+    # Defaults of the class, so that a batch stores only what differs.
     owner: Owner | None = None
     """The owner of the rows' memory, for slots and rows of another process."""
     device_outputs: list[dict[str, DeviceArray]] | None = None
     """The outputs of each request, if they stay on the device."""
+    spans: list[slice] | None = None
+    """The rows of each request in the slab; ``None`` if each has one row and they are in order."""
+    wanted: frozenset[str] | None = None
+    """The names of the outputs to copy from the device and out of the slab; ``None`` for all."""
+    is_cut = False
+    """Whether to copy each request out separately: rows are padded, or callers want different outputs."""
+    refused: tuple[tuple[Request, InputError], ...] = ()
+    """Requests whose rows could not be staged. The other requests continue."""
+    ahead_requests = ahead_rows = 0
+    """How many requests, from the first on, have their rows in the slab already, and how many rows."""
 
     def __init__(self, batch: Batch, slab: Slab) -> None:
         self.batch = batch
@@ -396,19 +391,9 @@ class RowSource:
         """The slab that the model reads."""
         self.views = slab.inputs if slab.layout.has_rows_first else slab.input_views(batch.rows_run)
         """The inputs of the batch in the slab, with rows first."""
-        self.spans: list[slice] | None = None
-        """The rows of each request in the slab; ``None`` if each has one row and they are in order."""
         if batch.rows != len(batch.requests):
             self.spans = spans_of(batch.requests)
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
-        self.wanted: frozenset[str] | None = None
-        """The names of the outputs to copy from the device and out of the slab; ``None`` for all."""
-        self.is_cut = False
-        """Whether to copy each request out separately: rows are padded, or callers want different outputs."""
-        self.refused: tuple[tuple[Request, InputError], ...] = ()
-        """Requests whose rows could not be staged. The other requests continue."""
-        self.ahead_requests = self.ahead_rows = 0
-        """How many requests, from the first on, have their rows in the slab already, and how many rows."""
 
     def leave_out(self, rows: AheadRows) -> None:
         """Skip staging the rows that were copied ahead into the slab, if the batch begins with them."""
@@ -531,7 +516,6 @@ class SlotSource(RowSource):
     :param is_captured: whether a graph of the batch is replayed, which reads the context's slab.
     """
 
-    __slots__ = ("_owner", "owner")
     _owner: FilledSlab
 
     def __init__(self, batch: Batch, slab: Slab, *, is_captured: bool) -> None:
@@ -607,8 +591,6 @@ class DeviceSource(RowSource):
     from the memory on the device, never through the host.
     """
 
-    __slots__ = ("_after", "_copies_in", "_copies_out", "_device", "_stream", "device_outputs")
-
     def __init__(self, batch: Batch, slab: Slab, *, device: Device, stream: Stream) -> None:
         super().__init__(batch, slab)
         self._device = device
@@ -617,7 +599,6 @@ class DeviceSource(RowSource):
         self._copies_in: list[tuple[int, int, int]] = []
         self._copies_out: list[tuple[int, int, int]] = []
         self._after: list[Any] = []
-        self.device_outputs = None
         self.has_copies_in = True
         self.has_copies_out = self.has_copies_out or batch.key.outputs_on_device
 
@@ -737,11 +718,10 @@ def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], reco
     """Answer every caller that still waits, and drop what their requests hold."""
     batches = (record,)
     try:
-        # Cheaper than a strict zip, and still raises if an output is missing.
-        for number, request in enumerate(requests):
+        for request, own in zip(requests, outputs, strict=True):
             future = request.future
             if future is not None and not future.done():
-                future.set_result(InferResult(outputs[number], batches, request.arrival_ns))
+                future.set_result(InferResult(own, batches, request.arrival_ns))
             request.future = request.payload = None
     except Exception:
         raise

@@ -51,36 +51,26 @@ class Flight:
     :param number: the batch's.
     """
 
-    __slots__ = (
-        "charge",
-        "ends_ns",
-        "is_in_line",
-        "is_staged",
-        "number",
-        "ready_ns",
-        "stuck_ns",
-        "takes_ns",
-        "was_due",
-    )
+    # Defaults of the class, so that a batch stores only what differs.
+    is_in_line = False
+    """Whether it is in a line of batches that compute one after the other, and has not ended."""
+    is_staged = False
+    """Whether it is on its stream."""
+    ready_ns = 0
+    """When it can compute at the earliest, once that is known."""
+    takes_ns: int | None = None
+    """How long it then computes, typically; ``None`` if that is not known, 0 once it has computed."""
+    ends_ns: int | None = None
+    """When it is expected to be done."""
+    stuck_ns = 0
+    """When it counts as stuck."""
+    was_due = False
+    """Whether it was launched just in time, and is timed: its wait says how well that was foretold."""
+    charge = NO_CHARGE
+    """What it costs its engine's share of the device."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.is_in_line = False
-        """Whether it is in a line of batches that compute one after the other, and has not ended."""
-        self.is_staged = False
-        """Whether it is on its stream."""
-        self.ready_ns = 0
-        """When it can compute at the earliest, once that is known."""
-        self.takes_ns: int | None = None
-        """How long it then computes, typically; ``None`` if that is not known, 0 once it has computed."""
-        self.ends_ns: int | None = None
-        """When it is expected to be done."""
-        self.stuck_ns = 0
-        """When it counts as stuck."""
-        self.was_due = False
-        """Whether it was launched just in time, and is timed: its wait says how well that was foretold."""
-        self.charge = NO_CHARGE
-        """What it costs its engine's share of the device."""
 
 
 NO_FLIGHT: Final = Flight(0)

@@ -71,6 +71,7 @@ class BucketQueue:
     __slots__ = (
         "_by_priority",
         "_calls",
+        "_first",
         "_patience_ns",
         "_tombstones",
         "_urgent_rows",
@@ -78,9 +79,9 @@ class BucketQueue:
         "is_full",
         "is_ready",
         "key",
+        "plain",
         "priority",
         "ready_ns",
-        "requests",
         "rows",
         "rows_max",
         "turn",
@@ -92,7 +93,6 @@ class BucketQueue:
         self.rows_max = rows_max
         """Rows that one batch of this bucket holds."""
         self.rows = 0
-        self.requests = 0
         self.deadline_ns = NO_DEADLINE_NS
         """No queued request of a filling bucket has an earlier deadline."""
         # What follows belongs to Buckets: where the bucket is placed there.
@@ -103,7 +103,10 @@ class BucketQueue:
         self.turn = -NO_DEADLINE_NS
         self.turns_kept = 0
         self._by_priority: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
+        self.plain = self._by_priority[-1]
+        """The requests of priority 0."""
         self._tombstones = 0
+        self._first: tuple[Request, ...] | None = None  # What was chosen last, if it stands in front.
         self._patience_ns = patience_ns
         # Rows by priority; those of priority 0 are not counted, as they go behind all others.
         self._urgent_rows: dict[int, int] = {}
@@ -112,6 +115,12 @@ class BucketQueue:
 
     def __repr__(self) -> str:
         return f"<BucketQueue {self.key!r} requests={self.requests} rows={self.rows}>"
+
+    @property
+    def requests(self) -> int:
+        """Return how many requests are queued. Other threads may ask, and miss what is changed meanwhile."""
+        parts = sum(len(call.parts) for call in tuple(self._calls.values()))
+        return max(sum(map(len, self._by_priority)) + parts - self._tombstones, 0)
 
     def push(self, request: Request) -> bool:
         """Append a queued request; a larger priority is more urgent.
@@ -125,7 +134,6 @@ class BucketQueue:
             queue.append(request)
         if request.priority:
             self._urgent_rows[request.priority] = self._urgent_rows.get(request.priority, 0) + request.rows
-        self.requests += 1
         self.rows = rows = self.rows + request.rows
         return (
             request.priority > self.priority
@@ -138,7 +146,6 @@ class BucketQueue:
         first, *others = parts
         self._calls[first] = call = SplitCall(others, self._due_ns(first))
         self.rows += call.rows
-        self.requests += len(others)
         if first.priority:
             self._urgent_rows[first.priority] = self._urgent_rows.get(first.priority, 0) + call.rows
         return self.push(first)
@@ -146,7 +153,6 @@ class BucketQueue:
     def discard(self, request: Request) -> None:
         """Forget a request whose state has just left QUEUED. Its place becomes a tombstone."""
         self.rows -= request.rows
-        self.requests -= 1
         self._tombstones += 1
         if request.priority:
             self._urgent_rows[request.priority] -= request.rows
@@ -229,8 +235,12 @@ class BucketQueue:
 
         :param by_age: begin with the priority whose first request is due first.
         """
-        if not self._tombstones and self.rows <= rows_max and not self._calls:
-            return tuple(chain.from_iterable(self._by_priority)), self.rows
+        if not self._tombstones and not self._calls:
+            if self.rows <= rows_max:
+                return tuple(chain.from_iterable(self._by_priority)), self.rows
+            if self.rows == len(self.plain) and not self._urgent_rows:  # Each has one row, so the first fit.
+                self._first = first = tuple(islice(self.plain, rows_max))
+                return first, rows_max
         chosen: list[Request] = []
         room = rows_max
         for queue in self._heads() if by_age else self._by_priority:
@@ -253,15 +263,22 @@ class BucketQueue:
         self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT
     ) -> None:
         """Let what :meth:`choose` returned leave the queue, for the state ``after``."""
+        is_first = chosen is self._first and not self._tombstones
+        self._first = None
         for request in chosen:
             request.state = after
-        taken = len(chosen)
-        if taken == self.requests:
-            for queue in self._by_priority:
-                queue.clear()
-            self.rows = self.requests = self._tombstones = 0
+            if is_first:
+                self.plain.popleft()
+        if is_first:
+            self.rows -= rows
+            return
+        if rows == self.rows:
+            self.plain.clear()
+            self.rows = self._tombstones = 0
             self.deadline_ns = NO_DEADLINE_NS
             if self._urgent_rows:
+                for queue in self._by_priority:
+                    queue.clear()
                 self._urgent_rows.clear()
             if self._calls:
                 self._calls.clear()
@@ -271,8 +288,7 @@ class BucketQueue:
                 if request.priority:
                     self._urgent_rows[request.priority] -= request.rows
         self.rows -= rows
-        self.requests -= taken
-        self._tombstones += taken
+        self._tombstones += len(chosen)
         if self._calls:
             for part in [request for request in chosen if request in self._calls]:
                 self._let_next_in(part)
@@ -332,7 +348,7 @@ class BucketQueue:
 
     def _bury(self) -> None:
         """Rebuild the queues if tombstones outnumber the living."""
-        if self._tombstones > self.requests + TOMBSTONES_MIN:
+        if self._tombstones > TOMBSTONES_MIN and self._tombstones > self.requests + TOMBSTONES_MIN:
             for queue in self._by_priority:
                 alive = [request for request in queue if request.state is QUEUED]
                 queue.clear()
@@ -384,12 +400,12 @@ class Buckets:
 
     def __iter__(self) -> Iterator[BucketQueue]:
         """Yield the buckets with work. Other threads may ask: what they go through is a copy."""
-        return (bucket for bucket in tuple(self.by_key.values()) if bucket.requests)
+        return (bucket for bucket in tuple(self.by_key.values()) if bucket.rows)
 
     def add(self, bucket: BucketQueue) -> None:
         """Keep a new bucket. Those that are empty make room when there are many."""
         if len(self.by_key) - self.waiting >= EMPTY_MAX:
-            self.by_key = {key: kept for key, kept in self.by_key.items() if kept.requests}
+            self.by_key = {key: kept for key, kept in self.by_key.items() if kept.rows}
         self.by_key[bucket.key] = bucket
 
     def pushed(self, bucket: BucketQueue, request: Request) -> None:
@@ -427,7 +443,7 @@ class Buckets:
         """Note that a batch has left a bucket, so that it is the turn of others."""
         # What `_remove` does, without the call: this is done for every batch.
         level = self._levels[bucket.priority]
-        had_turn = bucket.requests and bucket.is_full and next(iter(level.ready)) is bucket
+        had_turn = bucket.rows and bucket.is_full and next(iter(level.ready)) is bucket
         del (level.ready if bucket.is_ready else level.filling)[bucket]
         self.waiting -= 1
         if self.waiting:
@@ -437,7 +453,7 @@ class Buckets:
         if bucket.is_full:
             self.full -= 1
             bucket.is_full = False
-        if bucket.requests and (head := bucket.head()) is not None:
+        if bucket.rows and (head := bucket.head()) is not None:
             self._place(bucket, head.priority)
             if had_turn and self._keeps_turn(bucket):
                 bucket.turns_kept += 1

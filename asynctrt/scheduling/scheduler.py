@@ -121,7 +121,10 @@ class Scheduler:
         self._closed: AsynctrtError | None = None
         self._is_over = False
         self._number = 0
-        self._queued_rows = 0
+        self.queued_rows = 0
+        """Rows that wait, over all buckets."""
+        self.has_to_expire = False
+        """Whether a deadline has to be watched, or callers have to be notified that they left the queue."""
         self._in_flight: dict[Flight, Batch] = {}
         self._forecast = Forecast(
             policy, self._times, self._concurrency, self._in_flight, in_flight_max, self._expected_rows
@@ -135,8 +138,8 @@ class Scheduler:
         # The last batch that started with what was most overdue, and whether the last one went out of turn.
         self._aged_number = 0
         self._is_out_of_turn = False
-        # Parts of batches that failed, each to be launched as a batch of its own, the largest first.
-        self._again: list[tuple[BatchKey, tuple[Request, ...]]] = []
+        self.again: list[tuple[BatchKey, tuple[Request, ...]]] = []
+        """Parts of batches that failed, each to be launched as a batch of its own, the largest first."""
         self.taken: Sequence[Request] = ()
         """Those that were taken out of the queue last, to be launched."""
         self.displaced: list[Request] = []
@@ -150,7 +153,7 @@ class Scheduler:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return (
-            f"<Scheduler {state} queued={self.queued_requests} rows={self._queued_rows} "
+            f"<Scheduler {state} queued={self.queued_requests} rows={self.queued_rows} "
             f"in_flight={len(self._in_flight)} {self._contexts!r}>"
         )
 
@@ -168,17 +171,12 @@ class Scheduler:
     @property
     def has_to_launch(self) -> bool:
         """Return whether anything waits to be launched, for the first time or again."""
-        return self._queued_rows > 0 or bool(self._again)
+        return self.queued_rows > 0 or bool(self.again)
 
     @property
     def is_idle(self) -> bool:
         """Return whether nothing is queued and nothing is in flight."""
         return not self.has_to_launch and not self._in_flight
-
-    @property
-    def has_to_expire(self) -> bool:
-        """Return whether a deadline is to be watched, or callers are to be told that they left the queue."""
-        return bool(self._deadlines.line or self._late or self.displaced)
 
     @property
     def is_stuck(self) -> bool:
@@ -195,11 +193,6 @@ class Scheduler:
         """Return how many requests wait, over all buckets."""
         return sum(bucket.requests for bucket in self._buckets)
 
-    @property
-    def queued_rows(self) -> int:
-        """Return how many rows wait, over all buckets."""
-        return self._queued_rows
-
     def snapshot(self) -> Snapshot:
         """Return what has been done and is being done, as numbers that are the caller's own.
 
@@ -215,14 +208,14 @@ class Scheduler:
         values["launched"] = dict(counters.launched)
         queued = self.queued_requests
         # Whoever is masked has been counted.
-        again = [requests for _, requests in self._again]
+        again = [requests for _, requests in self.again]
         under_way = [*again, *(batch.requests for batch in tuple(self._in_flight.values()))]
         waiting = sum(request.state is IN_FLIGHT for requests in under_way for request in requests)
         return Snapshot(
             Counters(**values),
             submitted=counters.ended + queued + waiting,
             queued_requests=queued,
-            queued_rows=self._queued_rows,
+            queued_rows=self.queued_rows,
             in_flight_batches=len(self._in_flight),
             contexts_quarantined=len(self._contexts.quarantined),
         )
@@ -249,29 +242,38 @@ class Scheduler:
         :raises QueueFullError: when the queue has no room for its rows.
         :raises InputError, ExecutionError: as :meth:`limit`.
         """
-        rows = request.rows
-        if request.deadline_ns != NO_DEADLINE_NS and not self._closed:
-            bucket = self._bucket
-            # Most are launched at once, which the forecast would say after two calls.
-            if (
+        rows, has_deadline = request.rows, request.deadline_ns != NO_DEADLINE_NS
+        bucket = self._bucket
+        # Most are launched at once, which the forecast would say after two calls.
+        if (
+            has_deadline
+            and not self._closed
+            and (
                 self._policy.answers_in_time
                 or bucket is None
                 or bucket.key is not request.key
                 or len(self._in_flight) + bucket.rows // bucket.rows_max >= self._in_flight_max
                 or request.deadline_ns < request.arrival_ns
-            ):
-                self._foresee(request, 1)
-        if self._queued_rows + rows > self._queue_rows_max:
+            )
+        ):
+            self._foresee(request, 1)
+        if self.queued_rows + rows > self._queue_rows_max:
             self._make_room((request,), rows)
-        bucket = self._bucket
         if bucket is None or bucket.key is not request.key:
             bucket = self._bucket = self._bucket_of(request.key)
-        if bucket.push(request):
+        self.queued_rows += rows
+        if has_deadline or request.priority:
+            needs_place = bucket.push(request)
+        else:  # What `push` does, without the call.
+            bucket.plain.append(request)
+            bucket.rows = rows = bucket.rows + rows
+            needs_place = bucket.priority < 0 or (rows >= bucket.rows_max and not bucket.is_full)
+        if needs_place:
             self._buckets.pushed(bucket, request)
-        self._queued_rows += rows
-        if request.deadline_ns != NO_DEADLINE_NS:
+        if has_deadline:
             # Each request has a row at least.
-            self._deadlines.push(request, queued_max=self._queued_rows)
+            self._deadlines.push(request, queued_max=self.queued_rows)
+            self.has_to_expire = True
 
     def submit_all(self, requests: Sequence[Request]) -> None:
         """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""
@@ -281,7 +283,7 @@ class Scheduler:
             self._foresee(requests[-1], len(requests), rows - requests[-1].rows)
             if requests[-1] in self._forecast.trial:
                 self._forecast.trial = tuple(requests)  # If one part is late, all of them are given up.
-        if self._queued_rows + rows > self._queue_rows_max:
+        if self.queued_rows + rows > self._queue_rows_max:
             self._make_room(requests, rows)
         for request in requests:
             request.deadline_ns = min(request.deadline_ns, requests[-1].deadline_ns)
@@ -289,10 +291,11 @@ class Scheduler:
         bucket = self._bucket = self._bucket_of(requests[0].key)
         if bucket.push_parts(requests):
             self._buckets.pushed(bucket, requests[0])
-        self._queued_rows += rows
+        self.queued_rows += rows
         if requests[0].deadline_ns != NO_DEADLINE_NS:
+            self.has_to_expire = True
             for request in requests:
-                self._deadlines.push(request, queued_max=self._queued_rows)
+                self._deadlines.push(request, queued_max=self.queued_rows)
 
     def cancel(self, request: Request) -> bool:
         """Note that the caller has gone away. True: the request was queued and has left the queue.
@@ -317,8 +320,6 @@ class Scheduler:
 
         :param arrived_by_ns: spare those that arrived later: they had no chance to be launched yet.
         """
-        if not self._deadlines.line and not self._late:
-            return []
         due = self._deadlines.pop_due(now_ns, arrived_by_ns)
         for request in due:
             self._leave(request, Change.EXPIRE)
@@ -326,6 +327,7 @@ class Scheduler:
         if self._late:
             due += self._late
             self._late = []
+        self.has_to_expire = bool(self._deadlines.line)
         return due
 
     def next_batch(self, now_ns: int) -> Batch | RejectedBatch | None:  # noqa: C901  (a call a batch less)
@@ -340,12 +342,12 @@ class Scheduler:
             return None
         if self.share is not None and self._is_left_to_others(self.share, now_ns):
             return None
-        if self._again and not (self._was_part and len(self._again) <= self._parts_max):
+        if self.again and not (self._was_part and len(self.again) <= self._parts_max):
             decided = self._next_again(now_ns)
             if decided is not None:
                 return decided
         while True:
-            if not self._queued_rows:
+            if not self.queued_rows:
                 return self._next_again(now_ns)
             picked = self._buckets.pick(now_ns, in_flight)
             if picked is None:
@@ -388,7 +390,7 @@ class Scheduler:
         else:
             bucket.take(chosen, rows)
             self._buckets.launched(bucket)
-        self._queued_rows -= rows
+        self.queued_rows -= rows
         if by_age:
             self._aged_number = self._number + 1
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
@@ -406,7 +408,7 @@ class Scheduler:
         """Return the requests that this batch would have now, and the context that it would be launched on;
         ``None`` if there is no telling."""
         bucket = self._early
-        if bucket is None:
+        if bucket is None or not bucket.rows:
             return None
         chosen, rows = self._choose(bucket, len(self._in_flight), by_age=False)
         profile = None
@@ -444,6 +446,7 @@ class Scheduler:
             self._leave(request, Change.EXPIRE)
         self._counters.expired += len(found.late)
         self._late += found.late
+        self.has_to_expire = True
         return found.requests, found.rows
 
     def _join(self, bucket: BucketQueue, rows: int, in_flight: int) -> tuple[BatchKey, tuple[Part, ...]]:
@@ -498,7 +501,7 @@ class Scheduler:
     ) -> RejectedBatch:
         """Take requests out of their queue that the model cannot be asked about."""
         self._take_all(bucket, chosen, rows, joined, State.FAILED)
-        self._queued_rows -= rows
+        self.queued_rows -= rows
         self._counters.failed += len(chosen)
         return RejectedBatch(chosen, error)
 
@@ -596,8 +599,8 @@ class Scheduler:
     def _next_again(self, now_ns: int) -> Batch | RejectedBatch | None:
         """Return the next part of a batch that failed, without those whose callers have gone away since;
         ``None`` if there is none."""
-        while self._again:
-            key, requests = self._again.pop(0)
+        while self.again:
+            key, requests = self.again.pop(0)
             chosen = awaited(requests)
             if not chosen:
                 continue
@@ -753,7 +756,7 @@ class Scheduler:
         for part in (left[:half], left[half:]):
             if part:
                 # What fails most likely waits behind what most are waiting for.
-                insort(self._again, (batch.key, part), key=_smallness)
+                insort(self.again, (batch.key, part), key=_smallness)
         return True
 
     def quarantine_arena(self, arena: int) -> None:
@@ -770,11 +773,11 @@ class Scheduler:
         those that left the queue as too late and were not told yet."""
         self.refuse(why)
         self._is_over = True
-        again = [request for _, part in self._again for request in awaited(part)]
-        self._again.clear()
+        again = [request for _, part in self.again for request in awaited(part)]
+        self.again.clear()
         queued = [*again, *self._buckets.clear()]
         change_all(queued, Change.FAIL)
-        self._queued_rows = 0
+        self.queued_rows = 0
         self._counters.failed += len(queued)
         late, self._late = self._late, []
         return [*queued, *late]
@@ -801,7 +804,7 @@ class Scheduler:
         """Take less urgent requests out of a full queue, or raise and change nothing."""
         displaced = []
         if not self._closed and rows <= self._queue_rows_max:
-            over = self._queued_rows + rows - self._queue_rows_max
+            over = self.queued_rows + rows - self._queue_rows_max
             displaced = self._buckets.least_urgent(requests[0].priority, over)
         if not displaced:
             self._refuse(rows, len(requests))
@@ -810,6 +813,7 @@ class Scheduler:
             self._leave(request, Change.FAIL)
         self._counters.failed += len(displaced)
         self.displaced += displaced
+        self.has_to_expire = True
 
     def _bucket_of(self, key: BatchKey) -> BucketQueue:
         bucket = self._buckets.by_key.get(key)
@@ -874,7 +878,7 @@ class Scheduler:
         bucket = self._buckets.by_key.get(request.key)
         assert bucket is not None
         bucket.discard(request)
-        self._queued_rows -= request.rows
+        self.queued_rows -= request.rows
         self._buckets.left(bucket)
 
     def _mask(self, request: Request) -> bool:
@@ -890,7 +894,7 @@ class Scheduler:
             # A fresh instance: one that many callers raise would collect all their tracebacks.
             raise copy_for(self._closed)
         raise QueueFullError(
-            f"the queue holds {self._queued_rows} of at most {self._queue_rows_max} rows and has no "
+            f"the queue holds {self.queued_rows} of at most {self._queue_rows_max} rows and has no "
             f"room for {rows} more. Retry later, send less, or open the engine with a larger "
             "max_queue_rows"
         )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt._util import clock
 from asynctrt.backends.base import Capabilities
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
@@ -24,6 +25,17 @@ from tests.models import double, double_model, rows
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
+
+
+async def test_requests_of_a_tick_arrived_together_but_a_timeout_counts_from_its_call():
+    async with asynctrt.open(double_model(), device="host", max_rows=4) as engine:
+        first = engine.submit(rows(1))
+        began_ns = clock.now_ns()
+        while clock.now_ns() - began_ns < 1_000_000:
+            pass
+        others = [engine.submit(rows(2)), engine.submit(rows(3), timeout=WAIT_S)]
+        queued = [(await future).timing.queue_ns for future in (first, *others)]
+    assert queued[0] == queued[1] >= queued[2] + 1_000_000
 
 
 class Profiled(FunctionModel):

@@ -39,9 +39,8 @@ def one_row_too_many(original, self, rows_max, *more):
 
 
 def rows_counted_twice(original, self, request):
-    needs_place = original(self, request)
-    self.rows += request.rows
-    return needs_place
+    original(self, request)
+    self._bucket.rows += request.rows
 
 
 def a_request_in_two_batches(original, self, chosen, rows, after=State.IN_FLIGHT):
@@ -194,7 +193,7 @@ def a_queue_without_a_bound(original, self, rows, requests):
 
 
 def a_queue_with_a_row_less(original, self, request):
-    if self._queued_rows + request.rows == self._queue_rows_max:
+    if self.queued_rows + request.rows == self._queue_rows_max:
         raise QueueFullError("one row too soon")
     original(self, request)
 
@@ -214,9 +213,9 @@ def too_much_in_flight(original, self, now_ns):
 
 def rows_are_taken_before_the_model_is_asked(original, self, key, rows):
     bucket = self._buckets.by_key[key]
-    self._queued_rows -= rows
+    self.queued_rows -= rows
     result = original(self, key, rows)
-    self._queued_rows += rows
+    self.queued_rows += rows
     return result if bucket.rows else None
 
 
@@ -262,14 +261,14 @@ def masked_ones_fail_with_their_batch(original, self, batch, *, quarantine=False
 
 def halves_are_forgotten(original, self, batch):
     is_done = original(self, batch)
-    self._again.clear()
+    self.again.clear()
     return is_done
 
 
 def halves_overlap(original, self, batch):
     is_done = original(self, batch)
-    if is_done and self._again:
-        self._again.append(self._again[-1])
+    if is_done and self.again:
+        self.again.append(self.again[-1])
     return is_done
 
 
@@ -419,7 +418,7 @@ PLANTED = [
     (BucketQueue, "choose", last_come_first_served),
     (BucketQueue, "choose", leave_the_head_behind),
     (BucketQueue, "choose", one_row_too_many),
-    (BucketQueue, "push", rows_counted_twice),
+    (Scheduler, "submit", rows_counted_twice),
     (BucketQueue, "take", a_request_in_two_batches),
     (BucketQueue, "discard", a_tombstone_is_launched),
     (BucketQueue, "oldest_arrival_ns", the_delay_begins_anew_with_each),

@@ -6,7 +6,7 @@ from asynctrt.errors import DeadlineUnreachableError, InternalError, QueueFullEr
 from asynctrt.scheduling.batch import Reason, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import BucketQueue, Buckets
+from asynctrt.scheduling.queues import Buckets
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -375,13 +375,12 @@ def test_a_next_batch_that_comes_late_is_found(monkeypatch, late_ns, broken):
 def test_rows_of_a_bucket_that_are_miscounted_are_found(monkeypatch):
     """Those of all buckets together are right."""
 
-    def pushed(self, request):
-        needs_place = push(self, request)
-        self.rows += (request.key.shape == "more") - (request.key.shape == "fewer")
-        return needs_place
+    def submitted(self, request):
+        submit_one(self, request)
+        self._bucket.rows += (request.key.shape == "more") - (request.key.shape == "fewer")
 
-    push = BucketQueue.push
-    monkeypatch.setattr(BucketQueue, "push", pushed)
+    submit_one = Scheduler.submit
+    monkeypatch.setattr(Scheduler, "submit", submitted)
     scheduler, rules = made()
     for name in ("more", "fewer"):
         submit(scheduler, rules, key=BatchKey(name))
