@@ -28,12 +28,13 @@ from asynctrt.errors import (
     copy_for,
     describe,
 )
-from asynctrt.runtime import padding, staging
+from asynctrt.runtime import staging
 from asynctrt.runtime.answers import answer_error, deadline_error, displaced_error, typed_errors
 from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ComputeOrder, ContextPool
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
+from asynctrt.runtime.results import ResultMemory, fill
 from asynctrt.runtime.spans import copy_out, outputs_of
 from asynctrt.runtime.staging import AheadRows, FilledSlab, Slab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
@@ -108,6 +109,7 @@ class Driver:
         self._given_up: set[InFlight] = set()
         # What was copied for the next batch, which may still grow.
         self._ahead: AheadRows | None = None
+        self._results = ResultMemory()
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.observe: Callable[[Batch, BatchRecord, int], None] | None = None
@@ -667,19 +669,10 @@ class Driver:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return
             outputs, nbytes = flight.outputs()
-            if source.is_cut:
+            if source.is_cut or nbytes > COPY_ON_LOOP_NBYTES_MAX:
                 self._cut_out(flight, landed_ns, source.cut(outputs), nbytes)
                 return
-            if nbytes > COPY_ON_LOOP_NBYTES_MAX:
-                reserved = staging.reserve(outputs, source.spans, batch.rows)
-                self._copiers.copy(
-                    partial(staging.fill, reserved, outputs, source.spans),
-                    nbytes,
-                    partial(self._copied_out, flight, landed_ns, reserved),
-                    flight.hold,
-                )
-                return
-            values = copy_out(outputs, source.spans, batch.rows)
+            values = copy_out(outputs, source.spans, batch.rows, self._results)
         except Exception as raised:
             self._fail(batch, raised, flight)
             return
@@ -688,11 +681,11 @@ class Driver:
     def _cut_out(self, flight: InFlight, landed_ns: int, views: list[dict[str, Array]], nbytes: int) -> None:
         """Copy the outputs of each request of a batch out, off the loop if they are large."""
         if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
-            self._answer(flight, landed_ns, padding.copied(views))
+            self._answer(flight, landed_ns, self._results.copied(views))
             return
-        reserved = padding.reserved(views)
+        reserved = self._results.reserved(views)
         self._copiers.copy(
-            partial(padding.fill, reserved, views),
+            partial(fill, reserved, views),
             nbytes,
             partial(self._copied_out, flight, landed_ns, reserved),
             flight.hold,

@@ -1,8 +1,6 @@
 """Rows of different lengths: padded when written into a slab, with their outputs cut back."""
 
-from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Callable, Mapping
 
 from asynctrt.runtime.pad_sizes import Fit, Padding
 from asynctrt.runtime.spans import spans_of
@@ -67,23 +65,6 @@ class PaddedSource(RowSource):
             if fit is not None:  # If None, it was refused and gets no answer.
                 own.update({name: own[name][cut] for name, cut in fit.cuts.items() if name in own})
         return views
-
-
-def copied(views: Sequence[dict[str, Array]]) -> list[dict[str, Array]]:
-    """Return copies of the outputs of each request."""
-    return [{name: view.copy() for name, view in own.items()} for own in views]
-
-
-def reserved(views: Sequence[dict[str, Array]]) -> list[dict[str, Array]]:
-    """Return arrays for the outputs of each request. The loop's thread makes them, another fills them."""
-    return [{name: np.empty(view.shape, view.dtype) for name, view in own.items()} for own in views]
-
-
-def fill(targets: Sequence[dict[str, Array]], views: Sequence[dict[str, Array]]) -> None:
-    """Copy the outputs of each request into its reserved arrays."""
-    for target, own in zip(targets, views, strict=True):
-        for name, array in target.items():
-            np.copyto(array, own[name])
 
 
 def _copy_into(view: Array, index: int, array: Array, fit: Fit | None) -> None:

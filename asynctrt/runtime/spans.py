@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
+from asynctrt.runtime.results import ResultMemory
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import SHARED_NBYTES_MAX, Array
 
@@ -72,7 +73,7 @@ def views_of(
 
 
 def copy_out(
-    outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int
+    outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int, memory: ResultMemory
 ) -> list[dict[str, Array]]:
     """Copy the outputs of each request out of ``outputs``.
 
@@ -80,11 +81,12 @@ def copy_out(
 
     :param spans: the rows of each request; ``None`` if every request has one row and they are in order.
     :param rows: the rows of the batch, from the first on.
+    :param memory: memory for large outputs.
     """
     if rows == 1:
         own = {}
         for name, array in outputs.items():  # A comprehension costs as much as one more copy.
-            own[name] = array[:1].copy()
+            own[name] = memory.copy(array[:1])
         return [own]
     if spans is None and len(outputs) == 1:
         # Iterating over a block is the cheapest way to get its rows.
@@ -92,16 +94,16 @@ def copy_out(
             block = array[:rows, None]
             if block.nbytes <= SHARED_NBYTES_MAX:
                 return [{name: row} for row in block.copy()]
-            return [{name: row.copy()} for row in block]
+            return [{name: memory.copy(row)} for row in block]
     spans = spans or [slice(row, row + 1) for row in range(rows)]
     if len(spans) == 1:
-        return [{name: array[spans[0]].copy() for name, array in outputs.items()}]
+        return [{name: memory.copy(array[spans[0]]) for name, array in outputs.items()}]
     sources = []
     for name, array in outputs.items():
         block = array[:rows]
         is_shared = block.nbytes <= SHARED_NBYTES_MAX
         sources.append((name, block.copy() if is_shared else block, is_shared))
     return [
-        {name: block[span] if is_shared else block[span].copy() for name, block, is_shared in sources}
+        {name: block[span] if is_shared else memory.copy(block[span]) for name, block, is_shared in sources}
         for span in spans
     ]

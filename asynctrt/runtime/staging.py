@@ -694,26 +694,6 @@ class DeviceSource(RowSource):
                 source += nbytes
 
 
-def reserve(outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int) -> list[dict[str, Array]]:
-    """Return arrays for the outputs of each request, for another thread to fill.
-
-    The loop's thread allocates them: memory that another thread allocates and this one frees returns to the
-    system each time, and the page faults of new memory take longer than the copy.
-    """
-    spans = spans or [slice(row, row + 1) for row in range(rows)]
-    return [{name: np.empty_like(array[span]) for name, array in outputs.items()} for span in spans]
-
-
-def fill(
-    reserved: Sequence[dict[str, Array]], outputs: Mapping[str, Array], spans: Sequence[slice] | None
-) -> None:
-    """Copy the outputs of each request into its reserved arrays."""
-    spans = spans or [slice(row, row + 1) for row in range(len(reserved))]
-    for values, span in zip(reserved, spans, strict=True):
-        for name, value in values.items():
-            np.copyto(value, outputs[name][span])
-
-
 def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], record: BatchRecord) -> None:
     """Answer every caller that still waits, and drop what their requests hold."""
     batches = (record,)

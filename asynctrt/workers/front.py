@@ -36,11 +36,12 @@ from asynctrt.options import BATCH_NBYTES_MAX, Options
 from asynctrt.runtime.answers import deadline_error
 from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.jobs import Copiers
+from asynctrt.runtime.results import ResultMemory
 from asynctrt.runtime.spans import copy_out, outputs_of, spans_of, views_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
 from asynctrt.tensors import Array, BatchRecord, InferResult, restore_axes
-from asynctrt.workers.groups import PIECES, RequestGroup, copied, formed
+from asynctrt.workers.groups import PIECES, RequestGroup, formed
 from asynctrt.workers.layout import Layouts, Placed
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
@@ -117,6 +118,7 @@ class Dispatcher:
             description.inputs, description.outputs, places_outputs=description.batching.is_on
         )
         # Workers answer with rows first; callers get the model's own shapes.
+        self._results = ResultMemory()
         self._moved = tuple(spec for spec in description.outputs if spec.axis != 0)
         self._memory = memory
         self._heap = heap
@@ -535,11 +537,11 @@ class Dispatcher:
         """Return the outputs of each request, copied into arrays that its caller owns."""
         requests = group.requests
         if callers_differ:
-            return [copied(own) for own in views_of(views, requests, spans_of(requests))]
+            return self._results.copied(views_of(views, requests, spans_of(requests)))
         if len(requests) == 1:
-            return [copied(views)]
+            return self._results.copied([views])
         spans = None if len(requests) == group.rows else spans_of(requests)
-        return copy_out(views, spans, group.rows)
+        return copy_out(views, spans, group.rows, self._results)
 
     def _copied_off_loop(
         self,

@@ -315,8 +315,3 @@ def formed(
         rows += request.rows
     groups.append(group)
     return groups
-
-
-def copied(views: dict[str, Any]) -> dict[str, Array]:
-    """Return copies of the arrays."""
-    return {name: view.copy() for name, view in views.items()}

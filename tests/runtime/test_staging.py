@@ -14,6 +14,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, QueueFullError, UsageError
 from asynctrt.runtime import driver, spans
+from asynctrt.runtime.results import ResultMemory
 from asynctrt.runtime.spans import copy_out, spans_of
 from asynctrt.runtime.staging import (
     AheadRows,
@@ -21,9 +22,7 @@ from asynctrt.runtime.staging import (
     Slab,
     StagingBuffers,
     deliver,
-    fill,
     lay_out,
-    reserve,
 )
 from asynctrt.tensors import BatchRecord, TensorSpec
 from asynctrt.testing import LatchDevice
@@ -390,7 +389,7 @@ def test_each_request_gets_its_rows_and_owns_them(width, counts, names):
     requests = [make_request(np.zeros((count, 1))) for count in counts]
     total = sum(counts)
     spans = None if total == len(counts) else spans_of(requests)
-    copied = copy_out(slab, spans, total)
+    copied = copy_out(slab, spans, total, ResultMemory())
     start = 0
     for count, outputs in zip(counts, copied, strict=True):
         assert list(outputs) == names
@@ -404,33 +403,22 @@ def test_each_request_gets_its_rows_and_owns_them(width, counts, names):
 
 def test_spans_may_leave_rows_out():
     slab = {"y": np.arange(8)}
-    copied = copy_out(slab, [slice(5, 7), slice(0, 1)], 7)
+    copied = copy_out(slab, [slice(5, 7), slice(0, 1)], 7, ResultMemory())
     assert [outputs["y"].tolist() for outputs in copied] == [[5, 6], [0]]
-
-
-@pytest.mark.parametrize("spans", [None, [slice(5, 7), slice(0, 1)]])
-def test_what_another_thread_copies_is_reserved_before(spans):
-    slab = {"y": np.arange(16.0).reshape(8, 2)}
-    reserved = reserve(slab, spans, 3)
-    fill(reserved, slab, spans)
-    expected = copy_out(slab, spans, 7 if spans else 3)
-    for values, copied in zip(reserved, expected, strict=True):
-        np.testing.assert_array_equal(values["y"], copied["y"])
-        assert not np.shares_memory(values["y"], slab["y"])
 
 
 def test_rows_without_dimensions_and_rows_with_many():
     slab = {"y": np.arange(4)}
-    assert [outputs["y"].tolist() for outputs in copy_out(slab, None, 2)] == [[0], [1]]
+    assert [outputs["y"].tolist() for outputs in copy_out(slab, None, 2, ResultMemory())] == [[0], [1]]
     slab = {"y": np.zeros((4, 2, 3, 5))}
-    assert [outputs["y"].shape for outputs in copy_out(slab, None, 2)] == [(1, 2, 3, 5)] * 2
+    assert [outputs["y"].shape for outputs in copy_out(slab, None, 2, ResultMemory())] == [(1, 2, 3, 5)] * 2
 
 
 @pytest.mark.parametrize("width", [1, 16, 1000])
 @pytest.mark.parametrize("names", [["y"], ["y", "z"]])
 def test_who_keeps_a_result_keeps_little_of_others(width, names):
     slab = {name: np.ones((64, width), np.float32) for name in names}
-    for values in copy_out(slab, None, 64):
+    for values in copy_out(slab, None, 64, ResultMemory()):
         for value in values.values():
             held = value if value.base is None else value.base
             assert held.nbytes <= max(2 * value.nbytes, 4096)
