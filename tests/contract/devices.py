@@ -97,7 +97,7 @@ class Subject:
 
 
 def subject_on(name, **spec):
-    """Return a subject on a device of that name, or, on ``plans``, the real TensorRT, whose model is given."""
+    """Return a subject on a device of that name; on ``plans``, the real TensorRT with the model of its plan."""
     if name == "plans":
         from asynctrt.devices.cuda import CudaDevice
 
