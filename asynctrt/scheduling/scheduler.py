@@ -658,7 +658,8 @@ class Scheduler:
             if self._unknown:
                 return False
             free_ns = self._estimator.free_ns(lanes.usable(count))
-            due_ns = min(due_ns, free_ns - self._estimator.lead_ns(key.copy_key, rows))
+            run = self._expected_rows(key, rows)
+            due_ns = min(due_ns, free_ns - self._estimator.lead_ns(key.copy_key, run))
         # To be launched sooner is of no use to those who are to be answered sooner.
         deadlines = None if self._policy.answers_in_time else self._deadlines
         if deadlines is not None and deadlines.line and (deadline_ns := deadlines.earliest_ns()) is not None:
@@ -711,9 +712,14 @@ class Scheduler:
         for rows, took_ns in compute_ns.items():
             self._latency.observe(key.cost_key, rows, took_ns)
 
-    def forget_times(self, shape: Hashable) -> None:
-        """Forget what batches of a shape took: from now on they run in another way."""
+    def run_anew(self, shape: Hashable, times: Mapping[int, int]) -> None:
+        """Forget what batches of a shape took: from now on they run in another way.
+
+        :param times: how long they take now, in ns, by their rows; empty if nothing is known.
+        """
         self._latency.forget(shape)
+        self.seed(BatchKey(shape), times)
+        self._company.tell(shape, times)
         self._estimator.forget_times(shape)
         if self._lanes is not None:
             self._lanes.forget_times(shape)
@@ -931,14 +937,15 @@ class Scheduler:
         if half >= rows or self._contexts.free < 2 or self._in_flight_max < 2:
             return bucket.rows_max  # The others would have no context to be copied in for.
         cost, copies = bucket.key.cost_key, bucket.key.copy_key
-        whole_ns, half_ns = self._latency.expected_ns(cost, rows), self._latency.expected_ns(cost, half)
+        run, half_run = self._expected_rows(bucket.key, rows), self._expected_rows(bucket.key, half)
+        whole_ns, half_ns = self._latency.expected_ns(cost, run), self._latency.expected_ns(cost, half_run)
         if whole_ns is None or half_ns is None:
             return bucket.rows_max
         delay_ns = self._estimator.delay_ns
-        first_ns = delay_ns(copies, half) + half_ns
+        first_ns = delay_ns(copies, half_run) + half_ns
         # The second half is there when the first has computed, or as soon as it has been copied in.
-        halves_ns = max(first_ns, 2 * delay_ns(copies, half)) + half_ns
-        return half if halves_ns < delay_ns(copies, rows) + whole_ns else bucket.rows_max
+        halves_ns = max(first_ns, 2 * delay_ns(copies, half_run)) + half_ns
+        return half if halves_ns < delay_ns(copies, run) + whole_ns else bucket.rows_max
 
     def _rows_to_run(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
         """Return the rows that the device executes for ``rows``, and the profile to do it with."""

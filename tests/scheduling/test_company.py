@@ -19,8 +19,9 @@ def holds(shape, other):
     return units_of(shape) >= units_of(other)
 
 
-def company(batch_ns, unit_ns=1):
-    return Company(units_of, holds, [(units, batch_ns + unit_ns * units) for units in (1, 1000)] * TIMES_MIN)
+def company(batch_ns, unit_ns=1, **more):
+    times = [(units, batch_ns + unit_ns * units) for units in (1, 1000)] * TIMES_MIN
+    return Company(units_of, holds, times, **more)
 
 
 def scheduler(found, **more):
@@ -81,10 +82,34 @@ def test_a_size_that_fills_a_batch_does_not_join():
 
 def test_a_batch_takes_no_more_rows_than_it_holds():
     owner = scheduler(company(1_000_000))
+    come(owner, *[8] * 5, *[16] * 3, 32)
+    assert sizes(owner.next_batch(0)) == (16, [8] * 5 + [16] * 3)
+    assert sizes(owner.next_batch(0)) == (32, [32])
+
+
+def test_rows_that_would_leave_some_behind_do_not_join():
+    """They would be padded, or pad others, and there would be as many batches."""
+    owner = scheduler(company(1_000_000))
     come(owner, *[8] * 5, *[16] * 6)
-    first = owner.next_batch(0)
-    assert first.rows == len(first.requests) == 8
-    assert owner.next_batch(0).rows == 3
+    assert sizes(owner.next_batch(0)) == (8, [8] * 5)
+    assert sizes(owner.next_batch(0)) == (16, [16] * 6)
+
+
+def test_rows_take_the_place_of_others_that_pad_a_batch():
+    owner = scheduler(company(1, padded_rows=lambda _, rows: 8 if rows > 1 else 1))
+    come(owner, *[32] * 5, *[8] * 4)
+    assert sizes(owner.next_batch(0)) == (32, [8] * 3 + [32] * 5)
+    assert sizes(owner.next_batch(0)) == (8, [8])
+
+
+def test_times_that_are_told_replace_those_before():
+    found = company(1_000_000)
+    for shape in ((("n", 8),), (("n", 64),)):
+        found.tell(shape, {1: 20 + shape[0][1], 8: 20 + 8 * shape[0][1]})
+    assert (found.costs.batch_ns, found.costs.unit_ns) == (20, 1)
+    owner = scheduler(found)
+    come(owner, 8, 64)
+    assert sizes(owner.next_batch(0)) == (8, [8])
 
 
 def test_nothing_joins_until_costs_are_known():
