@@ -171,3 +171,13 @@ def test_rows_that_cannot_be_padded_run_as_they_are(more):
     for size in (8, 16):
         owner.submit(Request(1, BatchKey((("n", size),), **more), 0, 0))
     assert owner.next_batch(0).rows == 1
+
+
+def test_a_shape_that_runs_anew_tells_its_times():
+    owner = scheduler(company(1_000_000))
+    for size in (8, 64):
+        owner.run_anew((("n", size),), {1: 20 + size, 8: 20 + 8 * size})
+    come(owner, 8, 64)
+    assert sizes(owner.next_batch(0)) == (8, [8])
+    owner.run_anew((("n", 64),), {})
+    assert sizes(owner.next_batch(0)) == (64, [64])
