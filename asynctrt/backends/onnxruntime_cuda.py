@@ -41,6 +41,7 @@ from asynctrt.devices.base import Device, Stream, mib
 from asynctrt.devices.cuda import CudaDevice
 from asynctrt.devices.cuda.captures import CAPTURING, outside_of_capture
 from asynctrt.devices.cuda.streams import CudaStream
+from asynctrt.devices.host import cores
 from asynctrt.errors import (
     AsynctrtError,
     DeviceError,
@@ -145,7 +146,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         )
 
     def host_twin(self) -> OnnxModel:
-        """Return the same model on the CPU, to try made-up rows on it. Blocks.
+        """Return the same model on the CPU, with all cores, to try made-up rows on it. Blocks.
 
         ONNX Runtime's CUDA provider (1.31) may end the process after a failed run.
 
@@ -153,7 +154,12 @@ class OnnxCudaModel(StreamedOnnxModel):
         """
         entries = {name: value for name, value in self.options.session_config.items() if name != NO_FALLBACK}
         settings = dataclasses.replace(
-            self.options, providers=(), launch="threads", batch_sizes=None, session_config=entries
+            self.options,
+            providers=(),
+            launch="threads",
+            batch_sizes=None,
+            session_config=entries,
+            intra_op_num_threads=cores(),
         )
         twin = OnnxModel(self._given, settings, rows=self._rows)
         alone = self.capabilities.alone
