@@ -26,7 +26,8 @@ from asynctrt.scheduling.recurring import RecurringShapes
 from asynctrt.scheduling.shapes import Shapes
 
 REST: Final = 3
-"""After building for some time, build nothing for this many times as long."""
+"""Once as many shapes are specialised as may be, let one take the place of another no sooner than this many
+times as long after building as that took. Until then shapes are built one after the other."""
 
 FAILURES_MAX: Final = 3
 """Give up on a model after this many shapes in a row that could not be specialised."""
@@ -81,14 +82,14 @@ class Specialiser:
         if not self._recurring.note(shape) or self._is_over or self._thread is not None:
             return
         specialised = self._pool.specialised
-        if shape in specialised or clock.now_ns() < self._rests_until_ns:
+        if shape in specialised:
             return
-        if self._recurring.is_full(specialised):
+        if not self._recurring.is_full(specialised):
+            self._begin(shape)
+        elif clock.now_ns() >= self._rests_until_ns:
             victim = self._recurring.victim(shape, specialised)
             if victim is not None:
-                self._release(victim)
-            return  # Its memory is free once no batch uses it any more.
-        self._begin(shape)
+                self._release(victim)  # Its memory is free once no batch uses it any more.
 
     def stop(self) -> None:
         """Begin and adopt nothing more."""

@@ -11,6 +11,7 @@ import pytest
 import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import OptionsError
+from asynctrt.runtime import specialiser
 from asynctrt.scheduling.recurring import OFTEN, SHAPES_MAX
 from tests.backends.onnx_sessions import CapturableSessions, HostSessions, SpecialisedSessions, in_place
 from tests.helpers import WAIT_S
@@ -165,6 +166,21 @@ async def test_shapes_are_bounded_and_what_is_rare_gives_way(path):
         assert engine._device.memory().held_nbytes < 2 * held, "what gave way was freed"
         for length in range(1, 12):
             await asyncio.gather(*(check(engine, length, 1 + n % 4, n) for n in range(6)))
+    assert model.alive == 0
+
+
+async def test_shapes_are_built_one_after_the_other_but_take_another_s_place_only_after_a_rest(
+    path, monkeypatch
+):
+    monkeypatch.setattr(specialiser, "REST", 10_000)
+    model = SpecialisedSessions(path)
+    async with opened(model) as engine:
+        for length in range(1, SHAPES_MAX + 1):
+            await until(engine, lambda length=length: f"length={length}" in shapes_of(engine), length)
+        told = model.told
+        for _ in range(20 * OFTEN):
+            await check(engine, 9)
+        assert model.told == told
     assert model.alive == 0
 
 
