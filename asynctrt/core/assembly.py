@@ -234,9 +234,7 @@ class EngineParts:
             concurrency += lanes_max - 1
         company = NoCompany()
         if self.padding is not None:
-            company = Company(
-                self.padding.units_of, self.padding.holds, self.times, self.shapes.padded_rows
-            )
+            company = Company(self.padding.units_of, self.padding.holds, self.times, self.shapes.padded_rows)
         return Scheduler(
             policy=Policy(
                 rows_max=capacity.rows_max,

@@ -70,8 +70,8 @@ def sizes_up_to(rows_max: int) -> tuple[int, ...]:
 
 
 def few_sizes(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
-    """Return the sizes below ``rows_max`` that are given, and ``rows_max``; by default 1, 2, 4, 8, 16, 24, 32,
-    48 and so on.
+    """Return the sizes below ``rows_max`` that are given, and ``rows_max``; by default 1, 2, 4, 8, 16, 24,
+    32, 48 and so on.
 
     They are for models whose shapes vary: there each size takes memory for each shape.
     """

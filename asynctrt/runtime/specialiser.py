@@ -40,8 +40,8 @@ class Specialiser:
 
     :param uses: whether a batch in flight, or rows copied ahead of one, use a slab.
     :param sizes_of: the batch sizes to build for a shape, rising.
-    :param run_anew: called with a shape whose batches run in another way from now on, and how long batches take
-        then in ns, by their rows.
+    :param run_anew: called with a shape whose batches run in another way from now on, and with how long
+        batches take then in ns, by their rows.
     """
 
     def __init__(

@@ -138,7 +138,9 @@ class Company(NoCompany):
             is_longer = self._holds(other.key.shape, shape)
             if not is_longer and not self._holds(shape, other.key.shape):
                 continue
-            joined, limit = (other.key.shape, min(rows_max, other.rows_max)) if is_longer else (shape, rows_max)
+            joined, limit = (
+                (other.key.shape, min(rows_max, other.rows_max)) if is_longer else (shape, rows_max)
+            )
             more = min(other.rows, limit - rows)
             if more > 0 and self._pays(shape, rows, joined, other, more):
                 found.append(other)

@@ -33,7 +33,7 @@ BY_HAND = 64
 
 
 def encoder_onnx(path, layers, width, words=WORDS):
-    """Make an encoder with attention and random weights, for ids and a mask; its answer is a row of numbers."""
+    """Make an encoder with attention and random weights, for ids and a mask; it answers with one row."""
     rng, heads = np.random.default_rng(0), max(width // 64, 1)
     weights = [
         ("words", rng.normal(0, 0.02, (words, width)).astype(np.float32)),
@@ -172,8 +172,7 @@ async def until_built(engine, sent, count, patience_s):
     while clock.now_ns() - start_ns < patience_s * 1e9:
         found = await call(engine.infer, sent, count, 0.5)
         pause_ms = max(pause_ms, found["pause_ms"])
-        new = [one for one in engine.statistics().specialised[len(built) :]]
-        for one in new:
+        for one in engine.statistics().specialised[len(built) :]:
             built.append(((clock.now_ns() - start_ns) / 1e9, str(one)))
             print(f"  after {built[-1][0]:.1f} s: {one}", flush=True)
             unchanged_ns = clock.now_ns()
@@ -228,7 +227,7 @@ async def main():
     logging.basicConfig(level=logging.WARNING, format="  %(message)s")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(encoder_onnx(Path(folder) / "encoder.onnx", given.layers, given.width, given.words))
-        print(f"{given.layers} layers of {given.width}, {path.stat().st_size / 1e6:.0f} MB")
+        print(f"{given.layers} layers of {given.width}")
         figures, device = await measure(path, given)
     settings = {name: str(value) for name, value in vars(given).items()}
     save(given.json, "a text encoder with symbolic dimensions", {"settings": settings, **figures}, device)
