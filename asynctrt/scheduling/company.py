@@ -110,7 +110,7 @@ class Company(NoCompany):
 
         The first such times replace all others.
         """
-        if not self._are_told:
+        if times and not self._are_told:
             self._are_told = self._is_measured = True
             self.costs = Costs()
         for rows, took_ns in times.items():
@@ -127,7 +127,8 @@ class Company(NoCompany):
         """
         if not self.costs.batch_ns:
             return []
-        larger, smaller = [], []
+        larger: list[tuple[int, BucketQueue]] = []
+        smaller: list[tuple[int, BucketQueue]] = []
         for other in others:
             if other is bucket or other.is_full or other.key[1:] != bucket.key[1:]:
                 continue
@@ -150,11 +151,11 @@ class Company(NoCompany):
     def _pays(self, shape: Hashable, rows: int, joined: Hashable, other: BucketQueue, more: int) -> bool:
         """Return whether ``more`` rows of a bucket join a batch of ``rows``, which then has another shape."""
         left = other.rows - more
-        units = self._units(joined, rows + more) + self._units(other.key.shape, left)
-        units -= self._units(shape, rows) + self._units(other.key.shape, other.rows)
+        units = self._units_run(joined, rows + more) + self._units_run(other.key.shape, left)
+        units -= self._units_run(shape, rows) + self._units_run(other.key.shape, other.rows)
         return units * self.costs.unit_ns < (0 if left else self.costs.batch_ns)
 
-    def _units(self, shape: Hashable, rows: int) -> int:
+    def _units_run(self, shape: Hashable, rows: int) -> int:
         """Return the units of a batch, with those that pad it."""
         return self._units_of(shape) * self._padded_rows(shape, rows) if rows else 0
 
