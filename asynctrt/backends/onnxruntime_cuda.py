@@ -134,14 +134,15 @@ class OnnxCudaModel(StreamedOnnxModel):
             )
         # Copies to the host are only known once the batch is enqueued, and TensorRT's operations on a
         # capturing stream are not known at all.
-        symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
         can_capture = not self.capabilities.brings_outputs and not self._has_tensorrt
-        can_capture = can_capture and symbols.issuperset(
+        # The sizes of outputs must be known: from those of inputs, or from a session that was told all sizes.
+        symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
+        is_known = symbols.issuperset(
             dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
         )
         self.capabilities = dataclasses.replace(
             self.capabilities,
-            is_capturable=can_capture,
+            is_capturable=can_capture and is_known,
             is_specialisable=can_capture and self.options.batch_sizes != (),
         )
 

@@ -20,7 +20,7 @@ from asynctrt.backends.onnxruntime_cuda import (
     describe_fallback,
     provider_settings,
 )
-from asynctrt.backends.onnxruntime_streams import Batch
+from asynctrt.backends.onnxruntime_streams import Batch, StreamedOnnxModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
     DeviceLostError,
@@ -30,7 +30,7 @@ from asynctrt.errors import (
     OptionsError,
 )
 from tests.backends.onnx_sessions import HostSessions
-from tests.models import double_onnx
+from tests.models import detector_onnx, double_onnx
 
 
 def test_a_session_is_tied_to_its_stream_and_bounded():
@@ -67,6 +67,23 @@ def test_without_the_provider_the_extra_is_named(monkeypatch):
 def test_another_device_than_a_gpu_is_refused(tmp_path):
     with pytest.raises(DeviceUnavailableError, match="cuda:0"):
         OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), device=HostDevice())
+
+
+class Undevised(OnnxCudaModel):
+    """The model as it is before it knows a GPU."""
+
+    def __init__(self, path, **options):
+        StreamedOnnxModel.__init__(self, path, options)
+
+
+def test_a_model_with_outputs_of_sizes_of_their_own_is_specialised_as_others_are(tmp_path):
+    """As detectors have: the places of their answers have a name that no input has."""
+    capabilities = Undevised(detector_onnx(tmp_path / "detector.onnx")).capabilities
+    assert (capabilities.is_specialisable, capabilities.is_capturable) == (True, False)
+    capabilities = Undevised(double_onnx(tmp_path / "double.onnx")).capabilities
+    assert (capabilities.is_specialisable, capabilities.is_capturable) == (True, True)
+    capabilities = Undevised(double_onnx(tmp_path / "double.onnx"), batch_sizes=()).capabilities
+    assert (capabilities.is_specialisable, capabilities.is_capturable) == (False, True)
 
 
 @pytest.mark.parametrize("limit", [-1, 0, "8MiB", 0.5, True])
