@@ -663,8 +663,8 @@ class Driver:
                 return
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
                 reserved = staging.reserve(outputs, source.spans, batch.rows)
-                self._copiers.copy(
-                    partial(staging.fill, reserved, outputs, source.spans),
+                self._copiers.copy_in_parts(
+                    staging.fills(reserved, outputs, source.spans, nbytes, self._copiers.threads_max),
                     nbytes,
                     partial(self._copied_out, flight, landed_ns, reserved),
                     flight.hold,
@@ -682,8 +682,8 @@ class Driver:
             self._answer(flight, landed_ns, padding.copied(views))
             return
         reserved = padding.reserved(views)
-        self._copiers.copy(
-            partial(padding.fill, reserved, views),
+        self._copiers.copy_in_parts(
+            padding.fills(reserved, views, nbytes, self._copiers.threads_max),
             nbytes,
             partial(self._copied_out, flight, landed_ns, reserved),
             flight.hold,

@@ -1,11 +1,12 @@
 """Rows of different lengths: padded when written into a slab, with their outputs cut back."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from asynctrt.runtime.pad_sizes import Fit, Padding
-from asynctrt.runtime.spans import spans_of
+from asynctrt.runtime.spans import parts_of, spans_of
 from asynctrt.runtime.staging import RowSource, Slab
 from asynctrt.scheduling.batch import Batch
 from asynctrt.tensors import Array, copy_rows
@@ -81,8 +82,18 @@ def reserved(views: Sequence[dict[str, Array]]) -> list[dict[str, Array]]:
     return [{name: np.empty(view.shape, view.dtype) for name, view in own.items()} for own in views]
 
 
-def fill(targets: Sequence[dict[str, Array]], views: Sequence[dict[str, Array]]) -> None:
-    """Copy the outputs of each request into its reserved arrays."""
+def fills(
+    targets: Sequence[dict[str, Array]], views: Sequence[dict[str, Array]], nbytes: int, parts_max: int
+) -> list[Callable[[], object]]:
+    """Return functions for several threads that copy the outputs of each request into its reserved arrays.
+
+    :param nbytes: the bytes of all of them.
+    """
+    parts = parts_of(len(targets), nbytes, parts_max)
+    return [partial(_fill, targets[start:stop], views[start:stop]) for start, stop in parts]
+
+
+def _fill(targets: Sequence[dict[str, Array]], views: Sequence[dict[str, Array]]) -> None:
     for target, own in zip(targets, views, strict=True):
         for name, array in target.items():
             np.copyto(array, own[name])

@@ -35,8 +35,8 @@ BUILD_S_MAX: Final = 60.0
 CLOSE_S: Final = 10.0
 """How long to wait for the work of a stream that is no longer used, in seconds."""
 
-ROUNDS: Final = 3
-"""How often to time a batch; the least counts."""
+ROUNDS: Final = 8
+"""How often to time a batch; the least counts. Others may use the device meanwhile."""
 
 logger = logging.getLogger("asynctrt")
 

@@ -729,11 +729,23 @@ def reserve(outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: i
     return [{name: np.empty_like(array[span]) for name, array in outputs.items()} for span in spans]
 
 
-def fill(
-    reserved: Sequence[dict[str, Array]], outputs: Mapping[str, Array], spans: Sequence[slice] | None
-) -> None:
-    """Copy the outputs of each request into its reserved arrays."""
+def fills(
+    reserved: Sequence[dict[str, Array]],
+    outputs: Mapping[str, Array],
+    spans: Sequence[slice] | None,
+    nbytes: int,
+    parts_max: int,
+) -> list[Callable[[], object]]:
+    """Return functions for several threads that copy the outputs of each request into its reserved arrays.
+
+    :param nbytes: the bytes of all of them.
+    """
     spans = spans or [slice(row, row + 1) for row in range(len(reserved))]
+    parts = parts_of(len(reserved), nbytes, parts_max)
+    return [partial(_fill, reserved[start:stop], outputs, spans[start:stop]) for start, stop in parts]
+
+
+def _fill(reserved: Sequence[dict[str, Array]], outputs: Mapping[str, Array], spans: Sequence[slice]) -> None:
     for values, span in zip(reserved, spans, strict=True):
         for name, value in values.items():
             np.copyto(value, outputs[name][span])

@@ -26,7 +26,8 @@ SPREAD_MIN: Final = 2
 class Costs:
     """The time of a batch: a fixed part, and a part for each unit of its rows.
 
-    Both follow from the shortest times of the smallest and the largest batches.
+    Both follow from the shortest times of the smallest and the largest batches. If a larger one took less time
+    than the smallest, that counts: something held the smallest up.
     """
 
     __slots__ = ("_least", "batch_ns", "unit_ns")
@@ -49,7 +50,8 @@ class Costs:
         known = [bits for bits, (_, _, count) in self._least.items() if count >= TIMES_MIN]
         if len(known) < 2 or max(known) - min(known) < SPREAD_MIN:
             return
-        small_ns, small, _ = self._least[min(known)]
+        small = self._least[min(known)][1]
+        small_ns = min(self._least[bits][0] for bits in known)
         large_ns, large, _ = self._least[max(known)]
         self.unit_ns = max(large_ns - small_ns, 0) / (large - small)
         self.batch_ns = max(small_ns - self.unit_ns * small, 0.0)

@@ -14,14 +14,14 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, QueueFullError, UsageError
 from asynctrt.runtime import driver, spans
-from asynctrt.runtime.spans import copy_out, spans_of
+from asynctrt.runtime.spans import PART_NBYTES_MIN, copy_out, spans_of
 from asynctrt.runtime.staging import (
     AheadRows,
     RowSource,
     Slab,
     StagingBuffers,
     deliver,
-    fill,
+    fills,
     lay_out,
     reserve,
 )
@@ -428,11 +428,15 @@ def test_spans_may_leave_rows_out():
     assert [outputs["y"].tolist() for outputs in copied] == [[5, 6], [0]]
 
 
+@pytest.mark.parametrize("parts_max", [1, 4])
 @pytest.mark.parametrize("spans", [None, [slice(5, 7), slice(0, 1)]])
-def test_what_another_thread_copies_is_reserved_before(spans):
+def test_what_other_threads_copy_is_reserved_before(spans, parts_max):
     slab = {"y": np.arange(16.0).reshape(8, 2)}
     reserved = reserve(slab, spans, 3)
-    fill(reserved, slab, spans)
+    parts = fills(reserved, slab, spans, PART_NBYTES_MIN * parts_max, parts_max)
+    assert len(parts) == min(parts_max, len(reserved))
+    for part in reversed(parts):
+        part()
     expected = copy_out(slab, spans, 7 if spans else 3)
     for values, copied in zip(reserved, expected, strict=True):
         np.testing.assert_array_equal(values["y"], copied["y"])

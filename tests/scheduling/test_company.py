@@ -181,3 +181,12 @@ def test_a_shape_that_runs_anew_tells_its_times():
     assert sizes(owner.next_batch(0)) == (8, [8])
     owner.run_anew((("n", 64),), {})
     assert sizes(owner.next_batch(0)) == (64, [64])
+
+
+def test_a_small_batch_that_was_held_up_does_not_count():
+    costs = Costs()
+    for units, took_ns in ((8, 3000), (64, 164), (1024, 1124)):
+        for _ in range(TIMES_MIN):
+            costs.observe(units, took_ns)
+    assert costs.batch_ns == pytest.approx(156, abs=2)
+    assert costs.unit_ns == pytest.approx(0.945, abs=0.01)
