@@ -119,6 +119,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         self._device = device
         self._given, self._rows = path, rows
         self._has_told = False
+        self._read: ort.InferenceSession | None = None
         self._random: tuple[str, ...] = ()
         self._weights: SharedWeights | None = None
         self._was_optimised = False
@@ -149,20 +150,27 @@ class OnnxCudaModel(StreamedOnnxModel):
     def host_twin(self) -> OnnxModel:
         """Return the same model on the CPU, with all cores, to try made-up rows on it. Blocks.
 
+        The first one takes the session that read names and types.
+
         ONNX Runtime's CUDA provider (1.31) may end the process after a failed run.
 
         :raises ModelError: if the CPU provider lacks its operators.
         """
-        entries = {name: value for name, value in self.options.session_config.items() if name != NO_FALLBACK}
-        settings = dataclasses.replace(
-            self.options,
-            providers=(),
-            launch="threads",
-            batch_sizes=None,
-            session_config=entries,
-            intra_op_num_threads=cores(),
-        )
-        twin = OnnxModel(self._given, settings, rows=self._rows)
+        read, self._read = self._read, None
+        if read is not None:
+            twin = OnnxModel(read, rows=self._rows)
+            twin.name = self.name
+        else:
+            config = self.options.session_config.items()
+            settings = dataclasses.replace(
+                self.options,
+                providers=(),
+                launch="threads",
+                batch_sizes=None,
+                session_config={name: value for name, value in config if name != NO_FALLBACK},
+                intra_op_num_threads=cores(),
+            )
+            twin = OnnxModel(self._given, settings, rows=self._rows)
         alone = self.capabilities.alone
         return twin.whole(alone) if alone else twin
 
@@ -173,8 +181,10 @@ class OnnxCudaModel(StreamedOnnxModel):
 
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
         """Load the model to read its names and types: on the CPU, or on the GPU if only that can run it."""
+        options.intra_op_num_threads = cores()
         try:
-            return super()._load(options)
+            self._read = super()._load(options)
+            return self._read
         except Exception as error:
             if "NOT_IMPLEMENTED" not in str(error):
                 raise
@@ -228,6 +238,7 @@ class OnnxCudaModel(StreamedOnnxModel):
     def close(self) -> None:
         """Free shared weights. All contexts are closed first."""
         super().close()
+        self._read = None
         weights, self._weights = self._weights, None
         if weights is not None:
             weights.close()
