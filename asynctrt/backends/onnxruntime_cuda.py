@@ -184,10 +184,11 @@ class OnnxCudaModel(StreamedOnnxModel):
         options.intra_op_num_threads = cores()
         try:
             self._read = super()._load(options)
-            return self._read
         except Exception as error:
             if "NOT_IMPLEMENTED" not in str(error):
                 raise
+        else:
+            return self._read
         return self.source.load(options, [(CUDA, {"device_id": str(self._device.ordinal)}), (CPU, {})])
 
     @property

@@ -26,8 +26,8 @@ SPREAD_MIN: Final = 2
 class Costs:
     """The time of a batch: a fixed part, and a part for each unit of its rows.
 
-    Both follow from the shortest times of the smallest and the largest batches. If a larger one took less time
-    than the smallest, that counts: something held the smallest up.
+    Both follow from the shortest times of the smallest and the largest batches. If a larger one took less
+    time than the smallest, that counts: something held the smallest up.
     """
 
     __slots__ = ("_least", "batch_ns", "unit_ns")
@@ -70,7 +70,9 @@ class NoCompany:
         """Return whether rows of the second shape can be padded to the first."""
         return shape == other
 
-    def beside(self, bucket: BucketQueue, others: Iterable[BucketQueue]) -> list[BucketQueue]:
+    def beside(
+        self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1
+    ) -> list[BucketQueue]:
         """Return no buckets."""
         return []
 
@@ -122,12 +124,18 @@ class Company(NoCompany):
     def holds(self, shape: Hashable, other: Hashable) -> bool:
         return self._holds(shape, other)
 
-    def beside(self, bucket: BucketQueue, others: Iterable[BucketQueue]) -> list[BucketQueue]:
+    def beside(
+        self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1
+    ) -> list[BucketQueue]:
         """Return the buckets whose rows join the batch of a bucket: rising larger ones, then smaller ones.
 
         The batch has the shape of the last larger one, if there is one.
+
+        :param side_by_side: how many batches compute side by side. One computes in the fixed parts of the
+            others' times, in which most of the device is idle.
         """
-        if not self.costs.batch_ns:
+        batch_ns = self.costs.batch_ns / side_by_side
+        if not batch_ns:
             return []
         larger: list[tuple[int, BucketQueue]] = []
         smaller: list[tuple[int, BucketQueue]] = []
@@ -141,21 +149,23 @@ class Company(NoCompany):
             is_longer = self._holds(other.key.shape, shape)
             if not is_longer and not self._holds(shape, other.key.shape):
                 continue
-            joined, limit = (
-                (other.key.shape, min(rows_max, other.rows_max)) if is_longer else (shape, rows_max)
-            )
+            joined, limit = shape, rows_max
+            if is_longer:
+                joined, limit = other.key.shape, min(rows_max, other.rows_max)
             more = min(other.rows, limit - rows)
-            if more > 0 and self._pays(shape, rows, joined, other, more):
+            saved_ns = batch_ns if more == other.rows else 0
+            if more > 0 and self._ns_more(shape, rows, joined, other, more) < saved_ns:
                 found.append(other)
                 shape, rows, rows_max = joined, rows + more, limit
         return found
 
-    def _pays(self, shape: Hashable, rows: int, joined: Hashable, other: BucketQueue, more: int) -> bool:
-        """Return whether ``more`` rows of a bucket join a batch of ``rows``, which then has another shape."""
+    def _ns_more(self, shape: Hashable, rows: int, joined: Hashable, other: BucketQueue, more: int) -> float:
+        """Return how much longer batches compute if ``more`` rows of a bucket join a batch of ``rows``, which
+        then has another shape; the fixed parts of their times are left out."""
         left = other.rows - more
         units = self._units_run(joined, rows + more) + self._units_run(other.key.shape, left)
         units -= self._units_run(shape, rows) + self._units_run(other.key.shape, other.rows)
-        return units * self.costs.unit_ns < (0 if left else self.costs.batch_ns)
+        return units * self.costs.unit_ns
 
     def _units_run(self, shape: Hashable, rows: int) -> int:
         """Return the units of a batch, with those that pad it."""

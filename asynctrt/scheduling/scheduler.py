@@ -498,7 +498,8 @@ class Scheduler:
         if policy.is_alone or is_placed or is_parallel:
             return key, ()
         rows_max = bucket.rows_max
-        for other in self._company.beside(bucket, buckets.next_ones()):
+        side_by_side = 1 if self._lanes is None else self._lanes.allowed(key.cost_key, rows)
+        for other in self._company.beside(bucket, buckets.next_ones(), side_by_side):
             is_longer = other.key.shape != key.shape and self._company.holds(other.key.shape, key.shape)
             room = (min(rows_max, other.rows_max) if is_longer else rows_max) - rows
             if room < 1 or not (is_longer or self._company.holds(key.shape, other.key.shape)):

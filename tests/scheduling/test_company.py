@@ -6,6 +6,7 @@ from asynctrt.errors import ExecutionError
 from asynctrt.scheduling.company import SPREAD_MIN, TIMES_MIN, Company, Costs
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -190,3 +191,11 @@ def test_a_small_batch_that_was_held_up_does_not_count():
             costs.observe(units, took_ns)
     assert costs.batch_ns == pytest.approx(156, abs=2)
     assert costs.unit_ns == pytest.approx(0.945, abs=0.01)
+
+
+@pytest.mark.parametrize(("side_by_side", "joins"), [(1, True), (2, False)])
+def test_batches_side_by_side_spend_their_fixed_parts_together(side_by_side, joins):
+    buckets = [BucketQueue(BatchKey((("n", size),)), 1, 8) for size in (32, 64)]
+    for bucket in buckets:
+        bucket.push(Request(1, bucket.key, 0, 0))
+    assert bool(company(50).beside(buckets[0], buckets, side_by_side)) is joins
