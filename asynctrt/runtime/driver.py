@@ -123,7 +123,7 @@ class Driver:
         self._alarm = create_alarm(loop, self._pump, now_ns, context=self._context)
         self._copiers = Copiers(self._reaper, now_ns)
         # One for each context, and those that help to stage a batch.
-        threads_max = len(pool.contexts) + self._copiers.threads_max - 1
+        threads_max = len(pool.contexts) + self._copiers.parts_max - 1
         self._enqueuers = Jobs("asynctrt-enqueue", threads_max, self._reaper, now_ns)
         self._forget_arenas: list[Callable[[], object]] = []
         for number, arena in enumerate(pool.arenas):
@@ -389,7 +389,7 @@ class Driver:
             if nbytes > STAGE_ON_LOOP_NBYTES_MAX and self._hand_over_unstaged(flight):
                 return
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
-                parts = source.parts(self._copiers.threads_max)
+                parts = source.parts(self._copiers.parts_max)
                 done = partial(self._staged_off_loop, flight, len(parts))
                 self._copiers.copy_in_parts(parts, nbytes, done, flight.hold)
             else:
@@ -474,7 +474,7 @@ class Driver:
         context, source = flight.context, flight.source
         if context.is_direct or context.arena is not None or not context.may_block(source):
             return False
-        parts = SharedWork(source.parts(self._copiers.threads_max))
+        parts = SharedWork(source.parts(self._copiers.parts_max))
         context.is_enqueueing = True
         try:
             self._enqueuers.submit(
@@ -664,7 +664,7 @@ class Driver:
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
                 reserved = staging.reserve(outputs, source.spans, batch.rows)
                 self._copiers.copy_in_parts(
-                    staging.fills(reserved, outputs, source.spans, nbytes, self._copiers.threads_max),
+                    staging.fills(reserved, outputs, source.spans, nbytes, self._copiers.parts_max),
                     nbytes,
                     partial(self._copied_out, flight, landed_ns, reserved),
                     flight.hold,
@@ -683,7 +683,7 @@ class Driver:
             return
         reserved = padding.reserved(views)
         self._copiers.copy_in_parts(
-            padding.fills(reserved, views, nbytes, self._copiers.threads_max),
+            padding.fills(reserved, views, nbytes, self._copiers.parts_max),
             nbytes,
             partial(self._copied_out, flight, landed_ns, reserved),
             flight.hold,
