@@ -137,6 +137,8 @@ def _are_close(found: Array, expected: Array) -> bool:
     else:
         # As np.isclose(), which takes several times as long: an output may have millions of values.
         wide = np.float64 if expected.dtype == np.float64 else np.float32
+        ours: Array
+        right: Array
         ours, right = found.astype(wide, copy=False), expected.astype(wide, copy=False)
         with np.errstate(invalid="ignore", over="ignore"):
             most = np.max(np.abs(right), initial=0, where=np.isfinite(right))
