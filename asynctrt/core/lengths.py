@@ -36,8 +36,7 @@ LARGEST: Final = 512
 """The largest size to pad made-up rows to: the positions of most text encoders."""
 
 RUN_NS_MAX: Final = 250_000_000
-"""No batch is tried that would take longer than this, going by the one before, so that opening takes a second
-or two at most."""
+"""If a batch takes longer than this, no larger one is tried, so that opening takes seconds at most."""
 
 TIMES: Final = 4
 """How often to run the smallest and the largest batch to measure their time: the first runs take longer."""
@@ -190,7 +189,7 @@ class Lengths:
             if what:
                 return Found(what=what)
             cases.append(case)
-            case = None if took_ns * GROWTH > RUN_NS_MAX else self._larger(padding, case)
+            case = None if took_ns > RUN_NS_MAX else self._larger(padding, case)
         largest = cases[-1].sample.symbols
         for dims, sizes in padding.chosen.items():
             if sizes.largest is None:
