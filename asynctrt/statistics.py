@@ -47,7 +47,7 @@ class ShapeStatistics:
     before_ns: Mapping[int, int]
     """How long batches of the smallest and the largest size took before, by their rows."""
     after_ns: Mapping[int, int]
-    """How long they take now."""
+    """How long batches of each size take now."""
 
     def __post_init__(self) -> None:
         for name in ("before_ns", "after_ns"):

@@ -68,6 +68,10 @@ LEAST_ON_GPU = {
         *("--seconds", "0.2", "--side", "64", "--callers", "1,8"),
         *("--random", "4", "--shapes", "8"),
     ],
+    "texts": [
+        *("--seconds", "0.1", "--layers", "1", "--width", "64", "--words", "200"),
+        *("--callers", "1,8", "--random", "4", "--patience", "0.5"),
+    ],
     "function_sizes": ["--seconds", "0.2"],
     "two_gpus": ["--seconds", "0.1", "--repeats", "1", "--callers", "8"],
 }

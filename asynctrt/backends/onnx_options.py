@@ -317,8 +317,8 @@ class OnnxOptions:
         others are padded; ``()``: all sizes, with one session and no graphs. Default: powers of two and one
         between any two of them, captured as CUDA graphs; without graphs only if a batch of another size than
         the one before takes much longer, as with convolutions, which cuDNN plans anew then (since ONNX
-        Runtime 1.20). Where rows vary, and ``pad`` does not name up to eight shapes: powers of two
-        for shapes that recur, and for all others if the model has convolutions.""",
+        Runtime 1.20). Where rows vary, and ``pad`` does not name up to eight shapes: 1, 2, 4, 8, 16, 24, 32,
+        48 and so on for shapes that recur, and for all others if the model has convolutions.""",
     )
 
     __repr__ = changed_repr

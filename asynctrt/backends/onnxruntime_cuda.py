@@ -41,6 +41,7 @@ from asynctrt.devices.base import Device, Stream, mib
 from asynctrt.devices.cuda import CudaDevice
 from asynctrt.devices.cuda.captures import CAPTURING, outside_of_capture
 from asynctrt.devices.cuda.streams import CudaStream
+from asynctrt.devices.host import cores
 from asynctrt.errors import (
     AsynctrtError,
     DeviceError,
@@ -117,6 +118,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         self._device = device
         self._given, self._must_batch = path, must_batch
         self._has_told = False
+        self._read: ort.InferenceSession | None = None
         self._random: tuple[str, ...] = ()
         self._weights: SharedWeights | None = None
         self._was_optimised = False
@@ -132,29 +134,42 @@ class OnnxCudaModel(StreamedOnnxModel):
             )
         # Copies to the host are only known once the batch is enqueued, and TensorRT's operations on a
         # capturing stream are not known at all.
-        symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
         can_capture = not self.capabilities.brings_outputs and not self._has_tensorrt
-        can_capture = can_capture and symbols.issuperset(
+        # The sizes of outputs must be known: from those of inputs, or from a session that was told all sizes.
+        symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
+        is_known = symbols.issuperset(
             dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
         )
         self.capabilities = dataclasses.replace(
             self.capabilities,
-            is_capturable=can_capture,
+            is_capturable=can_capture and is_known,
             is_specialisable=can_capture and self.options.batch_sizes != (),
         )
 
     def host_twin(self) -> OnnxModel:
-        """Return the same model on the CPU, to try made-up rows on it. Blocks.
+        """Return the same model on the CPU, with all cores, to try made-up rows on it. Blocks.
+
+        The first one takes the session that read names and types.
 
         ONNX Runtime's CUDA provider (1.31) may end the process after a failed run.
 
         :raises ModelError: if the CPU provider lacks its operators.
         """
-        entries = {name: value for name, value in self.options.session_config.items() if name != NO_FALLBACK}
-        settings = dataclasses.replace(
-            self.options, providers=(), launch="threads", batch_sizes=None, session_config=entries
-        )
-        twin = OnnxModel(self._given, settings, must_batch=self._must_batch)
+        read, self._read = self._read, None
+        if read is not None:
+            twin = OnnxModel(read, must_batch=self._must_batch)
+            twin.name = self.name
+        else:
+            config = self.options.session_config.items()
+            settings = dataclasses.replace(
+                self.options,
+                providers=(),
+                launch="threads",
+                batch_sizes=None,
+                session_config={name: value for name, value in config if name != NO_FALLBACK},
+                intra_op_num_threads=cores(),
+            )
+            twin = OnnxModel(self._given, settings, must_batch=self._must_batch)
         alone = self.capabilities.alone
         return twin.whole(alone) if alone else twin
 
@@ -165,11 +180,14 @@ class OnnxCudaModel(StreamedOnnxModel):
 
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
         """Load the model to read its names and types: on the CPU, or on the GPU if only that can run it."""
+        options.intra_op_num_threads = cores()
         try:
-            return super()._load(options)
+            self._read = super()._load(options)
         except Exception as error:
             if "NOT_IMPLEMENTED" not in str(error):
                 raise
+        else:
+            return self._read
         return self.source.load(options, [(CUDA, {"device_id": str(self._device.ordinal)}), (CPU, {})])
 
     @property
@@ -220,6 +238,7 @@ class OnnxCudaModel(StreamedOnnxModel):
     def close(self) -> None:
         """Free shared weights. All contexts are closed first."""
         super().close()
+        self._read = None
         weights, self._weights = self._weights, None
         if weights is not None:
             weights.close()

@@ -256,7 +256,7 @@ class EngineParts:
         concurrency += self.lanes_max - 1
         company = NoCompany()
         if self.padding is not None:
-            company = Company(self.padding.units_of, self.padding.holds, self.times)
+            company = Company(self.padding.units_of, self.padding.holds, self.times, self.shapes.padded_rows)
         return Scheduler(
             policy=Policy(
                 rows_max=capacity.rows_max,
@@ -324,7 +324,7 @@ class EngineParts:
         self,
         loop: asyncio.AbstractEventLoop,
         uses: Callable[[Slab], bool],
-        forget_times: Callable[[Hashable], object],
+        run_anew: Callable[[Hashable, Mapping[int, int]], object],
     ) -> Specialiser | None:
         """Create what gives shapes that recur contexts of their own; ``None`` if the model gains nothing."""
         if self.builder is None:
@@ -339,7 +339,7 @@ class EngineParts:
             self.builder,
             sizes_of=sizes_of,
             uses=uses,
-            forget_times=forget_times,
+            run_anew=run_anew,
         )
 
     def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:

@@ -149,7 +149,7 @@ def _tried_on_host(
         verdict = _settled(Verdict(is_independent=None, what=what), parts.model)
         return _decided(verdict, parts.model, options) if batching.is_on else batching, Found()
     with closing_parts(twin):
-        batching, ran, lengths = _tried(twin, options, batching, make_on_host)
+        batching, ran, lengths = _tried(twin, options, batching, make_on_host, is_twin=True)
     if ran is None or not batching.is_on:
         return batching, Found()
     return _confirmed(parts, options, batching, ran, lengths)
@@ -165,7 +165,12 @@ def closing_parts(parts: P) -> Iterator[P]:
 
 
 def _tried(
-    parts: Parts, options: Options, batching: Batching, make: Callable[[Model], Parts]
+    parts: Parts,
+    options: Options,
+    batching: Batching,
+    make: Callable[[Model], Parts],
+    *,
+    is_twin: bool = False,
 ) -> "tuple[Batching, Ran | None, Found]":
     """Return the decision from made-up rows, the rows that ran in one batch, and what may be padded."""
     probe, model, lengths = Probe(parts), parts.model, Found()
@@ -176,14 +181,15 @@ def _tried(
         if parts.padding is not None and is_as_decided:
             _prove_padding(probe, parts, options)
         if options.pad is None and not options.is_deterministic and batching.is_on and is_as_decided:
-            lengths = _lengths_of(probe, parts).find()
+            lengths = _lengths_of(probe, parts, is_twin=is_twin).find()
     finally:
         probe.close()
     return batching, probe.ran, lengths
 
 
-def _lengths_of(probe: Probe, parts: Parts) -> Lengths:
-    return Lengths(probe, parts.model, parts.pool, parts.shapes, on_host=parts.device.name == "host")
+def _lengths_of(probe: Probe, parts: Parts, *, is_twin: bool = False) -> Lengths:
+    on_host = parts.device.name == "host"
+    return Lengths(probe, parts.model, parts.pool, parts.shapes, on_host=on_host, is_twin=is_twin)
 
 
 def _confirmed(

@@ -76,13 +76,21 @@ class Lengths:
     """Tests the padding of a model's dimensions by made-up rows.
 
     :param probe: runs them. The padding of its pool is put back at the end.
+    :param is_twin: whether batches run on another device later, so that their times do not matter here.
     """
 
     def __init__(
-        self, probe: Probe, model: Model, pool: ContextPool, shapes: Shapes, *, on_host: bool
+        self,
+        probe: Probe,
+        model: Model,
+        pool: ContextPool,
+        shapes: Shapes,
+        *,
+        on_host: bool,
+        is_twin: bool = False,
     ) -> None:
         self._probe, self._model, self._pool, self._shapes = probe, model, pool, shapes
-        self._on_host = on_host
+        self._on_host, self._is_twin = on_host, is_twin
         self._inputs = split_shared(model.inputs)[0]
         ranged = ranged_model(model)
         self._limits = Limits(None if ranged is None else ranged.ranges_of)
@@ -187,7 +195,7 @@ class Lengths:
             if sizes.largest is None:
                 sizes.proven = largest[dims[0]]
         found = Found(padding, cases=(cases[0], *cases[1:][-1:]))  # These say most.
-        return found._replace(times=self._measured(padding, found))
+        return found if self._is_twin else found._replace(times=self._measured(padding, found))
 
     def _base(self, padding: Padding) -> Case | None:
         """Return the smallest case whose rows run as they are and differ in their answers; ``None``: none."""

@@ -106,7 +106,9 @@ class LocalEngine(DrivenEngine):
         padding = parts.padding
         if padding is not None and padding.is_default:
             driver.on_answer.append(lambda flight: padding.ran(flight.batch.key.shape))
-        self._specialiser = parts.create_specialiser(loop, driver.uses, scheduler.forget_times)
+        for made in pool.specialised.values():
+            scheduler.run_anew(made.shape, made.statistics.after_ns)
+        self._specialiser = parts.create_specialiser(loop, driver.uses, scheduler.run_anew)
         if self._specialiser is not None:
             driver.on_answer.append(self._specialiser.answered)
         self._state = "open"

@@ -34,8 +34,8 @@ from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ComputeOrder, ContextPool
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
-from asynctrt.runtime.results import ResultMemory, fill
-from asynctrt.runtime.spans import copy_out, outputs_of
+from asynctrt.runtime.results import ResultMemory
+from asynctrt.runtime.spans import copy_out, fills, outputs_of
 from asynctrt.runtime.staging import AheadRows, FilledSlab, Slab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
@@ -126,7 +126,7 @@ class Driver:
         self._alarm = create_alarm(loop, self._pump, now_ns, context=self._context)
         self._copiers = Copiers(self._reaper, now_ns)
         # One for each context, and those that help to stage a batch.
-        threads_max = len(pool.contexts) + self._copiers.threads_max - 1
+        threads_max = len(pool.contexts) + self._copiers.parts_max - 1
         self._enqueuers = Jobs("asynctrt-enqueue", threads_max, self._reaper, now_ns)
         self._forget_arenas: list[Callable[[], object]] = []
         for number, arena in enumerate(pool.arenas):
@@ -400,7 +400,7 @@ class Driver:
             if nbytes > STAGE_ON_LOOP_NBYTES_MAX and self._hand_over_unstaged(flight):
                 return
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
-                parts = source.parts(self._copiers.threads_max)
+                parts = source.parts(self._copiers.parts_max)
                 done = partial(self._staged_off_loop, flight, len(parts))
                 self._copiers.copy_in_parts(parts, nbytes, done, flight.hold)
             else:
@@ -485,7 +485,7 @@ class Driver:
         context, source = flight.context, flight.source
         if context.is_direct or context.arena is not None or not context.may_block(source):
             return False
-        parts = SharedWork(source.parts(self._copiers.threads_max))
+        parts = SharedWork(source.parts(self._copiers.parts_max))
         context.is_enqueueing = True
         try:
             self._enqueuers.submit(
@@ -684,8 +684,8 @@ class Driver:
             self._answer(flight, landed_ns, self._results.copied(views))
             return
         reserved = self._results.reserved(views)
-        self._copiers.copy(
-            partial(fill, reserved, views),
+        self._copiers.copy_in_parts(
+            fills(reserved, views, nbytes, self._copiers.parts_max),
             nbytes,
             partial(self._copied_out, flight, landed_ns, reserved),
             flight.hold,

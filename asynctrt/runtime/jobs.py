@@ -23,7 +23,11 @@ from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.runtime.completion import Reaper
 
 COPIERS_MAX: Final = 4
-"""The most threads for copying; more do not copy faster (tests/benchmarks/copies.py)."""
+"""The most threads for one copy; more do not copy faster (tests/benchmarks/copies.py)."""
+
+COPIES: Final = 2
+"""How many copies run at the same time, if there are cores for their threads: one batch is copied out while
+another one is copied in."""
 
 COPIED_NBYTES_PER_NS: Final = 6
 """The rough speed of one copying thread (tests/benchmarks/copies.py); used to estimate the end of a copy."""
@@ -105,11 +109,15 @@ class Jobs:
 class Copiers(Jobs):
     """The threads that copy.
 
-    :param threads_max: the most threads. Default: the process's cores, up to :data:`COPIERS_MAX`.
+    :param threads_max: the most threads. Default: the process's cores, up to :data:`COPIES` times
+        :data:`COPIERS_MAX`.
     """
 
     def __init__(self, reaper: Reaper, now_ns: Callable[[], int], *, threads_max: int | None = None) -> None:
-        self.threads_max = threads_max or min(cores(), COPIERS_MAX)
+        self.threads_max = threads_max or min(cores(), COPIES * COPIERS_MAX)
+        """The most threads."""
+        self.parts_max = min(self.threads_max, COPIERS_MAX)
+        """The most parts to divide a copy into."""
         super().__init__("asynctrt-copy", self.threads_max, reaper, now_ns)
         self._awaited: set[asyncio.Future[None]] = set()
         self._has_ended = False

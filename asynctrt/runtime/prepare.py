@@ -35,6 +35,10 @@ SHARE_MAX: Final = 0.5
 FEWEST: Final = 4
 """Give up if fewer sizes than this do not fit."""
 
+BETWEEN_MIN: Final = 16
+"""From this power of two on, where a batch takes about as long as its rows, also run the size halfway to the
+next one."""
+
 logger = logging.getLogger("asynctrt")
 
 T = TypeVar("T")
@@ -66,13 +70,16 @@ def sizes_up_to(rows_max: int) -> tuple[int, ...]:
 
 
 def few_sizes(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
-    """Return the sizes below ``rows_max`` that are given, and ``rows_max``; by default powers of two.
+    """Return the sizes below ``rows_max`` that are given, and ``rows_max``; by default 1, 2, 4, 8, 16, 24,
+    32, 48 and so on.
 
     They are for models whose shapes vary: there each size takes memory for each shape.
     """
-    if not given:
-        return (*[1 << bits for bits in range((rows_max - 1).bit_length())], rows_max)
-    return sizes_to_prepare(given, rows_max)
+    if given:
+        return sizes_to_prepare(given, rows_max)
+    powers = [1 << bits for bits in range((rows_max - 1).bit_length())]
+    between = [size * 3 // 2 for size in powers if size >= BETWEEN_MIN and size * 3 // 2 < rows_max]
+    return (*sorted(powers + between), rows_max)
 
 
 def sizes_to_prepare(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class ResultMemory:
         return [{name: self.copy(view) for name, view in own.items()} for own in views]
 
     def reserved(self, views: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
-        """Return arrays for the outputs of each request, for another thread to :func:`fill`."""
+        """Return arrays for the outputs of each request, for another thread to fill (:func:`fills`)."""
         return [{name: self.empty_like(view) for name, view in own.items()} for own in views]
 
     def _block(self, nbytes: int) -> Array:
@@ -81,10 +81,3 @@ class ResultMemory:
             blocks.append(block)
             self.nbytes += nbytes
         return block
-
-
-def fill(reserved: Sequence[dict[str, Array]], views: Sequence[dict[str, Array]]) -> None:
-    """Copy the outputs of each request into its reserved arrays."""
-    for arrays, own in zip(reserved, views, strict=True):
-        for name, array in arrays.items():
-            np.copyto(array, own[name])

@@ -1,8 +1,11 @@
 """The rows and outputs of each request in a batch: used in process and by the fronts of workers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Final
+
+import numpy as np
 
 from asynctrt.runtime.results import ResultMemory
 from asynctrt.scheduling.request import Request
@@ -107,3 +110,20 @@ def copy_out(
         {name: block[span] if is_shared else memory.copy(block[span]) for name, block, is_shared in sources}
         for span in spans
     ]
+
+
+def fills(
+    reserved: Sequence[dict[str, Array]], views: Sequence[dict[str, Array]], nbytes: int, parts_max: int
+) -> list[Callable[[], object]]:
+    """Return functions for several threads that copy the outputs of each request into its reserved arrays.
+
+    :param nbytes: the bytes of all of them.
+    """
+    parts = parts_of(len(reserved), nbytes, parts_max)
+    return [partial(_fill, reserved[start:stop], views[start:stop]) for start, stop in parts]
+
+
+def _fill(reserved: Sequence[dict[str, Array]], views: Sequence[dict[str, Array]]) -> None:
+    for arrays, own in zip(reserved, views, strict=True):
+        for name, array in arrays.items():
+            np.copyto(array, own[name])

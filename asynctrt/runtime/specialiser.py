@@ -6,7 +6,7 @@ Everything that batches see changes on the loop, between two batches: see :meth:
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
 from asynctrt._util import clock
@@ -26,7 +26,8 @@ from asynctrt.scheduling.recurring import RecurringShapes
 from asynctrt.scheduling.shapes import Shapes
 
 REST: Final = 3
-"""After building for some time, build nothing for this many times as long."""
+"""Once as many shapes are specialised as may be, let one take the place of another no sooner than this many
+times as long after building as that took. Until then shapes are built one after the other."""
 
 FAILURES_MAX: Final = 3
 """Give up on a model after this many shapes in a row that could not be specialised."""
@@ -39,7 +40,8 @@ class Specialiser:
 
     :param uses: whether a batch in flight, or rows copied ahead of one, use a slab.
     :param sizes_of: the batch sizes to build for a shape, rising.
-    :param forget_times: called with a shape whose batches take other times from now on.
+    :param run_anew: called with a shape whose batches run in another way from now on, and with how long
+        batches take then in ns, by their rows.
     """
 
     def __init__(
@@ -52,12 +54,12 @@ class Specialiser:
         *,
         sizes_of: Callable[[Hashable], Sequence[int]],
         uses: Callable[[Slab], bool],
-        forget_times: Callable[[Hashable], object],
+        run_anew: Callable[[Hashable, Mapping[int, int]], object],
     ) -> None:
         self._loop, self._name = loop, name
         self._pool, self._shapes, self._builder = pool, shapes, builder
         self._sizes_of, self._uses = sizes_of, uses
-        self._forget_times = forget_times
+        self._run_anew = run_anew
         self._recurring = RecurringShapes()
         self._failures = 0
         self._rests_until_ns = 0
@@ -80,14 +82,14 @@ class Specialiser:
         if not self._recurring.note(shape) or self._is_over or self._thread is not None:
             return
         specialised = self._pool.specialised
-        if shape in specialised or clock.now_ns() < self._rests_until_ns:
+        if shape in specialised:
             return
-        if self._recurring.is_full(specialised):
+        if not self._recurring.is_full(specialised):
+            self._begin(shape)
+        elif clock.now_ns() >= self._rests_until_ns:
             victim = self._recurring.victim(shape, specialised)
             if victim is not None:
-                self._release(victim)
-            return  # Its memory is free once no batch uses it any more.
-        self._begin(shape)
+                self._release(victim)  # Its memory is free once no batch uses it any more.
 
     def stop(self) -> None:
         """Begin and adopt nothing more."""
@@ -139,7 +141,7 @@ class Specialiser:
         if made is not None:
             self._failures = 0
             adopt(self._name, self._pool, self._shapes, made)
-            self._forget_times(shape)
+            self._run_anew(shape, made.statistics.after_ns)
             return
         assert error is not None
         if isinstance(error, DeviceMemoryError) and self._pool.specialised:
@@ -158,7 +160,7 @@ class Specialiser:
     def _release(self, shape: Hashable) -> None:
         self._shapes.specialise(shape, ())
         self._leaving.append(self._pool.release(shape))
-        self._forget_times(shape)
+        self._run_anew(shape, {})
         logger.info("%s: batches of %s, which are rare by now, run like others", self._name, named(shape))
         self._close_unused()
 

@@ -1,10 +1,12 @@
 """May rows of different sizes share a batch? They may if padding the smaller ones costs less than a batch.
 
-A batch is padded to the size of its longest row. Rows of another size that wait join it, instead of running
-as a batch of their own, if padding all of them takes less time than the fixed part of a batch's time.
+A batch is padded to the size of its longest row, and maybe to a few more rows. Rows of another size that wait
+join it, instead of running as a batch of their own, if the larger batch takes less time than the two: padding
+must take less than the fixed part of a batch's time. Rows that would leave some of their size behind, and so
+another batch, join only where they take the place of rows that pad the batch.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import Final
 
@@ -24,7 +26,8 @@ SPREAD_MIN: Final = 2
 class Costs:
     """The time of a batch: a fixed part, and a part for each unit of its rows.
 
-    Both follow from the shortest times of the smallest and the largest batches.
+    Both follow from the shortest times of the smallest and the largest batches. If a larger one took less
+    time than the smallest, that counts: something held the smallest up.
     """
 
     __slots__ = ("_least", "batch_ns", "unit_ns")
@@ -47,7 +50,8 @@ class Costs:
         known = [bits for bits, (_, _, count) in self._least.items() if count >= TIMES_MIN]
         if len(known) < 2 or max(known) - min(known) < SPREAD_MIN:
             return
-        small_ns, small, _ = self._least[min(known)]
+        small = self._least[min(known)][1]
+        small_ns = min(self._least[bits][0] for bits in known)
         large_ns, large, _ = self._least[max(known)]
         self.unit_ns = max(large_ns - small_ns, 0) / (large - small)
         self.batch_ns = max(small_ns - self.unit_ns * small, 0.0)
@@ -59,11 +63,16 @@ class NoCompany:
     def observe(self, batch: Batch, took_ns: int) -> None:
         """Ignore the time of a batch."""
 
+    def tell(self, shape: Hashable, times: Mapping[int, int]) -> None:
+        """Ignore the times of batches of a shape."""
+
     def holds(self, shape: Hashable, other: Hashable) -> bool:
         """Return whether rows of the second shape can be padded to the first."""
         return shape == other
 
-    def beside(self, bucket: BucketQueue, others: Iterable[BucketQueue]) -> list[BucketQueue]:
+    def beside(
+        self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1
+    ) -> list[BucketQueue]:
         """Return no buckets."""
         return []
 
@@ -74,6 +83,7 @@ class Company(NoCompany):
     :param units_of: returns the cost of a row of a shape in units.
     :param holds: returns whether rows of the second shape can be padded to the first.
     :param times: the units and the time in ns of batches that ran before the first request.
+    :param padded_rows: returns the rows that a batch of a shape runs for some rows. Default: as many.
     """
 
     def __init__(
@@ -81,10 +91,13 @@ class Company(NoCompany):
         units_of: Callable[[Hashable], int],
         holds: Callable[[Hashable, Hashable], bool],
         times: Iterable[tuple[int, int]] = (),
+        padded_rows: Callable[[Hashable, int], int] = lambda _, rows: rows,
     ) -> None:
         # Both are asked about the same few shapes for each batch.
         self._units_of = lru_cache(KNOWN_MAX)(units_of)
         self._holds = lru_cache(KNOWN_MAX)(holds)
+        self._padded_rows = padded_rows
+        self._are_told = False
         self.costs = Costs()
         for units, took_ns in times:
             self.costs.observe(units, took_ns)
@@ -96,37 +109,67 @@ class Company(NoCompany):
         if not self._is_measured:
             self.costs.observe(self._units_of(batch.key.shape) * batch.rows_run, took_ns)
 
+    def tell(self, shape: Hashable, times: Mapping[int, int]) -> None:
+        """Note the times in ns of batches of a shape, by their rows, which runs in another way from now on.
+
+        The first such times replace all others.
+        """
+        if times and not self._are_told:
+            self._are_told = self._is_measured = True
+            self.costs = Costs()
+        for rows, took_ns in times.items():
+            for _ in range(TIMES_MIN):
+                self.costs.observe(self._units_of(shape) * rows, took_ns)
+
     def holds(self, shape: Hashable, other: Hashable) -> bool:
         return self._holds(shape, other)
 
-    def beside(self, bucket: BucketQueue, others: Iterable[BucketQueue]) -> list[BucketQueue]:
+    def beside(
+        self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1
+    ) -> list[BucketQueue]:
         """Return the buckets whose rows join the batch of a bucket: rising larger ones, then smaller ones.
 
         The batch has the shape of the last larger one, if there is one.
+
+        :param side_by_side: how many batches compute side by side. One computes in the fixed parts of the
+            others' times, in which most of the device is idle.
         """
-        costs, units_of, holds = self.costs, self._units_of, self._holds
-        if not costs.batch_ns:
+        batch_ns = self.costs.batch_ns / side_by_side
+        if not batch_ns:
             return []
-        larger, smaller = [], []
-        own = units_of(bucket.key.shape)
+        larger: list[tuple[int, BucketQueue]] = []
+        smaller: list[tuple[int, BucketQueue]] = []
         for other in others:
             if other is bucket or other.is_full or other.key[1:] != bucket.key[1:]:
                 continue
-            if holds(other.key.shape, bucket.key.shape):
-                larger.append((units_of(other.key.shape), other))
-            else:
-                smaller.append((units_of(other.key.shape), other))
-        found, longest, rows = [], bucket, bucket.rows
-        for units, other in sorted(larger, key=_units):
-            is_cheap = rows * (units - own) * costs.unit_ns < costs.batch_ns
-            if is_cheap and rows < other.rows_max and holds(other.key.shape, longest.key.shape):
+            is_larger = self._holds(other.key.shape, bucket.key.shape)
+            (larger if is_larger else smaller).append((self._units_of(other.key.shape), other))
+        found, shape, rows, rows_max = list[BucketQueue](), bucket.key.shape, bucket.rows, bucket.rows_max
+        for _, other in [*sorted(larger, key=_units), *sorted(smaller, key=_units, reverse=True)]:
+            is_longer = self._holds(other.key.shape, shape)
+            if not is_longer and not self._holds(shape, other.key.shape):
+                continue
+            joined, limit = shape, rows_max
+            if is_longer:
+                joined, limit = other.key.shape, min(rows_max, other.rows_max)
+            more = min(other.rows, limit - rows)
+            saved_ns = batch_ns if more == other.rows else 0
+            if more > 0 and self._ns_more(shape, rows, joined, other, more) < saved_ns:
                 found.append(other)
-                longest, own, rows = other, units, min(rows + other.rows, other.rows_max)
-        for units, other in sorted(smaller, key=_units, reverse=True):
-            is_cheap = other.rows * (own - units) * costs.unit_ns < costs.batch_ns
-            if is_cheap and holds(longest.key.shape, other.key.shape):
-                found.append(other)
+                shape, rows, rows_max = joined, rows + more, limit
         return found
+
+    def _ns_more(self, shape: Hashable, rows: int, joined: Hashable, other: BucketQueue, more: int) -> float:
+        """Return how much longer batches compute if ``more`` rows of a bucket join a batch of ``rows``, which
+        then has another shape; the fixed parts of their times are left out."""
+        left = other.rows - more
+        units = self._units_run(joined, rows + more) + self._units_run(other.key.shape, left)
+        units -= self._units_run(shape, rows) + self._units_run(other.key.shape, other.rows)
+        return units * self.costs.unit_ns
+
+    def _units_run(self, shape: Hashable, rows: int) -> int:
+        """Return the units of a batch, with those that pad it."""
+        return self._units_of(shape) * self._padded_rows(shape, rows) if rows else 0
 
 
 def _units(found: tuple[int, BucketQueue]) -> int:

@@ -460,7 +460,8 @@ class Scheduler:
         if policy.is_alone or is_placed or is_parallel:
             return key, ()
         rows_max = bucket.rows_max
-        for other in self._company.beside(bucket, buckets.next_ones()):
+        side_by_side = self._concurrency.allowed(rows, rows_max) if self._policy.is_pipelined else 1
+        for other in self._company.beside(bucket, buckets.next_ones(), side_by_side):
             is_longer = other.key.shape != key.shape and self._company.holds(other.key.shape, key.shape)
             room = (min(rows_max, other.rows_max) if is_longer else rows_max) - rows
             if room < 1 or not (is_longer or self._company.holds(key.shape, other.key.shape)):
@@ -662,9 +663,14 @@ class Scheduler:
         """Note what batches took before the first request came, in ns, by their rows."""
         self._times.seed(key, compute_ns)
 
-    def forget_times(self, shape: Hashable) -> None:
-        """Forget what batches of a shape took: from now on they run in another way."""
+    def run_anew(self, shape: Hashable, times: Mapping[int, int]) -> None:
+        """Forget what batches of a shape took: from now on they run in another way.
+
+        :param times: how long they take now, in ns, by their rows; empty if nothing is known.
+        """
         self._times.forget(shape)
+        self.seed(BatchKey(shape), times)
+        self._company.tell(shape, times)
 
     def usual_ns(self, batch: Batch) -> tuple[int, int, int]:
         """Return how long such a batch usually takes to be copied in, to compute and to be copied out."""
@@ -850,13 +856,14 @@ class Scheduler:
         if half >= rows or self._contexts.free < 2 or self._in_flight_max < 2:
             return bucket.rows_max  # The others would have no context to be copied in for.
         key, compute, delay_ns = bucket.key, self._times.compute, self._times.delay_ns
-        whole_ns, half_ns = compute.typical(key.cost_key, rows), compute.typical(key.cost_key, half)
+        run, half_run = self._expected_rows(key, rows), self._expected_rows(key, half)
+        whole_ns, half_ns = compute.typical(key.cost_key, run), compute.typical(key.cost_key, half_run)
         if whole_ns is None or half_ns is None:
             return bucket.rows_max
-        first_ns = delay_ns(key, half) + half_ns
+        first_ns = delay_ns(key, half_run) + half_ns
         # The second half is there when the first has computed, or as soon as it has been copied in.
-        halves_ns = max(first_ns, 2 * delay_ns(key, half)) + half_ns
-        return half if halves_ns < delay_ns(key, rows) + whole_ns else bucket.rows_max
+        halves_ns = max(first_ns, 2 * delay_ns(key, half_run)) + half_ns
+        return half if halves_ns < delay_ns(key, run) + whole_ns else bucket.rows_max
 
     def _rows_to_run(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
         """Return the rows that the device executes for ``rows``, and the profile to do it with."""

@@ -336,7 +336,7 @@ class Dispatcher:
             return
         payloads = [request.payload for request in group.requests]
         if group.nbytes > COPY_ON_LOOP_NBYTES_MAX:
-            parts = group.writes(self._memory, payloads, self._copy_threads().threads_max)
+            parts = group.writes(self._memory, payloads, self._copy_threads().parts_max)
             if self._copies(
                 group, parts, group.nbytes, partial(self._written_off_loop, group, payloads, None)
             ):

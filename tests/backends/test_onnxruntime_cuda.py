@@ -9,6 +9,7 @@ import pytest
 
 import asynctrt
 from asynctrt.backends import onnxruntime_cuda
+from asynctrt.backends.onnx_axes import FIRST_AXIS
 from asynctrt.backends.onnx_options import CUDA, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.backends.onnxruntime_cuda import (
@@ -20,8 +21,8 @@ from asynctrt.backends.onnxruntime_cuda import (
     describe_fallback,
     provider_settings,
 )
-from asynctrt.backends.onnxruntime_streams import Batch
-from asynctrt.devices.host import HostDevice
+from asynctrt.backends.onnxruntime_streams import Batch, StreamedOnnxModel
+from asynctrt.devices.host import HostDevice, cores
 from asynctrt.errors import (
     DeviceLostError,
     DeviceUnavailableError,
@@ -30,7 +31,7 @@ from asynctrt.errors import (
     OptionsError,
 )
 from tests.backends.onnx_sessions import HostSessions
-from tests.models import double_onnx
+from tests.models import detector_onnx, double_onnx
 
 
 def test_a_session_is_tied_to_its_stream_and_bounded():
@@ -67,6 +68,38 @@ def test_without_the_provider_the_extra_is_named(monkeypatch):
 def test_another_device_than_a_gpu_is_refused(tmp_path):
     with pytest.raises(DeviceUnavailableError, match="cuda:0"):
         OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), device=HostDevice())
+
+
+class Undevised(OnnxCudaModel):
+    """The model as it is before it knows a GPU."""
+
+    def __init__(self, path, **options):
+        self._given, self._rows = path, FIRST_AXIS
+        StreamedOnnxModel.__init__(self, path, options)
+
+
+def test_the_twin_on_the_host_takes_the_session_that_read_names_and_types(tmp_path):
+    """Loading a large model takes long."""
+    model = Undevised(detector_onnx(tmp_path / "detector.onnx"))
+    rows = np.random.default_rng(0).random((2, 3, 32, 32), np.float32)
+    read = model._read
+    first, second = model.host_twin(), model.host_twin()
+    assert first.session is read is not second.session
+    assert first.name == second.name == model.name == "detector"
+    assert first.inputs == second.inputs == model.inputs
+    answers = [twin.session.run(None, {"images": rows})[0] for twin in (first, second)]
+    np.testing.assert_allclose(*answers, rtol=1e-4, atol=1e-5)
+    assert first.intra_op_threads == second.intra_op_threads == cores()
+
+
+def test_a_model_with_outputs_of_sizes_of_their_own_is_specialised_as_others_are(tmp_path):
+    """As detectors have: the places of their answers have a name that no input has."""
+    capabilities = Undevised(detector_onnx(tmp_path / "detector.onnx")).capabilities
+    assert (capabilities.is_specialisable, capabilities.is_capturable) == (True, False)
+    capabilities = Undevised(double_onnx(tmp_path / "double.onnx")).capabilities
+    assert (capabilities.is_specialisable, capabilities.is_capturable) == (True, True)
+    capabilities = Undevised(double_onnx(tmp_path / "double.onnx"), batch_sizes=()).capabilities
+    assert (capabilities.is_specialisable, capabilities.is_capturable) == (False, True)
 
 
 @pytest.mark.parametrize("limit", [-1, 0, "8MiB", 0.5, True])

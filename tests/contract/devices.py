@@ -97,7 +97,7 @@ class Subject:
 
 
 def subject_on(name, **spec):
-    """Return a subject on a device of that name; on ``plans``, the real TensorRT with the model of its plan."""
+    """Return a subject on a device of that name; on ``plans``, the real TensorRT with its plan."""
     if name == "plans":
         from asynctrt.devices.cuda import CudaDevice
 

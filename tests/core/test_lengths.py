@@ -54,7 +54,7 @@ async def test_texts_of_all_lengths_share_batches_by_default(encoder, caplog):
         assert engine.batching.lengths in str(engine.batching)
         assert [text for text in caplog.messages if engine.batching.lengths in text]
         await same_as_alone(encoder, texts(*range(33, 64), 5, 100), engine)
-        assert engine.statistics().batches < 10
+        assert engine.statistics().batches <= 10, "one for each size that they are padded to, at most"
         with pytest.raises(asynctrt.AsynctrtError):
             await engine.infer({"input_ids": np.ones((1, 3), int), "attention_mask": np.ones((1, 4), int)})
 

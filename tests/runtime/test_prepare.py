@@ -13,7 +13,7 @@ from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Capabilities, ModelBase
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError
-from asynctrt.runtime.prepare import CHANGE_NS_MIN, sizes_up_to
+from asynctrt.runtime.prepare import CHANGE_NS_MIN, few_sizes, sizes_up_to
 from asynctrt.tensors import TensorSpec
 from tests.helpers import WAIT_S, until
 from tests.models import rows as rows_of
@@ -99,6 +99,14 @@ def test_sizes_are_close_to_each_other():
         for rows in range(2, rows_max + 1):
             padded = min(size for size in sizes if size >= rows)
             assert padded < rows * 1.5, (rows, padded)
+
+
+def test_few_sizes_waste_no_more_than_a_third_of_a_large_batch():
+    assert few_sizes(None, 1) == (1,)
+    assert few_sizes(None, 6) == (1, 2, 4, 6)
+    assert few_sizes(None, 24) == (1, 2, 4, 8, 16, 24)
+    assert few_sizes(None, 64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    assert few_sizes((1, 3, 80), 64) == (1, 3, 64)
 
 
 async def run(model, counts, **options):

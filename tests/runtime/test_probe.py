@@ -8,8 +8,10 @@ import pytest
 
 import asynctrt
 from asynctrt.backends.onnxruntime import OnnxModel
+from asynctrt.core.lengths import Lengths
 from asynctrt.runtime.probe import differing
 from tests.backends.onnx_sessions import HostSessions
+from tests.benchmarks.lengths import encoder_onnx
 from tests.models import node, rows, save
 
 FLOAT = 1
@@ -120,3 +122,19 @@ async def test_rows_that_the_device_alone_mixes_are_seen(tmp_path):
     async with asynctrt.open(model, device=device) as engine:
         assert not engine.batching.is_on
         np.testing.assert_array_equal((await engine.infer(rows(1)))["y"], np.ones((1, 4)))
+
+
+@pytest.mark.anyio
+async def test_what_batches_take_is_measured_on_the_device_alone(tmp_path, monkeypatch):
+    measured, measure = [], Lengths._measured
+
+    def noted(lengths, padding, found):
+        measured.append(lengths._model)
+        return measure(lengths, padding, found)
+
+    monkeypatch.setattr(Lengths, "_measured", noted)
+    model = Fragile(encoder_onnx(tmp_path / "encoder.onnx", 8))
+    device = asynctrt.HostDevice(in_place="always", unified=False)
+    async with asynctrt.open(model, device=device) as engine:
+        assert "padding sequence changed no answer" in engine.batching.lengths
+    assert measured == [model]

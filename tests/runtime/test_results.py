@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from asynctrt.runtime import results
-from asynctrt.runtime.results import KEPT_NBYTES_MAX, RECYCLED_NBYTES_MIN, ResultMemory, fill
+from asynctrt.runtime.results import KEPT_NBYTES_MAX, RECYCLED_NBYTES_MIN, ResultMemory
+from asynctrt.runtime.spans import fills
 
 LARGE = np.arange(RECYCLED_NBYTES_MIN // 8, dtype=np.float64).reshape(1, -1)
 
@@ -152,7 +153,8 @@ def test_what_another_thread_copies_is_reserved_before(width):
     memory, slab = ResultMemory(), np.arange(8.0 * width).reshape(8, width)
     views = [{"y": slab[5:7]}, {"y": slab[:1], "z": slab[7:]}]
     reserved = memory.reserved(views)
-    fill(reserved, views)
+    for part in fills(reserved, views, 1, 1):
+        part()
     for arrays, copied, own in zip(reserved, memory.copied(views), views, strict=True):
         assert list(arrays) == list(copied) == list(own)
         for name, view in own.items():

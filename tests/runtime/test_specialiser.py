@@ -6,13 +6,16 @@ import threading
 from dataclasses import replace
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import OptionsError
+from asynctrt.runtime import specialiser
 from asynctrt.scheduling.recurring import OFTEN, SHAPES_MAX
 from tests.backends.onnx_sessions import CapturableSessions, HostSessions, SpecialisedSessions, in_place
+from tests.benchmarks.lengths import encoder_onnx
 from tests.helpers import WAIT_S
 from tests.models import detector_onnx, double_onnx, unnamed_output_onnx
 
@@ -168,6 +171,21 @@ async def test_shapes_are_bounded_and_what_is_rare_gives_way(path):
     assert model.alive == 0
 
 
+async def test_shapes_are_built_one_after_the_other_but_take_another_s_place_only_after_a_rest(
+    path, monkeypatch
+):
+    monkeypatch.setattr(specialiser, "REST", 10_000)
+    model = SpecialisedSessions(path)
+    async with opened(model) as engine:
+        for length in range(1, SHAPES_MAX + 1):
+            await until(engine, lambda length=length: f"length={length}" in shapes_of(engine), length)
+        told = model.told
+        for _ in range(20 * OFTEN):
+            await check(engine, 9)
+        assert model.told == told
+    assert model.alive == 0
+
+
 async def test_a_rare_shape_gives_way_if_there_is_no_room_for_a_frequent_one(path):
     model = SpecialisedSessions(path, ways=(*["good"] * 7, "full", *["good"] * 7))
     async with opened(model) as engine:
@@ -248,3 +266,25 @@ async def test_an_engine_that_knows_its_shapes_builds_nothing_more(tmp_path):
         for _ in range(3 * OFTEN):
             await engine.infer(np.ones((1, 4), np.float32))
         assert len(model.sessions) == before
+
+
+async def test_lengths_that_are_padded_get_contexts_of_their_own(tmp_path):
+    """And batches of several lengths run there, which tell what they take."""
+    path = encoder_onnx(tmp_path / "encoder.onnx", 8)
+    alone, rng = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]), np.random.default_rng(0)
+    sent = [
+        {"input_ids": rng.integers(1, 1000, (1, size)), "attention_mask": np.ones((1, size), np.int64)}
+        for size in (9, 12, 16, 17, 20, 32)
+    ]
+    model = SpecialisedSessions(path)
+    async with opened(model) as engine:
+        assert "padding sequence changed no answer" in engine.batching.lengths
+        async with asyncio.timeout(WAIT_S):
+            while shapes_of(engine) != {"sequence=16", "sequence=32"}:
+                await asyncio.gather(*map(engine.infer, sent))
+        general = [len(session.runs) for session in model.sessions[:2]]
+        answers = await asyncio.gather(*map(engine.infer, sent * 3))
+        assert [len(session.runs) for session in model.sessions[:2]] == general
+        for one, answer in zip(sent * 3, answers, strict=True):
+            np.testing.assert_allclose(answer["output"], alone.run(None, one)[0], atol=1e-5)
+    assert model.alive == 0

@@ -15,7 +15,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, QueueFullError, UsageError
 from asynctrt.runtime import driver, spans
 from asynctrt.runtime.results import ResultMemory
-from asynctrt.runtime.spans import copy_out, spans_of
+from asynctrt.runtime.spans import PART_NBYTES_MIN, copy_out, fills, spans_of
 from asynctrt.runtime.staging import (
     AheadRows,
     RowSource,
@@ -106,6 +106,26 @@ def test_padding_is_a_copy_of_the_first_row():
     assert slab.inputs[0].tolist() == [[n, n] for n in (1, 2, 2, 1, 1, 1, -1, -1)]
     assert slab.inputs[1].tolist() == [10, 20, 20, 10, 10, 10, -1, -1]
     assert source.staged_nbytes == 6 * (8 + 8)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_rows_of_earlier_batches_pad_one_if_they_are_kept(monkeypatch, in_parts):
+    monkeypatch.setattr(spans, "PART_NBYTES_MIN", 1)
+    device = HostDevice(unified=False)
+    slab, stream = slab_of(device=device, dims=(2,)), device.create_stream()
+    slab.keeps_rows = True
+    requests = [make_request(np.full((count, 2), count, np.float32)) for count in (1, 2)]
+    source = RowSource(make_batch(*requests, rows_run=6), slab)
+    assert source.staged_nbytes == 3 * 8
+    for part in source.parts(3) if in_parts else [source.stage]:
+        part()
+    assert slab.inputs[0][:, 0].tolist() == [1, 2, 2, -1, -1, -1, -1, -1]
+    there = slab.buffers.device_buffer.array(FLOAT, (8, 2), 0)
+    there[...] = 7
+    source.put_in(stream)
+    assert stream.drain(WAIT_S)
+    assert there[:, 0].tolist() == [1, 2, 2, 7, 7, 7, 7, 7]
+    stream.close(WAIT_S)
 
 
 @pytest.mark.parametrize("counts", [[8], [1] * 8, [1, 6, 1], [3, 2], [1]])
@@ -405,6 +425,20 @@ def test_spans_may_leave_rows_out():
     slab = {"y": np.arange(8)}
     copied = copy_out(slab, [slice(5, 7), slice(0, 1)], 7, ResultMemory())
     assert [outputs["y"].tolist() for outputs in copied] == [[5, 6], [0]]
+
+
+@pytest.mark.parametrize("parts_max", [1, 4])
+def test_what_other_threads_copy_is_reserved_before(parts_max):
+    slab = {"y": np.arange(16.0).reshape(8, 2)}
+    views = [{"y": slab["y"][rows]} for rows in (slice(5, 7), slice(0, 1), slice(2, 3))]
+    reserved = ResultMemory().reserved(views)
+    parts = fills(reserved, views, PART_NBYTES_MIN * parts_max, parts_max)
+    assert len(parts) == min(parts_max, len(reserved))
+    for part in reversed(parts):
+        part()
+    for values, own in zip(reserved, views, strict=True):
+        np.testing.assert_array_equal(values["y"], own["y"])
+        assert not np.shares_memory(values["y"], slab["y"])
 
 
 def test_rows_without_dimensions_and_rows_with_many():

@@ -6,6 +6,7 @@ from asynctrt.errors import ExecutionError
 from asynctrt.scheduling.company import SPREAD_MIN, TIMES_MIN, Company, Costs
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -19,8 +20,9 @@ def holds(shape, other):
     return units_of(shape) >= units_of(other)
 
 
-def company(batch_ns, unit_ns=1):
-    return Company(units_of, holds, [(units, batch_ns + unit_ns * units) for units in (1, 1000)] * TIMES_MIN)
+def company(batch_ns, unit_ns=1, **more):
+    times = [(units, batch_ns + unit_ns * units) for units in (1, 1000)] * TIMES_MIN
+    return Company(units_of, holds, times, **more)
 
 
 def scheduler(found, **more):
@@ -81,10 +83,34 @@ def test_a_size_that_fills_a_batch_does_not_join():
 
 def test_a_batch_takes_no_more_rows_than_it_holds():
     owner = scheduler(company(1_000_000))
+    come(owner, *[8] * 5, *[16] * 3, 32)
+    assert sizes(owner.next_batch(0)) == (16, [8] * 5 + [16] * 3)
+    assert sizes(owner.next_batch(0)) == (32, [32])
+
+
+def test_rows_that_would_leave_some_behind_do_not_join():
+    """They would be padded, or pad others, and there would be as many batches."""
+    owner = scheduler(company(1_000_000))
     come(owner, *[8] * 5, *[16] * 6)
-    first = owner.next_batch(0)
-    assert first.rows == len(first.requests) == 8
-    assert owner.next_batch(0).rows == 3
+    assert sizes(owner.next_batch(0)) == (8, [8] * 5)
+    assert sizes(owner.next_batch(0)) == (16, [16] * 6)
+
+
+def test_rows_take_the_place_of_others_that_pad_a_batch():
+    owner = scheduler(company(1, padded_rows=lambda _, rows: 8 if rows > 1 else 1))
+    come(owner, *[32] * 5, *[8] * 4)
+    assert sizes(owner.next_batch(0)) == (32, [8] * 3 + [32] * 5)
+    assert sizes(owner.next_batch(0)) == (8, [8])
+
+
+def test_times_that_are_told_replace_those_before():
+    found = company(1_000_000)
+    for shape in ((("n", 8),), (("n", 64),)):
+        found.tell(shape, {1: 20 + shape[0][1], 8: 20 + 8 * shape[0][1]})
+    assert (found.costs.batch_ns, found.costs.unit_ns) == (20, 1)
+    owner = scheduler(found)
+    come(owner, 8, 64)
+    assert sizes(owner.next_batch(0)) == (8, [8])
 
 
 def test_nothing_joins_until_costs_are_known():
@@ -146,3 +172,30 @@ def test_rows_that_cannot_be_padded_run_as_they_are(more):
     for size in (8, 16):
         owner.submit(Request(1, BatchKey((("n", size),), **more), 0, 0))
     assert owner.next_batch(0).rows == 1
+
+
+def test_a_shape_that_runs_anew_tells_its_times():
+    owner = scheduler(company(1_000_000))
+    for size in (8, 64):
+        owner.run_anew((("n", size),), {1: 20 + size, 8: 20 + 8 * size})
+    come(owner, 8, 64)
+    assert sizes(owner.next_batch(0)) == (8, [8])
+    owner.run_anew((("n", 64),), {})
+    assert sizes(owner.next_batch(0)) == (64, [64])
+
+
+def test_a_small_batch_that_was_held_up_does_not_count():
+    costs = Costs()
+    for units, took_ns in ((8, 3000), (64, 164), (1024, 1124)):
+        for _ in range(TIMES_MIN):
+            costs.observe(units, took_ns)
+    assert costs.batch_ns == pytest.approx(156, abs=2)
+    assert costs.unit_ns == pytest.approx(0.945, abs=0.01)
+
+
+@pytest.mark.parametrize(("side_by_side", "joins"), [(1, True), (2, False)])
+def test_batches_side_by_side_spend_their_fixed_parts_together(side_by_side, joins):
+    buckets = [BucketQueue(BatchKey((("n", size),)), 1, 8) for size in (32, 64)]
+    for bucket in buckets:
+        bucket.push(Request(1, bucket.key, 0, 0))
+    assert bool(company(50).beside(buckets[0], buckets, side_by_side)) is joins

@@ -154,9 +154,9 @@ class TestJustInTime:
         plan, now_ns = pipelined(lanes_max=lanes_max)
         before, free_ns = in_flight(plan, now_ns)
         assert plan.usual_ns(before)[1] == COMPUTE_NS
-        plan.forget_times(("another",))
+        plan.run_anew(("another",, {}))
         assert plan.usual_ns(before)[1] == COMPUTE_NS
-        plan.forget_times(before.key.cost_key)
+        plan.run_anew(before.key.cost_key, {})
         assert plan.usual_ns(before)[1] == 0
         end(plan, before, free_ns)
         for number in range(2 * WARM_UP):

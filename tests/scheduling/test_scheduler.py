@@ -22,9 +22,11 @@ from asynctrt.errors import (
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.counters import ARENA_WAIT_NS_MIN
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, PART_NS_MIN, Captured
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, PART_NS_MIN, Captured, Policy
 from asynctrt.scheduling.queues import TURNS_KEPT
 from asynctrt.scheduling.request import Request, State
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.shapes import Shapes
 from tests.scheduling.support import (
     KEY,
     Profiles,
@@ -977,3 +979,32 @@ def test_rows_of_two_slabs_share_no_batch():
     for slab in (None, 0, 1):
         submit(plan, shape=BatchKey(("b",), slab))
     assert [plan.next_batch(0).key.slab for _ in range(3)] == [None, 0, 1]
+
+
+def test_half_of_the_rows_is_put_on_an_idle_device_first_as_both_are_padded():
+    shapes = Shapes(rows_max=8, profiles=None)
+    shapes.restrict((4, 8))
+    policy = Policy(8, concurrency=2, is_pipelined=True)
+    plan = Scheduler(
+        policy=policy,
+        shapes=shapes,
+        queue_rows_max=64,
+        priorities=3,
+        contexts=2,
+        arenas=0,
+        in_flight_max=2,
+    )
+    now_ns = 0
+    for rows in (4, 8) * 16:
+        submit(plan, rows=rows)
+        batch = plan.next_batch(now_ns)
+        plan.started(batch, now_ns)
+        now_ns += 20 * 1_000_000
+        plan.observe_copies(batch, copy_in_ns=rows * 1_000_000, copy_out_ns=0)
+        plan.landed(batch, now_ns)
+        plan.finished(batch, now_ns, rows * 1_000_000, (rows + 1) * 1_000_000, 0)
+    for _ in range(6):
+        submit(plan)
+    # 4 + 5 + 5 ms instead of 8 + 9.
+    batch = plan.next_batch(now_ns)
+    assert (batch.rows, batch.rows_run) == (3, 4)
