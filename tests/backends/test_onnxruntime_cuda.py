@@ -9,7 +9,6 @@ import pytest
 
 import asynctrt
 from asynctrt.backends import onnxruntime_cuda
-from asynctrt.backends.onnx_axes import FIRST_AXIS
 from asynctrt.backends.onnx_options import CUDA, OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.backends.onnxruntime_cuda import (
@@ -74,7 +73,7 @@ class Undevised(OnnxCudaModel):
     """The model as it is before it knows a GPU."""
 
     def __init__(self, path, **options):
-        self._given, self._rows = path, FIRST_AXIS
+        self._given, self._must_batch = path, False
         StreamedOnnxModel.__init__(self, path, options)
 
 

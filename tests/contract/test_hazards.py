@@ -64,7 +64,9 @@ async def test_a_batch_that_hangs_is_given_up_and_the_others_go_on(subject, aren
 
 
 async def test_every_context_hangs(subject):
-    engine = await subject.open(contexts=2, arenas=2, batch_timeout=0.3, close_timeout=0.5, max_rows=1)
+    engine = await subject.open(
+        contexts=2, arenas=2, lanes=2, batch_timeout=0.3, close_timeout=0.5, max_rows=1
+    )
     subject.double.fail_next("hang", 2)
     sent = [asyncio.create_task(engine.infer(subject.rows(n))) for n in range(6)]
     async with asyncio.timeout(WAIT_S):

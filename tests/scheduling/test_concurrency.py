@@ -154,7 +154,7 @@ class TestJustInTime:
         plan, now_ns = pipelined(lanes_max=lanes_max)
         before, free_ns = in_flight(plan, now_ns)
         assert plan.usual_ns(before)[1] == COMPUTE_NS
-        plan.run_anew(("another",, {}))
+        plan.run_anew(("another",), {})
         assert plan.usual_ns(before)[1] == COMPUTE_NS
         plan.run_anew(before.key.cost_key, {})
         assert plan.usual_ns(before)[1] == 0
