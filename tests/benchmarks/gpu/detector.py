@@ -141,7 +141,7 @@ def opening(path, given):
     if given.contexts:
         settings["contexts"] = given.contexts
     if given.known:
-        settings["shapes"] = {"images": (3, given.side, given.side)}
+        settings["onnx"] = {"shapes": {"images": (3, given.side, given.side)}}
     if not is_host:
         return device, asynctrt.open(path, device=device, **settings)
     from tests.backends.onnx_sessions import SpecialisedSessions

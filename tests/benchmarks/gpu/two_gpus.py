@@ -91,7 +91,7 @@ async def main():
                 raise SystemExit(f"torch could not export the encoder: {failed}")
         tokens = rng.integers(0, 256, (32, 1, given.tokens))
         texts = list(tokens.astype(np.float32) if on_host and given.model is None else tokens)
-        settings = {} if on_host else {"shapes": {"tokens": (given.tokens,)}}
+        settings = {} if on_host else {"onnx": {"shapes": {"tokens": (given.tokens,)}}}
         ways = {
             "one engine": [{"device": devices[0]}],
             "two engines": [{"device": device} for device in devices],
