@@ -236,7 +236,8 @@ def test_importing_the_doubles_loads_none_either():
 MISSING = [
     *[("serve", "model.onnx", name, "serve") for name in ("google", "grpc", "httptools", "orjson")],
     *[("serve", "model.onnx", name, "serve") for name in ("prometheus_client", "websockets")],
-    *[("load", "model.onnx", name, "load") for name in ("hdrh", "jinja2", "psutil", "pynvml")],
+    *[("load", "model.onnx", name, "load") for name in ("hdrh", "psutil", "pynvml")],
+    ("load", ("/nowhere/model.onnx", "--report", "page.html"), "jinja2", "load"),
     *[("inspect", __file__, name, "cli") for name in ("typer", "rich")],
     ("serve", __file__, "onnxruntime", "cpu"),
 ]
@@ -248,7 +249,15 @@ MISSING = [
 def test_a_missing_extra_is_named(command, target, missing, extra):
     program = f"import sys; sys.modules[{missing!r}] = None; from asynctrt.__main__ import main; main()"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, command, target],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            program,
+            command,
+            *([target] if isinstance(target, str) else target),
+        ],
         capture_output=True,
         text=True,
         check=False,

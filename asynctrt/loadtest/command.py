@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -284,6 +285,8 @@ def _check_writable(path: Path, *, is_page: bool) -> None:
         folder = folder.parent
     if is_page and path.suffix not in (".html", ".csv"):
         raise UsageError(f"{str(path)!r} is not an .html or .csv file: --report writes one of these")
+    if path.suffix == ".html":
+        import_module("asynctrt.loadtest.page")  # It names the extra that brings what it needs.
     if path.is_dir() and path.suffix in (".json", ".html", ".csv"):
         raise UsageError(f"{str(path)!r} is a folder, not a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):

@@ -105,7 +105,7 @@ async def killed(model, given, device, **settings):
     """Kill a worker now and then while requests are answered."""
     random = np.random.default_rng(1)
     pauses = []
-    async with asynctrt.open(model, isolation="process", device=device, **settings) as engine:
+    async with asynctrt.open(model, device=device, **{"isolation": "process", **settings}) as engine:
         callers = Callers(engine, given.requests)
 
         async def kill():
@@ -144,7 +144,7 @@ async def killed(model, given, device, **settings):
 async def faulted(model, given, device, first, **settings):
     """Send a row that ends its worker, or hangs, beside callers; without one, let a batch fail once."""
     async with asynctrt.open(
-        model, isolation="process", device=device, batch_timeout=given.batch_timeout, **settings
+        model, device=device, batch_timeout=given.batch_timeout, **{"isolation": "process", **settings}
     ) as engine:
         callers = Callers(engine)
         tasks = [asyncio.create_task(callers.call(number)) for number in range(8)]

@@ -142,7 +142,7 @@ async def killed(mlp, reference, requests, every_s, note, **options):
     found = {"answered": 0, "lost": 0, "wrong": 0, "twice": 0, "kills": 0, "recovery_ms": []}
     waits = []
 
-    async with asynctrt.open(mlp, isolation="process", **options) as engine:
+    async with asynctrt.open(mlp, **{"isolation": "process", **options}) as engine:
         left = iter(range(requests))
         seen = set()
 

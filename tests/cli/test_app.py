@@ -207,7 +207,7 @@ def test_demo(tmp_path):
     assert re.search(r"30 files.*: 30 python", out)
     assert "1 files were unreadable or too small" in out
     for way, parts in (("in the coroutine", 1), ("a batcher by hand", 5), ("asynctrt", 5)):
-        assert len(re.findall(rf"^  {way}( +[\d,.]+%?){{2,3}}$", out, re.MULTILINE)) == parts, way
+        assert len(re.findall(rf"^  {way}( +([\d,.]+%?|inf)){{2,3}}$", out, re.MULTILINE)) == parts, way
     assert out.count("asynctrt / by hand: ") == 5
     assert re.search(r"a batcher by hand +\d+ of 256\n  asynctrt +0 of 256\n", out)
     assert max(map(len, out.splitlines())) <= 80

@@ -118,7 +118,7 @@ async def measure(device, *, compiles, sizes, seconds):
         function,
         inputs=asynctrt.TensorSpec("image", "uint8", function.image),
         outputs=asynctrt.TensorSpec("logits", "float32", (1000,)),
-        batch_sizes=sizes,
+        batch_sizes=sizes or None,
     )
     image = np.random.default_rng(0).integers(0, 256, (1, *function.image), np.uint8)
     start_ns = clock.now_ns()
