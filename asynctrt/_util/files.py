@@ -19,7 +19,7 @@ TEMPORARY: Final = ".tmp"
 """The suffix of files that are being written. Their names begin with a dot and the target's name."""
 
 CONFIG_NBYTES_MAX: Final = 1 << 20
-"""The largest file that somebody writes by hand: settings, tokens, a certificate."""
+"""The size limit of files written by hand: settings, tokens, certificates."""
 
 GROWTH_NBYTES: Final = 1 << 20
 """Bytes to read at a time if a file has grown while it was read."""

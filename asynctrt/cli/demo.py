@@ -259,7 +259,7 @@ class Load:
         """Send a request. Count it as answered if the answer arrives in time.
 
         :param timeout: what the batcher is told, in seconds.
-        :param leaves_after: when the caller gives up, in seconds, which nobody is told beforehand.
+        :param leaves_after: when the caller gives up, in seconds, without having said so beforehand.
         """
         begun_ns = clock.now_ns()
         self.sent += counts

@@ -24,7 +24,7 @@ SHAPE: Final = re.compile(
 class Criterion:
     """Compare a figure with a limit.
 
-    :param step: the step whose figure it is; empty for that of the requests.
+    :param step: the step that the figure belongs to; empty for whole requests.
     :param limit: in ms for latencies, requests/s for throughput and goodput, a share for errors. If the
         criterion is relative, the change as a share of the baseline: ``+0.1`` is 10% more.
     """

@@ -273,7 +273,7 @@ def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
 
 
 def _drift(plan: ProcessPlan, windows: Sequence[Window]) -> tuple[str, ...]:
-    """Return a note if the latency at the beginning of a level load differs from that of the rest."""
+    """Return a note if latency under a constant load was different at the beginning."""
     first = len(windows) // 5
     early, late = total(windows[:first]).latency, total(windows[first:]).latency
     if not plan.is_level or min(len(early), len(late)) < DRIFT_REQUESTS:

@@ -90,7 +90,7 @@ class Progress:
     started_ns: int = 0
     windows: Windows = dataclasses.field(default_factory=dict)
     window_ns: int = 250_000_000
-    """The length of a window as it was recorded."""
+    """The length of one recorded window."""
     pairs: int = 1
     """How many of these windows were merged into each of ``windows``."""
     runs: list[Run] = dataclasses.field(default_factory=list)

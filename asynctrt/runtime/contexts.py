@@ -695,18 +695,9 @@ class ContextPool:
             direct_ns = sorted(cost.direct_ns for cost in costs)[len(costs) // 2]
             graph_ns = sorted(cost.graph_ns for cost in costs)[len(costs) // 2]
             self.captured = Captured(tuple(sizes), direct_ns, graph_ns)
-            self._keep_rows(sizes)
         finally:
             if own is not None:
                 own.close()
-
-    def _keep_rows(self, sizes: Sequence[int]) -> None:
-        """Note that slabs are full of rows if comparisons have filled them, and no other shape uses them."""
-        layout = self.layout(self._shapes[0])
-        is_full = self._model.capabilities.is_traced and sizes[-1] == layout.rows_max
-        if is_full and layout.has_rows_first and len(self._shapes) == 1:
-            for context in self.contexts:
-                context.slab(self._shapes[0], self.layout).keeps_rows = True
 
     @property
     def _may_capture(self) -> bool:

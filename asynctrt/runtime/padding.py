@@ -44,9 +44,9 @@ class PaddedSource(RowSource):
                     _copy_into(view[span], index, array, fit)
         except Exception:
             self._stage_one_by_one()
-        if self.rows_put != batch.rows:
+        if batch.rows_run != batch.rows:
             for view in self.views:
-                view[batch.rows : self.rows_put] = view[0]
+                view[batch.rows : batch.rows_run] = view[0]
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
         """Return functions that together do the same as :meth:`stage`: only one if anything is padded."""

@@ -184,7 +184,7 @@ class SharedSource(RowSource):
             for request, address in zip(self.batch.requests, self._addresses, strict=True)
             if address is None
         ]
-        rows = sum(staged) + self.rows_put - self.batch.rows
+        rows = sum(staged) + self.batch.rows_run - self.batch.rows
         return self.slab.layout.input_row_nbytes * rows
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
@@ -206,8 +206,8 @@ class SharedSource(RowSource):
             for rows, span, address in zip(self._rows, spans, self._addresses, strict=True):
                 if address is None:
                     copy_rows(rows[index], view[span])
-            if self.rows_put != batch.rows:
-                view[batch.rows : self.rows_put] = self._rows[0][index][0]
+            if batch.rows_run != batch.rows:
+                view[batch.rows : batch.rows_run] = self._rows[0][index][0]
 
     def arrays_of(self, index: int) -> list[Array]:
         """Return the rows of each request for one input."""
@@ -240,6 +240,6 @@ class SharedSource(RowSource):
                 start, nbytes = runs[-1][0], runs[-1][1] + nbytes
                 runs.pop()
             runs.append((start, nbytes))
-        if self.rows_put != batch.rows:
-            runs.append((staged + batch.rows * row_nbytes, (self.rows_put - batch.rows) * row_nbytes))
+        if batch.rows_run != batch.rows:
+            runs.append((staged + batch.rows * row_nbytes, (batch.rows_run - batch.rows) * row_nbytes))
         return runs

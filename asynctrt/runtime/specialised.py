@@ -229,9 +229,6 @@ class Builder:
             before_ns = {rows: reference.times_ns[rows] for rows in sorted({taken[0], taken[-1]})}
             after_ns = {rows: sites[0].timed_ns(rows) for rows in taken}
             reference.close()
-            for slab in slabs:
-                # The comparison has put rows everywhere. Graphs do not fail, whatever is in them.
-                slab.keeps_rows = is_captured and layout.has_rows_first
         except BaseException:
             if reference is not None:
                 reference.close()

@@ -192,8 +192,6 @@ class Slab:
         self._views: dict[int, tuple[tuple[Array, ...], dict[str, Array]]] = {}
         self.binding: Binding | None = None
         """The context that owns this slab, bound to it."""
-        self.keeps_rows = False
-        """Whether all its rows are valid ones of earlier batches, on the device too: they pad any batch."""
 
     def input_views(self, rows: int) -> tuple[Array, ...]:
         """Return the inputs of a batch of ``rows`` rows, with rows first; they may have more rows."""
@@ -396,8 +394,6 @@ class RowSource:
         if batch.rows != len(batch.requests):
             self.spans = spans_of(batch.requests)
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
-        self.rows_put = batch.rows if slab.keeps_rows else batch.rows_run
-        """The rows that are staged and copied to the device: those of callers, and those that pad them."""
 
     def leave_out(self, rows: AheadRows) -> None:
         """Skip staging the rows that were copied ahead into the slab, if the batch begins with them."""
@@ -408,7 +404,7 @@ class RowSource:
     @property
     def staged_nbytes(self) -> int:
         """The bytes that :meth:`stage` copies with the CPU."""
-        return self.slab.layout.input_row_nbytes * (self.rows_put - self.ahead_rows)
+        return self.slab.layout.input_row_nbytes * (self.batch.rows_run - self.ahead_rows)
 
     def stage(self) -> None:
         """Copy the rows contiguously into the slab, and pad them. Runs in any thread.
@@ -426,9 +422,9 @@ class RowSource:
                     copy_rows(arrays[0], view[self.ahead_rows : batch.rows])
         except Exception:
             self._stage_one_by_one()
-        if self.rows_put != batch.rows:
+        if batch.rows_run != batch.rows:
             for view in self.views:
-                view[batch.rows : self.rows_put] = view[0]
+                view[batch.rows : batch.rows_run] = view[0]
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
         """Return functions for several threads that together do the same as :meth:`stage`.
@@ -438,7 +434,7 @@ class RowSource:
         # Keeps the arrays alive while threads read them.
         self._pins = pins(array for index in range(len(self.views)) for array in self.arrays_of(index))
         first = self.ahead_rows
-        parts = parts_of(self.rows_put - first, self.staged_nbytes, parts_max)
+        parts = parts_of(self.batch.rows_run - first, self.staged_nbytes, parts_max)
         if len(parts) < 2:
             return [self.stage]
         return [partial(self._stage_part, first + start, first + stop) for start, stop in parts]
@@ -474,7 +470,7 @@ class RowSource:
 
     def put_in(self, stream: Stream) -> None:
         """Put copies to the device on a stream."""
-        self.slab.put_in(stream, self.rows_put)
+        self.slab.put_in(stream, self.batch.rows_run)
 
     def put_out(self, stream: Stream) -> None:
         """Put copies from the device on a stream."""
@@ -527,7 +523,6 @@ class SlotSource(RowSource):
         self.owner = self._owner = batch.requests[0].payload.owner
         if slab.buffers.device_buffer is None and not is_captured and self._lies_side_by_side():
             self.inputs = self._owner.slab
-            self.rows_put = batch.rows_run  # That slab has its own rows.
             self.spans = [request.payload.span for request in batch.requests]
 
     @property
@@ -535,8 +530,8 @@ class SlotSource(RowSource):
         """The bytes of the gathered rows, or only of the padding if no rows are gathered."""
         layout = self.slab.layout
         if self.has_copies_in or self.inputs is not self.slab:
-            return layout.input_row_nbytes * (self.rows_put - self.batch.rows)
-        return layout.input_row_nbytes * self.rows_put
+            return layout.input_row_nbytes * (self.batch.rows_run - self.batch.rows)
+        return layout.input_row_nbytes * self.batch.rows_run
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
         """Return functions that together stage the batch: only one if only padding is staged."""
@@ -549,11 +544,11 @@ class SlotSource(RowSource):
         batch = self.batch
         if not self.has_copies_in and self.inputs is self.slab:
             super().stage()
-        elif self.rows_put != batch.rows:
+        elif batch.rows_run != batch.rows:
             # On a device with separate memory, padding is staged in the context's slab and copied from there.
             padded = self.slab if self.has_copies_in else self.inputs
             for index, view in enumerate(padded.inputs):
-                view[batch.rows : self.rows_put] = self.arrays_of(index)[0][0]
+                view[batch.rows : batch.rows_run] = self.arrays_of(index)[0][0]
 
     def arrays_of(self, index: int) -> Sequence[Array]:
         """Return the rows of each request for one input, in the slab of the slots."""
@@ -572,8 +567,8 @@ class SlotSource(RowSource):
                     target.address + at, source.address + span.offset + run.start * span.row_nbytes, nbytes
                 )
                 at += nbytes
-            if self.rows_put != self.batch.rows:
-                nbytes = (self.rows_put - self.batch.rows) * span.row_nbytes
+            if self.batch.rows_run != self.batch.rows:
+                nbytes = (self.batch.rows_run - self.batch.rows) * span.row_nbytes
                 stream.copy(target, buffers.staging, offset=at, nbytes=nbytes)
 
     def _lies_side_by_side(self) -> bool:
@@ -639,7 +634,7 @@ class DeviceSource(RowSource):
         for request, _ in self.refused:
             rows = spans[batch.requests.index(request)]
             self._plan_copies(good, range(rows.start, rows.stop))
-        self._plan_copies(good, range(batch.rows, self.rows_put))
+        self._plan_copies(good, range(batch.rows, batch.rows_run))
         if batch.key.outputs_on_device:
             self.device_outputs = [{} for _ in batch.requests]
             self._plan_outputs(self.device_outputs)

@@ -283,7 +283,7 @@ class Forecast:
         return sum(begins_ns + takes_ns > self._due_ns(request) for request in others)
 
     def _due_ns(self, request: Request) -> int:
-        """Return when a request has to be answered."""
+        """Return the time by which to answer a request."""
         if request in self.trial:
             return NO_DEADLINE_NS
         return min(request.deadline_ns + request.reserve_ns, NO_DEADLINE_NS)

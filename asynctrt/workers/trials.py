@@ -74,7 +74,7 @@ class Trials:
         return self.are_over
 
     def sent(self, rows: int) -> None:
-        """Note that a group of so many rows went to the worker."""
+        """Note that a group was sent to the worker, with the number of its rows."""
         self._rows_left -= rows
 
     def is_turn_over(self, now_ns: int) -> bool:

@@ -116,18 +116,6 @@ def test_a_device_copies_from_where_rows_lie_what_follows_as_one(memory):
         assert there[:, 0].tolist() == wanted + wanted[:1] * 2
 
 
-def test_rows_that_pad_a_batch_are_left_out_if_the_slab_keeps_some(memory):
-    slab = slab_on(HostDevice(unified=False))
-    slab.keeps_rows = True
-    block = block_at(memory, 1024, is_pinned=True)
-    source = SharedSource(make_batch(request_at(block, 0, 2), rows_run=CAPACITY), slab, is_captured=True)
-    assert source.staged_nbytes == 0
-    source.stage()
-    stream = Stream()
-    source.put_in(stream)
-    assert stream.copies == [512, 512]
-
-
 def test_nothing_is_copied_from_memory_that_the_device_does_not_know(memory):
     slab, block = slab_on(HostDevice(unified=False)), block_at(memory, 1024)
     source = SharedSource(make_batch(request_at(block, 1, 3)), slab, is_captured=False)

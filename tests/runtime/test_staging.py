@@ -108,26 +108,6 @@ def test_padding_is_a_copy_of_the_first_row():
     assert source.staged_nbytes == 6 * (8 + 8)
 
 
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_rows_of_earlier_batches_pad_one_if_they_are_kept(monkeypatch, in_parts):
-    monkeypatch.setattr(spans, "PART_NBYTES_MIN", 1)
-    device = HostDevice(unified=False)
-    slab, stream = slab_of(device=device, dims=(2,)), device.create_stream()
-    slab.keeps_rows = True
-    requests = [make_request(np.full((count, 2), count, np.float32)) for count in (1, 2)]
-    source = RowSource(make_batch(*requests, rows_run=6), slab)
-    assert source.staged_nbytes == 3 * 8
-    for part in source.parts(3) if in_parts else [source.stage]:
-        part()
-    assert slab.inputs[0][:, 0].tolist() == [1, 2, 2, -1, -1, -1, -1, -1]
-    there = slab.buffers.device_buffer.array(FLOAT, (8, 2), 0)
-    there[...] = 7
-    source.put_in(stream)
-    assert stream.drain(WAIT_S)
-    assert there[:, 0].tolist() == [1, 2, 2, 7, 7, 7, 7, 7]
-    stream.close(WAIT_S)
-
-
 @pytest.mark.parametrize("counts", [[8], [1] * 8, [1, 6, 1], [3, 2], [1]])
 @pytest.mark.parametrize("parts", [2, 3, 8])
 def test_parts_do_together_what_is_done_at_once(monkeypatch, counts, parts):
