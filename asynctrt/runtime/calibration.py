@@ -21,7 +21,7 @@ from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.probe import Probe, Sample, Stage
-from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.batch import trial_batch
 from asynctrt.scheduling.concurrency import ONE_LANE, Lanes, Rate, choose_lanes
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
@@ -233,18 +233,13 @@ class _Bench:
 
     def _make_flight(self, rows: int, number: int) -> InFlight:
         key = self._key
-        batch = Batch(
-            number=0,
-            key=key,
-            requests=(Request(rows, key, 0, 0, payload=self._zeros(rows)),),
+        batch = trial_batch(
+            key,
+            (Request(rows, key, 0, 0, payload=self._zeros(rows)),),
             rows=rows,
             rows_run=rows,
             profile=self._stage.shapes.profile(key.shape, rows),
             context=number,
-            arena=None,
-            is_timed=False,
-            reason=Reason.IDLE,
-            launched_ns=0,
         )
         source = self._stage.pool.source(batch)
         source.stage()

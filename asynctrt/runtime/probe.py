@@ -13,7 +13,7 @@ from asynctrt.errors import DeviceLostError, ExecutionError, UsageError
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.pad_sizes import Padding
-from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.batch import trial_batch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.shapes import Shapes
@@ -316,18 +316,13 @@ class Probe:
             raise UsageError("made-up rows are not run any more, since the opening was cancelled")
         shapes, rows = self._stage.shapes, sum(len(arrays[0]) for arrays in each)
         rows_run = rows_run or shapes.padded_rows(key.shape, rows)
-        batch = Batch(
-            number=0,
-            key=key,
-            requests=tuple(Request(len(arrays[0]), key, 0, 0, payload=arrays) for arrays in each),
+        batch = trial_batch(
+            key,
+            tuple(Request(len(arrays[0]), key, 0, 0, payload=arrays) for arrays in each),
             rows=rows,
             rows_run=rows_run,
             profile=shapes.profile(key.shape, rows_run),
             context=0,
-            arena=None,
-            is_timed=False,
-            reason=Reason.IDLE,
-            launched_ns=0,
         )
         source = self._stage.pool.source(batch)
         source.stage()

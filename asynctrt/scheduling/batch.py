@@ -107,6 +107,31 @@ class Batch(NamedTuple):
         )
 
 
+def trial_batch(
+    key: BatchKey,
+    requests: tuple[Request, ...],
+    *,
+    rows: int,
+    rows_run: int,
+    profile: int | None,
+    context: int,
+) -> Batch:
+    """Return a batch that no scheduler decided, to try or measure a model before it is served."""
+    return Batch(
+        number=0,
+        key=key,
+        requests=requests,
+        rows=rows,
+        rows_run=rows_run,
+        profile=profile,
+        context=context,
+        arena=None,
+        is_timed=False,
+        reason=Reason.IDLE,
+        launched_ns=0,
+    )
+
+
 class RejectedBatch(NamedTuple):
     """Requests that cannot be launched because their model raised when it was asked about them."""
 

@@ -23,7 +23,7 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, failing_model, rows
-from tests.serving.support import WAIT_S, address, engine_of, request, serving
+from tests.serving.support import DTYPES, WAIT_S, address, engine_of, request, serving
 
 pytestmark = pytest.mark.anyio
 STATUSES = {
@@ -35,22 +35,6 @@ STATUSES = {
     "UNAVAILABLE": 503,
 }
 """Codes of gRPC, as statuses of HTTP."""
-DTYPES = {
-    "BOOL": np.bool_,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-    "BF16": ml_dtypes.bfloat16,
-    "BYTES": "S16",
-}
 
 
 class Refused(Exception):

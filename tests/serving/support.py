@@ -7,6 +7,8 @@ import weakref
 from contextlib import asynccontextmanager, suppress
 
 import grpc
+import ml_dtypes
+import numpy as np
 
 import asynctrt
 from asynctrt.serving.repository import Repository
@@ -15,6 +17,23 @@ from asynctrt.serving.settings import ServerSettings
 from tests.helpers import until
 from tests.models import double_model
 
+DTYPES = {
+    "BOOL": np.bool_,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BF16": ml_dtypes.bfloat16,
+    "BYTES": "S16",
+}
+"""A dtype for each datatype of the KServe protocol."""
 WAIT_S = 30
 CHROMIUM_FLAGS = (
     "--no-sandbox",

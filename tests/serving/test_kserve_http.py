@@ -24,7 +24,7 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import FLOAT, double_model, failing_model, rows
-from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving
+from tests.serving.support import DTYPES, WAIT_S, address, ask, connected, engine_of, request, serving
 
 pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"
@@ -432,24 +432,6 @@ def extremes(dtype):
         return np.array([[info.min, info.max, 0], [1, 2, info.max // 3]], dtype)
     info = ml_dtypes.finfo(dtype)
     return np.array([[info.max, info.min, info.smallest_subnormal], [0.1, -1.5, 1 / 3]], dtype)
-
-
-DTYPES = {
-    "BOOL": np.bool_,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-    "BF16": ml_dtypes.bfloat16,
-    "BYTES": "S16",
-}
 
 
 class TestDatatypes:
