@@ -6,11 +6,11 @@ project = "asynctrt"
 copyright = "the authors of asynctrt"  # noqa: A001  (Sphinx reads it.)
 release = version = asynctrt.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["README.md"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 3
-autodoc_mock_imports = ["ray"]  # It is large, and the pages need none of it.
+autodoc_mock_imports = ["onnxruntime", "ray"]  # They are large, and the pages need none of them.
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 suppress_warnings = ["myst.xref_missing"]  # Links to files of the source, which the site does not have.

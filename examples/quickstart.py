@@ -1,7 +1,8 @@
-"""Ten lines: many callers, one model, batches by themselves. ``python examples/quickstart.py model.onnx``"""
+"""Ten lines: many callers share one model's batches. ``python examples/quickstart.py [model.onnx]``"""
 
 import asyncio
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -19,4 +20,4 @@ async def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).with_name("model.onnx"))))

@@ -1,6 +1,6 @@
 """What ran on what: `pytest --ran FILE` notes how many tests of each kind passed, and on which machine.
 
-The files in `tests/benchmarks/results/` whose names begin with `ran-` become the table in docs/gpu.md.
+The files in `tests/benchmarks/results/` whose names begin with `ran-` become the table in docs/tested.md.
 """
 
 import json

@@ -13,7 +13,6 @@ import asynctrt
 from asynctrt.devices.host import HostDevice
 from tests.contract.devices import strict
 from tests.doubles.tensorrt import EngineSpec
-from tests.models import double_onnx
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXPECTED = {
@@ -37,10 +36,9 @@ FIRST = {"quickstart.py", "batch_function.py"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.tier2) for name in EXPECTED]
 )
-def test_example(name, tmp_path):
-    arguments = [str(double_onnx(tmp_path / "model.onnx"))] if name == "quickstart.py" else []
+def test_example(name):
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments],
+        [sys.executable, "-W", "error", str(EXAMPLES / name)],
         capture_output=True,
         text=True,
         check=False,

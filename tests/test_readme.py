@@ -263,11 +263,14 @@ def test_on_a_gpu(tmp_path):
     assert result["output"].tolist() == rows(6).tolist()
 
 
-def test_the_tutorial_makes_the_model_that_its_snippets_take(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert names_of("tutorial.md", "onnx.save")["graph"].name == "double"
-    snippet = names_of("tutorial.md", "careful")
-    assert bounded(snippet["careful"]("model.onnx", rows(3)))["output"].tolist() == rows(6).tolist()
+def test_the_model_beside_the_examples_doubles(tmp_path):
+    """It is what the README and the tutorial copy."""
+
+    async def run():
+        async with asynctrt.open(ROOT / "examples" / "model.onnx") as engine:
+            return await engine.infer(rows(3))
+
+    assert bounded(run())["output"].tolist() == rows(6).tolist()
 
 
 def test_what_two_extras_need_is_the_same_version():
@@ -280,15 +283,16 @@ def test_what_two_extras_need_is_the_same_version():
     assert [versions for versions in needs.values() if len(versions) > 1] == []
 
 
-def test_batching_priorities_overload(tmp_path, capsys):
-    careful = names_of("tutorial.md", "careful")["careful"]
-    result = bounded(careful(double_onnx(tmp_path / "model.onnx"), rows(3)))
-    assert result["output"].tolist() == rows(6).tolist()
+def test_batching_priorities_overload(tmp_path, monkeypatch, capsys):
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    result = names_of("calls.md", "careful")["result"]
+    assert result["output"].tolist() == [[2.0] * 4] * 3
     assert "succeeded=1" in capsys.readouterr().out
 
 
 def test_without_a_copy(tmp_path):
-    without_a_copy = names_of("tutorial.md", "without_a_copy")["without_a_copy"]
+    without_a_copy = names_of("calls.md", "without_a_copy")["without_a_copy"]
 
     async def run():
         async with asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine:
@@ -298,7 +302,7 @@ def test_without_a_copy(tmp_path):
 
 
 def test_a_function_as_a_model():
-    assert (bounded(names_of("tutorial.md", "use_it")["use_it"]())["y"] == 2).all()
+    assert (bounded(names_of("calls.md", "use_it")["use_it"]())["y"] == 2).all()
 
 
 def test_errors_around_a_call(tmp_path):
@@ -503,7 +507,7 @@ def test_the_readme_is_short():
     assert len(README.split()) <= 900
 
 
-TEXT = (ROOT / "docs" / "benchmarks.md").read_text().replace("\n", " ")
+TEXT = (DOCUMENTS["benchmarks.md"] + DOCUMENTS["benchmarks-gpu.md"]).replace("\n", " ")
 
 
 def test_the_tables_are_generated():

@@ -269,19 +269,6 @@ def gpu_function_sizes():
         )
 
 
-def gpu_shapes():
-    """Yield the latency of kernels of one and of several shapes on a GPU, over the best possible."""
-    measured = figures("gpu-shapes")
-    yield "", *[f"{load}: engine" for load in next(iter(measured.values()))], "by hand"
-    for case, loads in measured.items():
-        ratios = {
-            who: [f"{found[who]['p99_us'] / found['ideal']['p99_us']:.2f}" for found in loads.values()]
-            for who in ("engine", "by hand")
-        }
-        name = case.replace("small", "eight fit").replace("fills", "one fills it")
-        yield name, *ratios["engine"], ", ".join(ratios["by hand"])
-
-
 def scale():
     """Yield requests/s of a server by its fronts: HTTP and the other protocols as last measured."""
     yield "", "HTTP, requests/s", "p99, ms", "websocket", "p99, ms", "gRPC", "p99, ms"
@@ -541,8 +528,13 @@ def six():
     )
     full = figures("gpu-saturation")["cases"]["1000 us, 64 requests of 1"]["ratio"]["one stream"]
     yield "H200: rows/s over a raw loop of the same batches of 1 ms", f"{full:.2f}"
-    resnet = figures("gpu-resnet")["images"]["float32"]["saturation"][-1]["ratio"]["one stream"]
-    yield "the same for ResNet-50, where the CPU copies 600 KB an image", f"{resnet:.2f}"
+    (plan,) = (
+        one for one in figures("gpu-plans-8.6")["resnet50.plan"]["callers"] if one["callers"] == 256
+    )
+    yield (
+        "H100, TensorRT 8.6, ResNet-50 in fp16, 256 callers: images/s; p99; share of a raw loop",
+        f"{hundreds(plan['rows_per_s'])}; {plan['p99_us'] / 1e3:.0f} ms; {plan['ratio']:.2f}",
+    )
     urgent = figures("gpu-urgent")["cases"]
     before, after = (urgent[name]["p99_us"] / 1e3 for name in ("priority", "a share of 0.25"))
     yield (
@@ -736,7 +728,6 @@ TABLES = {
     "gpu-urgent": gpu_urgent,
     "gpu-resnet": gpu_resnet,
     "gpu-plans": gpu_plans,
-    "gpu-shapes": gpu_shapes,
     "gpu-function-sizes": gpu_function_sizes,
     "zoo": zoo,
 }
