@@ -11,6 +11,7 @@ exclude_patterns = ["README.md"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 3
 autodoc_mock_imports = ["onnxruntime", "ray"]  # They are large, and the pages need none of them.
+autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 suppress_warnings = ["myst.xref_missing"]  # Links to files of the source, which the site does not have.

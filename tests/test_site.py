@@ -5,6 +5,7 @@ import http.server
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -43,6 +44,23 @@ def test_every_page_is_there(site):
     assert "Raises<span" in (site / "api.html").read_text(), "docstrings are not read as reStructuredText"
 
 
+ELSEWHERE = {"Array", "Opening"}
+"""Names that the reference leaves out: an alias, and what `open` returns until it is awaited."""
+
+
+@pytest.mark.parametrize("name", ["", "client", "loadtest", "serving", "testing"])
+def test_the_reference_has_every_public_name(site, name):
+    module = import_module(f"asynctrt.{name}" if name else "asynctrt")
+    page = (site / (f"api-{name}.html" if name else "api.html")).read_text()
+    errors = (site / "errors.html").read_text()
+    missing = {
+        public
+        for public in module.__all__
+        if f'id="{module.__name__}.{public}"' not in page and f">{public}<" not in errors
+    }
+    assert missing <= ELSEWHERE
+
+
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves files and says nothing."""
 
@@ -50,29 +68,37 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def test_a_search_finds_an_option_and_nothing_comes_from_elsewhere(site, chromium):
+def test_pages_fit_a_search_finds_and_nothing_comes_from_elsewhere(site, chromium):
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            anyio.run(_search, server.server_port, chromium)
+            anyio.run(_look, server.server_port, chromium)
         finally:
             server.shutdown()
 
 
-async def _search(port, chromium):
+FOUND = {"idempotent": "Options", "silero": "Which requests", "scalar": "Which requests", "otel": "Metrics and spans"}
+"""What people look for, and the title of a page that a search must find."""
+
+
+async def _look(port, chromium):
     asked, trouble = set(), []
     async with async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
-        page = await browser.new_page(viewport={"width": 390, "height": 800})
-        page.on("request", lambda request: asked.add(urlsplit(request.url).hostname))
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        await page.goto(f"http://127.0.0.1:{port}/search.html?q=idempotent")
-        found = page.locator("ul.search a", has_text="Options")
-        await expect(found.first).to_be_visible(timeout=WAIT_S * 1000)
-        for name in ("index", "migrating", "options"):
-            await page.goto(f"http://127.0.0.1:{port}/{name}.html")
-            assert await page.evaluate("document.documentElement.scrollWidth") <= 390, name
+        for width, scheme in ((390, "light"), (1280, "dark")):
+            page = await browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+            page.on("request", lambda request: asked.add(urlsplit(request.url).hostname))
+            page.on("pageerror", lambda error: trouble.append(str(error)))
+            for name in sorted(path.stem for path in DOCS.glob("*.md")):
+                await page.goto(f"http://127.0.0.1:{port}/{name}.html")
+                assert await page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+            await page.goto(f"http://127.0.0.1:{port}/tutorial.html")
+            assert await page.locator("button.copybtn").count() > 5
+        for words, title in FOUND.items():
+            await page.goto(f"http://127.0.0.1:{port}/search.html?q={words}")
+            found = page.locator("ul.search a", has_text=title)
+            await expect(found.first).to_be_visible(timeout=WAIT_S * 1000)
         await browser.close()
     assert asked == {"127.0.0.1"}
     assert not trouble
