@@ -1,5 +1,6 @@
 """examples/deploy/: each file is valid, they agree with each other, and what they say to run is run."""
 
+import base64
 import io
 import json
 import os
@@ -27,7 +28,7 @@ import yaml
 import asynctrt
 from asynctrt.serving.command import configure
 from asynctrt.serving.settings import ServerSettings
-from tests.helpers import free_port, needed
+from tests.helpers import free_port, installed, needed
 from tests.models import double_onnx, scale_onnx
 
 ROOT = Path(__file__).parent.parent
@@ -534,3 +535,66 @@ def healthcheck(port):
     return subprocess.run(
         [sys.executable, *rest], capture_output=True, check=False, timeout=WAIT_S
     ).returncode
+
+
+def test_nginx_asks_for_a_password_and_passes_the_user_on(tmp_path):
+    """The file as it is, but for the port and TLS; and the command of docs/deploying.md."""
+    nginx = installed(Path("/usr/sbin/nginx"))
+    port, front = free_port(), free_port()
+    users = tmp_path / "users"
+    users.write_text("alice:{PLAIN}secret\n")
+    site = (FOLDER / "nginx.conf").read_text().replace("/etc/nginx/models.users", str(users))
+    site = re.sub(r" *ssl_.*\n", "", site).replace("listen 443 ssl", f"listen 127.0.0.1:{front}")
+    temporary = " ".join(
+        f"{one}_temp_path {tmp_path}/{one};" for one in ("proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    config = tmp_path / "nginx.conf"
+    config.write_text(
+        f"daemon off; master_process off; pid {tmp_path}/pid; error_log stderr; events {{}}\n"
+        f"http {{ access_log off; client_body_temp_path {tmp_path}/body; {temporary}\n"
+        f"{site.replace('127.0.0.1:8000', f'127.0.0.1:{port}')}}}"
+    )
+    (command,) = re.findall(
+        r"^asynctrt (serve .*X-User)$", (ROOT / "docs" / "deploying.md").read_text(), re.M
+    )
+    model = str(double_onnx(tmp_path / "model.onnx"))
+    arguments = [model if word == "model.onnx" else word for word in command.split()]
+    server = [sys.executable, "-m", "asynctrt", *arguments, f"--http-port={port}", "--no-grpc"]
+    with (
+        subprocess.Popen(server) as served,
+        subprocess.Popen([nginx, "-c", config, "-p", tmp_path]) as proxy,
+    ):
+        try:
+            deadline = time.monotonic() + WAIT_S
+            while (status := through_nginx(front, "alice:secret")[0]) != 200:
+                assert time.monotonic() < deadline, status
+                time.sleep(0.1)
+            assert through_nginx(front, None)[0] == 401
+            assert through_nginx(front, "alice:wrong")[0] == 401
+            body = b'{"instances": [[1, 2, 3, 4]]}'
+            origin = "https://models.example.com"
+            answer = through_nginx(front, "alice:secret", "/v1/models/model:predict", body, origin)
+            assert answer == (200, {"predictions": [[2.0, 4.0, 6.0, 8.0]]})
+            other = through_nginx(
+                front, "alice:secret", "/v1/models/model:predict", body, "https://evil.example"
+            )
+            assert other[0] == 403
+        finally:
+            served.terminate()
+            proxy.terminate()
+
+
+def through_nginx(port, user, path="/v2/models/model", body=None, origin=None):
+    """Send a request as a client of models.example.com; return the status and the answer's JSON."""
+    headers = {"Host": "models.example.com", "Content-Type": "application/json"}
+    if user is not None:
+        headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
+    if origin is not None:
+        headers["Origin"] = origin
+    try:
+        with urlopen(Request(f"http://127.0.0.1:{port}{path}", body, headers), timeout=WAIT_S) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        return error.code, None
+    except URLError:
+        return 0, None

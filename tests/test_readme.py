@@ -165,7 +165,7 @@ def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
     double_onnx(tmp_path / "model.onnx")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(asynctrt, "tune_process", lambda: None)  # It would be for all tests of this process.
-    names = names_of(page, "FastAPI")
+    names = names_of(page, "def explain")
 
     async def run():
         async with running(names["app"]) as where, aiohttp.ClientSession(f"http://{where}") as client:
@@ -197,7 +197,7 @@ def test_what_a_client_of_fastapi_is_told(tmp_path, monkeypatch):
         return opened(path, device=device, **options | {"max_queue_rows": 1, "max_rows": 1, "contexts": 1})
 
     monkeypatch.setattr(asynctrt, "open", open_held)
-    app = names_of("embedding.md", "FastAPI")["app"]
+    app = names_of("embedding.md", "def explain")["app"]
 
     async def run():
         async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
@@ -241,6 +241,22 @@ def test_metrics_and_spans_of_an_application(tmp_path, monkeypatch):
                 return await answer.text()
 
     assert 'nv_inference_count{model="classifier",version="1"} 1.0' in bounded(run())
+
+
+def test_several_models_in_fastapi(tmp_path, monkeypatch):
+    import aiohttp
+
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    app = names_of("embedding.md", "AsyncExitStack")["app"]
+
+    async def run():
+        async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
+            for name in ("detector", "classifier"):
+                async with client.post(f"/{name}/predict", json=[1, 2, 3, 4]) as answer:
+                    assert await answer.json() == [2.0, 4.0, 6.0, 8.0]
+
+    bounded(run())
 
 
 def test_a_model_in_starlette(tmp_path, monkeypatch):
