@@ -160,5 +160,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List all names, including those that are imported on first use."""
+    """List all names, also the ones that are imported on first use."""
     return sorted({*globals(), *__all__, *_LATER, *_MODULES})

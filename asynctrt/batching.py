@@ -284,7 +284,7 @@ def batch(
     def decorate(decorated: Any) -> Batched[Any, Any]:
         if not callable(decorated) and not isinstance(decorated, classmethod):
             raise OptionsError(
-                f"{show(decorated)} is not a function, which asynctrt.batch decorates. Options are keywords: "
+                f"asynctrt.batch decorates a function, not {show(decorated)}. Give options as keywords: "
                 "@asynctrt.batch(max_rows=32)"
             )
         refuse_generators(decorated.__func__ if isinstance(decorated, classmethod) else decorated)

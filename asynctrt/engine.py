@@ -81,8 +81,8 @@ class Engine(ABC):
         :raises UsageError: always.
         """
         raise UsageError(
-            f"{self!r} cannot be copied or pickled: it belongs to its event loop. Open another where one is "
-            "needed"
+            f"{self!r} cannot be copied or pickled: it belongs to its event loop. Open another engine where "
+            "you need one"
         )
 
     async def __aenter__(self) -> Self:

@@ -229,7 +229,7 @@ class PoisonError(ExecutionError):
 
 
 class InternalError(AsynctrtError):
-    """asynctrt broke one of its own rules. Please report it with the traceback."""
+    """asynctrt violated an internal rule. Please report it with the traceback."""
 
 
 def once_begun(error: BaseException) -> BaseException:

@@ -33,8 +33,8 @@ class Limits:
         left_ns = self.deadline_ns - clock.now_ns()
         if left_ns <= 0:
             raise DeadlineError(
-                f"the time of asynctrt.within was over {-left_ns / 1e6:.3f} ms before this request was made. "
-                "Allow more time, or ask for less in it"
+                f"the deadline of asynctrt.within passed {-left_ns / 1e6:.3f} ms before this request was "
+                "made. Allow more time, or do less within it"
             )
         return left_ns
 

@@ -189,7 +189,7 @@ class Opening:
             raise OptionsError(
                 "an engine in this process runs on one device, not on "
                 f"{bounded(', '.join(map(str, devices)), SHOWN_MAX)}. Open it with isolation='process', or "
-                "an engine for each"
+                "open an engine for each device"
             )
         return await open_local(self._model, devices[0], self._options, self._shared_arenas)
 
@@ -200,7 +200,8 @@ class Opening:
                 "an attempt was made to start a worker process (isolation='process') from within one, or "
                 "from a process that one has started. This probably means that the module of the model opens "
                 "its engine when it is imported, which a worker does as well. Open it under "
-                "if __name__ == '__main__': instead. What a model opens while it runs takes isolation='none'"
+                "if __name__ == '__main__': instead. An engine that a model opens while it runs needs "
+                "isolation='none'"
             )
         if isinstance(self._model, str) and self._model.partition(":")[0] in ("__main__", "__mp_main__"):
             raise UsageError(

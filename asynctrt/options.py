@@ -169,12 +169,12 @@ class Options:
     ignore_extra: bool = setting(
         default=False,
         check=FLAG,
-        doc="Drop inputs that the model does not have instead of refusing them; tokenizers give such.",
+        doc="Drop inputs that the model does not have, as tokenizers return them, instead of refusing them.",
     )
     max_rows: int | None = setting(
         default=None,
         check=count(1).or_none,
-        doc="Rows that one batch holds at most. Default: 64, or the model's own limit if that is lower.",
+        doc="The largest number of rows in a batch. Default: 64, or the model's own limit if that is lower.",
     )
     max_delay: float = setting(
         default=0.0,
@@ -211,15 +211,16 @@ class Options:
     weight: float | None = setting(
         default=None,
         check=WEIGHT.or_none,
-        doc="""How much of the device's time the engine gets while others have work for it, too, in proportion
-        to their weights: with 3 beside one of 1, three quarters. What one leaves, the others take. It counts
-        among engines that have a weight, on one event loop and one device. Default: as the device has it.""",
+        doc="""The engine's share of the device's time while other engines have work too, in proportion to
+        their weights: three quarters with 3 beside an engine with 1. Time that one does not use goes to the
+        others. It applies among engines that have a weight, on one event loop and one device. Default: the
+        device decides.""",
     )
     contexts: int | None = setting(
         default=None,
         check=count(1).or_none,
         doc="""Execution contexts, each with a stream and a slab. Default: what the device advises (host: two
-        for each core of the process, up to 32). On a GPU take two at least: with one, nothing is copied while
+        for each core of the process, up to 32). On a GPU use at least two: with one, nothing is copied while
         a batch computes. Two in one arena need no more enqueue memory.""",
     )
     arenas: int | None = setting(
@@ -248,10 +249,10 @@ class Options:
         check=PAD.or_none,
         doc="""Sizes that dimensions are padded to, by their names in the model, such as
         ``{"sequence": (32, 64, 128)}``, so that rows of different lengths share batches; outputs are cut back
-        where they have the dimension. ``auto`` instead of sizes: powers of two (on the host, and seven
-        between two of them), and ``auto:512`` up to 512; ``pad="auto"``: for every dimension that varies. On
-        the command line ``NAME=32,64,128``, once for each. Default: as ``auto``, for every dimension whose
-        padding with 0 changed no answer when the engine was opened. ``off``: no padding.""",
+        where they have the dimension. ``auto`` instead of sizes: powers of two (on the host also
+        seven sizes between any two), and ``auto:512`` up to 512; ``pad="auto"``: for every dimension that
+        varies. On the command line ``NAME=32,64,128``, once for each. Default: as ``auto``, for every
+        dimension whose padding with 0 changed no answer when the engine was opened. ``off``: no padding.""",
     )
     pad_with: Mapping[str, int | float | str] | None = setting(
         default=None,
@@ -308,8 +309,8 @@ class Options:
     idempotent: bool = setting(
         default=True,
         check=FLAG,
-        doc="""Whether the model may be given the same rows twice. A batch that failed is then run again in
-        halves, down to single requests, so that only requests whose rows make the model fail do so; and
+        doc="""Whether the model may compute the same rows twice. A batch that failed is then run again in
+        halves, down to single requests, so that only the requests whose rows make the model fail do fail; and
         requests in a batch whose worker process died are computed again, unless they end their workers again
         and again (``PoisonError``). Off, for models with effects: all requests of such a batch fail.""",
     )
@@ -337,13 +338,16 @@ class Options:
                 f"isolation={self.isolation!r} this one runs in another process. Leave one of them out"
             )
         if self.pad_with is not None and self.pad in (None, OFF):
-            raise OptionsError("pad_with says what pad pads with, and there is no pad: which sizes?")
+            raise OptionsError(
+                "pad_with says what to pad with, but pad is missing. Give the sizes too, such as "
+                "pad={'sequence': (32, 64, 128)}, or pad='auto'"
+            )
         self._check_deterministic()
         for name in ("arenas", "lanes"):
             value = getattr(self, name)
             if value is not None and self.contexts is not None and value > self.contexts:
                 raise OptionsError(
-                    f"{name} ({value}) must be ≤ contexts ({self.contexts}), since each batch has a context"
+                    f"{name} ({value}) must be ≤ contexts ({self.contexts}), since each batch needs a context"
                 )
 
     def _check_model(self) -> None:
@@ -382,9 +386,8 @@ class Options:
             return
         if self.pads_by_choice:
             raise OptionsError(
-                "with batching='deterministic' an answer depends on nothing but its own rows, and with "
-                f"pad={show(self.pad)} their size when they are padded depends on what else comes. Give the "
-                "sizes"
+                "with batching='deterministic' an answer depends only on its request's own rows, but with "
+                f"pad={show(self.pad)} the size that they are padded to depends on other requests. Give sizes"
             )
         for name in ("contexts", "arenas", "lanes"):
             if getattr(self, name) not in (None, 1):

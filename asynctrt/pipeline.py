@@ -187,7 +187,7 @@ class Pipeline(Engine):
         )
         super().__init__(loop, options)
         if not stages:
-            raise UsageError("a pipeline needs a stage: an engine, a function, a coroutine function")
+            raise UsageError("a pipeline needs a stage: an engine, a function or a coroutine function")
         self._stages = [(stage, self._runner_of(stage)) for stage in stages]
         self._engines = [stage for stage in stages if isinstance(stage, Engine)]
         self._has_plain_stage = any(
@@ -298,7 +298,10 @@ class Pipeline(Engine):
     ) -> "asyncio.Future[InferResult]":
         self._check_loop()
         if isinstance(outputs, str) and outputs == "device":
-            raise UsageError("a pipeline's own outputs are on the host; between its engines use call.infer")
+            raise UsageError(
+                "a pipeline's own outputs are on the host; between its engines, use "
+                "call.infer(..., outputs='device')"
+            )
         names = output_names(outputs, [spec.name for spec in self._outputs])
         arrays, rows, _ = self._check.validate(inputs)
         level = priority_of(priority, self._options.priorities)
@@ -316,9 +319,9 @@ class Pipeline(Engine):
         if self._rows + rows > self._options.max_queue_rows:
             self._counts["refused"] += 1
             raise QueueFullError(
-                f"{self._rows} rows are under way in {self._name!r}, and at most "
-                f"{self._options.max_queue_rows} may be: {rows} more have no room. Retry later, send less, "
-                "or give it a larger max_in_flight"
+                f"{self._rows} rows are in flight in {self._name!r}, which has room for "
+                f"{self._options.max_queue_rows}: {rows} more do not fit. Retry later, send less, or give "
+                "it a larger max_in_flight"
             )
         now_ns = clock.now_ns()
         call = Call(self, level, None if timeout_ns is None else now_ns + timeout_ns)
@@ -447,8 +450,8 @@ class Pipeline(Engine):
             return lambda given, call: call.infer(engine, given)
         if not callable(stage):
             raise UsageError(
-                f"{show(stage)} is not a stage of a pipeline: an engine, a function or a coroutine function "
-                "is"
+                "a stage of a pipeline must be an engine, a function or a coroutine function, not "
+                f"{show(stage)}"
             )
         function: Callable[..., Any] = stage if takes_call(stage) else lambda given, _: stage(given)
         if is_coroutine_function(stage):
@@ -470,7 +473,7 @@ class Pipeline(Engine):
         :raises ExecutionError: if an output is missing or does not fit its spec.
         """
         if not isinstance(given, Mapping):
-            raise ExecutionError(f"the last stage gave a {type(given).__name__}, not arrays by name")
+            raise ExecutionError(f"the last stage returned a {type(given).__name__}, not arrays by name")
         found = {}
         symbols = self._check.symbols([array.shape[1:] for array in inputs])
         for spec in self._outputs:
@@ -478,7 +481,7 @@ class Pipeline(Engine):
                 continue
             if spec.name not in given:
                 raise ExecutionError(
-                    f"output {spec.name!r} is missing: the last stage gave {show(list(given))}"
+                    f"output {spec.name!r} is missing: the last stage returned {show(list(given))}"
                 )
             array = as_dtype(spec, np.asarray(given[spec.name]))
             fixed = all(
@@ -488,7 +491,7 @@ class Pipeline(Engine):
             if array.ndim != 1 + len(spec.dims) or array.shape[0] != rows or not fixed:
                 named = "".join(f", {dim}={symbols[dim]}" for dim in spec.dims if dim in symbols)
                 raise ExecutionError(
-                    f"output {spec.name!r} has shape {array.shape}, and should be {spec}, {rows} rows{named}"
+                    f"output {spec.name!r} has shape {array.shape}, but should be {spec}, {rows} rows{named}"
                 )
             if not array.flags.writeable or any(np.may_share_memory(array, one) for one in inputs):
                 array = array.copy()
@@ -570,7 +573,7 @@ class Pipeline(Engine):
             task.cancel()
         await self._wait_ended(CANCEL_S)
         if self._tasks:
-            logger.error("%r: %d requests go on in stages that were cancelled", self, len(self._tasks))
+            logger.error("%r: %d requests still run in stages that were cancelled", self, len(self._tasks))
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._state = "closed"
 

@@ -32,7 +32,7 @@ class BatchStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ShapeStatistics:
-    """A shape of rows that recurs, and so has contexts of its own: what they took, and what they gained."""
+    """A shape of rows that recurs, and so has separate contexts: what they cost, and what they gain."""
 
     shape: str
     """The sizes of the dimensions that vary: ``height=640 width=640``."""
@@ -192,12 +192,12 @@ class Statistics:
     held_ns: int = 0
     """With a ``weight``: the time for which its batches were held so that others on the device went first."""
     specialised: tuple[ShapeStatistics, ...] = ()
-    """The shapes with contexts of their own, of a model whose shapes vary (:class:`ShapeStatistics`)."""
+    """The shapes that have separate contexts, if the model's shapes vary (:class:`ShapeStatistics`)."""
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
     lane_rates: tuple[tuple[int, int, float], ...] = ()
-    """What ``lanes`` follows from, if it was measured: the rows of a batch, how many such batches computed in
-    parallel, and the rows per second that they did."""
+    """The measurements that ``lanes`` follows from, if any: the rows of a batch, how many such batches
+    computed in parallel, and the rows per second that they did."""
 
     def __post_init__(self) -> None:
         for name in ("launched", "lanes", "by_batch_rows"):

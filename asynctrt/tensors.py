@@ -108,7 +108,7 @@ class TensorSpec:
             axis = "first axis" if self.axis == 0 else f"axis {self.axis}"
             raise ExecutionError(
                 f"output {self.name!r} has shape {array.shape} for a batch of {rows} rows: its {axis} does "
-                f"not count rows, so the rows of different callers cannot be told apart. {ALONE_FIX}"
+                f"not count rows, so the rows of different callers cannot be separated. {ALONE_FIX}"
             )
         rows_first: Array = self.rows_first(array)
         return rows_first
@@ -217,7 +217,9 @@ class InferResult(Mapping[str, Array]):
         try:
             return self._outputs[name]
         except KeyError:
-            raise KeyError(f"{show(name)} is not an output of this answer: {sorted(self._outputs)}") from None
+            raise KeyError(
+                f"this answer has no output {show(name)}; it has {sorted(self._outputs)}"
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outputs)
@@ -299,7 +301,7 @@ class InferResult(Mapping[str, Array]):
 
 
 class Views(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclass cannot have slots that hold anything)
-    """Arrays, some of which are views of a caller's array without the caller's knowledge.
+    """Arrays that may be views of a caller's array without the caller's knowledge.
 
     If the caller resized that array with ``refcheck=False``, NumPy would not check for views, and they would
     read freed memory. NumPy refuses to resize an array that has weak references, so this keeps some.
@@ -339,7 +341,7 @@ def gather(arrays: Sequence[Array], view: Array, counts: list[int] | None) -> No
     # With as many arrays as rows, each has one row if no array has more than one.
     is_changed = max(map(len, arrays)) > 1 if counts is None else list(map(len, arrays)) != counts
     if is_changed:
-        raise ValueError("the rows of some arrays are not those that were announced")
+        raise ValueError("the number of rows of some arrays has changed")
 
 
 def content_of(value: Array) -> tuple[Dims, bytes | tuple[str, ...]]:
@@ -484,8 +486,8 @@ def _dims(name: str, dims: Any) -> tuple[int | str, ...]:
     except Exception:  # Foreign objects may raise anything.
         raise ModelError(
             f"the dims of {name!r} must be a tuple of sizes ≥ 0 and names of dimensions that vary, such as "
-            f"(3, 'length'), not {show(dims)}. They leave out the first axis, of rows; one that varies has a "
-            "name in place of -1 or None"
+            f"(3, 'length'), not {show(dims)}. Leave out the axis that counts rows, and give a dimension "
+            "that varies a name instead of -1 or None"
         ) from None
 
 

@@ -955,7 +955,7 @@ class TestOptions:
     @pytest.mark.parametrize("value", [32, "name"])
     def test_something_else_than_a_function(self, value):
         with pytest.raises(
-            OptionsError, match=r"is not a function, which asynctrt.batch decorates.*batch\(max_rows=32\)"
+            OptionsError, match=r"asynctrt.batch decorates a function, not .*batch\(max_rows=32\)"
         ):
             asynctrt.batch(value)
 

@@ -555,7 +555,7 @@ def test_nginx_asks_for_a_password_and_passes_the_user_on(tmp_path):
         f"{site.replace('127.0.0.1:8000', f'127.0.0.1:{port}')}}}"
     )
     (command,) = re.findall(
-        r"^asynctrt (serve .*X-User)$", (ROOT / "docs" / "deploying.md").read_text(), re.M
+        r"^asynctrt (serve .*X-User)$", (ROOT / "docs" / "deploying.md").read_text(), re.MULTILINE
     )
     model = str(double_onnx(tmp_path / "model.onnx"))
     arguments = [model if word == "model.onnx" else word for word in command.split()]

@@ -80,7 +80,7 @@ def test_what_is_no_way_to_write_it(given):
 
 def test_what_depends_on_others_is_not_deterministic():
     for pad in ("auto", {"n": "auto", "m": 4}):
-        with pytest.raises(OptionsError, match="depends on what else comes"):
+        with pytest.raises(OptionsError, match="depends on other requests"):
             Options(pad=pad, batching="deterministic")
     Options(pad={"n": 4}, batching="deterministic")
 

@@ -132,7 +132,7 @@ async def test_overload_cancelling_and_closing():
         around = pipeline(prepare, engine, label, max_in_flight=3, close_timeout=0.01)
         calls = [asyncio.ensure_future(around.infer(rows(1))) for _ in range(3)]
         await device.wait_held()
-        with pytest.raises(QueueFullError, match="3 rows are under way in 'pipeline'"):
+        with pytest.raises(QueueFullError, match="3 rows are in flight in 'pipeline'"):
             await around.infer(rows(1))
         calls[0].cancel()
         await until(lambda: around.statistics().cancelled == 1)
@@ -153,8 +153,8 @@ async def test_overload_cancelling_and_closing():
     ("stage", "says"),
     [
         (lambda given: 1 / 0, "ZeroDivisionError"),
-        (lambda given: None, "gave a NoneType, not arrays by name"),
-        (lambda given: {"z": given["x"]}, "output 'y' is missing: the last stage gave \\['z'\\]"),
+        (lambda given: None, "returned a NoneType, not arrays by name"),
+        (lambda given: {"z": given["x"]}, "output 'y' is missing: the last stage returned \\['z'\\]"),
         (lambda given: {"y": given["x"][:, :2]}, r"shape \(1, 2\)"),
         (lambda given: {"y": np.concatenate([given["x"]] * 2)}, r"shape \(2, 4\)"),
         (lambda given: {"y": given["x"] * 1j}, "complex64"),
@@ -201,7 +201,7 @@ async def test_served_like_a_model_with_text_of_any_length(scheme):
 async def test_misuse():
     with pytest.raises(UsageError, match="needs a stage"):
         pipeline()
-    with pytest.raises(UsageError, match="'model.onnx' is not a stage"):
+    with pytest.raises(UsageError, match="a coroutine function, not 'model.onnx'"):
         pipeline("model.onnx")
     async with pipeline(lambda given: {"y": given["x"]}) as one:
         with pytest.raises(UsageError, match="on the host"):

@@ -179,7 +179,7 @@ async def test_a_stage_that_will_not_be_cancelled_keeps_neither_caller_nor_closi
         await one.aclose()
         with pytest.raises(EngineClosedError, match="'pipeline' is closed"):
             await other
-        assert "2 requests go on in stages that were cancelled" in caplog.text
+        assert "2 requests still run in stages that were cancelled" in caplog.text
         gate.set()
         await until(lambda: one.statistics().in_flight_batches == 0)
 
@@ -237,8 +237,8 @@ NAMED = TensorSpec("y", "S4", ("n",)), TensorSpec("z", "float32", ("n",))
         (TensorSpec("y", "int8"), np.array([300]), "int64 with values that int8 cannot hold.*wider"),
         (TensorSpec("y", "int8"), np.array([-4]), None),
         (TensorSpec("y", "float16"), np.array([1 / 3]), None),
-        (TensorSpec("y", "S8"), np.array([1.5]), "is float64, and should be bytes64"),
-        (TensorSpec("y", "float32"), np.array([b"1.5"]), r"is \|S3, and should be float32"),
+        (TensorSpec("y", "S8"), np.array([1.5]), "is float64, but should be bytes64"),
+        (TensorSpec("y", "float32"), np.array([b"1.5"]), r"is \|S3, but should be float32"),
         (TensorSpec("y", "S4"), np.array(["grüße"]), r"values that \|S4 cannot hold: give it more bytes"),
         (TensorSpec("y", "S4"), np.array(["grü"]), None),
         (TensorSpec("y", "S4"), [b"a"], None),
@@ -379,7 +379,7 @@ async def test_a_request_costs_as_much_beside_few_as_beside_thousands(under_way)
     async with pipeline(stage, max_in_flight=under_way + 1) as one, asyncio.timeout(WAIT_S):
         sent = [one.submit(rows(1)) for _ in range(under_way)]
         assert count_operations(lambda: sent.append(one.submit(rows(1)))) < 200
-        with pytest.raises(QueueFullError, match=f"{under_way + 1} rows are under way"):
+        with pytest.raises(QueueFullError, match=f"{under_way + 1} rows are in flight"):
             one.submit(rows(1))
         gate.set()
         await asyncio.gather(*sent)

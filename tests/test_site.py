@@ -78,7 +78,12 @@ def test_pages_fit_a_search_finds_and_nothing_comes_from_elsewhere(site, chromiu
             server.shutdown()
 
 
-FOUND = {"idempotent": "Options", "silero": "Which requests", "scalar": "Which requests", "otel": "Metrics and spans"}
+FOUND = {
+    "idempotent": "Options",
+    "silero": "Which requests",
+    "scalar": "Which requests",
+    "otel": "Metrics and spans",
+}
 """What people look for, and the title of a page that a search must find."""
 
 

@@ -93,7 +93,7 @@ def as_dtype(spec: TensorSpec, array: Array) -> Array:
     if is_text != (array.dtype.kind == "S") or not (
         is_text or np.can_cast(array.dtype, spec.dtype, "same_kind")
     ):
-        raise ExecutionError(f"output {spec.name!r} is {array.dtype}, and should be {spec.dtype.name}")
+        raise ExecutionError(f"output {spec.name!r} is {array.dtype}, but should be {spec.dtype.name}")
     converted = cast(array, spec.dtype)
     if spec.dtype.kind in "iuS" and not np.array_equal(converted, array):
         raise ExecutionError(

@@ -53,8 +53,8 @@ class EngineCollector(Collector):
         for name, engine in dict(self._engines).items():
             if not isinstance(engine, Engine):
                 raise UsageError(
-                    f"{name!r} is not an engine, but {show(engine)}. Of a function that asynctrt.batch "
-                    "decorates give the attribute engine, once it is entered"
+                    f"{name!r} is not an engine but {show(engine)}. For a function decorated with "
+                    "asynctrt.batch, give its attribute engine, once it is entered"
                 )
             done = engine.statistics()
             if done.state != "closed":

@@ -528,9 +528,7 @@ def six():
     )
     full = figures("gpu-saturation")["cases"]["1000 us, 64 requests of 1"]["ratio"]["one stream"]
     yield "H200: rows/s over a raw loop of the same batches of 1 ms", f"{full:.2f}"
-    (plan,) = (
-        one for one in figures("gpu-plans-8.6")["resnet50.plan"]["callers"] if one["callers"] == 256
-    )
+    (plan,) = (one for one in figures("gpu-plans-8.6")["resnet50.plan"]["callers"] if one["callers"] == 256)
     yield (
         "H100, TensorRT 8.6, ResNet-50 in fp16, 256 callers: images/s; p99; share of a raw loop",
         f"{hundreds(plan['rows_per_s'])}; {plan['p99_us'] / 1e3:.0f} ms; {plan['ratio']:.2f}",

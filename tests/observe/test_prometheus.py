@@ -77,7 +77,7 @@ async def test_what_is_no_engine_is_refused_when_it_is_registered(registry):
     def double(x):
         return 2 * x
 
-    with pytest.raises(UsageError, match="'double' is not an engine, but <asynctrt.batch"):
+    with pytest.raises(UsageError, match="'double' is not an engine but <asynctrt.batch"):
         registry.register(EngineCollector({"double": double}))
     async with double:
         registry.register(EngineCollector({"double": double.engine}))
