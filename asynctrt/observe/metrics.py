@@ -6,12 +6,16 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from asynctrt.engine import Engine
+from asynctrt.errors import UsageError, show
 from asynctrt.statistics import Statistics, batch_bounds, batch_counts
 
 COUNTER: Final = "counter"
 GAUGE: Final = "gauge"
 HISTOGRAM: Final = "histogram"
 MODEL: Final = ("model", "version")
+VERSION: Final = "1"
+"""The version label of an application's engine, which is a server's default version."""
+
 STATES: Final = ("succeeded", "failed", "cancelled", "expired", "refused")
 """Request outcomes, by their names in :class:`asynctrt.Statistics`."""
 
@@ -30,6 +34,24 @@ class Reading:
     """Answered requests, counted when ``done`` was read."""
     waiting_rows: int = 0
     """Rows of requests that wait for their client's turn to enter the queue."""
+
+
+def readings_of(engines: Mapping[str, Engine]) -> list[Reading]:
+    """Read the statistics of an application's engines, by the names that label them; leave out closed ones.
+
+    :raises UsageError: if a value of the mapping is not an engine.
+    """
+    readings = []
+    for name, engine in dict(engines).items():
+        if not isinstance(engine, Engine):
+            raise UsageError(
+                f"{name!r} is not an engine but {show(engine)}. For a function decorated with "
+                "asynctrt.batch, give its attribute engine, once it is entered"
+            )
+        done = engine.statistics()
+        if done.state != "closed":
+            readings.append(Reading((name, VERSION), engine, done, done.succeeded))
+    return readings
 
 
 class Metric(NamedTuple):

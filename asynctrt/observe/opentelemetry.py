@@ -1,26 +1,29 @@
-"""Make OpenTelemetry spans of an engine's requests. The only importer of ``opentelemetry``.
+"""Spans of requests and metrics of engines for OpenTelemetry. The only importer of ``opentelemetry``.
 
 ::
 
     trace_requests(engine)  # From now on each engine.infer has a span.
+    export_metrics({"classifier": engine})  # And each collection has the engine's metrics.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any, Final
 
 from asynctrt.core.inputs import Inputs
 from asynctrt.engine import Engine
 from asynctrt.errors import MissingExtraError, UsageError
+from asynctrt.observe.metrics import COUNTER, ENGINE, HISTOGRAM, Metric, readings_of
 from asynctrt.tensors import InferResult
 
 try:
-    from opentelemetry import propagate, trace
+    from opentelemetry import metrics, propagate, trace
+    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
     from opentelemetry.trace import Span, Tracer, TracerProvider
 except ImportError as error:
     raise MissingExtraError("spans need opentelemetry-api: pip install 'asynctrt[otel]'") from error
 
-__all__ = ["Span", "Tracer", "add_outcome", "propagate", "trace", "trace_requests"]
+__all__ = ["Span", "Tracer", "add_outcome", "export_metrics", "propagate", "trace", "trace_requests"]
 """Includes the names that a server needs to make spans, because it imports them from here."""
 
 SCOPE: Final = "asynctrt"
@@ -66,6 +69,37 @@ def trace_requests(
             return result
 
     vars(engine)["infer"] = traced
+
+
+def export_metrics(engines: Mapping[str, Engine], *, meter_provider: MeterProvider | None = None) -> None:
+    """Export the metrics of an application's own engines, under the names that they have in Prometheus.
+
+    The attributes are ``model`` and ``version``. Closed engines are left out, and so is the histogram of batch
+    sizes, because OpenTelemetry has no observable histograms. Call it once.
+
+    :param engines: open engines by the names that label them. The mapping is read at each collection, so
+        engines may be added to it later.
+    :param meter_provider: the provider that receives the metrics; OpenTelemetry's global one by default.
+    """
+    meter = metrics.get_meter(SCOPE, meter_provider=meter_provider)
+    for metric in ENGINE:
+        if metric.kind != HISTOGRAM:
+            counts = metric.kind == COUNTER
+            create = meter.create_observable_counter if counts else meter.create_observable_gauge
+            create(metric.name, [_callback(metric, engines)], description=metric.text)
+
+
+def _callback(
+    metric: Metric, engines: Mapping[str, Engine]
+) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    """Return a function that reads one metric of all engines."""
+
+    def observe(_: CallbackOptions) -> Iterator[Observation]:
+        for reading in readings_of(engines):
+            for _suffix, values, value in metric.samples(reading):
+                yield Observation(value, dict(zip(metric.labels, values, strict=True)))
+
+    return observe
 
 
 def add_outcome(span: Span, outcome: InferResult | BaseException) -> None:

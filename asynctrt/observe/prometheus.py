@@ -6,11 +6,11 @@
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from asynctrt.engine import Engine
-from asynctrt.errors import MissingExtraError, UsageError, show
-from asynctrt.observe.metrics import COUNTER, ENGINE, LOST_DEVICES, READY, Metric, Reading
+from asynctrt.errors import MissingExtraError
+from asynctrt.observe.metrics import COUNTER, ENGINE, LOST_DEVICES, READY, Metric, readings_of
 
 try:
     from prometheus_client import (
@@ -26,9 +26,6 @@ except ImportError as error:
         "metrics need prometheus-client: pip install 'asynctrt[serve]' for a server, or "
         "pip install 'asynctrt[prometheus]' for an application"
     ) from error
-
-VERSION: Final = "1"
-"""The version label of an application's engine, which is a server's default version."""
 
 
 class EngineCollector(Collector):
@@ -49,18 +46,15 @@ class EngineCollector(Collector):
 
         :raises UsageError: if a value of the mapping is not an engine.
         """
-        readings, index = [], []
-        for name, engine in dict(self._engines).items():
-            if not isinstance(engine, Engine):
-                raise UsageError(
-                    f"{name!r} is not an engine but {show(engine)}. For a function decorated with "
-                    "asynctrt.batch, give its attribute engine, once it is entered"
-                )
-            done = engine.statistics()
-            if done.state != "closed":
-                readings.append(Reading((name, VERSION), engine, done, done.succeeded))
-                state = "READY" if done.state == "open" else "UNAVAILABLE"
-                index.append({"name": name, "version": VERSION, "state": state})
+        readings = readings_of(self._engines)
+        index = [
+            {
+                "name": reading.labels[0],
+                "version": reading.labels[1],
+                "state": "READY" if reading.done.state == "open" else "UNAVAILABLE",
+            }
+            for reading in readings
+        ]
         for metric in ENGINE:
             yield _family(metric, readings)
         yield _family(READY, index)

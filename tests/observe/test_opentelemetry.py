@@ -6,6 +6,8 @@ import sys
 
 import numpy as np
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -13,7 +15,8 @@ from opentelemetry.trace import StatusCode
 
 import asynctrt
 from asynctrt.errors import MissingExtraError, UsageError
-from asynctrt.observe.opentelemetry import trace_requests
+from asynctrt.observe.metrics import ENGINE, HISTOGRAM
+from asynctrt.observe.opentelemetry import export_metrics, trace_requests
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.models import double_model, failing_model, rows
@@ -121,3 +124,35 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.delitem(sys.modules, "asynctrt.observe.opentelemetry")
     with pytest.raises(MissingExtraError, match=r"pip install 'asynctrt\[otel\]'"):
         importlib.import_module("asynctrt.observe.opentelemetry")
+
+
+@pytest.mark.anyio
+async def test_metrics_have_prometheus_names_and_follow_the_engines():
+    reader = InMemoryMetricReader()
+    provider, engines = MeterProvider(metric_readers=[reader]), {}
+    export_metrics(engines, meter_provider=provider)
+
+    def collected():
+        """Values by metric, each by the attributes of its points."""
+        data = reader.get_metrics_data()
+        if data is None:
+            return {}
+        (scope,) = data.resource_metrics[0].scope_metrics
+        assert scope.scope.name == "asynctrt"
+        return {
+            metric.name: {tuple(point.attributes.values()): point.value for point in metric.data.data_points}
+            for metric in scope.metrics
+        }
+
+    assert collected() == {}
+    async with asynctrt.open(double_model()) as engine:
+        engines["doubler"] = engine
+        await engine.infer(rows(1, 2, 3))
+        found = collected()
+        assert found["nv_inference_count"] == {("doubler", "1"): 3}
+        assert found["asynctrt_requests_total"]["doubler", "1", "succeeded"] == 1
+        assert found["asynctrt_contexts"] == {("doubler", "1"): engine.statistics().contexts}
+        absent = {"asynctrt_device_seconds_total", "asynctrt_held_seconds_total"}  # For want of a weight.
+        assert set(found) == {metric.name for metric in ENGINE if metric.kind != HISTOGRAM} - absent
+    assert collected() == {}
+    provider.shutdown()
