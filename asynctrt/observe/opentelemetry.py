@@ -74,8 +74,8 @@ def trace_requests(
 def export_metrics(engines: Mapping[str, Engine], *, meter_provider: MeterProvider | None = None) -> None:
     """Export the metrics of an application's own engines, under the names that they have in Prometheus.
 
-    The attributes are ``model`` and ``version``. Closed engines are left out, and so is the histogram of batch
-    sizes, because OpenTelemetry has no observable histograms. Call it once.
+    The attributes are ``model`` and ``version``. Closed engines are left out, and so is the histogram of
+    batch sizes, because OpenTelemetry has no observable histograms. Call it once.
 
     :param engines: open engines by the names that label them. The mapping is read at each collection, so
         engines may be added to it later.
