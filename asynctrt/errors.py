@@ -1,38 +1,4 @@
-"""Every exception that asynctrt raises, ordered by who has to act.
-
-::
-
-    AsynctrtError
-    ├── CallerError             400 INVALID_ARGUMENT   change the call
-    │   ├── OptionsError        (ValueError)           an unknown or impossible option
-    │   ├── InputError          (ValueError)           inputs that the model cannot take
-    │   ├── UsageError          (RuntimeError)         wrong event loop, a slot used twice, ...
-    │   ├── ModelError                                 a model that cannot be served as it is
-    │   │   ├── ModelNotFoundError (FileNotFoundError)  404 NOT_FOUND
-    │   │   ├── UntrustedError                         a plan that must not run here
-    │   │   └── BuildError                             a model that no plan can be built from
-    │   └── RequestError                               a message to a server that breaks its protocol
-    │       ├── UnauthorizedError   401 UNAUTHENTICATED     the token is missing or wrong
-    │       ├── UnknownModelError   404 NOT_FOUND           the server has no such model, version or page
-    │       ├── TooLargeError       413 RESOURCE_EXHAUSTED  more bytes or tensors than the server accepts
-    │       └── UnsupportedError    501 UNIMPLEMENTED       a part of the protocol it does not implement
-    ├── MissingExtraError       (ImportError)          install the extra that it names
-    ├── OverloadError           503 UNAVAILABLE        try again later, or shed load
-    │   ├── QueueFullError                             the bounded queue had no room
-    │   └── DeadlineError       (TimeoutError)         the timeout passed while queued
-    │       └── DeadlineUnreachableError               it would pass, by the estimate: not queued
-    ├── LifecycleError          503 UNAVAILABLE
-    │   ├── EngineClosedError                          the engine is draining or closed
-    │   └── ModelNotReadyError                         the server's model is not loaded
-    ├── ConnectionLostError     (ConnectionError)      a client lost its server: connect again
-    ├── TargetError                                    the target of a load test cannot be measured
-    ├── DeviceError             500 INTERNAL           look at the device or the model
-    │   ├── DeviceUnavailableError                     this machine has no such device
-    │   ├── DeviceMemoryError   (MemoryError)          an allocation was refused
-    │   ├── DeviceLostError     503 UNAVAILABLE        nothing on it can be trusted any longer
-    │   └── ExecutionError                             the model failed while it ran a batch
-    │       └── PoisonError                            the request ends every process that runs it
-    └── InternalError           500 INTERNAL           a bug in asynctrt; please report it
+"""Every exception that asynctrt raises, ordered by who has to act: docs/errors.md has them in a table.
 
 Each class carries the status for a server's answer, so servers need no table of errors.
 

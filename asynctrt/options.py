@@ -10,7 +10,6 @@ from asynctrt._util.pad_options import OFF, sizes_of, values_of
 from asynctrt._util.synonyms import SYNONYMS
 from asynctrt._util.validation import (
     FLAG,
-    REMOVED_OPTIONS,
     Check,
     as_int,
     changed_repr,
@@ -20,7 +19,6 @@ from asynctrt._util.validation import (
     documented,
     duration,
     number,
-    removed,
     setting,
     validate,
 )
@@ -318,10 +316,8 @@ class Options:
     __repr__ = changed_repr
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        """Make an instance; refuse an option that only earlier releases had."""
-        for name in settings:
-            if name in REMOVED_OPTIONS:
-                raise OptionsError(removed(name))
+        """Make an instance; refuse unknown options, and the ones that only earlier releases had."""
+        check_names(settings, [item.name for item in dataclasses.fields(cls)], "option", synonyms=SYNONYMS)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -408,7 +404,6 @@ class Options:
         :raises OptionsError: if a name is unknown (the message suggests the nearest option), or a value is
             not valid.
         """
-        check_names(settings, [item.name for item in dataclasses.fields(cls)], "option", synonyms=SYNONYMS)
         if base is not None and not isinstance(base, cls):
             raise OptionsError(f"options must be an asynctrt.Options, not a {type(base).__name__}")
         return dataclasses.replace(base or cls(), **settings)

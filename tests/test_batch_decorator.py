@@ -591,7 +591,7 @@ class TestKey:
     @pytest.mark.parametrize("key", ["modl", ("x", "modl"), "args"])
     def test_a_parameter_that_is_not_there(self, key):
         with pytest.raises(
-            OptionsError, match="unknown parameter of 'function' .*alid parameters.*: x, model"
+            OptionsError, match="unknown parameter .* of 'function'.*alid parameters.*: x, model"
         ):
 
             @asynctrt.batch(key=key)

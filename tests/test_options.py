@@ -95,6 +95,8 @@ def test_an_unknown_option_is_refused_with_the_nearest(wrong, hint):
         OptionsError, match=f"unknown option '{wrong}'; did you mean '{hint}'[?] Valid options: "
     ):
         asynctrt.open("model.onnx", **{wrong: 1})
+    with pytest.raises(OptionsError, match=f"unknown option '{wrong}'"):
+        Options(**{wrong: 1})
 
 
 @pytest.mark.parametrize(("name", "instead"), REMOVED_OPTIONS.items())
@@ -144,7 +146,7 @@ def test_an_unknown_option_that_is_like_none():
             "'tensorrt', 'tensorrt_lean', 'tensorrt_dispatch' or 'tensorrt_rtx', not 'trt'",
         ),
         ({"tensorrt": {"flavour": ""}}, "flavour must be"),
-        ({"tensorrt": {"build": {"dimm": 1}}}, "unknown build option 'dimm'; did you mean 'dims'"),
+        ({"tensorrt": {"build": {"dimm": 1}}}, "unknown option 'dimm' of a build; did you mean 'dims'"),
         ({"onnx": {"batch_axis": {"x": -1}}}, "batch_axis must be axes from 0 on"),
         ({"onnx": {"batch_axis": 1}}, "batch_axis must be axes from 0 on"),
         ({"onnx": {"shared": 3}}, "shared must be names of inputs"),

@@ -166,7 +166,7 @@ def check_names(
                 raise OptionsError(removed(name))
             nearest = nearest_name(str(name)[:SHOWN_MAX], names, others, 0.4)
             hint = f"did you mean {nearest!r}? V" if nearest else "v"
-            raise OptionsError(f"unknown {what} {show(name)}; {hint}{valid}")
+            raise OptionsError(f"unknown {kind} {show(name)}{' ' * bool(where)}{where}; {hint}{valid}")
 
 
 def removed(name: str) -> str:

@@ -277,7 +277,7 @@ class BuildOptions:
 
         :raises OptionsError: for an unknown name, with the nearest option; for a value that is not valid.
         """
-        check_names(settings, [item.name for item in fields(cls)], "build option")
+        check_names(settings, [item.name for item in fields(cls)], "option of a build")
         return dataclasses.replace(base or cls(), **settings)
 
     def as_json(self) -> dict[str, Any]:

@@ -551,5 +551,6 @@ def check_count(results: Any, count: int) -> None:
     """
     if len(results) != count:
         raise ExecutionError(
-            f"the function returned {len(results)} results for {count} items. Return one per item, in order"
+            f"the function returned {len(results)} results for {count} items. Return one per item, in order "
+            "(strings, lists and other items that are neither numbers nor arrays arrive as a list of items)"
         )

@@ -170,7 +170,7 @@ def test_an_unknown_name_is_refused_with_the_nearest():
         check_names(["zzz"], ["size", "where"], "option")
     with pytest.raises(
         OptionsError,
-        match=r"^unknown setting in a.toml 'sise'; did you mean 'size'\? Valid settings in a.toml: size$",
+        match=r"^unknown setting 'sise' in a.toml; did you mean 'size'\? Valid settings in a.toml: size$",
     ):
         check_names(["sise"], ["size"], "setting in a.toml")
     with pytest.raises(OptionsError, match="did you mean 'size'"):

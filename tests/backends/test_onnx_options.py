@@ -134,7 +134,7 @@ def test_names_of_providers_may_have_commas_between_them():
     [
         (
             {"intra_op_threads": 2},
-            "unknown option of ONNX Runtime 'intra_op_threads'; did you mean 'intra_op_nu",
+            "unknown option 'intra_op_threads' of ONNX Runtime; did you mean 'intra_op_nu",
         ),
         (
             {"intra_op_num_threads": 1025},

@@ -374,7 +374,7 @@ def test_what_is_no_path_is_told_of_by_its_name(model, path):
         (8, "^options must be an asynctrt.OnnxOptions"),
         ("launch=thread", "^options must be an asynctrt.OnnxOptions"),
         ({"launch": "process"}, "^launch must be 'threads', 'thread' or 'loop'"),
-        ({"lanch": "thread"}, "^unknown option of ONNX Runtime 'lanch'; did you mean 'launch'"),
+        ({"lanch": "thread"}, "^unknown option 'lanch' of ONNX Runtime; did you mean 'launch'"),
     ],
 )
 def test_options_of_a_wrong_kind_are_told_of(tmp_path, model, options, says):

@@ -173,7 +173,7 @@ async def test_an_async_function_of_the_application(tmp_path):
 async def test_a_target_that_is_the_applications_takes_no_options():
     with pytest.raises(asynctrt.UsageError, match="apply to paths and addresses"):
         await loadtest.run(Target(at_once), token="x")
-    with pytest.raises(OptionsError, match=r"unknown setting of a load test 'rates'; did you mean 'rate'"):
+    with pytest.raises(OptionsError, match=r"unknown setting 'rates' of a load test; did you mean 'rate'"):
         await loadtest.run(Target(at_once), rates=5)
 
 

@@ -100,7 +100,7 @@ def test_they_are_an_option_of_an_engine():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"memory_bugdet": 1}, "unknown option of TensorRT 'memory_bugdet'; did you mean 'memory_budget'"),
+        ({"memory_bugdet": 1}, "unknown option 'memory_bugdet' of TensorRT; did you mean 'memory_budget'"),
         (["memory_budget=many"], "memory_budget must be a whole number ≥ 1, not 'many'"),
         (["memory_budget"], "tensorrt must be an asynctrt.TensorRTOptions, a mapping"),
         ("memory_budget=1", "tensorrt must be an asynctrt.TensorRTOptions"),
