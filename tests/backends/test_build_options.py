@@ -38,7 +38,7 @@ def test_limits_of_memory_are_always_set():
         ({"pack_plugins": True}, "says nothing without plugins"),
         ({"plugins": "missing.so"}, "plugins: there is no file 'missing.so'"),
         ({"timing_cache": "/missing/cache"}, "not the path of a file in a folder that is there"),
-        ({"max_row": 3}, "unknown build option 'max_row'; did you mean 'max_rows'"),
+        ({"max_row": 3}, "unknown option 'max_row' of a build; did you mean 'max_rows'"),
     ],
 )
 def test_what_is_wrong_is_said(settings, said):
