@@ -150,28 +150,6 @@ def frameworks():
         )
 
 
-def ray():
-    """Yield calls through Ray Serve, of 64 callers and of one, by their rows."""
-    yield "", "rows a call", "64 callers: requests/s", "rows/s", "p50, ms", "one caller: p50, ms"
-    measured = figures("ray_serve")
-    alone = {(one["where"], one["rows_a_call"]): one for one in measured if one["callers"] == 1}
-    for one in measured:
-        if one["callers"] > 1:
-            where, count = one["where"], one["rows_a_call"]
-            rates = [hundreds(one[name]) if one[name] > 1e4 else f"{one[name]:,.0f}" for name in RATES]
-            lone = f"{alone[where, count]['p50_ms']:.2g}"
-            yield [
-                where,
-                str(count),
-                *rates,
-                f"{one['p50_ms']:.2g}" if one["p50_ms"] < 10 else f"{one['p50_ms']:.0f}",
-                lone,
-            ]
-
-
-RATES = ("requests_per_s", "rows_per_s")
-
-
 def workers():
     """Yield what a worker process costs: in process beside it, ratios of medians."""
     yield (
@@ -427,14 +405,6 @@ def gpu_saturation():
             f"{case['cpu_us_a_batch']:.0f}",
             f"{case['cpu_us_a_request']:.1f}",
         )
-
-
-def gpu_sharing():
-    """Yield throughput, latency and memory of eight contexts that share arenas."""
-    yield "arenas", "rows/s", "p99 ms", "memory of the device"
-    for arenas, case in figures("gpu-sharing")["cases"]["fills, 500 us"].items():
-        memory = f"{case['device_nbytes'] / 2**20:,.0f} MiB"
-        yield arenas, f"{case['rows_per_s']:,.0f}", f"{case['p99_us'] / 1e3:.1f}", memory
 
 
 def ran():
@@ -702,7 +672,6 @@ TABLES = {
     "perceptron": perceptron,
     "serving": serving,
     "frameworks": frameworks,
-    "ray": ray,
     "workers": workers,
     "kills": kills,
     "front-kills": front_kills,
@@ -722,7 +691,6 @@ TABLES = {
     "gpu-kills": gpu_kills,
     "gpu-faults": gpu_faults,
     "scale": scale,
-    "gpu-sharing": gpu_sharing,
     "gpu-urgent": gpu_urgent,
     "gpu-resnet": gpu_resnet,
     "gpu-plans": gpu_plans,
