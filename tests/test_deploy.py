@@ -143,6 +143,7 @@ class TestValid:
             "hpa.yaml",
             "kserve-runtime.yaml",
             "kserve-service.yaml",
+            "nginx.conf",
             "prometheus-adapter.yaml",
             "pdb.yaml",
             "networkpolicy.yaml",
