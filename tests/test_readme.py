@@ -519,6 +519,24 @@ def test_every_link_to_a_file_leads_to_one():
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_every_link_to_a_heading_leads_to_one():
+    plain = {path: re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL) for path in tables.DOCUMENTS}
+    headings = {
+        path.name: {
+            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        }
+        for path, text in plain.items()
+    }
+    found = [
+        (path.name, Path(target).name or path.name, anchor)
+        for path, text in plain.items()
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", text)
+    ]
+    assert len(found) > 20
+    assert [one for one in found if one[2] not in headings[one[1]]] == []
+
+
 def test_the_readme_is_short():
     assert len(README.split()) <= 900
 
