@@ -170,20 +170,6 @@ def workers():
         )
 
 
-def kills():
-    """Yield what became of requests whose workers were killed."""
-    yield "", "requests", "kills", "lost, wrong, answered twice", "until 256 more were answered, ms"
-    for case, found in figures("workers")["kills"].items():
-        pauses = found["recovery_ms"]
-        yield (
-            case,
-            f"{found['answered']:,}",
-            str(found["kills"]),
-            f"{found['lost']}, {found['wrong']}, {found['twice']}",
-            f"{statistics.median(pauses):.0f} (at most {max(pauses):.0f})",
-        )
-
-
 def gpu_kills():
     """Yield what became of requests whose workers with a GPU were killed."""
     yield "", "requests", "kills", "lost, wrong, answered twice", "until 256 more were answered, ms"
@@ -439,21 +425,6 @@ def gpu_urgent():
         yield said, f"{case['p50_us'] / 1e3:.1f}", f"{case['p99_us'] / 1e3:.1f}", flood
 
 
-def gpu_resnet():
-    """Yield the images/s of ResNet-50."""
-    yield (
-        *("batch", "raw", "uint8 images (150 KB)", "ratio"),
-        *("raw", "float32 images (600 KB)", "ratio"),
-    )
-    images = figures("gpu-resnet")["images"]
-    for pair in zip(images["uint8"]["saturation"], images["float32"]["saturation"], strict=True):
-        cells = [str(pair[0]["rows"])]
-        for case in pair:
-            cells += [f"{case['raw_images_per_s']['one stream']:,.0f}", f"{case['engine_images_per_s']:,.0f}"]
-            cells += [f"{case['ratio']['one stream']:.2f}"]
-        yield cells
-
-
 def gpu_plans():
     """Yield what callers had of plans under the full library, beside its fastest raw loop."""
     yield (
@@ -673,7 +644,6 @@ TABLES = {
     "serving": serving,
     "frameworks": frameworks,
     "workers": workers,
-    "kills": kills,
     "front-kills": front_kills,
     "fronts": fronts,
     "busy-thread": busy_thread,
@@ -692,7 +662,6 @@ TABLES = {
     "gpu-faults": gpu_faults,
     "scale": scale,
     "gpu-urgent": gpu_urgent,
-    "gpu-resnet": gpu_resnet,
     "gpu-plans": gpu_plans,
     "gpu-function-sizes": gpu_function_sizes,
     "zoo": zoo,
