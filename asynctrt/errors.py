@@ -195,7 +195,7 @@ class PoisonError(ExecutionError):
 
 
 class InternalError(AsynctrtError):
-    """asynctrt violated an internal rule. Please report it with the traceback."""
+    """asynctrt broke one of its internal rules. Please report it with the traceback."""
 
 
 def once_begun(error: BaseException) -> BaseException:
