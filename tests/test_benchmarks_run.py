@@ -23,12 +23,10 @@ LEAST = {
     "mlp": ["--repeats", "1", "--seconds", "0.05"],
     "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "no-op, 64"],
     "frameworks": ["--repeats", "1", "--seconds", "0.2", "--only", "FastAPI"],
-    "hangups": ["--repeats", "1", "--seconds", "0.2", "--rate", "100", "--hang-ups", "5"],
     "soak": ["--requests", "3000"],
     "lateness": ["--seconds", "0.4", "--repeats", "1"],
     "goodput": ["--seconds", "0.8", "--seeds", "1", "--real-seconds", "0.3", "--repeats", "1"],
     "truth": ["--seconds", "2"],
-    "generation": ["--seconds", "0.1", "--repeats", "1"],
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],
     "workers": [
         "--repeats",
@@ -48,14 +46,11 @@ LEAST = {
     "front_faults": ["--requests", "1000", "--every", "0.1"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
     "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
-    "ray_serve": ["--seconds", "0.2", "--rows", "8", "--callers", "8"],
     "compare_commits": ["--repeats", "1", "--seconds", "0.02", "--loops", "asyncio", "--only", "a lone"],
 }
 LEAST_ON_GPU = {
     "completion": ["--seconds", "0.02", "--kernels", "200", "--varying", "200", "--loops", "idle,busy"],
     "saturation": ["--seconds", "0.05", "--repeats", "1", "--kernels", "300"],
-    "overlap": ["--seconds", "0.05", "--repeats", "1", "--mib", "0.25"],
-    "sharing": ["--seconds", "0.05", "--repeats", "1", "--mib", "1"],
     "urgent": ["--seconds", "0.1", "--repeats", "1"],
     "resnet": ["--seconds", "0.05", "--repeats", "1", "--load-seconds", "0.2", "--batches", "8"],
     "poisson": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--contexts", "2"],
@@ -94,7 +89,7 @@ PARTS_ON_GPU = {"batchers", "kernels", "onnx_models", "raw", "support", "torch_m
 def test_every_benchmark_is_run_and_explained():
     names = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "common", "pictures", "tables", *PARTS}
     assert names == set(LEAST)
-    on_gpu = {path.stem for path in (FOLDER / "gpu").glob("*.py")} - {"__init__", "run_all", *PARTS_ON_GPU}
+    on_gpu = {path.stem for path in (FOLDER / "gpu").glob("*.py")} - {"__init__", *PARTS_ON_GPU}
     assert on_gpu == set(LEAST_ON_GPU)
     explained = (FOLDER / "README.md").read_text()
     assert all(f"tests.benchmarks.{name}`" in explained for name in names)
@@ -106,8 +101,6 @@ def test_every_benchmark_is_run_and_explained():
 def test_benchmark_for_a_gpu(name, tmp_path):
     path = tmp_path / "figures.json"
     command = [sys.executable, "-m", f"tests.benchmarks.gpu.{name}", *LEAST_ON_GPU[name], "--device", "host"]
-    if name == "overlap":
-        command += ["--picture", str(tmp_path / "overlap.svg")]
     done = subprocess.run(
         [*command, "--json", str(path)], capture_output=True, text=True, check=False, timeout=55, cwd=ROOT
     )
@@ -115,34 +108,14 @@ def test_benchmark_for_a_gpu(name, tmp_path):
     content = json.loads(path.read_text())
     assert content["figures"]
     assert content["machine"]["gpu"] is None
-    if name == "overlap":
-        assert "<svg" in (tmp_path / "overlap.svg").read_text()
-
-
-@pytest.mark.tier2
-def test_all_of_them_are_run_in_turn_and_one_that_fails_is_said(tmp_path):
-    command = [sys.executable, "-m", "tests.benchmarks.gpu.run_all", "--out", str(tmp_path), "--quick"]
-    done = subprocess.run(
-        [*command, "--only", "overlap", "--only", "million", "--device", "nowhere:0", "--budget", "40"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=55,
-        cwd=ROOT,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "overlap: FAILED" in done.stdout
-    assert "million: FAILED" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.tier2
 @pytest.mark.parametrize("name", LEAST)
-@pytest.mark.timeout(250)  # To start Ray took two minutes beside two busy processes and another Ray.
+@pytest.mark.timeout(250)
 def test_benchmark(name, tmp_path):
     if name == "peers":
         needed(find_spec("async_batcher"), "there is no async-batcher: pip install '.[peers]'")
-    if name == "ray_serve":
-        needed(find_spec("ray"), "there is no Ray: pip install '.[ray]'")
     if name == "agreement":
         installed(BINARY)
     path = tmp_path / "figures.json"

@@ -9,6 +9,7 @@ caller and 64, of a model whose batches take 2 ms: in process and with a worker,
 import asyncio
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,11 +18,13 @@ import uvloop
 import asynctrt
 from asynctrt._util import clock
 from asynctrt._util.process import SWITCH_INTERVAL_S
+from asynctrt.tensors import TensorSpec
 from tests.benchmarks.common import arguments, median, save, show
 from tests.benchmarks.gpu.support import open_device
-from tests.benchmarks.scale import STEADY
 
 CALLERS = (1, 64)
+STEADY = {"cuda": "tests.gpu.fallible:steady", "host": "tests.benchmarks.busy_thread:steady"}
+STEADY_ROWS_MAX, STEADY_S = 64, 0.002
 PYTHONS_OWN_S = sys.getswitchinterval()
 KINDS = {
     "in process": ({}, PYTHONS_OWN_S),
@@ -29,6 +32,19 @@ KINDS = {
     "a worker": ({"isolation": "process"}, PYTHONS_OWN_S),
     "a worker, tuned": ({"isolation": "process"}, SWITCH_INTERVAL_S),
 }
+
+
+def steady():
+    """Return a model on the host device whose batches take 2 ms each, whatever their rows."""
+
+    def work(inputs, outputs):
+        np.multiply(inputs["x"], 2, out=outputs["y"])
+        time.sleep(STEADY_S)
+
+    row = TensorSpec("x", "float32", (16,)), TensorSpec("y", "float32", (16,))
+    return asynctrt.FunctionModel(
+        work, inputs=row[0], outputs=row[1], name="steady", rows_max=STEADY_ROWS_MAX
+    )
 
 
 @contextmanager

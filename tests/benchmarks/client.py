@@ -11,7 +11,6 @@ import math
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -77,13 +76,12 @@ class Connection(asyncio.Protocol):
 class Http(Connection):
     """Send one request after the other, so that answers need not be told apart."""
 
-    def __init__(self, book, depth, *, paced, url, dim, raw, text=b"", binary=b"", json_nbytes=0):
+    def __init__(self, book, depth, *, paced, url, dim, raw, text=b""):
         super().__init__(book, depth, paced=paced)
-        head = b"" if raw or binary else b"{" + infer_head(dim)
-        body = text or binary or head + bytes(4 * dim)
+        head = b"" if raw else b"{" + infer_head(dim)
+        body = text or head + bytes(4 * dim)
         kind = b"json" if text else b"octet-stream"
-        json_nbytes = json_nbytes or len(head)
-        length = b"" if raw or text else b"Inference-Header-Content-Length: %d\r\n" % json_nbytes
+        length = b"" if raw or text else b"Inference-Header-Content-Length: %d\r\n" % len(head)
         self.request = (
             b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/%s\r\n%s"
             b"Content-Length: %d\r\n\r\n%s" % (url.path.encode(), kind, length, len(body), body)
@@ -189,8 +187,7 @@ class WebSocket(Connection):
 async def sockets(options, url, book):
     kind = WebSocket
     if url.scheme == "http":
-        binary = options.file.read_bytes() if options.file else b""
-        kind = partial(Http, text=bytes.fromhex(options.body), binary=binary, json_nbytes=options.json_nbytes)
+        kind = partial(Http, text=bytes.fromhex(options.body))
     loop = asyncio.get_running_loop()
     connections = []
     for _ in range(options.connections):
@@ -294,8 +291,6 @@ def main():
     parser.add_argument("--rate", type=float, default=0)
     parser.add_argument("--raw", action="store_true", help="send the tensor alone")
     parser.add_argument("--body", default="", help="the message, in hex, for grpc, and for HTTP as JSON")
-    parser.add_argument("--file", type=Path, help="the body, for HTTP as binary data")
-    parser.add_argument("--json-nbytes", type=int, default=0, help="of the JSON that the file begins with")
     parser.add_argument("--channels", type=int, default=1, help="connections, for grpc")
     parser.add_argument(
         "--told", action="store_true", help="say 'connected', and read from which time on to measure, in ns"

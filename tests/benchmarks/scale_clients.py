@@ -14,12 +14,10 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.request import urlopen
 
 import numpy as np
 import psutil
 
-from asynctrt.tensors import TensorSpec
 from tests.benchmarks.client import OPEN_S, QUANTILES
 from tests.benchmarks.serving import ROOT, is_ready, process
 from tests.helpers import free_port
@@ -31,8 +29,6 @@ CLIENT_S = 30
 LOOKS = 16
 """Connections for each front that all have to find it ready; the kernel gives them to fronts by chance."""
 LISTENS = "0A"
-UNKNOWN_SIZE = 64
-"""What a dimension that the model leaves open is given."""
 
 SCRIPT = """
 local file = io.open("{body}", "rb")
@@ -243,44 +239,3 @@ def by_wrk(wrk, server, url, seconds, *, threads, connections, body, json_nbytes
 def _children_cpu_s():
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def rows_of(specs, count, seed=5):
-    """Return rows at random, for each input of a model."""
-    random = np.random.default_rng(seed)
-    made = {}
-    for spec in specs:
-        shape = (count, *(UNKNOWN_SIZE if isinstance(dim, str) else dim for dim in spec.dims))
-        dtype = np.dtype(spec.dtype)
-        made[spec.name] = (
-            random.random(shape, np.float32).astype(dtype)
-            if dtype.kind == "f"
-            else random.integers(0, 2, shape).astype(dtype)
-        )
-    return made
-
-
-def request_for(server, name, path):
-    """Write a binary request of one row to a file; return how long its JSON is."""
-    with urlopen(f"{server.url}/v2/models/{name}") as answer:
-        told = json.load(answer)["inputs"]
-    dtypes = {"FP32": "float32", "FP16": "float16", "INT32": "int32", "INT64": "int64", "UINT8": "uint8"}
-    specs = [
-        TensorSpec(
-            one["name"], dtypes[one["datatype"]], tuple(dim if dim > 0 else "n" for dim in one["shape"][1:])
-        )
-        for one in told
-    ]
-    rows = rows_of(specs, 1)
-    inputs = [
-        {
-            "name": one["name"],
-            "datatype": one["datatype"],
-            "shape": list(rows[one["name"]].shape),
-            "parameters": {"binary_data_size": rows[one["name"]].nbytes},
-        }
-        for one in told
-    ]
-    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    path.write_bytes(head + b"".join(array.tobytes() for array in rows.values()))
-    return len(head)

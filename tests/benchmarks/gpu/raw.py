@@ -1,8 +1,7 @@
 """The loops that the engine is compared with: they enqueue the same batches, without asyncio.
 
 A batch is copied in, computed by replaying a graph of the model's kernels, and copied out. The engine puts
-the same on a stream; here a few lines of a loop do. Copies beside a graph take the GPU less time than copies
-in it (tests/benchmarks/gpu/overlap.py).
+the same on a stream; here a few lines of a loop do.
 """
 
 from itertools import pairwise
