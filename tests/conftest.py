@@ -6,6 +6,8 @@ Chromium, or if it runs on uvloop and is not about what an event loop does (see 
 """
 
 import gc
+import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,20 @@ def _no_engine_is_forgotten():
     yield
     gc.collect()
     gc.freeze()
+
+
+def process_wide():
+    """Return what a test must leave to the process as it was: another test, in any file, may depend on it."""
+    return logging.getLogger("asynctrt").level, logging.root.manager.disable, sys.getswitchinterval()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _the_process_is_left_as_it_was():
+    """Name the module whose tests change how the whole process logs or switches threads."""
+    before = process_wide()
+    yield
+    after = process_wide()
+    assert after == before, f"the log's levels, and the switch interval, were {before}, and are {after}"
 
 
 @pytest.fixture

@@ -237,6 +237,7 @@ def test_nothing_is_lost_wrong_or_left_behind_while_fronts_are_killed():
     assert found["last"]["parent_descriptors"] == found["first"]["parent_descriptors"]
 
 
+@pytest.mark.usefixtures("command_alone")
 async def test_a_front_that_takes_anothers_place_has_its_models_before_it_listens(monkeypatch):
     """Connections that it accepted before would be told to come again, and others are there to take them."""
     order = []

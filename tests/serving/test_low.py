@@ -160,6 +160,7 @@ async def test_sighup_opens_the_access_log_anew(tmp_path, caplog):
     assert (first["path"], second["path"]) == ("/v2", "/v2/health/live")
 
 
+@pytest.mark.usefixtures("command_alone")
 async def test_names_do_not_control_the_terminal(monkeypatch):
     """What the command says goes through one place, whatever is in it."""
     from asynctrt.serving import command
@@ -169,8 +170,6 @@ async def test_names_do_not_control_the_terminal(monkeypatch):
         server._asked.set()
 
     monkeypatch.setattr(command, "_load", load)
-    for name in ("set_up_logging", "shorten_switch_interval", "add_cwd_to_path"):
-        monkeypatch.setattr(command, name, lambda *_: None)
     config = command.configure({"models": ["none.onnx"], "http_port": 0, "grpc": False}, {})
     said = []
     async with asyncio.timeout(WAIT_S):
