@@ -7,6 +7,7 @@ Chromium, or if it runs on uvloop and is not about what an event loop does (see 
 
 import gc
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -46,6 +47,13 @@ def anyio_backend(request):
 def pytest_addoption(parser):
     """Add `--ran`."""
     parser.addoption("--ran", type=Path, metavar="FILE", help="note there what passed on this machine")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Run more processes than there are cores: for half of its time a test waits for sockets and timers."""
+    cores = len(os.sched_getaffinity(0))
+    return cores + (cores + 1) // 2
 
 
 def pytest_terminal_summary(terminalreporter, config):

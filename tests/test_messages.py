@@ -29,7 +29,7 @@ from tests.models import double_model, rows
 
 pytestmark = pytest.mark.anyio
 
-LONG = "a" * 100_000
+LONG = "a" * 1_000_000
 SHORT_MAX = 2000
 """Characters of a message that shows a value or two, and the names of all options."""
 
@@ -41,11 +41,11 @@ class Verbose:
 
 VALUES = {
     "text": LONG,
-    "bytes": bytes(20_000),
-    "list": [LONG, *range(10_000)],
+    "bytes": bytes(1_000_000),
+    "list": [LONG, *range(100_000)],
     "dict": {LONG: LONG},
     "object": Verbose(),
-    "number": 10**100_000,
+    "number": 10**1_000_000,
     "array": np.zeros((3, 4_000)),
 }
 
