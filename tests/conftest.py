@@ -20,8 +20,8 @@ CHROMIUM = Path("/usr/bin/chromium")
 LOOPS = ("_util/test_alarm.py", "runtime/completion", "runtime/test_interrupts.py", "runtime/test_jobs.py")
 """Tests of code that depends on how an event loop behaves: timers, threads, interrupts."""
 SERVING = (
-    *("asgi", "connection_fuzz", "disconnect", "floods", "frames", "grpc_server", "hostile", "http", "lack"),
-    *("large", "listener", "memory", "paced", "server", "signals", "stalls", "turns"),
+    *("asgi", "connection_fuzz", "credentials", "disconnect", "floods", "frames", "grpc_server", "hostile"),
+    *("http", "lack", "large", "listener", "low", "memory", "paced", "server", "signals", "stalls", "turns"),
 )
 TOP = (
     *("batch_citizen", "batch_decorator", "client", "clients", "clients_unkind", "engine", "engine_unkind"),
