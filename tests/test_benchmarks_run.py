@@ -52,7 +52,6 @@ LEAST_ON_GPU = {
     "completion": ["--seconds", "0.02", "--kernels", "200", "--varying", "200", "--loops", "idle,busy"],
     "saturation": ["--seconds", "0.05", "--repeats", "1", "--kernels", "300"],
     "urgent": ["--seconds", "0.1", "--repeats", "1"],
-    "resnet": ["--seconds", "0.05", "--repeats", "1", "--load-seconds", "0.2", "--batches", "8"],
     "poisson": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--contexts", "2"],
     "shapes": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--shapes", "1,2"],
     "weights": ["--seconds", "0.2", "--repeats", "1"],
@@ -83,7 +82,7 @@ PARTS = {
     "bare_http",
 }
 """What benchmarks start as processes of their own."""
-PARTS_ON_GPU = {"batchers", "kernels", "onnx_models", "raw", "support", "torch_model"}
+PARTS_ON_GPU = {"batchers", "kernels", "onnx_models", "raw", "resnet", "support", "torch_model"}
 
 
 def test_every_benchmark_is_run_and_explained():
