@@ -105,21 +105,12 @@ def pairs(arguments):
 
 
 class TestValid:
-    @pytest.mark.parametrize("version", ["1.30", "1.33", "1.37"])
+    @pytest.mark.parametrize("version", ["1.30", "1.37"])
     @pytest.mark.parametrize(
         "manifest", [DEPLOYMENT, SERVICE, HPA, BUDGET, POLICY], ids=lambda one: one["kind"]
     )
     def test_kubernetes(self, manifest, version):
         validate_kubernetes(manifest, version)
-
-    def test_the_validator_finds_what_is_wrong(self):
-        wrong = json.loads(json.dumps(DEPLOYMENT).replace("failureThreshold", "failuresAllowed"))
-        with pytest.raises(Exception, match="failuresAllowed"):
-            validate_kubernetes(wrong, "1.37")
-
-    @pytest.mark.parametrize("manifest", [RUNTIME, INFERENCE, MONITOR], ids=lambda one: one["kind"])
-    def test_custom_resources(self, manifest):
-        validate(manifest, SCHEMAS[manifest["kind"]])
 
     @pytest.mark.parametrize("version", ["1.30", "1.37"])
     def test_the_containers_of_the_runtime_are_those_of_a_pod(self, version):
@@ -129,7 +120,6 @@ class TestValid:
         )
 
     def test_compose(self):
-        validate(COMPOSE, COMPOSE_SCHEMA)
         for service in COMPOSE["services"].values():
             assert (FOLDER / service["build"]["context"]).resolve() == ROOT
             assert (ROOT / service["build"]["dockerfile"]).is_file()
@@ -157,117 +147,6 @@ def validate_kubernetes(manifest, version):
     import kubernetes_validate
 
     kubernetes_validate.validate(manifest, version, strict=True)
-
-
-def validate(content, schema):
-    needed(find_spec("jsonschema"), "jsonschema is missing: pip install '.[deploy]'")
-    import jsonschema
-
-    jsonschema.validate(content, schema)
-
-
-def closed(required, **properties):
-    """A schema of an object that has no other properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required.split(),
-        "additionalProperties": False,
-    }
-
-
-def items(schema):
-    return {"type": "array", "items": schema, "minItems": 1}
-
-
-TEXT, NUMBER, FLAG, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}, {}
-TEXTS = items(TEXT)
-SCHEMAS = {
-    # The names and types that the definitions of these resources have, as far as they are used here.
-    "ServiceMonitor": closed(
-        "apiVersion kind metadata spec",
-        apiVersion={"const": "monitoring.coreos.com/v1"},
-        kind={"const": "ServiceMonitor"},
-        metadata=closed("name", name=TEXT),
-        spec=closed(
-            "selector endpoints",
-            selector=closed("matchLabels", matchLabels={"type": "object", "additionalProperties": TEXT}),
-            endpoints=items(
-                closed("port", port=TEXT, path=TEXT, interval={"type": "string", "pattern": r"^\d+s$"})
-            ),
-        ),
-    ),
-    "ServingRuntime": closed(
-        "apiVersion kind metadata spec",
-        apiVersion={"const": "serving.kserve.io/v1alpha1"},
-        kind={"const": "ServingRuntime"},
-        metadata=closed("name", name=TEXT),
-        spec=closed(
-            "containers",
-            annotations={"type": "object", "additionalProperties": TEXT},
-            supportedModelFormats=items(
-                closed("name", name=TEXT, version=TEXT, autoSelect=FLAG, priority={**NUMBER, "minimum": 1})
-            ),
-            protocolVersions=TEXTS,
-            containers=items(ANY),
-            volumes=items(ANY),
-        ),
-    ),
-    "InferenceService": closed(
-        "apiVersion kind metadata spec",
-        apiVersion={"const": "serving.kserve.io/v1beta1"},
-        kind={"const": "InferenceService"},
-        metadata=closed("name", name=TEXT),
-        spec=closed(
-            "predictor",
-            predictor=closed(
-                "model",
-                minReplicas=NUMBER,
-                maxReplicas=NUMBER,
-                terminationGracePeriodSeconds=NUMBER,
-                model=closed(
-                    "modelFormat storageUri",
-                    modelFormat=closed("name", name=TEXT, version=TEXT),
-                    protocolVersion={"enum": ["v1", "v2", "grpc-v1", "grpc-v2"]},
-                    runtime=TEXT,
-                    storageUri={"type": "string", "pattern": r"^(pvc|s3|gs|https?|hf|oci)://"},
-                ),
-            ),
-        ),
-    ),
-}
-COMPOSE_SCHEMA = closed(
-    "services",
-    name={"type": "string", "pattern": "^[a-z0-9][a-z0-9_-]*$"},
-    services={
-        "type": "object",
-        "additionalProperties": closed(
-            "image",
-            image=TEXT,
-            build=closed("context", context=TEXT, dockerfile=TEXT),
-            command=TEXTS,
-            restart={"enum": ["no", "always", "on-failure", "unless-stopped"]},
-            stop_grace_period={"type": "string", "pattern": r"^\d+s$"},
-            ports=items({"type": "string", "pattern": r"^127\.0\.0\.1:\d+:\d+$"}),
-            volumes=items({"type": "string", "pattern": "^[^:]+:/[^:]+:ro$"}),
-            read_only=FLAG,
-            tmpfs=TEXTS,
-            cap_drop=TEXTS,
-            security_opt=TEXTS,
-            deploy=closed(
-                "resources",
-                resources=closed(
-                    "reservations",
-                    reservations=closed(
-                        "devices",
-                        devices=items(closed("capabilities", driver=TEXT, count=NUMBER, capabilities=TEXTS)),
-                    ),
-                ),
-            ),
-        ),
-    },
-)
-"""What the specification of compose files has, as far as it is used here."""
 
 
 class TestTheDockerfile:

@@ -1,4 +1,4 @@
-"""ResNet-50 with torch as the test engine, its CUDA graphs replayed on the engine's streams; Poisson arrivals.
+"""ResNet-50 with torch as the test engine, its CUDA graphs replayed on our streams; and Poisson arrivals.
 
 Half precision, channels last, random weights; one image a request, as float32 (600 KB) or uint8 (150 KB).
 On the host device a model that sleeps stands in for it.
