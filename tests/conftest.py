@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,17 +66,22 @@ def pytest_terminal_summary(terminalreporter, config):
         note(config.getoption("--ran"), terminalreporter.stats)
 
 
+@cache
+def is_among(path, names):
+    """Return whether a test's file is one of these, or lies in one of these folders."""
+    return any(path.relative_to(ROOT).is_relative_to(name) for name in names)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Mark the second tier, before pytest selects by markers; leave out repetitions that no loop changes."""
     kept, left_out = [], []
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        path = item.path.relative_to(ROOT)
-        on_uvloop = parameters.get("anyio_backend") and not any(path.is_relative_to(one) for one in LOOPS)
+        on_uvloop = parameters.get("anyio_backend") and not is_among(item.path, LOOPS)
         if on_uvloop or "chromium" in item.fixturenames:
             item.add_marker(pytest.mark.tier2)
-        repeats = on_uvloop and not any(path.is_relative_to(one) for one in TRANSPORTS)
+        repeats = on_uvloop and not is_among(item.path, TRANSPORTS)
         (left_out if repeats else kept).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
