@@ -52,14 +52,6 @@ def places(queue):
 
 
 class TestOneBucket:
-    def test_first_in_first_out_within_a_priority(self):
-        a, b, c = (request() for _ in range(3))
-        assert take(queue_of(a, b, c), 2) == [a, b]
-
-    def test_a_larger_priority_goes_first_and_the_rest_of_the_batch_is_filled_from_below(self):
-        low, high, middle = request(priority=0), request(priority=2), request(priority=1)
-        assert take(queue_of(low, high, middle), 8) == [high, middle, low]
-
     def test_taking_launches_what_was_chosen(self):
         a, b = request(), request()
         queue = queue_of(a, b)
@@ -73,19 +65,6 @@ class TestOneBucket:
         queue.take(*queue.choose(8), State.FAILED)
         assert a.state is b.state is State.FAILED
         assert (queue.requests, queue.rows, queue.head()) == (0, 0, None)
-
-    def test_choosing_changes_nothing(self):
-        queue = queue_of(request(3), request(4, priority=1), request(1))
-        before = repr(queue), places(queue)
-        assert queue.choose(4) == queue.choose(4)
-        assert (repr(queue), places(queue)) == before
-        assert all(each.state is State.QUEUED for each in queue.waiting())
-
-    def test_choosing_counts_the_rows(self):
-        queue = queue_of(request(3), request(4), request(2))
-        for rows_max, rows in ((3, 3), (4, 3), (5, 5), (9, 9), (100, 9)):
-            chosen, chosen_rows = queue.choose(rows_max)
-            assert sum(each.rows for each in chosen) == chosen_rows == rows
 
     def test_what_does_not_fit_is_passed_over_and_heads_the_next_batch(self):
         first, large, small = request(3), request(4), request(1)
@@ -115,29 +94,6 @@ class TestOneBucket:
             batches.append(take(queue, 4))
         assert len(batches) == 2
 
-    def test_the_oldest_arrival_counts_over_all_priorities(self):
-        assert queue_of(request(arrival_ns=7), request(priority=2, arrival_ns=9)).oldest_arrival_ns() == 7
-
-    def test_the_oldest_arrival_is_that_of_one_that_still_waits(self):
-        oldest, next_one, urgent = (
-            request(arrival_ns=1),
-            request(arrival_ns=5),
-            request(priority=1, arrival_ns=9),
-        )
-        queue = queue_of(oldest, next_one, urgent)
-        leave(queue, oldest)
-        assert queue.oldest_arrival_ns() == 5
-        leave(queue, next_one, Change.EXPIRE)
-        assert queue.oldest_arrival_ns() == 9
-
-    def test_a_discarded_request_is_neither_head_nor_chosen_nor_counted(self):
-        a, b = request(2), request(3)
-        queue = queue_of(a, b)
-        leave(queue, a)
-        assert queue.head() is b
-        assert (queue.requests, queue.rows) == (1, 3)
-        assert take(queue, 8) == [b]
-
     def test_tombstones_are_swept_before_they_pile_up(self):
         queue = queue_of(request())
         for _ in range(10 * TOMBSTONES_MIN):
@@ -164,29 +120,6 @@ class TestOneBucket:
         assert queue.head() is None
         assert (places(queue), queue.deadline_ns) == (0, NO_DEADLINE_NS)
         assert repr(queue) == f"<BucketQueue {KEY!r} requests=0 rows=0>"
-
-    @given(
-        some.lists(some.tuples(some.integers(1, 8), some.integers(0, 2), some.booleans()), max_size=40),
-        some.integers(8, 20),
-    )
-    def test_taking_until_empty_gives_each_live_request_once(self, plan, rows_max):
-        queue = BucketQueue(KEY, PRIORITIES, ROWS_MAX)
-        alive = []
-        for rows, priority, is_cancelled in plan:
-            each = request(rows, priority)
-            queue.push(each)
-            if is_cancelled:
-                leave(queue, each)
-            else:
-                alive.append(each)
-        taken = []
-        while queue.requests:
-            batch = take(queue, rows_max)
-            assert batch, "a queue with work gave none"
-            assert sum(each.rows for each in batch) <= rows_max
-            taken += batch
-        assert sorted(map(id, taken)) == sorted(map(id, alive))
-        assert queue.rows == 0
 
     @settings(max_examples=200, deadline=None)
     @given(
@@ -781,36 +714,6 @@ class TestManyBuckets:
 
 
 class TestDeadlines:
-    def test_they_come_out_in_order_and_only_when_due(self):
-        heap = DeadlineHeap()
-        late, soon, same = (request(deadline_ns=ns) for ns in (30, 10, 10))
-        for each in (late, soon, same):
-            heap.push(each, queued_max=3)
-        assert heap.earliest_ns() == 10
-        assert heap.pop_due(9, EVER_NS) == []
-        assert heap.pop_due(10, EVER_NS) == [soon, same]
-        assert heap.earliest_ns() == 30
-
-    def test_who_arrived_later_is_spared_and_stays(self):
-        heap = DeadlineHeap()
-        early, late = request(arrival_ns=5, deadline_ns=10), request(arrival_ns=6, deadline_ns=9)
-        for each in (early, late):
-            heap.push(each, queued_max=2)
-        assert heap.pop_due(20, 4) == []
-        assert heap.pop_due(20, 5) == [early]
-        assert heap.earliest_ns() == 9
-        assert heap.pop_due(20, 6) == [late]
-        assert heap.earliest_ns() is None
-
-    def test_a_request_that_left_the_queue_has_no_deadline_any_more(self):
-        heap = DeadlineHeap()
-        gone, waits = request(deadline_ns=10), request(deadline_ns=20)
-        for each in (gone, waits):
-            heap.push(each, queued_max=2)
-        change(gone, Change.LAUNCH)
-        assert heap.earliest_ns() == 20
-        assert heap.pop_due(100, EVER_NS) == [waits]
-
     def test_the_heap_stays_bounded_by_what_is_queued(self):
         heap = DeadlineHeap()
         for ns in range(20 * TOMBSTONES_MIN):
