@@ -89,6 +89,7 @@ async def test_two_rows_that_end_workers_fail_alone():
         check(firsts, await answered(engine, firsts), {SEGFAULT})
 
 
+@pytest.mark.timeout(240)  # Seven workers or more start, one after the other.
 async def test_many_rows_at_once_that_end_workers_fail_nobody_else_and_the_engine_goes_on():
     async with opened(max_rows=16, isolation="spare") as engine:
         deadly, told = 5, []
