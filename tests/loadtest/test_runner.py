@@ -207,6 +207,13 @@ async def test_the_warm_up_is_apart():
     assert sum(window.sent for window in measured) == (due_ns >= plan.warmup_ns).sum()
 
 
+async def test_batches_are_those_after_the_warm_up():
+    target = Target(at_once)
+    _, outcome, windows, whole = await run(target, rate=2000, warmup=0.2, seconds=0.2)
+    assert 0 < outcome.batches.requests < whole.sent
+    assert abs(outcome.batches.requests - windows[0].sent) < 100
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_what_was_due_in_the_warm_up_is_never_counted_among_the_batches(seed):
     """Its answers come when the warm-up is over by the clock, and one of it was not even sent by then."""
