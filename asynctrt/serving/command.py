@@ -74,7 +74,7 @@ class ServeConfig:
         repository = Repository(self.settings)
         for source in self.models:
             if not source.is_folder:
-                opener = source.opener(self.device, self.settings.warmup)
+                opener = source.opener(self.device)
                 repository.add(source.name, version=source.version, opener=opener, mark=source.mark)
         return repository
 
@@ -85,7 +85,6 @@ class ServeConfig:
                 Path(source.path),
                 device=source.device or self.device,
                 settings=source.settings,
-                warmup=self.settings.warmup if source.warmup is None else source.warmup,
             )
             for source in self.models
             if source.is_folder

@@ -411,7 +411,7 @@ class Server:
             # Report not ready and keep answering, so that load balancers can send elsewhere.
             self.repository.is_draining = True
             if self._grpc is not None:
-                await self._grpc.drain()
+                self._grpc.drain()
             await asyncio.wait([hurry], timeout=self.settings.drain_delay)
             for listener in self._listeners:
                 listener.close()
