@@ -140,6 +140,7 @@ class TestValid:
         }
         names |= {
             "asynctrt.service",
+            "asynctrt.socket",
             "hpa.yaml",
             "kserve-runtime.yaml",
             "kserve-service.yaml",

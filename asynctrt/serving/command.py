@@ -31,13 +31,13 @@ from asynctrt.options import Options
 from asynctrt.serving.entries import ModelPlace
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
-from asynctrt.serving.notify import notify_ready
 from asynctrt.serving.openapi import ask_of
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server import Server
 from asynctrt.serving.server_log import ESCAPES, set_up_logging
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.systemd import notify_ready, passed_socket
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
@@ -189,7 +189,7 @@ async def serve(
     raise_open_files()
     folders = config.folders()
     repository = _with_places(config.repository(), folders if places is None else places)
-    server = Server(repository, settings, is_front=opened is not None)
+    server = Server(repository, settings, is_front=opened is not None, listening=passed_socket())
     if listens_last:
         await _load_first(server, show)
     leaving = asyncio.create_task(_leave_if_hurried(server))

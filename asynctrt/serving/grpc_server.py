@@ -37,6 +37,7 @@ from asynctrt.kserve.protobuf import (
     SplitRequest,
     message_classes,
     parse,
+    reflected,
     split_request,
     streamed,
     streamed_error,
@@ -61,6 +62,8 @@ except ImportError as error:
 
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+REFLECTION: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+"""The services by which tools such as grpcurl learn what the server has: two names, the same messages."""
 STRANGERS_MAX: Final = 32
 """Messages read at once from clients without a token: each could be of the largest size."""
 STRANGER_S: Final = HANDSHAKE_S
@@ -180,6 +183,7 @@ class GrpcServer:
             (
                 grpc.method_handlers_generic_handler(SERVICE, self._methods()),
                 grpc.method_handlers_generic_handler(HEALTH_SERVICE, self._health_methods()),
+                *[grpc.method_handlers_generic_handler(name, self._reflection()) for name in REFLECTION],
             )
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -437,15 +441,15 @@ class GrpcServer:
         nbytes_max = self.message_nbytes_max
         return await self._api.decompressed(b"gzip", body, hold, caller.client, nbytes_max)
 
-    async def _read_stranger(self, context: Any) -> bytes:
-        """Read the only message of a call that needs no token."""
+    async def _read_stranger(self, context: Any) -> Any:
+        """Read the next message of a call that holds little and may need no token; EOF after the last."""
         address = address_of(context.peer())
         try:
             async with asyncio.timeout(STRANGER_S) as timeout:
                 await self._enter_crowd()
                 try:
                     self._strangers.take(address, timeout, partial(timeout.reschedule, 0))
-                    return _some(await context.read())
+                    return await context.read()
                 finally:
                     self._strangers.give_back(address, timeout)
                     self._crowd.release()
@@ -656,11 +660,30 @@ class GrpcServer:
         return "SERVING" if "READY" in states and not is_draining else "NOT_SERVING"
 
     async def _check_health(self, context: Any) -> bytes:
-        service = self._service(await self._read_stranger(context), context)
+        service = self._service(_some(await self._read_stranger(context)), context)
         status = self._health(service)
         if status == "SERVICE_UNKNOWN":
             raise UnknownModelError(f"unknown model {service!r:.200}")
         return bytes(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
+
+    # ---- reflection
+
+    def _reflection(self) -> dict[str, Any]:
+        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(self._reflect)}
+
+    async def _reflect(self, _: Any, context: Any) -> None:
+        kind, answer_kind = self._kinds["ServerReflectionRequest"], self._kinds["ServerReflectionResponse"]
+        try:
+            self._let_in("ServerReflectionInfo", context)
+            while (body := await self._read_stranger(context)) is not grpc.aio.EOF:
+                request = self._parse(kind, body)
+                answer = answer_kind(original_request=request, **reflected(request))
+                await context.write(answer.SerializeToString())
+        except AsynctrtError as error:
+            failure = _explained(error)
+        else:
+            return
+        await self._abort(context, failure)
 
 
 class _Stream:

@@ -12,6 +12,8 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 import tritonclient.grpc.service_pb2 as pb
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tritonclient.utils import InferenceServerException
 
 import asynctrt
@@ -21,7 +23,7 @@ from asynctrt.kserve.protobuf import message_classes
 from asynctrt.serving import grpc_server
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate
-from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, GrpcServer, _Stream
+from asynctrt.serving.grpc_server import REFLECTION, SERVICE, UNSUPPORTED, GrpcServer, _Stream
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import TensorSpec
@@ -505,6 +507,41 @@ class TestHealth:
         async with serving() as served:
             watch = served.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
             assert (await watch.code()).name == "UNIMPLEMENTED"
+
+
+class TestReflection:
+    async def test_a_stranger_learns_the_services_and_their_messages(self):
+        """With the client that grpcio-reflection has."""
+
+        def look(target):
+            with grpc.insecure_channel(target) as channel:
+                database = ProtoReflectionDescriptorDatabase(channel)
+                found = DescriptorPool(database).FindServiceByName(SERVICE)
+                return database.get_services(), [method.name for method in found.methods]
+
+        async with serving() as served:
+            services, methods = await asyncio.to_thread(look, served.address)
+        assert set(services) == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection"}
+        assert "ModelStreamInfer" in methods
+
+    @pytest.mark.parametrize("version", ["v1", "v1alpha"])
+    async def test_what_is_not_here(self, version):
+        request, response = (message_classes()[f"ServerReflection{side}"] for side in ("Request", "Response"))
+        async with serving() as served:
+            call = served.channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+            )()
+            for asked in ({"file_by_filename": "x.proto"}, {"file_containing_symbol": "a.B"}, {}):
+                await call.write(request(**asked).SerializeToString())
+                answer = response.FromString(await call.read())
+                assert (answer.error_response.error_code, answer.original_request) == (5, request(**asked))
+            await call.done_writing()
+            assert (await call.code()).name == "OK"
+
+    async def test_a_token_is_needed(self):
+        async with serving(tokens=("s3cret",)) as served:
+            call = served.channel.stream_stream(f"/{REFLECTION[0]}/ServerReflectionInfo")()
+            assert (await call.code()).name == "UNAUTHENTICATED"
 
 
 class TestRepository:
