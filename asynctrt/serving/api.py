@@ -213,6 +213,13 @@ class Api:
         self._is_by_token = share_by == "token" or (share_by == "auto" and len(self._tokens) > 1)
 
     @property
+    def drain(self) -> str:
+        """The longest time that a model needs for its queue, in seconds; ``draining`` if the server stops."""
+        if self.repository.is_draining:
+            return "draining"
+        return f"{max([served.drain_s for served in self.repository], default=0.0):.4f}"
+
+    @property
     def names_clients(self) -> bool:
         """Whether requests may name their client, so that a connection may carry requests of several."""
         return bool(self._client_header) or self._is_by_token

@@ -26,7 +26,7 @@ from asynctrt._util.synonyms import ALL_SYNONYMS
 from asynctrt._util.validation import check_names
 from asynctrt.backends.onnx_options import relative_to
 from asynctrt.core.loading import ATTRIBUTE, is_attribute
-from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, show
+from asynctrt.errors import AsynctrtError, DeviceLostError, ModelNotFoundError, OptionsError, show
 from asynctrt.options import Options
 from asynctrt.serving.entries import ModelPlace
 from asynctrt.serving.folder import FolderWatch, ModelFolder
@@ -49,6 +49,8 @@ PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 
 HURRIED_S: Final = 0.6
 """How long a server that is to stop at once may take: a second signal ends it within a second."""
+
+NOTHING: Final = "there is no model to serve: a folder must hold NAME/VERSION/model.onnx or model.plan"
 
 TRIED_MAX: Final = 8
 """Models for which the start shows a curl command, so that all fit on a terminal."""
@@ -317,6 +319,8 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
     repository = _with_places(config.repository(), config.folders())
     async with Server(repository, settings):
         names = await repository.look_for_models()
+        if not names:
+            raise ModelNotFoundError(NOTHING)
         await repository.load_all()
     for warning in (*config.notes, *warnings_of(config.settings)):
         say(f"warning: {warning}")
@@ -382,7 +386,7 @@ async def _load_models(server: Server, say: Callable[[str], None]) -> None:
     if settings.fronts == 1:
         say(f"loading {count} model{'s' * (count != 1)}")
     if not count:
-        logger.warning("there is no model to serve: a folder must hold NAME/VERSION/model.onnx or model.plan")
+        logger.warning("%s", NOTHING)
     try:
         await repository.load_all()
     except AsynctrtError as error:

@@ -135,7 +135,7 @@ class Hub:
         """Whether clients that send or read slowly should make room for others."""
         self._empty: asyncio.Event = asyncio.Event()
         self._empty.set()
-        self.end_of_head = _end_of_head()
+        self.end_of_head = b""
         self._flushes: list[Callable[[], None]] = []
         self._ended: deque[Any] = deque()
         self._sweep()
@@ -234,7 +234,7 @@ class Hub:
     def _sweep(self) -> None:
         self._timer = self.loop.call_later(SWEEP_S, self._sweep)
         self.tick += 1
-        self.end_of_head = _end_of_head()
+        self.end_of_head = _end_of_head(self.api.drain)
         self.is_short_of_memory = self.api.memory.is_short(self.now_ns())
         self._check(list(self.connections))
 
@@ -253,8 +253,10 @@ def ticks_of(seconds: float) -> int:
     return max(1, round(seconds / SWEEP_S))
 
 
-def _end_of_head() -> bytes:
-    return f"Date: {formatdate(usegmt=True)}\r\nServer: asynctrt\r\n\r\n".encode()
+def _end_of_head(drain: str) -> bytes:
+    return (
+        f"Date: {formatdate(usegmt=True)}\r\nServer: asynctrt\r\nAsynctrt-Drain-Seconds: {drain}\r\n\r\n"
+    ).encode()
 
 
 class Writing:
