@@ -239,7 +239,7 @@ class BalancedClient(Client):
             await self._refresh()
 
     async def _refresh(self) -> None:
-        """Open clients of servers that are new or were left out; leave out those whose address is gone."""
+        """Open clients of servers that are new or were left out; leave out any whose address is gone."""
         try:
             found = await self._addresses() if callable(self._addresses) else self._addresses
         except AsynctrtError as error:
