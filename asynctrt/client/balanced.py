@@ -27,6 +27,8 @@ REFRESH_S: Final = 1.0
 """How often the addresses are asked for, and servers that failed or were draining are tried again."""
 FULL_S: Final = 0.1
 """The assumed time to drain of a server whose queue was full."""
+UNKNOWN_S: Final = 1.0
+"""The assumed latency of a server that has not answered yet: it gets one call, or more if all are new."""
 NEW_SHARE: Final = 0.1
 """The weight of the newest latency in a server's mean."""
 FORGOTTEN_S: Final = 5.0
@@ -76,6 +78,8 @@ class _Server:
 
     def expected_s(self, now_s: float) -> float:
         """Estimate when it would answer another call: after its queues, and after this client's calls."""
+        if not self._latency_s:
+            return self.in_flight * UNKNOWN_S
         passed_s = now_s - self._since_s
         ahead_s = max(0.0, self.client.drain_s - passed_s)
         return ahead_s + (self.in_flight + 1) * self._latency_s * exp2(-passed_s / FORGOTTEN_S)
