@@ -8,7 +8,7 @@ import pytest
 
 from asynctrt.client import NotConnectedError, connect, connect_blocking, records
 from asynctrt.client.balanced import REFRESH_S
-from asynctrt.errors import ConnectionLostError, UsageError
+from asynctrt.errors import ConnectionLostError, UnauthorizedError, UsageError
 from tests.helpers import free_port, until
 from tests.models import double_model, rows
 from tests.serving.support import WAIT_S, engine_of, serving
@@ -168,6 +168,26 @@ async def test_no_server():
 def test_what_is_no_address(where):
     with pytest.raises(UsageError, match="address"):
         connect(where)
+
+
+async def test_a_server_that_refuses_the_token_is_said_at_once_and_nothing_stays_open():
+    async with serving() as one, serving(tokens=("s3cret",)) as two:
+        with pytest.raises(UnauthorizedError):
+            async with connect([url_of(one, "ws"), url_of(two, "ws")]):
+                pass
+        await until(lambda: not one._connections())
+
+
+async def test_addresses_that_cannot_be_found(monkeypatch, caplog):
+    monkeypatch.setattr("asynctrt.client.balanced.REFRESH_S", 0.01)
+    async with serving() as server:
+        found = [[url_of(server)]]
+        async with connect(lambda: asyncio.sleep(0, found.pop())) as client:
+            await until(lambda: "the last ones stay: IndexError" in caplog.text)
+            await infer(client)
+        with pytest.raises(IndexError):
+            async with connect(lambda: asyncio.sleep(0, found.pop())):
+                pass
 
 
 async def test_from_threads():

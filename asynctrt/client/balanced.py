@@ -1,6 +1,7 @@
 """Call several servers as one: each call goes to the server that is expected to answer it first."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from math import exp2
@@ -21,6 +22,7 @@ from asynctrt.errors import (
 from asynctrt.tensors import Array
 
 T = TypeVar("T")
+logger = logging.getLogger("asynctrt.client")
 Addresses = Callable[[], Awaitable[Sequence[str]]]
 
 REFRESH_S: Final = 1.0
@@ -119,9 +121,13 @@ class BalancedClient(Client):
         if self._refreshing is not None or self._is_closed:
             raise UsageError("this client was already entered: call connect(...) again for a new one")
         self._enter()
-        await self._refresh()
-        if not self._servers:
-            raise self._unreachable()
+        try:
+            await self._refresh()
+            if not self._servers:
+                raise self._unreachable()
+        except BaseException:
+            await self.aclose()
+            raise
         self._refreshing = asyncio.create_task(self._keep_fresh())
         return self
 
@@ -240,15 +246,14 @@ class BalancedClient(Client):
     async def _keep_fresh(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            await self._refresh()
+            try:
+                await self._refresh()
+            except Exception as error:  # The caller's own function may raise anything.
+                logger.warning("the addresses of servers are not known, so the last ones stay: %r", error)
 
     async def _refresh(self) -> None:
         """Open clients of servers that are new or were left out; leave out any whose address is gone."""
-        try:
-            found = await self._addresses() if callable(self._addresses) else self._addresses
-        except AsynctrtError as error:
-            self._why = error  # Go on with the known ones.
-            return
+        found = await self._addresses() if callable(self._addresses) else self._addresses
         for server in [one for one in self._servers if one.address not in found]:
             self._leave_out(server)
         known = {server.address for server in self._servers}
