@@ -188,12 +188,15 @@ class BalancedClient(Client):
         deadline = seconds_of("deadline", deadline)
         tries = 0
         while True:
-            tries += 1
             try:
                 return await self._call(
                     ask, None if deadline is None else max(0.0, began_s + deadline - now_s), now_s
                 )
+            except NotConnectedError:  # That server is left out now.
+                if not self._servers:
+                    raise
             except AsynctrtError as error:
+                tries += 1
                 is_last = tries >= max(2, self._attempts) or self._is_closed
                 if is_last or not may_repeat(error, is_idempotent=is_idempotent):
                     raise
