@@ -191,6 +191,7 @@ async def serve(
     raise_open_files()
     folders = config.folders()
     repository = _with_places(config.repository(), folders if places is None else places)
+    repository.is_starting = not listens_last
     server = Server(repository, settings, is_front=opened is not None, listening=passed_socket())
     if listens_last:
         await _load_first(server, show)
@@ -349,7 +350,6 @@ async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) 
     """Load the models, and report the addresses."""
     settings = server.settings
     if not is_loaded:
-        server.repository.is_starting = True
         await _load_models(server, say)
         await server.fit_grpc()
         server.repository.is_starting = False

@@ -136,7 +136,6 @@ class GrpcServer:
         self._callers: WeakValueDictionary[tuple[str, bytes | None], Caller] = WeakValueDictionary()
         self._streams: set[_Stream] = set()
         self._server: Any = None
-        self._is_draining = False
         self._is_stopping = False
         self._answer_nbytes_max = settings.max_grpc_message or message_nbytes(api.repository)
         self.message_nbytes_max = min(self._answer_nbytes_max, settings.max_body, NBYTES_MAX)
@@ -154,7 +153,7 @@ class GrpcServer:
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        state = "stopping" if self._is_stopping else "draining" if self._is_draining else "serving"
+        state = "stopping" if self._is_stopping else "serving"
         return f"<GrpcServer {state if self._server else 'down'} streams={len(self._streams)}>"
 
     @property
@@ -202,13 +201,8 @@ class GrpcServer:
         self._sweep()
         return int(bound)
 
-    def drain(self) -> None:
-        """Report not ready, so that load balancers send elsewhere. Requests are still answered."""
-        self._is_draining = True
-
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests; return once the others are answered, or cancelled after ``grace_s``."""
-        self.drain()
         self._is_stopping = True
         for stream in list(self._streams):
             stream.finish()
@@ -636,7 +630,7 @@ class GrpcServer:
 
     @property
     def _is_ready(self) -> bool:
-        return self._api.repository.is_ready and not self._is_draining
+        return self._api.repository.is_ready and not self._is_stopping
 
     def _health_methods(self) -> dict[str, Any]:
         # Without Watch, which would hold a stream for each stranger, clients take a server for healthy.
@@ -651,7 +645,7 @@ class GrpcServer:
 
     def _health(self, service: str) -> str:
         """Return the status of a model; for an empty name or the service's, that of the server."""
-        is_draining = self._is_draining or self._api.repository.is_draining
+        is_draining = self._is_stopping or self._api.repository.is_draining
         if service in ("", SERVICE):
             return "SERVING" if self._is_ready else "NOT_SERVING"
         states = [item["state"] for item in self._api.repository.index() if item["name"] == service]

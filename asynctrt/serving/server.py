@@ -165,7 +165,7 @@ class Server:
                 self.api.log = self._log.write_inference
             self._hub = Hub(self.api, upgrade, self._log)
             sampler = Sampler(self.repository, connections=self._connections, in_flight=self._in_flight)
-            self._stalls = Stalls(int(settings.max_pause * 1e9))
+            self._stalls = Stalls(int(settings.max_pause * 1e9), lambda: self.repository.is_starting)
             metrics = self._metrics = Metrics(
                 self.repository,
                 connections=self._connections,
@@ -414,8 +414,6 @@ class Server:
         try:
             # Report not ready and keep answering, so that load balancers can send elsewhere.
             self.repository.is_draining = True
-            if self._grpc is not None:
-                self._grpc.drain()
             await asyncio.wait([hurry], timeout=self.settings.drain_delay)
             for listener in self._listeners:
                 listener.close()

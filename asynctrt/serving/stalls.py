@@ -25,12 +25,13 @@ class Stalls:
     """Watches the running event loop until :meth:`close`.
 
     :param bound_ns: how long the loop may be blocked before that is logged.
-    :param now_ns: a clock.
+    :param is_starting: returns whether the server does not serve yet, so that nobody waits for the loop.
     """
 
-    def __init__(self, bound_ns: int, now_ns: Callable[[], int] = clock.now_ns) -> None:
+    def __init__(self, bound_ns: int, is_starting: Callable[[], bool]) -> None:
         self._bound_ns = bound_ns
-        self._now_ns = now_ns
+        self._is_starting = is_starting
+        self._now_ns = now_ns = clock.now_ns
         self._loop = asyncio.get_running_loop()
         self._cpu_ns = clock.cpu_clock_of_this_thread() or clock.cpu_ns
         self.delays = [0] * (len(BOUNDS_NS) + 2)
@@ -65,7 +66,7 @@ class Stalls:
         delays = self.delays
         delays[bisect_left(BOUNDS_NS, late_ns)] += 1
         delays[-1] += late_ns
-        if late_ns > self._bound_ns:
+        if late_ns > self._bound_ns and not self._is_starting():
             self.count += 1
             self._say(late_ns)
         self._schedule()

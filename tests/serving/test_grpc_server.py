@@ -495,7 +495,7 @@ class TestHealth:
 
     async def test_draining(self):
         async with serving() as served:
-            served.server.drain()
+            served.api.repository.is_draining = True
             for name in ("", SERVICE, "double"):
                 assert await served.health(name) == "NOT_SERVING"
             assert not (await served.ask("ServerReady")).ready

@@ -67,6 +67,16 @@ async def test_the_pause_in_which_the_heap_is_frozen_is_not_reported(caplog, mon
         assert (stalls.count, lines(caplog)) == (count, said)
 
 
+async def test_pauses_of_a_server_that_does_not_serve_yet_are_not_reported(caplog):
+    async with serving(max_pause=0.02) as server:
+        stalls = held_by(server)
+        count, beats, said = stalls.count, sum(stalls.delays[:-1]), lines(caplog)
+        server.repository.is_starting = True
+        assert (await ask(server, "/hold"))[0] == 200
+        await until(lambda: sum(stalls.delays[:-1]) > beats + 1)
+        assert (stalls.count, lines(caplog)) == (count, said)
+
+
 async def test_of_many_pauses_one_is_logged(caplog):
     async with serving(max_pause=0.02) as server:
         stalls = held_by(server)
