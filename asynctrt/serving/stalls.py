@@ -25,7 +25,7 @@ class Stalls:
     """Watches the running event loop until :meth:`close`.
 
     :param bound_ns: how long the loop may be blocked before that is logged.
-    :param is_starting: returns whether the server does not serve yet, so that nobody waits for the loop.
+    :param is_starting: returns whether the server does not serve yet, so that no client waits for the loop.
     """
 
     def __init__(self, bound_ns: int, is_starting: Callable[[], bool]) -> None:
