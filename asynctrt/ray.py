@@ -5,8 +5,13 @@
     handle = serve.run(asynctrt.ray.application("model.onnx", device="cuda:0", replicas=(1, 8)))
     outputs = await handle.infer.remote({"input": rows})
 
-A call through a handle costs milliseconds however few rows it has, so send many rows per call; the replica's
-engine batches them with rows of other callers. The router sends a call to the replica that is expected to
+A call through a handle costs milliseconds however few rows it has, so send many rows per call. Or let
+replicas serve KServe by themselves (``serving=``), and call them directly::
+
+    async with asynctrt.client.connect(asynctrt.ray.addresses(handle)) as client:
+        outputs = await client.infer("model", {"input": rows})
+
+The router sends a call to the replica that is expected to
 answer first, and the autoscaler keeps the time to answer near a target. Both use the engines' estimates of
 the time that they need for their accepted requests: :meth:`asynctrt.Statistics.drain_s`.
 """
@@ -14,11 +19,14 @@ the time that they need for their accepted requests: :meth:`asynctrt.Statistics.
 import os
 import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Unpack
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from asynctrt._util import clock
+from asynctrt._util.loops import in_thread
 from asynctrt.core.inputs import Inputs, Outputs
+from asynctrt.core.loading import name_of
 from asynctrt.engine import Engine
 from asynctrt.errors import DeviceLostError, MissingExtraError, OptionsError, show
 from asynctrt.opening import open as open_engine
@@ -29,9 +37,17 @@ try:
     from ray import serve
     from ray.serve import Application
     from ray.serve.config import AutoscalingContext
+    from ray.serve.handle import DeploymentHandle
     from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+    from ray.util import get_node_ip_address
 except ImportError as error:
     raise MissingExtraError("asynctrt.ray needs Ray Serve: pip install 'asynctrt[ray]'") from error
+
+if TYPE_CHECKING:
+    from asynctrt.serving import ServerSettings
+
+ANSWER_S: Final = 5.0
+"""How long replicas may take to say their addresses."""
 
 DRAIN_KEY: Final = "asynctrt_drain_seconds"
 BUSY_KEY: Final = "asynctrt_busy_share"
@@ -54,17 +70,27 @@ class EngineReplica:
     :param model: a path or ``"module:attribute"``, as for :func:`asynctrt.open`, on the replica's machine.
     :param device: the name of a device, or several names.
     :param options: the engine's options.
+    :param serving: settings of a server that the replica runs, at its node's address.
     """
 
     _engine: Engine | None = None
+    _server: Any = None
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it: the engine belongs to the replica's loop.
         self,
         model: str | os.PathLike[str],
         device: str | Sequence[str] = "host",
         options: Options | None = None,
+        serving: "ServerSettings | None" = None,
     ) -> None:
         self._engine = await open_engine(model, device=device, options=options)
+        if serving is not None:
+            from asynctrt.serving import Repository, Server  # noqa: PLC0415  (it needs the extra `serve`)
+
+            repository = Repository(replace(serving, host=get_node_ip_address()))
+            repository.add(name_of(os.fspath(model)), self._engine)
+            self._server = Server(repository)
+            await self._server.start()
         self._before = self._engine.statistics()
         self._before_ns = clock.now_ns()
 
@@ -81,6 +107,10 @@ class EngineReplica:
         If ``outputs`` names some outputs, the others are not sent between processes.
         """
         return await self._running().infer(inputs, timeout=timeout, priority=priority, outputs=outputs)
+
+    async def url(self) -> str | None:
+        """Return the address of the replica's server; ``None`` if it has none."""
+        return None if self._server is None else str(self._server.http_url)
 
     async def check_health(self) -> None:
         """Fail if the device is lost, so that Ray starts a new process, which alone can use it again.
@@ -109,11 +139,30 @@ class EngineReplica:
     def __del__(self) -> Any:
         """Close the engine. Ray calls this once all calls are answered, and awaits the result."""
         engine, self._engine = self._engine, None
-        return None if engine is None else engine.aclose()
+        return None if engine is None else self._close(engine)
+
+    async def _close(self, engine: Engine) -> None:
+        if self._server is not None:
+            await self._server.stop()
+        await engine.aclose()
 
     def _running(self) -> Engine:
         assert self._engine is not None, "Ray calls nothing once it has called __del__"
         return self._engine
+
+
+def addresses(handle: "DeploymentHandle[Any]") -> Callable[[], Awaitable[list[str]]]:
+    """Return a function for :func:`asynctrt.client.connect` that finds the servers of all replicas.
+
+    :param handle: of an :func:`application` with ``serving``: what ``serve.run`` returned, or
+        ``serve.get_app_handle``.
+    """
+
+    def find() -> list[str]:
+        found = handle.broadcast("url").results(timeout_s=ANSWER_S, return_exceptions=True)
+        return [url for url in found if isinstance(url, str)]
+
+    return lambda: in_thread(find)
 
 
 class Backlog:
@@ -246,6 +295,7 @@ def application(
     drain_target: float = 0.1,
     scaling: Mapping[str, Any] | None = None,
     deployment: Mapping[str, Any] | None = None,
+    serving: "ServerSettings | None" = None,
     options: Options | None = None,
     **settings: Unpack[Settings],
 ) -> Application:
@@ -265,6 +315,9 @@ def application(
         requests, on average.
     :param scaling: if ``replicas`` is a range: more of Ray's ``AutoscalingConfig``, such as its delays.
     :param deployment: arguments of ``serve.deployment``, which override those chosen here.
+    :param serving: settings of a server that each replica runs beside the handle, such as
+        ``ServerSettings(http_port=0, grpc=False)``, over HTTP and websockets. Its model has the name of the
+        file or the attribute, and :func:`addresses` finds the servers.
     :param options: an :class:`asynctrt.Options`; ``settings`` are single options, which override it.
     :raises OptionsError: if an option is unknown or impossible.
     """
@@ -296,5 +349,5 @@ def application(
             "gives it: the first is 'cuda:0'"
         )
     opened = Options.from_settings(options, dict(settings))
-    application: Application = serve.deployment(**chosen)(EngineReplica).bind(model, device, opened)
+    application: Application = serve.deployment(**chosen)(EngineReplica).bind(model, device, opened, serving)
     return application

@@ -38,12 +38,12 @@ CLOSING_S = 5
 """What a grace period has to allow for after the server's own limits."""
 
 pytestmark = [pytest.mark.tier2, pytest.mark.timeout(90)]
-DEPLOYMENT, SERVICE, HPA, RUNTIME, INFERENCE, COMPOSE, ADAPTER, BUDGET, POLICY, MONITOR = (
+DEPLOYMENT, SERVICE, HPA, RUNTIME, INFERENCE, COMPOSE, ADAPTER, BUDGET, POLICY, MONITOR, TOKENS = (
     yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     for name in (
         *("deployment", "service", "hpa", "kserve-runtime"),
         *("kserve-service", "compose", "prometheus-adapter"),
-        *("pdb", "networkpolicy", "servicemonitor"),
+        *("pdb", "networkpolicy", "servicemonitor", "tokens"),
     )
 )
 POD = DEPLOYMENT["spec"]["template"]["spec"]
@@ -119,6 +119,21 @@ class TestValid:
             {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}, version
         )
 
+    @pytest.mark.parametrize("version", ["1.30", "1.37"])
+    def test_a_patch_gives_the_pods_their_tokens(self, version):
+        patched, tokens = json.loads(json.dumps([DEPLOYMENT, TOKENS]))
+        pod, patch = patched["spec"]["template"]["spec"], tokens["spec"]["template"]["spec"]
+        (added,) = patch["containers"]
+        assert added.pop("name") == CONTAINER["name"]
+        pod["volumes"] += patch["volumes"]
+        for name, items in added.items():
+            pod["containers"][0][name] = pod["containers"][0].get(name, []) + items
+        validate_kubernetes(patched, version)
+        (variable,) = added["env"]
+        assert variable["name"].removeprefix("ASYNCTRT_SERVE_").lower() in ServerSettings.__dataclass_fields__
+        assert Path(variable["value"]).parent == Path(added["volumeMounts"][0]["mountPath"])
+        assert f"--from-file={Path(variable['value']).name}" in (FOLDER / "tokens.yaml").read_text()
+
     def test_compose(self):
         for service in COMPOSE["services"].values():
             assert (FOLDER / service["build"]["context"]).resolve() == ROOT
@@ -130,6 +145,7 @@ class TestValid:
         }
         names |= {
             "asynctrt.service",
+            "asynctrt.socket",
             "hpa.yaml",
             "kserve-runtime.yaml",
             "kserve-service.yaml",
@@ -138,6 +154,7 @@ class TestValid:
             "pdb.yaml",
             "networkpolicy.yaml",
             "servicemonitor.yaml",
+            "tokens.yaml",
         }
         assert {path.name for path in FOLDER.iterdir() if path.is_file()} == names
 

@@ -98,9 +98,9 @@ LAYERS = (
     {"runtime"},
     {"core", "engine", "plans"},
     {"doctor", "opening", "workers"},
-    {"batching", "client", "observe", "pipeline", "ray"},
+    {"batching", "client", "observe", "pipeline"},
     {"serving"},
-    {"loadtest", "testing"},
+    {"loadtest", "ray", "testing"},
     {"cli"},
     {"__init__", "__main__"},
 )

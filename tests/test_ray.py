@@ -163,6 +163,33 @@ class TestOnTwoNodes:
         in_time(calls())
         assert len(cluster.list_all_nodes()) == 2
 
+    def test_replicas_serve_by_themselves_and_a_client_calls_them_directly(self, run):
+        """One of them dies: its calls go to the other, and the one that takes its place is found."""
+        import asynctrt.ray
+        from asynctrt.client import connect
+        from asynctrt.serving import ServerSettings
+
+        handle = run(who_and_twice, replicas=2, serving=ServerSettings(http_port=0, grpc=False))
+
+        async def calls():
+            pids = set()
+            async with connect(asynctrt.ray.addresses(handle), idempotent=True) as client:
+
+                async def call():
+                    outputs = await client.infer("who_and_twice", column(3))
+                    assert outputs["twice"].item() == 6
+                    pids.add(outputs["pid"].item())
+
+                while len(pids) < 2:
+                    await call()
+                os.kill(pids.pop(), signal.SIGKILL)
+                left, pids = pids, set()
+                while len(pids) < 2:
+                    await call()
+                assert left < pids
+
+        in_time(calls())
+
     def test_the_page(self, cluster, tmp_path):
         from ray import serve
 

@@ -51,10 +51,11 @@ def test_systemd_accepts_it(tmp_path):
     program = Path(sys.executable).parent / "asynctrt"
     text = UNIT.read_text().replace("/opt/asynctrt/bin/asynctrt", str(program))
     copy = tmp_path / UNIT.name
+    shutil.copy(UNIT.with_suffix(".socket"), tmp_path)
     for content, is_right in ((text, True), (text.replace("KillMode=mixed", "KillMode=gently"), False)):
         copy.write_text(content)
         done = subprocess.run(
-            ["systemd-analyze", "verify", "--man=no", str(copy)],
+            ["systemd-analyze", "verify", "--man=no", str(copy), str(copy.with_suffix(".socket"))],
             capture_output=True, text=True, check=False, timeout=30,
         )  # fmt: skip
         # What it only ignores is a line that names the file, and no failure.
@@ -84,6 +85,28 @@ def test_it_is_ready_when_its_models_are_loaded(tmp_path, fronts):
         finally:
             process.terminate()
             assert process.wait(30) == 0
+
+
+def test_connections_wait_at_its_socket_while_it_restarts(tmp_path):
+    double_onnx(tmp_path / "double.onnx")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, fd = listening.getsockname()[1], listening.fileno()
+        serve = [sys.executable, "-m", "asynctrt", "serve", str(tmp_path / "double.onnx"), "--no-grpc"]
+        code = (
+            f"import os; os.dup2({fd}, 3); os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1'); "
+            f"os.execv({sys.executable!r}, {serve!r})"
+        )
+        command = [sys.executable, "-c", code]
+        for _ in range(2):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                process = subprocess.Popen(command, pass_fds=(fd,), stderr=subprocess.DEVNULL)
+                try:
+                    client.settimeout(60)
+                    assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+                finally:
+                    process.terminate()
+                    assert process.wait(30) == 0
 
 
 def test_what_it_says_to_run_is_run(tmp_path):

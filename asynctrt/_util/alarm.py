@@ -62,7 +62,6 @@ class _Itimerspec(ctypes.Structure):
 class Timerfd:
     """A ``timerfd`` on ``CLOCK_MONOTONIC``, through libc, because Python has it only since 3.13.
 
-    :param is_blocking: whether reading :attr:`fd` blocks until the timer fires.
     :raises OSError: if the system cannot create one.
     :raises AttributeError: if the system does not support timerfd.
     """
@@ -70,14 +69,12 @@ class Timerfd:
     _CLOCK_MONOTONIC = 1
     _ABSOLUTE = 1
 
-    def __init__(self, *, is_blocking: bool = False) -> None:
+    def __init__(self) -> None:
         # PyDLL, because the calls return at once. CDLL would release the GIL, and then have to wait for it
         # if other threads want it.
         libc = ctypes.PyDLL(None, use_errno=True)
         self._settime = libc.timerfd_settime
-        self.fd = libc.timerfd_create(
-            self._CLOCK_MONOTONIC, os.O_CLOEXEC | (0 if is_blocking else os.O_NONBLOCK)
-        )
+        self.fd = libc.timerfd_create(self._CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         # A closed loop drops its readers, and nothing else would close the file descriptor then.

@@ -80,6 +80,7 @@ REMOVED: Final = {
     "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
     "simulate": "Use `asynctrt load`, which measures the engine itself.",
     "load --png": "Use --report FILE.html, which writes a page with the charts.",
+    "serve --warmup": "Models are ready to run when they are open; a config.pbtxt may have model_warmup.",
     "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
     **{f"load --{name.replace('_', '-')}": f"Instead: {text}" for name, text in REMOVED_OF_LOAD.items()},
 }

@@ -15,6 +15,7 @@ it.
 from pathlib import Path
 from typing import Final
 
+from asynctrt.client.balanced import records
 from asynctrt.client.base import Client
 from asynctrt.client.blocking import BlockingClient, connect_blocking
 from asynctrt.client.connecting import connect
@@ -28,6 +29,7 @@ __all__ = [
     "RemoteError",
     "connect",
     "connect_blocking",
+    "records",
 ]
 
 JAVASCRIPT: Final = Path(__file__).with_name("asynctrt.js")

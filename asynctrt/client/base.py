@@ -1,4 +1,4 @@
-"""The base class of clients, whatever their protocol."""
+"""The base classes of clients: of any, and of one server whatever its protocol."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -36,11 +36,9 @@ class Client(ABC):
 
     def __init__(self, url: str, max_in_flight: int, attempts: int, *, idempotent: bool) -> None:
         check_settings(max_in_flight, attempts)
-        self._address = url
-        self.url = without_credentials(url)
+        self.url = url
         self._attempts = attempts
         self._idempotent = idempotent
-        self._inputs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._origin = Origin()
 
@@ -63,6 +61,7 @@ class Client(ABC):
         :raises UsageError: in a process that was forked from the client's.
         """
 
+    @abstractmethod
     async def infer(
         self,
         model: str,
@@ -101,11 +100,8 @@ class Client(ABC):
             from the client's.
         :raises AnswerError: if the server's answer cannot be read.
         """
-        inputs, deadline = await self._named(model, version, inputs, deadline)
-        send = self._request(model, version, inputs, outputs, queue_timeout(timeout, deadline), priority)
-        is_idempotent = self._idempotent if idempotent is None else idempotent
-        return await self._persist(send, deadline, is_idempotent=is_idempotent)
 
+    @abstractmethod
     async def metadata(
         self, model: str, *, version: str = "", deadline: float | None = None
     ) -> dict[str, Any]:
@@ -115,6 +111,56 @@ class Client(ABC):
         :raises AsynctrtError: the server's error.
         :raises ConnectionLostError: if there is no answer.
         """
+
+    def _enter(self) -> None:
+        """Record the event loop and the process to which it belongs."""
+        self._loop, self._origin = running_loop(), Origin()
+
+    def _check_loop(self) -> None:
+        """Check that the client belongs to this process and event loop.
+
+        :raises UsageError: if it does not.
+        """
+        self._origin.check(self)
+        if self._loop is not None and running_loop() is not self._loop:
+            raise UsageError(
+                f"{self!r} belongs to the event loop on which it was entered, and this is another one. Use a "
+                "client on each loop, or one of connect_blocking, which any thread may use"
+            )
+
+
+class OneServer(Client):
+    """A client of one server; each protocol has its own."""
+
+    def __init__(self, url: str, max_in_flight: int, attempts: int, *, idempotent: bool) -> None:
+        super().__init__(without_credentials(url), max_in_flight, attempts, idempotent=idempotent)
+        self._address = url
+        self._inputs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}
+        self.drain_s = 0.0
+        """How many seconds the server needed for its queues, as its latest answer over HTTP said."""
+        self.is_draining = False
+        """Whether the server's latest answer over HTTP said that it takes no more requests soon."""
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Any,
+        *,
+        version: str = "",
+        outputs: Sequence[str] | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        idempotent: bool | None = None,
+    ) -> dict[str, Array]:
+        inputs, deadline = await self._named(model, version, inputs, deadline)
+        send = self._request(model, version, inputs, outputs, queue_timeout(timeout, deadline), priority)
+        is_idempotent = self._idempotent if idempotent is None else idempotent
+        return await self._persist(send, deadline, is_idempotent=is_idempotent)
+
+    async def metadata(
+        self, model: str, *, version: str = "", deadline: float | None = None
+    ) -> dict[str, Any]:
         self._check_loop()
         check_names(model, version)
         send = partial(self._describe, model, version)
@@ -177,19 +223,3 @@ class Client(ABC):
         if not isinstance(inputs, Mapping):
             inputs = {only_input(model, specs): inputs}
         return {name: with_dtype(specs, name, value) for name, value in inputs.items()}, deadline
-
-    def _enter(self) -> None:
-        """Record the event loop and the process to which it belongs."""
-        self._loop, self._origin = running_loop(), Origin()
-
-    def _check_loop(self) -> None:
-        """Check that the client belongs to this process and event loop.
-
-        :raises UsageError: if it does not.
-        """
-        self._origin.check(self)
-        if self._loop is not None and running_loop() is not self._loop:
-            raise UsageError(
-                f"{self!r} belongs to the event loop on which it was entered, and this is another one. Use a "
-                "client on each loop, or one of connect_blocking, which any thread may use"
-            )

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from asynctrt._util.forks import Origin
+from asynctrt.client.balanced import Addresses
 from asynctrt.client.base import Client
 from asynctrt.client.connecting import connect
 from asynctrt.client.persistence import NotConnectedError
@@ -21,7 +22,7 @@ CLOSE_S: Final = 5.0
 
 
 def connect_blocking(
-    url: str,
+    url: str | Sequence[str] | Addresses,
     *,
     token: str | None = None,
     max_in_flight: int = 256,

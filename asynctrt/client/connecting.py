@@ -1,15 +1,18 @@
 """The choice of a client by the scheme of an address."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from asynctrt.client.base import Client
+from asynctrt.client.balanced import Addresses, BalancedClient
+from asynctrt.client.base import Client, OneServer
 from asynctrt.client.persistence import without_credentials
 from asynctrt.client.websocket import WebSocketClient
 from asynctrt.errors import UsageError, show
 
 
 def connect(
-    url: str,
+    url: str | Sequence[str] | Addresses,
     *,
     token: str | None = None,
     max_in_flight: int = 256,
@@ -19,11 +22,14 @@ def connect(
     max_size: int | None = None,
     **settings: Any,
 ) -> Client:
-    """Return a client of the server at ``url``. Enter it with ``async with``.
+    """Return a client of the server at ``url``, or of several. Enter it with ``async with``.
 
     :param url: ``ws://HOST:PORT/v2/ws`` for every model, ``.../v2/models/NAME/ws`` for one; or
         ``http://HOST:PORT`` for every model of any KServe V2 server; ``wss://`` and ``https://`` with TLS. A
-        websocket has many requests in flight on one connection; HTTP takes a connection for each.
+        websocket has many requests in flight on one connection; HTTP takes a connection for each. Or several
+        of these; or a coroutine function that returns them, which is asked once a second
+        (:func:`asynctrt.client.records` makes one). Each call then goes to the server that is expected to
+        answer first, and once to another if that one is gone, draining or full.
     :param token: the server's bearer token, if it requires one.
     :param max_in_flight: requests in flight at once; further calls wait. Beyond the server's own limit
         (``max_requests_per_connection``) requests wait on the connection.
@@ -39,9 +45,32 @@ def connect(
         ``token`` is not valid in a header, or there are both a token and a password in the address (messages
         never show the password); on entering, for an unknown setting.
     :raises MissingExtraError: for HTTP without aiohttp.
-    :raises ConnectionLostError: on entering, if there is no server at the address of a websocket.
+    :raises ConnectionLostError: on entering, if there is no server at the address of a websocket, or
+        at any of several.
     :raises UnauthorizedError: on entering, if the websocket's server refuses the token.
     """
+    one = partial(_connect, token=token, max_in_flight=max_in_flight, max_size=max_size, settings=settings)
+    if callable(url) or (isinstance(url, list | tuple) and url):
+        # A lost websocket is opened again with the next look at the addresses.
+        member = partial(one, attempts=1, idempotent=False, reconnect_timeout=0.0)
+        for address in () if callable(url) else url:
+            member(address)  # It says what is wrong with an address.
+        return BalancedClient(url, member, max_in_flight, attempts, idempotent=idempotent)
+    return one(url, attempts=attempts, idempotent=idempotent, reconnect_timeout=reconnect_timeout)
+
+
+def _connect(
+    url: object,
+    *,
+    token: str | None,
+    max_in_flight: int,
+    attempts: int,
+    idempotent: bool,
+    reconnect_timeout: float,
+    max_size: int | None,
+    settings: dict[str, Any],
+) -> OneServer:
+    """Return a client of the server at ``url``."""
     if not isinstance(url, str):
         raise UsageError(
             f"the address of a server is a str such as http://HOST:PORT, not a {type(url).__name__}"

@@ -8,7 +8,7 @@ from urllib.parse import quote, urlsplit
 
 from asynctrt import errors
 from asynctrt._util.loops import is_cancelled
-from asynctrt.client.base import Client
+from asynctrt.client.base import OneServer
 from asynctrt.client.persistence import NotConnectedError, remote_error
 from asynctrt.errors import (
     AsynctrtError,
@@ -40,6 +40,9 @@ HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 KIND: Final = "Asynctrt-Error"
 """The header in which an asynctrt server names the class of an error."""
 
+DRAIN: Final = "Asynctrt-Drain-Seconds"
+"""The header in which an asynctrt server says how long its queues take, or that it is draining."""
+
 BY_STATUS: Final = {
     400: errors.RequestError,
     401: errors.UnauthorizedError,
@@ -54,7 +57,7 @@ REFUSAL_NBYTES_MAX: Final = 64 * 1024
 """The maximum number of bytes read of an error's body."""
 
 
-class HttpClient(Client):
+class HttpClient(OneServer):
     """A client over HTTP, made by :func:`asynctrt.client.connect` for ``http`` or ``https``."""
 
     def __init__(
@@ -187,6 +190,9 @@ class HttpClient(Client):
             raise ConnectionLostError(
                 f"the connection to {self.url} was lost: {_text_of(error)}"
             ) from error.with_traceback(None)
+        drain = response.headers.get(DRAIN, "0")
+        self.is_draining = drain == "draining"
+        self.drain_s = float(drain) if drain.replace(".", "").isdigit() else 0.0
         if response.status != 200:
             raise _refusal(response.status, response.headers.get(KIND), answer)
         return answer, response.headers

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from asynctrt import errors
 from asynctrt._util.forks import in_child, seal
-from asynctrt.client.base import Client
+from asynctrt.client.base import OneServer
 from asynctrt.client.persistence import NotConnectedError, remote_error
 from asynctrt.errors import (
     AsynctrtError,
@@ -47,7 +47,7 @@ except ImportError as error:
     ) from error
 
 
-class WebSocketClient(Client):
+class WebSocketClient(OneServer):
     """A client over a websocket, made by :func:`asynctrt.client.connect` for ``ws`` or ``wss``."""
 
     def __init__(
@@ -141,7 +141,7 @@ class WebSocketClient(Client):
         if not self._connected.is_set():
             await self._connected.wait()  # It is also set once reconnecting has failed.
         if self._lost is not None:
-            raise copy_for(self._lost)
+            raise NotConnectedError(str(self._lost))
         socket = self._socket
         if socket is None or socket.state is not State.OPEN:
             self._connected.clear()  # The receiving task notices later.

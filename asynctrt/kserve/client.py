@@ -14,6 +14,7 @@ from asynctrt.kserve.datatypes import (
     check_nbytes,
     dtype_of,
     read_tensor,
+    refuse_infinities,
     to_json,
     write_tensor,
 )
@@ -119,6 +120,7 @@ def describe_request(
         parameters["priority"] = priority
     content: dict[str, Any] = {"parameters": parameters} if parameters else {}
     if sizes is None:
+        refuse_infinities(arrays.values())
         content["inputs"] = [
             describe(name, array) | {"data": to_json(array)} for name, array in arrays.items()
         ]

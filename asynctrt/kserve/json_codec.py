@@ -4,7 +4,7 @@ HTTP bodies and the websocket's binary messages share this form.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ from asynctrt.kserve.datatypes import (
     check_nbytes,
     from_json,
     no_pause,
+    refuse_infinities,
     size_of,
     to_json,
     write_tensor,
@@ -274,7 +275,7 @@ class JsonCodec(ModelCodec):
     def _plain_answer(self, layout: RequestLayout, values: list[Array]) -> bytes:
         self._check_answer(sum(map(_json_nbytes_of, values)))
         specs = [spec for spec, _ in layout.outputs]
-        return dump({layout.plain: plain_values(layout.plain, specs, values, layout.rows)})
+        return _dump_values({layout.plain: plain_values(layout.plain, specs, values, layout.rows)}, values)
 
     def _items(
         self, content: dict[str, Any], side: str, specs: Specs
@@ -336,7 +337,8 @@ class JsonCodec(ModelCodec):
             else:
                 output["data"] = to_json(value)
             outputs.append(output)
-        return dump({"model_name": self.name, "model_version": self.version, "outputs": outputs})
+        content = {"model_name": self.name, "model_version": self.version, "outputs": outputs}
+        return _dump_values(content, written)
 
 
 def _take_values(content: dict[str, Any]) -> list[Any]:
@@ -437,6 +439,17 @@ def _check_values(raw: bytes, what: str) -> None:
 def dump(content: object) -> bytes:
     """Return ``content`` as JSON; NumPy arrays become lists."""
     return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _dump_values(content: object, arrays: Iterable[Array]) -> bytes:
+    """Return an answer with the values of ``arrays`` as JSON.
+
+    :raises RequestError: if JSON cannot hold them.
+    """
+    raw = dump(content)
+    if b"null" in raw:  # NaN, or an infinity.
+        refuse_infinities(arrays)
+    return raw
 
 
 def mapping(content: dict[str, Any], name: str, where: str) -> dict[str, Any]:

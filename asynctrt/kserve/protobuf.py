@@ -1,6 +1,6 @@
 """Decode requests and encode answers as KServe's protobuf messages. The only importer of ``google.protobuf``.
 
-``inference.proto`` and ``health.proto`` describe the messages; ``protocol.binpb`` is protoc's output for them
+The ``.proto`` files in this folder describe the messages; ``protocol.binpb`` is protoc's output for them
 (tests/kserve/test_protobuf.py has the command, and checks that they agree). The classes are made at first
 use, in a separate descriptor pool: ``tritonclient`` registers classes with the same names, possibly in the
 same process.
@@ -89,18 +89,28 @@ FIXED_NBYTES: Final = {1: 8, 5: 4}
 """The size in bytes of each wire type with a fixed size."""
 VARINT_BITS_MAX: Final = 70
 
+NOT_FOUND: Final = 5
+"""gRPC's number for that status."""
+
 COPY_NBYTES_MAX: Final = 1 << 20
 """The largest answer, in bytes of tensors, that the event loop copies."""
 
 
 @cache
-def message_classes() -> Mapping[str, Any]:
-    """Return the class of each message, by its name without the package."""
+def _described() -> tuple[DescriptorPool, list[str]]:
+    """Return a pool with the messages and services, and the names of their files."""
     files = FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file
     pool = DescriptorPool()
     for file in files:
         pool.AddSerializedFile(file.SerializeToString())
-    classes = GetMessageClassesForFiles([file.name for file in files], pool)
+    return pool, [file.name for file in files]
+
+
+@cache
+def message_classes() -> Mapping[str, Any]:
+    """Return the class of each message, by its name without the package."""
+    pool, names = _described()
+    classes = GetMessageClassesForFiles(names, pool)
     return MappingProxyType({name.rpartition(".")[2]: found for name, found in classes.items()})
 
 
@@ -113,6 +123,23 @@ def parse(kind: Any, body: bytes) -> Any:
         return kind.FromString(body)
     except DecodeError as error:
         raise RequestError(f"the message is not a {kind.DESCRIPTOR.name}: {error}") from error
+
+
+def reflected(request: Any) -> dict[str, Any]:
+    """Return the answer to a request of gRPC's server reflection, as the response's fields."""
+    pool, names = _described()
+    asked = request.WhichOneof("message_request")
+    try:
+        if asked == "list_services":
+            services = [one for name in names for one in pool.FindFileByName(name).services_by_name.values()]
+            return {"list_services_response": {"service": [{"name": one.full_name} for one in services]}}
+        if asked == "file_by_filename":
+            file = pool.FindFileByName(request.file_by_filename)
+        else:
+            file = pool.FindFileContainingSymbol(request.file_containing_symbol)
+    except KeyError:
+        return {"error_response": {"error_code": NOT_FOUND, "error_message": "it is not served here"}}
+    return {"file_descriptor_response": {"file_descriptor_proto": [file.serialized_pb]}}
 
 
 @cache

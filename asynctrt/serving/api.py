@@ -124,6 +124,8 @@ class Answer(NamedTuple):
     status: int
     headers: tuple[tuple[str, str], ...]
     body: Sequence[Buffer]
+    inference: Inference | None = None
+    """What it answers, for the access log."""
 
 
 class ModelRoute(NamedTuple):
@@ -213,6 +215,13 @@ class Api:
         self._is_by_token = share_by == "token" or (share_by == "auto" and len(self._tokens) > 1)
 
     @property
+    def drain(self) -> str:
+        """The longest time that a model needs for its queue, in seconds; ``draining`` if the server stops."""
+        if self.repository.is_draining:
+            return "draining"
+        return f"{max([served.drain_s for served in self.repository], default=0.0):.4f}"
+
+    @property
     def names_clients(self) -> bool:
         """Whether requests may name their client, so that a connection may carry requests of several."""
         return bool(self._client_header) or self._is_by_token
@@ -275,18 +284,9 @@ class Api:
         return codec.is_slow(body, _json_nbytes_of(route, headers, body))
 
     async def begin_slow(
-        self,
-        route: ModelRoute,
-        headers: Headers,
-        body: Body,
-        caller: Caller,
-        then: Then | None = None,
-        hold: Hold | None = None,
+        self, route: ModelRoute, headers: Headers, body: Body, caller: Caller, hold: Hold | None
     ) -> Inference:
-        """Like :meth:`begin`, but decode in a thread, which holds the body's memory until it is done.
-
-        :param hold: the body's memory; if omitted, the same amount is counted for the thread.
-        """
+        """Like :meth:`begin`, but decode in a thread, which holds the body's memory until it is done."""
         began_ns = clock.now_ns()
         hold = hold or Hold(self.account(caller), caller.received_nbytes)
         served = self.repository.find(route.name, route.version)
@@ -297,7 +297,7 @@ class Api:
             running = self.worker.run(decoding, self.client(caller, headers), hold, nbytes)
             del decoding, hold
             request = await running
-            return self.submit(served, request, began_ns, headers, caller, then)
+            return self.submit(served, request, began_ns, headers, caller)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise
@@ -374,6 +374,28 @@ class Api:
         if inference.then is not None:
             inference.then(inference)
 
+    async def infer(
+        self, route: ModelRoute, headers: Headers, body: Body, caller: Caller, hold: Hold | None
+    ) -> Answer:
+        """Answer an inference, with threads where decoding, encoding or compressing it takes long.
+
+        :raises AsynctrtError: if it is refused or fails.
+        """
+        if self.is_slow(route, headers, body):
+            beginning = self.begin_slow(route, headers, body, caller, hold)
+            del body
+            inference = await beginning
+        else:
+            inference = self.begin(route, headers, body, caller)
+            del body
+        if hold is not None:
+            # The inputs are views of the body, whose memory the inference holds from here on.
+            hold.set(max(0, hold.nbytes - inference.request.layout.binary_nbytes))
+        del hold
+        await inference.answer()
+        answer = await self.infer_answer(inference)
+        return await self.compressed(headers, answer, inference.client)
+
     async def infer_answer(self, inference: Inference) -> Answer:
         """Return the answer to a completed inference, encoding it in a thread if that is slow.
 
@@ -382,8 +404,8 @@ class Api:
         codec, result = inference.served.codec, inference.future.result()
         if codec.is_slow_answer(inference.request.layout, result):
             encoding = partial(codec.encode, inference.request, result, pause)
-            return encoded_answer(*await self.worker.run(encoding, inference.client))
-        return encoded_answer(*codec.encode(inference.request, result))
+            return encoded_answer(*await self.worker.run(encoding, inference.client), inference)
+        return encoded_answer(*codec.encode(inference.request, result), inference)
 
     # ---- everything
 
@@ -590,16 +612,7 @@ class Api:
             self._refuse_elsewhere(route)
         _allow(method, "POST" if route.verb in INFERENCES else "GET")
         if route.verb in INFERENCES:
-            if self.is_slow(route, headers, body):
-                inference = await self.begin_slow(route, headers, body, caller, hold=hold)
-            else:
-                inference = self.begin(route, headers, body, caller)
-            if hold is not None:
-                # The inputs are views of the body, whose memory the inference holds from here on.
-                hold.set(max(0, hold.nbytes - inference.request.layout.binary_nbytes))
-            await inference.answer()
-            answer = await self.infer_answer(inference)
-            return await self.compressed(headers, answer, inference.client)
+            return await self.infer(route, headers, body, caller, hold)
         if route.verb == "ready":
             try:
                 self.repository.find_ready(route.name, route.version)
@@ -758,7 +771,7 @@ class Api:
         work = partial(compress, coding, answer.body)
         body = await self.packer.run(work, client) if nbytes >= OFF_LOOP_NBYTES_MIN else work()
         added = (("Content-Encoding", coding), ("Vary", "Accept-Encoding"))
-        return Answer(answer.status, answer.headers + added, (body,))
+        return answer._replace(headers=answer.headers + added, body=(body,))
 
 
 def _json_nbytes_of(route: ModelRoute, headers: Headers, body: Body) -> int:
@@ -798,15 +811,15 @@ def _decoded(
     raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, not {length!r:.40}")
 
 
-def encoded_answer(head: bytes, tensors: Sequence[Buffer]) -> Answer:
+def encoded_answer(head: bytes, tensors: Sequence[Buffer], inference: Inference) -> Answer:
     """Return the answer to an inference: its JSON head, then its raw tensors, if any."""
     if not tensors:
-        return Answer(200, (("Content-Type", "application/json"),), (head,))
+        return Answer(200, (("Content-Type", "application/json"),), (head,), inference)
     headers = (
         ("Content-Type", "application/octet-stream"),
         ("Inference-Header-Content-Length", str(len(head))),
     )
-    return Answer(200, headers, (head, *tensors))
+    return Answer(200, headers, (head, *tensors), inference)
 
 
 def json_answer(content: object, status: int = 200) -> Answer:

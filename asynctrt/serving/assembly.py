@@ -11,28 +11,22 @@ import numpy as np
 ASSEMBLED_NBYTES_MIN: Final = 1 << 20
 """Smaller messages are not worth it."""
 
-FREED_NBYTES: Final = 2 << 20
-"""Bytes released in one turn of the event loop: 0.1 ms."""
-
-LET_GO_S: Final = 0.001
-"""The delay before retrying to release memory that a thread is about to let go of."""
-
 
 class Assembly:
     """The bytes of a message whose size is known.
 
     A ``bytearray`` is moved as it grows, and freeing 60 MiB of it, page by page, takes 4 ms. This memory is
     mapped once, so pages that are never written take only address space. When nothing refers to it any more,
-    including tensors of the message, it is released in pieces.
+    including tensors of the message, a thread releases it.
 
     :param nbytes: the announced size; no more is accepted.
-    :param loop: the event loop that releases the memory. Default: the running one; without one, all is
-        released at once.
+    :param loop: the event loop whose thread releases the memory. Default: the running one; without one, it
+        is released at once.
     """
 
     def __init__(self, nbytes: int, loop: asyncio.AbstractEventLoop | None = None) -> None:
         # No huge pages: the system may take long to find one. And not MAP_SHARED, mmap's default: that is a
-        # file in memory, which can only be released as a whole.
+        # file in memory.
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if loop is None:
             with suppress(RuntimeError):
@@ -62,21 +56,10 @@ class Assembly:
 
 
 def _give_back(mapped: mmap.mmap, loop: asyncio.AbstractEventLoop) -> None:
-    """Make the loop release the memory. Called in any thread, once nothing refers to the memory."""
+    """Release the memory in a thread of the loop. Called in any thread, once nothing else refers to it."""
     with suppress(RuntimeError):  # The loop is closed: the memory goes with this last reference.
-        loop.call_soon_threadsafe(_give_back_some, mapped, loop)
+        loop.call_soon_threadsafe(loop.run_in_executor, None, _forget, mapped)
 
 
-def _give_back_some(mapped: mmap.mmap, loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        if len(mapped) <= FREED_NBYTES:
-            mapped.close()
-            return
-        mapped.resize(len(mapped) - FREED_NBYTES)
-    except BufferError:
-        # The thread that dropped the last reference has called back but not let go of the memory yet.
-        loop.call_later(LET_GO_S, _give_back_some, mapped, loop)
-    except OSError:
-        pass  # The memory then goes as a whole, with this reference.
-    else:
-        loop.call_soon(_give_back_some, mapped, loop)
+def _forget(mapped: mmap.mmap) -> None:
+    """Drop the last reference, which returns the memory to the system without holding the GIL."""

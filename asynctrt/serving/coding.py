@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from asynctrt.errors import RequestError, TooLargeError
@@ -97,6 +97,12 @@ def accepted_coding(header: bytes) -> str | None:
         return None
     asked = accepted_codings(header)
     return asked[0] if len(asked) == 1 else None
+
+
+def wants_compressed(headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a request asks for a compressed answer, if that is large enough."""
+    accepted = headers.get(b"accept-encoding")
+    return accepted is not None and accepted_coding(accepted) is not None
 
 
 def accepted_codings(header: bytes) -> list[str]:

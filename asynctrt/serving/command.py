@@ -26,18 +26,18 @@ from asynctrt._util.synonyms import ALL_SYNONYMS
 from asynctrt._util.validation import check_names
 from asynctrt.backends.onnx_options import relative_to
 from asynctrt.core.loading import ATTRIBUTE, is_attribute
-from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, show
+from asynctrt.errors import AsynctrtError, DeviceLostError, ModelNotFoundError, OptionsError, show
 from asynctrt.options import Options
 from asynctrt.serving.entries import ModelPlace
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
-from asynctrt.serving.notify import notify_ready
 from asynctrt.serving.openapi import ask_of
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.server import Server
 from asynctrt.serving.server_log import ESCAPES, set_up_logging
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.systemd import notify_ready, passed_socket
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
@@ -49,6 +49,8 @@ PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 
 HURRIED_S: Final = 0.6
 """How long a server that is to stop at once may take: a second signal ends it within a second."""
+
+NOTHING: Final = "there is no model to serve: a folder must hold NAME/VERSION/model.onnx or model.plan"
 
 TRIED_MAX: Final = 8
 """Models for which the start shows a curl command, so that all fit on a terminal."""
@@ -74,7 +76,7 @@ class ServeConfig:
         repository = Repository(self.settings)
         for source in self.models:
             if not source.is_folder:
-                opener = source.opener(self.device, self.settings.warmup)
+                opener = source.opener(self.device)
                 repository.add(source.name, version=source.version, opener=opener, mark=source.mark)
         return repository
 
@@ -85,7 +87,6 @@ class ServeConfig:
                 Path(source.path),
                 device=source.device or self.device,
                 settings=source.settings,
-                warmup=self.settings.warmup if source.warmup is None else source.warmup,
             )
             for source in self.models
             if source.is_folder
@@ -190,7 +191,8 @@ async def serve(
     raise_open_files()
     folders = config.folders()
     repository = _with_places(config.repository(), folders if places is None else places)
-    server = Server(repository, settings, is_front=opened is not None)
+    repository.is_starting = not listens_last
+    server = Server(repository, settings, is_front=opened is not None, listening=passed_socket())
     if listens_last:
         await _load_first(server, show)
     leaving = asyncio.create_task(_leave_if_hurried(server))
@@ -318,6 +320,8 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
     repository = _with_places(config.repository(), config.folders())
     async with Server(repository, settings):
         names = await repository.look_for_models()
+        if not names:
+            raise ModelNotFoundError(NOTHING)
         await repository.load_all()
     for warning in (*config.notes, *warnings_of(config.settings)):
         say(f"warning: {warning}")
@@ -346,7 +350,6 @@ async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) 
     """Load the models, and report the addresses."""
     settings = server.settings
     if not is_loaded:
-        server.repository.is_starting = True
         await _load_models(server, say)
         await server.fit_grpc()
         server.repository.is_starting = False
@@ -383,7 +386,7 @@ async def _load_models(server: Server, say: Callable[[str], None]) -> None:
     if settings.fronts == 1:
         say(f"loading {count} model{'s' * (count != 1)}")
     if not count:
-        logger.warning("there is no model to serve: a folder must hold NAME/VERSION/model.onnx or model.plan")
+        logger.warning("%s", NOTHING)
     try:
         await repository.load_all()
     except AsynctrtError as error:

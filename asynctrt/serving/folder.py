@@ -18,7 +18,6 @@ from asynctrt.serving.entries import VersionSource, is_name, is_version
 from asynctrt.serving.model_config import CONFIG, ModelConfig, read_model_config
 from asynctrt.serving.models import ModelSource, files_mark
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.warmup import warm_all_sizes
 
 LOOK_S: Final = 0.1
 """How long to wait for a look at one model before starting the next beside it."""
@@ -36,8 +35,6 @@ class FoundVersion:
     model: ModelSource
     config: ModelConfig
     folder: Path
-    warmup: int
-    """Rounds of warm-up, used if its configuration has no ``model_warmup``."""
 
     def source(self) -> VersionSource:
         """Return the source from which a repository opens it."""
@@ -49,8 +46,6 @@ class FoundVersion:
             self.config.check(engine.inputs, engine.outputs)
             for warmup in self.config.warmups:
                 await warmup.run(engine)
-            if not self.config.warmups:
-                await warm_all_sizes(engine, self.warmup)
         except BaseException:
             await engine.aclose()
             raise
@@ -86,16 +81,14 @@ class ModelFolder:
         version.
     :param device: the device of models whose ``config.pbtxt`` names none.
     :param settings: options of engines; those in a ``config.pbtxt`` take precedence.
-    :param warmup: rounds of warm-up for models without ``model_warmup``; see :func:`warm_all_sizes`.
     """
 
     def __init__(
-        self, path: Path, *, device: str = "host", settings: Mapping[str, Any] | None = None, warmup: int = 0
+        self, path: Path, *, device: str = "host", settings: Mapping[str, Any] | None = None
     ) -> None:
         self.path = path
         self._device = device
         self._settings = dict(settings or {})
-        self._warmup = warmup
         self._warned: dict[str, tuple[str, ...]] = {}
         self._left_out: tuple[str, ...] = ()
 
@@ -196,7 +189,7 @@ class ModelFolder:
         device = config.device or self._device
         settings = {**self._settings, **config.options_on(device)}
         model = ModelSource(folder.name, version, str(path), settings, device)
-        return FoundVersion(model, config, folder / version, self._warmup)
+        return FoundVersion(model, config, folder / version)
 
 
 class FolderWatch:

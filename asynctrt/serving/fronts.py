@@ -31,9 +31,9 @@ from asynctrt.serving.http import Hub
 from asynctrt.serving.listener import cannot_listen
 from asynctrt.serving.metrics import compressed, merged_answer
 from asynctrt.serving.monitoring import open_pages
-from asynctrt.serving.notify import notify_ready
 from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.signals import StopSignals
+from asynctrt.serving.systemd import notify_ready
 from asynctrt.workers.messages import Beat, Stop, To, channel, receive, send
 from asynctrt.workers.pool import WorkerPool
 from asynctrt.workers.process import how_it_ended

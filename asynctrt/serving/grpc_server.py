@@ -37,6 +37,7 @@ from asynctrt.kserve.protobuf import (
     SplitRequest,
     message_classes,
     parse,
+    reflected,
     split_request,
     streamed,
     streamed_error,
@@ -61,18 +62,8 @@ except ImportError as error:
 
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
-HEALTH_S: Final = 1.0
-"""Interval of checks, for Watch streams, for changes that did not come over gRPC. One check serves all
-streams: anyone may open thousands."""
-
-WOKEN_MAX: Final = 16
-"""The number of Watch streams woken in one turn of the event loop: 1 ms."""
-
-WATCHES_MAX: Final = 1024
-"""The largest number of concurrent Watch streams, which need no token: 24 KiB each."""
-WATCH_S: Final = 600.0
-"""The lifetime of a Watch stream, after which its client opens another."""
-
+REFLECTION: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+"""The services by which tools such as grpcurl learn what the server has: two names, the same messages."""
 STRANGERS_MAX: Final = 32
 """Messages read at once from clients without a token: each could be of the largest size."""
 STRANGER_S: Final = HANDSHAKE_S
@@ -145,13 +136,10 @@ class GrpcServer:
         self._callers: WeakValueDictionary[tuple[str, bytes | None], Caller] = WeakValueDictionary()
         self._streams: set[_Stream] = set()
         self._server: Any = None
-        self._is_draining = False
         self._is_stopping = False
         self._answer_nbytes_max = settings.max_grpc_message or message_nbytes(api.repository)
         self.message_nbytes_max = min(self._answer_nbytes_max, settings.max_body, NBYTES_MAX)
         """Bytes of the largest request."""
-        self._watchers: set[asyncio.Event] = set()
-        self._watches: Places[asyncio.Timeout] = Places(WATCHES_MAX)
         self._strangers: Places[asyncio.Timeout] = Places(STRANGERS_MAX)
         self._crowd = asyncio.Semaphore(STRANGERS_MAX)
         # A message on a stream is counted only once it is complete, so limit the number of streams.
@@ -163,11 +151,9 @@ class GrpcServer:
         """Answers that clients have not taken yet."""
         self._tokens_version = api.tokens_version
         self._timer: asyncio.TimerHandle | None = None
-        self._to_wake: list[asyncio.Event] = []
-        self._looking: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        state = "stopping" if self._is_stopping else "draining" if self._is_draining else "serving"
+        state = "stopping" if self._is_stopping else "serving"
         return f"<GrpcServer {state if self._server else 'down'} streams={len(self._streams)}>"
 
     @property
@@ -196,6 +182,7 @@ class GrpcServer:
             (
                 grpc.method_handlers_generic_handler(SERVICE, self._methods()),
                 grpc.method_handlers_generic_handler(HEALTH_SERVICE, self._health_methods()),
+                *[grpc.method_handlers_generic_handler(name, self._reflection()) for name in REFLECTION],
             )
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -214,14 +201,8 @@ class GrpcServer:
         self._sweep()
         return int(bound)
 
-    async def drain(self) -> None:
-        """Report not ready, so that load balancers send elsewhere. Requests are still answered."""
-        self._is_draining = True
-        self._health_changed()
-
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests; return once the others are answered, or cancelled after ``grace_s``."""
-        await self.drain()
         self._is_stopping = True
         for stream in list(self._streams):
             stream.finish()
@@ -454,15 +435,15 @@ class GrpcServer:
         nbytes_max = self.message_nbytes_max
         return await self._api.decompressed(b"gzip", body, hold, caller.client, nbytes_max)
 
-    async def _read_stranger(self, context: Any) -> bytes:
-        """Read the only message of a call that needs no token."""
+    async def _read_stranger(self, context: Any) -> Any:
+        """Read the next message of a call that holds little and may need no token; EOF after the last."""
         address = address_of(context.peer())
         try:
             async with asyncio.timeout(STRANGER_S) as timeout:
                 await self._enter_crowd()
                 try:
                     self._strangers.take(address, timeout, partial(timeout.reschedule, 0))
-                    return _some(await context.read())
+                    return await context.read()
                 finally:
                     self._strangers.give_back(address, timeout)
                     self._crowd.release()
@@ -522,10 +503,7 @@ class GrpcServer:
         return await self._control(request, "unload")
 
     async def _control(self, request: Any, verb: str) -> dict[str, Any]:
-        try:
-            await self._api.control(request.model_name, verb)
-        finally:
-            self._health_changed()
+        await self._api.control(request.model_name, verb)
         return {}
 
     # ---- inference
@@ -652,13 +630,11 @@ class GrpcServer:
 
     @property
     def _is_ready(self) -> bool:
-        return self._api.repository.is_ready and not self._is_draining
+        return self._api.repository.is_ready and not self._is_stopping
 
     def _health_methods(self) -> dict[str, Any]:
-        return {
-            "Check": self._reporting(self._check_health),
-            "Watch": grpc.stream_stream_rpc_method_handler(self._watch_health),
-        }
+        # Without Watch, which would hold a stream for each stranger, clients take a server for healthy.
+        return {"Check": self._reporting(self._check_health)}
 
     def _service(self, body: bytes, context: Any) -> str:
         """Return the service that a client asks about. If tokens are set, asking about a model needs one."""
@@ -669,7 +645,7 @@ class GrpcServer:
 
     def _health(self, service: str) -> str:
         """Return the status of a model; for an empty name or the service's, that of the server."""
-        is_draining = self._is_draining or self._api.repository.is_draining
+        is_draining = self._is_stopping or self._api.repository.is_draining
         if service in ("", SERVICE):
             return "SERVING" if self._is_ready else "NOT_SERVING"
         states = [item["state"] for item in self._api.repository.index() if item["name"] == service]
@@ -678,76 +654,30 @@ class GrpcServer:
         return "SERVING" if "READY" in states and not is_draining else "NOT_SERVING"
 
     async def _check_health(self, context: Any) -> bytes:
-        service = self._service(await self._read_stranger(context), context)
+        service = self._service(_some(await self._read_stranger(context)), context)
         status = self._health(service)
         if status == "SERVICE_UNKNOWN":
             raise UnknownModelError(f"unknown model {service!r:.200}")
         return bytes(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
 
-    async def _watch_health(self, _: Any, context: Any) -> None:
-        address = address_of(context.peer())
-        changed = asyncio.Event()
+    # ---- reflection
+
+    def _reflection(self) -> dict[str, Any]:
+        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(self._reflect)}
+
+    async def _reflect(self, _: Any, context: Any) -> None:
+        kind, answer_kind = self._kinds["ServerReflectionRequest"], self._kinds["ServerReflectionResponse"]
         try:
-            service = self._service(await self._read_stranger(context), context)
-            async with asyncio.timeout(WATCH_S) as timeout:
-                self._watches.take(address, timeout, partial(timeout.reschedule, 0))
-                self._watchers.add(changed)
-                if self._looking is None:
-                    self._looking = asyncio.create_task(self._look_for_changes(self._states()))
-                try:
-                    await self._tell_health(service, changed, context.write)
-                finally:
-                    self._watches.give_back(address, timeout)
-            failure = _explained(_stopping())
-        except TimeoutError:
-            failure = _Failure("UNAVAILABLE", "this was watched for long, or by too many: watch it again")
+            self._let_in("ServerReflectionInfo", context)
+            while (body := await self._read_stranger(context)) is not grpc.aio.EOF:
+                request = self._parse(kind, body)
+                answer = answer_kind(original_request=request, **reflected(request))
+                await context.write(answer.SerializeToString())
         except AsynctrtError as error:
             failure = _explained(error)
-        finally:
-            self._watchers.discard(changed)
-            if not self._watchers and self._looking is not None:
-                self._looking.cancel()
-                self._looking = None
+        else:
+            return
         await self._abort(context, failure)
-
-    async def _tell_health(
-        self, service: str, changed: asyncio.Event, tell: Callable[[bytes], Awaitable[None]]
-    ) -> None:
-        """Send a status, and every change of it, until the server stops."""
-        told = ""
-        while not self._is_stopping:
-            changed.clear()
-            status = self._health(service)
-            if status != told:
-                told = status
-                await tell(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
-            await changed.wait()
-
-    def _states(self) -> tuple[bool, list[tuple[str, str]]]:
-        return self._is_ready, [(item["name"], item["state"]) for item in self._api.repository.index()]
-
-    async def _look_for_changes(self, seen: tuple[bool, list[tuple[str, str]]]) -> None:
-        """Wake the watchers when a model has changed its state, over HTTP or by itself."""
-        while True:
-            await asyncio.sleep(HEALTH_S)
-            states = self._states()
-            if states != seen:
-                seen = states
-                self._health_changed()
-
-    def _health_changed(self) -> None:
-        """Wake the watchers, a few at a time: there may be thousands."""
-        is_waking = bool(self._to_wake)
-        self._to_wake = list(self._watchers)
-        if self._to_wake and not is_waking:
-            self._wake_some()
-
-    def _wake_some(self) -> None:
-        for changed in self._to_wake[-WOKEN_MAX:]:
-            changed.set()
-        del self._to_wake[-WOKEN_MAX:]
-        if self._to_wake:
-            asyncio.get_running_loop().call_soon(self._wake_some)
 
 
 class _Stream:

@@ -35,7 +35,7 @@ from asynctrt.serving.api import (
     encoded_answer,
     error_answer,
 )
-from asynctrt.serving.coding import COMPRESS_NBYTES_MIN, accepted_coding
+from asynctrt.serving.coding import wants_compressed
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientAccount, ClientPace, Hold
@@ -135,7 +135,7 @@ class Hub:
         """Whether clients that send or read slowly should make room for others."""
         self._empty: asyncio.Event = asyncio.Event()
         self._empty.set()
-        self.end_of_head = _end_of_head()
+        self.end_of_head = b""
         self._flushes: list[Callable[[], None]] = []
         self._ended: deque[Any] = deque()
         self._sweep()
@@ -234,7 +234,7 @@ class Hub:
     def _sweep(self) -> None:
         self._timer = self.loop.call_later(SWEEP_S, self._sweep)
         self.tick += 1
-        self.end_of_head = _end_of_head()
+        self.end_of_head = _end_of_head(self.api.drain)
         self.is_short_of_memory = self.api.memory.is_short(self.now_ns())
         self._check(list(self.connections))
 
@@ -253,8 +253,10 @@ def ticks_of(seconds: float) -> int:
     return max(1, round(seconds / SWEEP_S))
 
 
-def _end_of_head() -> bytes:
-    return f"Date: {formatdate(usegmt=True)}\r\nServer: asynctrt\r\n\r\n".encode()
+def _end_of_head(drain: str) -> bytes:
+    return (
+        f"Date: {formatdate(usegmt=True)}\r\nServer: asynctrt\r\nAsynctrt-Drain-Seconds: {drain}\r\n\r\n"
+    ).encode()
 
 
 class Writing:
@@ -689,10 +691,11 @@ class HttpConnection(asyncio.Protocol):
         self._task = self._hub.loop.create_task(self._respond(request))
 
     def _infer(self, route: ModelRoute, request: HttpRequest) -> None:
+        headers, body = request.headers, request.body
+        if wants_compressed(headers) or (len(body) > FAST_NBYTES and self._api.is_slow(route, headers, body)):
+            self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
+            return
         try:
-            if len(request.body) > FAST_NBYTES and self._api.is_slow(route, request.headers, request.body):
-                self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
-                return
             caller = self._caller or self.caller()
             caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
             self._inference = self._api.begin(route, request.headers, request.body, caller, self._inferred)
@@ -703,23 +706,19 @@ class HttpConnection(asyncio.Protocol):
         request.hold = None
 
     async def _infer_slowly(self, route: ModelRoute, request: HttpRequest) -> None:
-        """Begin an inference whose request is decoded in a thread."""
+        """Answer an inference with threads that decode it, or encode or compress its answer."""
         body, request.body = request.body, b""
         hold, request.hold = request.hold, None
         caller = self.caller()
         caller.received_nbytes = 0 if hold is None else hold.nbytes
         try:
-            beginning = self._api.begin_slow(route, request.headers, body, caller, self._inferred, hold)
-            del body
-            inference = await beginning
-            del hold
+            inferring = self._api.infer(route, request.headers, body, caller, hold)
+            del body, hold
+            answer = await inferring
         except Exception as error:
-            self._task = None
-            self._send(error_answer(error, request.headers))
-            return
+            answer = error_answer(error, request.headers)
         self._task = None
-        # Its future may already be done, but its callback comes later.
-        self._inference = inference
+        self._send(answer)
 
     def caller(self) -> Caller:
         """Return the caller that the connection's requests are submitted for."""
@@ -746,15 +745,10 @@ class HttpConnection(asyncio.Protocol):
         nbytes = len(head)
         for tensor in tensors:
             nbytes += len(tensor)
-        accepted = request.headers.get(b"accept-encoding")
-        if accepted is not None and nbytes >= COMPRESS_NBYTES_MIN and accepted_coding(accepted) is not None:
-            answer = encoded_answer(head, tensors)
-            self._task = self._hub.loop.create_task(self._compress(answer, inference, request))
-            return
         has_origin = self._hub.has_cors and b"origin" in request.headers
         is_usual = request.keep_alive and request.version != "1.0" and not self._is_half_closed
         if not tensors or not is_usual or self._hub.is_draining or has_origin:
-            self._send(encoded_answer(head, tensors), inference)
+            self._send(encoded_answer(head, tensors, inference))
             return
         layout = decoded.layout
         start = layout.http_head
@@ -768,19 +762,13 @@ class HttpConnection(asyncio.Protocol):
         self._done(200, nbytes, inference)
 
     async def _answer_slowly(self, inference: Inference, request: HttpRequest) -> None:
-        """Encode an answer in a thread, compress it if the client wants that, and send it."""
+        """Encode an answer in a thread, and send it."""
         try:
             answer = await self._api.infer_answer(inference)
-            answer = await self._api.compressed(request.headers, answer, inference.client)
         except Exception as error:
             answer = error_answer(_answerable(error), request.headers)
         self._task = None
-        self._send(answer, inference)
-
-    async def _compress(self, answer: Answer, inference: Inference, request: HttpRequest) -> None:
-        answer = await self._api.compressed(request.headers, answer, inference.client)
-        self._task = None
-        self._send(answer, inference)
+        self._send(answer)
 
     async def _respond(self, request: HttpRequest) -> None:
         caller = self.caller()
@@ -798,7 +786,7 @@ class HttpConnection(asyncio.Protocol):
         self._task = None
         self._send(answer)
 
-    def _send(self, answer: Answer, inference: Inference | None = None) -> None:
+    def _send(self, answer: Answer) -> None:
         request = self._current
         if request is None or self._is_ending or self._transport.is_closing():
             return
@@ -819,7 +807,7 @@ class HttpConnection(asyncio.Protocol):
         lines += [ID_LINE % self._api.ids.of(request.headers), self._hub.end_of_head]
         body = () if request.method == b"HEAD" else answer.body
         self._write(lines, body, nbytes)
-        self._done(status, nbytes, inference)
+        self._done(status, nbytes, answer.inference)
 
     def _write(self, head: Sequence[bytes], body: Sequence[Any], nbytes: int) -> None:
         if nbytes > JOIN_NBYTES_MAX:

@@ -4,7 +4,6 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Final
@@ -22,11 +21,9 @@ class LineWriter:
     """A writer of lines that uses a separate thread.
 
     :param descriptor: the file descriptor to write to; it is duplicated.
-    :param missing: returns the text to write where lines are missing, given their number and the reason.
     """
 
-    def __init__(self, descriptor: int, missing: Callable[[int, str], bytes] = lambda *_: b"") -> None:
-        self.missing = missing
+    def __init__(self, descriptor: int) -> None:
         self.lost = 0
         """Lines that were not written so far."""
         self.why = ""
@@ -35,9 +32,6 @@ class LineWriter:
         self._changed = threading.Condition()
         self._waiting: list[bytes] = []
         self._nbytes = 0
-        self._untold = 0
-        # How many missing lines the waiting notices report, and how many lines those notices are.
-        self._telling, self._notices = 0, 0
         self._is_stuck = False
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -54,11 +48,6 @@ class LineWriter:
                 self._is_stuck = True
                 self._lose(lines.count(b"\n"), NOT_READ)
                 return
-            if self._untold:
-                notice = self.missing(self._untold, self.why)
-                self._telling += self._untold
-                self._notices += notice.count(b"\n")
-                self._untold, lines = 0, notice + lines
             self._waiting.append(lines)
             self._nbytes += len(lines)
             if self._thread is None:
@@ -85,7 +74,6 @@ class LineWriter:
 
     def _lose(self, count: int, why: str) -> None:
         self.lost += count
-        self._untold += count
         self.why = why
 
     def _close(self) -> None:
@@ -102,17 +90,13 @@ class LineWriter:
                 if not lines:
                     self._close()
                     return
-                telling, notices = self._telling, self._notices
-                self._telling = self._notices = 0
             failed = self._write(lines)
             with self._changed:
                 self._nbytes -= len(lines)
                 self._is_stuck = False
+                self.why = ""
                 if failed:
-                    self._untold += telling
-                    self._lose(lines.count(b"\n") - notices, failed)
-                elif not self._untold and not self._telling:
-                    self.why = ""
+                    self._lose(lines.count(b"\n"), failed)
                 self._changed.notify_all()
 
     def _write(self, content: bytes) -> str:

@@ -14,7 +14,6 @@ from asynctrt.engine import Engine
 from asynctrt.errors import ModelError, OptionsError, show
 from asynctrt.options import Options
 from asynctrt.serving.attributes import open_attribute
-from asynctrt.serving.warmup import WARMUP, warm_all_sizes
 
 FILES_MAX: Final = 10_000
 """Files that a model may have, so that a home directory given by mistake is refused."""
@@ -34,8 +33,6 @@ class ModelSource:
     settings: Mapping[str, Any] = field(default_factory=dict)
     device: str | None = None
     """Its device; ``None``: the server's."""
-    warmup: int | None = None
-    """Rounds of warm-up before it is ready; ``None``: the server's."""
 
     def __post_init__(self) -> None:
         Options.from_settings(None, dict(self.settings))
@@ -62,8 +59,7 @@ class ModelSource:
     def read(cls, table: Mapping[str, Any], settings: Mapping[str, Any]) -> "ModelSource":
         """Read a ``[[models]]`` table of a configuration.
 
-        It has a ``path``, and may have a ``name``, a ``version``, a ``device``, a number of rounds ``warmup``
-        and engine options.
+        It has a ``path``, and may have a ``name``, a ``version``, a ``device`` and engine options.
 
         :raises OptionsError: if a key or value is invalid.
         """
@@ -71,7 +67,7 @@ class ModelSource:
         path = own.pop("path", None)
         if not isinstance(path, str):
             raise OptionsError(f"each [[models]] table needs a path, a string; this one has {show(path)}")
-        device, warmup = own.pop("device", None), own.pop("warmup", None)
+        device = own.pop("device", None)
         if not isinstance(device, str | None):
             raise OptionsError(f"the device of {path!r} must be the name of a device, not {show(device)}")
         if is_folder(path):
@@ -79,21 +75,20 @@ class ModelSource:
                 raise OptionsError(
                     f"{path!r} is a folder, which gives its models names and versions: leave them out"
                 )
-            return cls._checked("", "", path, {**settings, **own}, device, warmup)
+            return cls._checked("", "", path, {**settings, **own}, device)
         name = own.pop("name", None) or name_of(path)
         version = own.pop("version", 1)
         if not isinstance(name, str) or isinstance(version, bool) or not isinstance(version, int | str):
             raise OptionsError(
                 f"name must be a string and version a number, not {show(name)} and {show(version)}"
             )
-        return cls._checked(name, str(version), path, {**settings, **own}, device, warmup)
+        return cls._checked(name, str(version), path, {**settings, **own}, device)
 
     @classmethod
-    def _checked(cls, name: str, version: str, path: str, settings: Any, device: Any, warmup: Any) -> Self:
+    def _checked(cls, name: str, version: str, path: str, settings: Any, device: Any) -> Self:
         """Return one that a table describes; an error says which of several it is."""
         try:
-            WARMUP.or_none("warmup", warmup)
-            return cls(name, version, path, settings, device, warmup)
+            return cls(name, version, path, settings, device)
         except OptionsError as error:
             raise OptionsError(f"the model {name or path!r}: {error}") from None
 
@@ -102,29 +97,21 @@ class ModelSource:
         """Whether its path is that of a folder of models."""
         return not self.name
 
-    def opener(self, device: str, warmup: int = 0) -> Callable[[], Awaitable[Engine]]:
-        """Return a function that opens the model's engine when awaited, and warms it up.
+    def opener(self, device: str) -> Callable[[], Awaitable[Engine]]:
+        """Return a function that opens the model's engine when awaited.
 
-        :param device: the device if the model names none; likewise ``warmup``.
+        :param device: the device if the model names none.
         """
-        rounds = warmup if self.warmup is None else self.warmup
 
         async def opened() -> Engine:
             token = ENGINE_NAME.set(f"{self.name}:{self.version}")
             try:
                 on = self.device or device
                 if is_attribute(self.path) and self.settings.get("isolation", "none") == "none":
-                    engine = await open_attribute(self.path, on, self.settings)
-                else:
-                    engine = await asynctrt.open(self.path, device=on, options=Options(**self.settings))
+                    return await open_attribute(self.path, on, self.settings)
+                return await asynctrt.open(self.path, device=on, options=Options(**self.settings))
             finally:
                 ENGINE_NAME.reset(token)
-            try:
-                await warm_all_sizes(engine, rounds)
-            except BaseException:
-                await engine.aclose()
-                raise
-            return engine
 
         return opened
 

@@ -10,9 +10,9 @@ from weakref import ref
 import numpy as np
 
 import asynctrt
-from asynctrt.kserve.datatypes import TEXT, datatype_of
+from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import dump
-from asynctrt.kserve.plain_json import ANSWERS, ROWS, WHOLE
+from asynctrt.kserve.plain_json import ROWS, WHOLE
 from asynctrt.serving.api import Answer, Api, Headers, Page
 from asynctrt.serving.dashboard import static_page
 from asynctrt.serving.served import ServedModel
@@ -23,7 +23,6 @@ EXAMPLE_SIZE_MAX: Final = 16
 """Elements of an input that a line of a terminal can show."""
 
 JSON: Final = "application/json"
-OCTETS: Final = "application/octet-stream"
 
 FILES: Final = {
     "/docs": ("docs.html", "text/html; charset=utf-8"),
@@ -120,25 +119,15 @@ def document(api: Api) -> Schema:
             "description": "Models by KServe V2, and in the plain JSON of TensorFlow Serving and KServe V1.",
         },
         "paths": paths,
-        "components": {"schemas": SCHEMAS},
     }
     if api.has_tokens:
-        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        found["components"] = {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}}
         found["security"] = [{"token": []}]
     return found
 
 
-def _object(required: Iterable[str] = (), **properties: Schema) -> Schema:
-    return _record(required, properties)
-
-
-def _record(required: Iterable[str], properties: Schema, *, is_closed: bool = False) -> Schema:
-    found: Schema = {"type": "object", "properties": properties, "required": list(required)}
-    return found | {"additionalProperties": False} if is_closed else found
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
+def _record(required: Iterable[str], properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required)}
 
 
 def _list(items: Schema, **limits: int) -> Schema:
@@ -147,241 +136,129 @@ def _list(items: Schema, **limits: int) -> Schema:
 
 STRING: Final[Schema] = {"type": "string"}
 SIZE: Final[Schema] = {"type": "integer", "minimum": 0}
-TENSOR: Final = _object(
-    ("name", "datatype", "shape"),
-    name=STRING,
-    datatype=STRING,
-    shape=_list({"type": "integer", "minimum": -1}),
+SCHEDULING: Final = _record(
+    (),
+    {
+        "priority": SIZE | {"description": "1 is the most urgent; 0 is the model's default."},
+        "timeout": SIZE | {"description": "Microseconds that it may wait in the queue; 0 is the default."},
+    },
 )
-STATUS: Final = _object(
-    ("version", "state", "status"),
-    version=STRING,
-    state=STRING,
-    status=_object(("error_code", "error_message"), error_code=STRING, error_message=STRING),
-)
-SCHEMAS: Final[Schema] = {
-    "Error": _object(("error",), error=STRING),
-    "Ready": _object(("name", "ready"), name=STRING, ready={"type": "boolean"}),
-    "ServerMetadata": _object(
-        ("name", "version", "extensions"), name=STRING, version=STRING, extensions=_list(STRING)
-    ),
-    "ModelMetadata": _object(
-        ("name", "versions", "platform", "inputs", "outputs"),
-        name=STRING,
-        versions=_list(STRING),
-        platform=STRING,
-        inputs=_list(TENSOR),
-        outputs=_list(TENSOR),
-    ),
-    "ModelStatus": _object(
-        ("name", "ready", "model_version_status"),
-        name=STRING,
-        ready={"type": "boolean"},
-        model_version_status=_list(STATUS),
-    ),
-    "ModelConfig": _object(("name", "max_batch_size", "input", "output")),
-    "ModelStatistics": _object(("model_stats",), model_stats=_list({"type": "object"})),
-    "RepositoryIndex": _list(_object(("name", "version", "state", "reason"))),
-    "Scheduling": _object(
-        priority=SIZE | {"description": "1 is the most urgent; 0 is the model's default."},
-        timeout=SIZE | {"description": "Microseconds that it may wait in the queue; 0 is the default."},
-    ),
-    "InferResponse": _object(
-        ("model_name", "model_version", "outputs"),
-        id=STRING,
-        model_name=STRING,
-        model_version=STRING,
-        outputs=_list(
-            _object(
-                ("name", "datatype", "shape"),
-                name=STRING,
-                datatype=STRING,
-                shape=_list(SIZE),
-                data={"type": "array"},
-                parameters={"type": "object"},
-            )
-        ),
-    ),
+SERVER: Final = {
+    "/v2": "Name, version and extensions",
+    "/v2/health/live": "Whether the server is alive",
+    "/v2/health/ready": "Whether all models are ready",
+    "/v2/models/stats": "Statistics of all models",
+    "/v1/models": "Names of the models",
+    "/metrics": "Metrics for Prometheus",
 }
-"""What all models have in common."""
+OF_MODELS: Final = {
+    "/v1/models/{}": "Status, in the form of TensorFlow Serving and KServe V1",
+    "/v2/models/{}": "Inputs and outputs",
+    "/v2/models/{}/config": "Configuration, in Triton's form",
+    "/v2/models/{}/stats": "Statistics",
+    "/v2/models/{}/ready": "Whether it is ready",
+}
+"""The paths that are asked with GET."""
 
 
-def _operation(tag: str, summary: str, answer: Schema | None, *, media: str = JSON, **more: Any) -> Schema:
-    good: Schema = {"description": "Success"}
-    if answer is not None:
-        good["content"] = {media: {"schema": answer}}
-    error = {"description": "What is wrong, and the fix", "content": {JSON: {"schema": _ref("Error")}}}
-    return {"tags": [tag], "summary": summary, **more, "responses": {"200": good, "default": error}}
+def _operation(tag: str, summary: str, **more: Any) -> Schema:
+    error = _record(("error",), {"error": STRING})
+    answers = {
+        "200": {"description": "Success"},
+        "default": {"description": "What is wrong, and the fix", "content": {JSON: {"schema": error}}},
+    }
+    return {"tags": [tag], "summary": summary, **more, "responses": answers}
+
+
+def _body(schema: Schema, shown: Any) -> Schema:
+    return {"required": True, "content": {JSON: {"schema": schema} | ({"example": shown} if shown else {})}}
 
 
 def _server_paths(*, has_metrics: bool) -> Schema:
-    def get(summary: str, answer: Schema | None, **more: Any) -> Schema:
-        return {"get": _operation("server", summary, answer, **more)}
-
-    unready: Schema = {"503": {"description": "Not now"}}
-    health: Schema = get("Whether all models are ready", None)
-    health["get"]["responses"] |= unready
-    live: Schema = get("Whether the server is alive", None)
-    live["get"]["responses"] |= unready
-    ready = _object(ready={"type": "boolean", "description": "List only models that are ready."})
-    body = {"content": {JSON: {"schema": ready}}}
-    index = _operation("server", "List the models", _ref("RepositoryIndex"), requestBody=body)
-    paths = {
-        "/v2": get("Name, version and extensions", _ref("ServerMetadata")),
-        "/v2/health/live": live,
-        "/v2/health/ready": health,
-        "/v2/models/stats": get("Statistics of all models", _ref("ModelStatistics")),
-        "/v2/repository/index": {"post": index},
-        "/v1/models": get("Names of the models", _object(("models",), models=_list(STRING))),
-    }
-    if has_metrics:
-        paths["/metrics"] = get("Metrics for Prometheus", STRING, media="text/plain")
-    return paths
+    found = {path: {"get": _operation("server", summary)} for path, summary in SERVER.items()}
+    if not has_metrics:
+        del found["/metrics"]
+    ready = _record((), {"ready": {"type": "boolean", "description": "List only models that are ready."}})
+    index = _operation("server", "List the models", requestBody={"content": {JSON: {"schema": ready}}})
+    return found | {"/v2/repository/index": {"post": index}}
 
 
 def _model_paths(served: ServedModel, *, is_newest: bool) -> Schema:
     name = quote(served.name, safe="")
     tag = served.name if is_newest else f"{served.name}, version {served.version}"
     of = name if is_newest else f"{name}/versions/{served.version}"
-
-    def get(summary: str, answer: Schema, **more: Any) -> Schema:
-        return {"get": _operation(tag, summary, answer, **more)}
-
-    status = get("Status, in the form of TensorFlow Serving and KServe V1", _ref("ModelStatus"))
-    status["get"]["responses"]["503"] = {
-        "description": "Not ready",
-        "content": {JSON: {"schema": _ref("ModelStatus")}},
-    }
     return {
         f"/v1/models/{of}:predict": {"post": _predict(served, tag)},
-        f"/v1/models/{of}": status,
         f"/v2/models/{of}/infer": {"post": _infer(served, tag)},
-        f"/v2/models/{of}": get("Inputs and outputs", _ref("ModelMetadata")),
-        f"/v2/models/{of}/config": get("Configuration, in Triton's form", _ref("ModelConfig")),
-        f"/v2/models/{of}/stats": get("Statistics", _ref("ModelStatistics")),
-        f"/v2/models/{of}/ready": get("Whether it is ready", _ref("Ready")),
+        **{path.format(of): {"get": _operation(tag, summary)} for path, summary in OF_MODELS.items()},
     }
 
 
 def _predict(served: ServedModel, tag: str) -> Schema:
     """Return the operation of an inference in plain JSON."""
     engine = served.engine
+    specs = engine.inputs
     limits: Schema = {"minItems": 1, "maxItems": 1 if _whole(served) else engine.options.max_queue_rows}
-    body: Schema = {
-        "oneOf": [
-            _form(ROWS, _rows(engine.inputs, engine.options.filled, limits)),
-            _form(WHOLE, _tensors(engine.inputs, engine.options.filled)),
-        ]
-    }
-    rows = _list(_answer([spec.dims for spec in engine.outputs], engine.outputs))
-    whole = _answer([spec.shape("rows") for spec in engine.outputs], engine.outputs)
-    answers = [(ANSWERS[ROWS], rows), (ANSWERS[WHOLE], whole)]
-    answer: Schema = {"anyOf": [_record((name,), {name: values}) for name, values in answers]}
-    described = "\n".join(
-        [f"Input {spec}" for spec in engine.inputs] + [f"Output {spec}" for spec in engine.outputs]
-    )
+    rows = _list(_values_of(specs, [spec.dims for spec in specs], engine.options.filled), **limits)
+    whole = _values_of(specs, [spec.shape("rows") for spec in specs], engine.options.filled)
+    forms = [
+        _record((form,), {form: values, "parameters": SCHEDULING})
+        for form, values in ((ROWS, rows), (WHOLE, whole))
+    ]
+    described = [f"Input {spec}" for spec in specs] + [f"Output {spec}" for spec in engine.outputs]
     return _operation(
         tag,
         "Run the model on plain JSON",
-        answer,
-        description=described,
-        requestBody={"required": True, "content": {JSON: _media(body, example(served))}},
+        description="\n".join(described),
+        requestBody=_body({"oneOf": forms}, example(served)),
     )
 
 
-def _media(schema: Schema, shown: Any) -> Schema:
-    return {"schema": schema} if shown is None else {"schema": schema, "example": shown}
-
-
-def _form(form: str, values: Schema) -> Schema:
-    return _record((form,), {form: values, "parameters": _ref("Scheduling")})
-
-
-def _rows(specs: Sequence[TensorSpec], filled: Collection[str], limits: Schema) -> Schema:
-    """Return the schema of instances: objects that name inputs, or the values of the only input."""
-    named = _list(_named(specs, [spec.dims for spec in specs], filled), **limits)
-    if len(specs) > 1:
-        return named
-    return {"anyOf": [_list(_nested(specs[0], specs[0].dims), **limits), named]}
-
-
-def _tensors(specs: Sequence[TensorSpec], filled: Collection[str]) -> Schema:
-    """Return the schema of whole inputs."""
-    named = _named(specs, [spec.shape("rows") for spec in specs], filled)
-    return {"anyOf": [_nested(specs[0], specs[0].shape("rows")), named]} if len(specs) == 1 else named
-
-
-def _named(
+def _values_of(
     specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int | str]], filled: Collection[str]
 ) -> Schema:
-    required = [spec.name for spec in specs if spec.name not in filled]
+    """Return the schema of the values of inputs by name, or of an only input alone."""
     values = {spec.name: _nested(spec, shape) for spec, shape in zip(specs, shapes, strict=True)}
-    return _record(required, values, is_closed=True)
+    named = _record([name for name in values if name not in filled], values)
+    return named if len(specs) > 1 else {"anyOf": [*values.values(), named]}
 
 
-def _answer(shapes: Sequence[Sequence[int | str]], specs: Sequence[TensorSpec]) -> Schema:
-    values = {
-        spec.name: _nested(spec, shape, is_output=True) for spec, shape in zip(specs, shapes, strict=True)
-    }
-    return next(iter(values.values())) if len(values) == 1 else _record(values, values)
-
-
-def _nested(spec: TensorSpec, shape: Sequence[int | str], *, is_output: bool = False) -> Schema:
+def _nested(spec: TensorSpec, shape: Sequence[int | str]) -> Schema:
     """Return the schema of nested lists of that shape, in which names are open sizes."""
-    found = _element(spec)
-    if is_output and found["type"] == "number":
-        found = {"type": ["number", "null"]}
+    kind = {"b": "boolean", "i": "integer", "u": "integer", "O": "string", "S": "string"}
+    found: Schema = {"type": kind.get(spec.dtype.kind, "number")}
     for size in reversed(shape):
-        limits = {} if isinstance(size, str) else {"minItems": size, "maxItems": size}
-        found = _list(found, **limits)
+        found = _list(found, **({} if isinstance(size, str) else {"minItems": size, "maxItems": size}))
     return found
-
-
-def _element(spec: TensorSpec) -> Schema:
-    kind = spec.dtype.kind
-    if kind in TEXT:
-        return {"type": "string"} if kind == "O" else {"type": "string", "maxLength": spec.dtype.itemsize}
-    if kind == "b":
-        return {"type": "boolean"}
-    if kind in "iu":
-        integers = np.iinfo(spec.dtype)
-        return {"type": "integer", "minimum": int(integers.min), "maximum": int(integers.max)}
-    if spec.dtype.name in ("float16", "float32"):
-        largest = float(np.finfo(spec.dtype).max)
-        return {"type": "number", "minimum": -largest, "maximum": largest}
-    return {"type": "number"}
 
 
 def _infer(served: ServedModel, tag: str) -> Schema:
     """Return the operation of an inference by KServe V2."""
     inputs = [
-        _object(
+        _record(
             ("name", "datatype", "shape", "data"),
-            name={"const": spec.name},
-            datatype={"const": datatype_of(spec)},
-            shape=_list(SIZE),
-            data={"type": "array"},
+            {
+                "name": {"const": spec.name},
+                "datatype": {"const": datatype_of(spec)},
+                "shape": _list(SIZE),
+                "data": {"type": "array"},
+            },
         )
         for spec in served.engine.inputs
     ]
-    wanted = _object(("name",), name={"enum": [spec.name for spec in served.engine.outputs]})
-    body = _object(
+    wanted = _record(("name",), {"name": {"enum": [spec.name for spec in served.engine.outputs]}})
+    body = _record(
         ("inputs",),
-        id=STRING,
-        parameters=_ref("Scheduling"),
-        inputs=_list({"anyOf": inputs}),
-        outputs=_list(wanted),
+        {
+            "id": STRING,
+            "parameters": SCHEDULING,
+            "inputs": _list({"anyOf": inputs}),
+            "outputs": _list(wanted),
+        },
     )
-    shown = _infer_example(served)
-    operation = _operation(
-        tag,
-        "Run the model, by KServe V2",
-        _ref("InferResponse"),
-        requestBody={"required": True, "content": {JSON: _media(body, shown)}},
-    )
-    operation["responses"]["200"]["content"][OCTETS] = {}
-    operation["requestBody"]["content"][OCTETS] = {}
-    return operation
+    requested = _body(body, _infer_example(served))
+    requested["content"]["application/octet-stream"] = {}
+    return _operation(tag, "Run the model, by KServe V2", requestBody=requested)
 
 
 def _infer_example(served: ServedModel) -> dict[str, Any] | None:

@@ -78,13 +78,13 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model that was not unloaded is ready, and the server is not draining.
+        """Whether there are models, each that was not unloaded is ready, and the server is not draining.
 
         False until all places that the repository started with were looked through.
         """
         return (
-            not (self.is_draining or self.is_starting)
-            and not self._unseen
+            not (self.is_draining or self.is_starting or self._unseen)
+            and bool(self._models)
             and all(
                 entry.is_ready or entry.is_put_aside
                 for model in self._models.values()

@@ -119,6 +119,13 @@ class ServedModel:
         await self.engine.aclose()
 
     @property
+    def drain_s(self) -> float:
+        """Seconds until all accepted requests are answered; 0 if that is unknown."""
+        if not self.pending:
+            return 0.0
+        return self.engine.statistics().drain_s(self.admission.gate.waiting_rows) or 0.0
+
+    @property
     def refused(self) -> dict[str, int]:
         """Requests refused before the engine's queue, by reason."""
         return {

@@ -12,9 +12,10 @@
 import asyncio
 import logging
 import signal
+import socket
 import ssl
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 from weakref import WeakSet
 
 import anyio
@@ -59,15 +60,22 @@ class Server:
     :param repository: the models. The server closes the ones that the repository loaded.
     :param settings: ports, limits and times. Default: the repository's.
     :param is_front: whether it is one of several processes that share its ports.
+    :param listening: a bound socket for HTTP, instead of the address in the settings.
     :raises UsageError: for several fronts, which only ``asynctrt serve`` can start.
     """
 
     def __init__(
-        self, repository: Repository, settings: ServerSettings | None = None, *, is_front: bool = False
+        self,
+        repository: Repository,
+        settings: ServerSettings | None = None,
+        *,
+        is_front: bool = False,
+        listening: socket.socket | None = None,
     ) -> None:
         self.repository = repository
         self.settings = settings or repository.settings
         self._is_front = is_front
+        self._listening = listening
         if self.settings.fronts > 1 and not is_front:
             raise UsageError(
                 f"fronts is {self.settings.fronts}, and a server in this process is one. Run asynctrt serve "
@@ -157,7 +165,7 @@ class Server:
                 self.api.log = self._log.write_inference
             self._hub = Hub(self.api, upgrade, self._log)
             sampler = Sampler(self.repository, connections=self._connections, in_flight=self._in_flight)
-            self._stalls = Stalls(int(settings.max_pause * 1e9))
+            self._stalls = Stalls(int(settings.max_pause * 1e9), lambda: self.repository.is_starting)
             metrics = self._metrics = Metrics(
                 self.repository,
                 connections=self._connections,
@@ -360,15 +368,11 @@ class Server:
     async def _listen(self, hub: Hub, option: str, tls: ssl.SSLContext | None = None) -> None:
         """Listen for a hub on the port of a setting."""
         host, port = self.settings.host, getattr(self.settings, option)
+        where: dict[str, Any] = {"host": host, "port": port, "reuse_port": self._is_front}
+        if option == "http_port" and self._listening is not None:
+            where = {"sock": self._listening}
         try:
-            listener = await hub.loop.create_server(
-                hub,
-                host,
-                port,
-                backlog=BACKLOG,
-                start_serving=False,
-                reuse_port=self._is_front,
-            )
+            listener = await hub.loop.create_server(hub, backlog=BACKLOG, start_serving=False, **where)
         except OSError as error:
             raise cannot_listen(host, port, error, option) from error
         self._listeners.append(Listener(hub, listener, BACKLOG, tls))
@@ -410,8 +414,6 @@ class Server:
         try:
             # Report not ready and keep answering, so that load balancers can send elsewhere.
             self.repository.is_draining = True
-            if self._grpc is not None:
-                await self._grpc.drain()
             await asyncio.wait([hurry], timeout=self.settings.drain_delay)
             for listener in self._listeners:
                 listener.close()

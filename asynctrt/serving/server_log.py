@@ -55,25 +55,22 @@ class WriterHandler(logging.Handler):
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
         self._writer = writer
-        writer.missing = self._missing
+        self._lost = writer.lost
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record for writing."""
         try:
-            self._writer.put(self._line(record))
+            lost = self._writer.lost - self._lost
+            if lost and not self._writer.why:  # Lines are written again.
+                self._lost += lost
+                logger.warning("%d lines of the log were not written", lost)
+            self._writer.put(f"{self.format(record)}\n".encode(errors="backslashreplace"))
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
         """Wait until everything is written, unless nothing reads it."""
         self._writer.flush()
-
-    def _line(self, record: logging.LogRecord) -> bytes:
-        return f"{self.format(record)}\n".encode(errors="backslashreplace")
-
-    def _missing(self, lines: int, why: str) -> bytes:
-        text = f"{lines} lines of the log were not written: {why}"
-        return self._line(logger.makeRecord(logger.name, logging.WARNING, "", 0, text, (), None))
 
 
 class TextFormatter(logging.Formatter):

@@ -125,12 +125,6 @@ class ServerSettings:
         doc="""How often to look at folders of models for what has changed: new versions are loaded, changed
         ones replaced, removed ones unloaded, once files have been still for as long. Default: never.""",
     )
-    warmup: int = setting(
-        default=0,
-        check=count(0),
-        doc="""Rounds of requests with zeros that each model answers before it is ready, with one row, each
-        captured batch size and ``max_rows``; for models without ``model_warmup`` in a ``config.pbtxt``.""",
-    )
 
     max_body: int = setting(
         default=64 << 20,
@@ -308,7 +302,7 @@ class ServerSettings:
         default=0.05,
         check=duration(0, SECONDS_MAX, above=True),
         doc="""How long something may hold the event loop, so that all requests wait, before a line in the
-        log says so and names it. How late the loop is at any time is in the metrics.""",
+        log says so. How late the loop is at any time is in the metrics.""",
     )
     access_log: Path | None = setting(
         default=None,

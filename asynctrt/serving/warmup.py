@@ -1,7 +1,5 @@
 """Run requests through an engine before clients may, so that the first client's is not slow."""
 
-import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,22 +9,13 @@ import numpy as np
 
 from asynctrt._util.files import read_regular
 from asynctrt._util.loops import in_lost_thread
-from asynctrt._util.validation import count
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, ModelError
 from asynctrt.kserve.datatypes import TEXT, check_nbytes, datatype_of, read_tensor
 from asynctrt.tensors import Array, TensorSpec, cast
 
-WARMUP: Final = count(0)
-"""Validates a number of rounds."""
-
 FILE_NBYTES_MAX: Final = 1 << 30
 """The most bytes of one input of a warm-up request."""
-
-WAVE_MAX: Final = 8
-"""The most full batches that a warm-up queues at once."""
-
-logger = logging.getLogger("asynctrt.serving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,31 +81,6 @@ class WarmUp:
                 await engine.infer(arrays)
         except AsynctrtError as error:
             raise ModelError(f"warm-up {self.name!r} failed: {error}") from error
-
-
-async def warm_all_sizes(engine: Engine, rounds: int) -> None:
-    """Send zeros in batches of one row, of each captured size and of the most rows.
-
-    A model with open dimensions gets none, because the sizes that its users will send are unknown.
-
-    :param rounds: how often; 0 means never.
-    :raises ModelError: if the model fails with zeros.
-    """
-    if rounds and not all(spec.is_fixed for spec in engine.inputs):
-        logger.info("%s leaves dimensions open: only model_warmup in a config.pbtxt warms it up", engine.name)
-        return
-    known, rows_max = engine.statistics(), engine.max_rows
-    # Smaller batches queued together would become one.
-    wave = max(1, min(known.contexts, WAVE_MAX, engine.options.max_queue_rows // rows_max))
-    try:
-        for rows in sorted({1, *known.graphs, rows_max}) * rounds:
-            arrays = {spec.name: filled(spec, spec.shape(rows)) for spec in engine.inputs}
-            together = wave if rows == rows_max else 1
-            await asyncio.gather(*(engine.infer(arrays) for _ in range(together)))
-    except AsynctrtError as error:
-        raise ModelError(
-            f"the warm-up with zeros failed: {error}. Set warmup to 0 for a model that cannot take them"
-        ) from error
 
 
 def filled(spec: TensorSpec, shape: Sequence[int], *, is_random: bool = False) -> Array:

@@ -27,7 +27,7 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import BatchRecord, InferResult, TensorSpec
 
-PROTOS = ("inference.proto", "health.proto")
+PROTOS = ("inference.proto", "health.proto", "reflection.proto")
 DESCRIBED = FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
 MINE = next(file for file in DESCRIBED.file if file.package == "inference")
 

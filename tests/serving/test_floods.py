@@ -329,36 +329,6 @@ class TestGrpc:
                 await channel.unary_unary(f"/{SERVICE}/{method}")(bomb, timeout=WAIT_S)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    async def test_watches_have_places_of_their_own(self, monkeypatch):
-        monkeypatch.setattr(grpc_server, "WATCHES_MAX", 3)
-        async with (
-            serving(grpc=True, tokens=(TOKEN,)) as server,
-            grpc.aio.insecure_channel(server.grpc_target) as channel,
-        ):
-            watch = channel.unary_stream(f"/{HEALTH_SERVICE}/Watch")
-            watches = []
-            for _ in range(3):
-                watches.append(watch(b"", timeout=WAIT_S))
-                assert await watches[-1].read()
-            another = watch(b"", timeout=WAIT_S)
-            assert await another.read()
-            assert await watches[0].code() is grpc.StatusCode.UNAVAILABLE
-            assert not watches[1].done()
-            check = channel.unary_unary(f"/{HEALTH_SERVICE}/Check")
-            assert await check(b"", timeout=WAIT_S)
-            for one in (*watches, another):
-                one.cancel()
-
-    async def test_a_watch_ends(self, monkeypatch):
-        monkeypatch.setattr(grpc_server, "WATCH_S", 0.1)
-        async with (
-            serving(grpc=True) as server,
-            grpc.aio.insecure_channel(server.grpc_target) as channel,
-        ):
-            watch = channel.unary_stream(f"/{HEALTH_SERVICE}/Watch")(b"", timeout=WAIT_S)
-            assert await watch.read()
-            assert await watch.code() is grpc.StatusCode.UNAVAILABLE
-
     async def test_checks_without_an_end_give_way_to_others(self, monkeypatch):
         monkeypatch.setattr(grpc_server, "STRANGERS_MAX", 2)
         async with (

@@ -654,7 +654,7 @@ class Callers:
 
 async def test_swaps_under_load_lose_no_request_and_mix_up_no_answer(tmp_path):
     path = scale_onnx(tmp_path / "m/1/model.onnx", 1, work=8)
-    folder = ModelFolder(tmp_path, settings={"max_rows": 4, "contexts": 1}, warmup=1)
+    folder = ModelFolder(tmp_path, settings={"max_rows": 4, "contexts": 1})
     repository = Repository()
     repository.add_place(folder)
     settings = ServerSettings(http_port=0, grpc_port=0, model_control=True)

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import threading
 import tracemalloc
-from collections import Counter
 from contextlib import asynccontextmanager, suppress
 
 import grpc
@@ -13,6 +12,8 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 import tritonclient.grpc.service_pb2 as pb
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tritonclient.utils import InferenceServerException
 
 import asynctrt
@@ -22,7 +23,7 @@ from asynctrt.kserve.protobuf import message_classes
 from asynctrt.serving import grpc_server
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate
-from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, WOKEN_MAX, GrpcServer, _Stream
+from asynctrt.serving.grpc_server import REFLECTION, SERVICE, UNSUPPORTED, GrpcServer, _Stream
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import TensorSpec
@@ -494,7 +495,7 @@ class TestHealth:
 
     async def test_draining(self):
         async with serving() as served:
-            await served.server.drain()
+            served.api.repository.is_draining = True
             for name in ("", SERVICE, "double"):
                 assert await served.health(name) == "NOT_SERVING"
             assert not (await served.ask("ServerReady")).ready
@@ -502,76 +503,45 @@ class TestHealth:
             # Whoever comes all the same is answered.
             assert values(await served.ask("ModelInfer", request())) == [2] * 4
 
-    async def test_watching(self):
-        async with serving(model_control=True) as served:
-            kind = message_classes()["HealthCheckRequest"]
-            method = served.channel.unary_stream("/grpc.health.v1.Health/Watch")
-            watches = {
-                name: method(kind(service=name).SerializeToString()) for name in ("", "double", "missing")
-            }
-            found = {name: status_of(await watch.read()) for name, watch in watches.items()}
-            assert found == {"": "SERVING", "double": "SERVING", "missing": "SERVICE_UNKNOWN"}
-            await served.ask("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="double"))
-            assert status_of(await watches["double"].read()) == "NOT_SERVING"
-            # The server is as ready as before: that model was unloaded on purpose.
-            await served.server.drain()
-            assert status_of(await watches[""].read()) == "NOT_SERVING"
-            watches[""].cancel()
-            await served.server.stop(WAIT_S)
-            for name in ("double", "missing"):
-                assert (await watches[name].code()).name == "UNAVAILABLE"
-
-    async def test_many_who_watch_cost_one_look(self, monkeypatch):
-        """Anybody may open thousands, as health needs no token."""
-        monkeypatch.setattr("asynctrt.serving.grpc_server.HEALTH_S", 0.01)
+    async def test_clients_that_would_watch_take_it_for_healthy(self):
         async with serving() as served:
-            watch = served.channel.unary_stream("/grpc.health.v1.Health/Watch")
-            body = message_classes()["HealthCheckRequest"](service="double").SerializeToString()
-            watches = [watch(body) for _ in range(50)]
-            for one in watches:
-                assert status_of(await one.read()) == "SERVING"
-            looks, asked = [], []
-            index, health = served.api.repository.index, served.server._health
-            monkeypatch.setattr(served.api.repository, "index", lambda: looks.append(None) or index())
-            monkeypatch.setattr(served.server, "_health", lambda name: asked.append(name) or health(name))
-            await until(lambda: len(looks) > 3)
-            assert not asked
-            for one in watches:
-                one.cancel()
-            await until(lambda: served.server._looking is None)
+            watch = served.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+            assert (await watch.code()).name == "UNIMPLEMENTED"
 
-    async def test_many_who_watch_are_told_a_few_at_a_time(self, monkeypatch):
+
+class TestReflection:
+    async def test_a_stranger_learns_the_services_and_their_messages(self):
+        """With the client that grpcio-reflection has."""
+
+        def look(target):
+            with grpc.insecure_channel(target) as channel:
+                database = ProtoReflectionDescriptorDatabase(channel)
+                found = DescriptorPool(database).FindServiceByName(SERVICE)
+                return database.get_services(), [method.name for method in found.methods]
+
         async with serving() as served:
-            watch = served.channel.unary_stream("/grpc.health.v1.Health/Watch")
-            body = message_classes()["HealthCheckRequest"]().SerializeToString()
-            watches = [watch(body) for _ in range(3 * WOKEN_MAX + 1)]
-            for one in watches:
-                assert status_of(await one.read()) == "SERVING"
-            turn, asked, health = 0, [], served.server._health
-            monkeypatch.setattr(served.server, "_health", lambda name: asked.append(turn) or health(name))
-            loop = asyncio.get_running_loop()
+            services, methods = await asyncio.to_thread(look, served.address)
+        assert set(services) == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection"}
+        assert "ModelStreamInfer" in methods
 
-            def take_turn():
-                nonlocal turn
-                turn += 1
-                if len(asked) < len(watches):
-                    loop.call_soon(take_turn)
-
-            take_turn()
-            await served.server.drain()
-            for one in watches:
-                assert status_of(await one.read()) == "NOT_SERVING"
-            assert max(Counter(asked).values()) <= WOKEN_MAX
-            await served.server.stop(WAIT_S)
-
-    async def test_a_model_that_goes_elsewhere_is_seen(self, monkeypatch):
-        monkeypatch.setattr("asynctrt.serving.grpc_server.HEALTH_S", 0.01)
+    @pytest.mark.parametrize("version", ["v1", "v1alpha"])
+    async def test_what_is_not_here(self, version):
+        request, response = (message_classes()[f"ServerReflection{side}"] for side in ("Request", "Response"))
         async with serving() as served:
-            body = message_classes()["HealthCheckRequest"](service="double").SerializeToString()
-            watch = served.channel.unary_stream("/grpc.health.v1.Health/Watch")(body)
-            assert status_of(await watch.read()) == "SERVING"
-            await served.api.repository.unload("double")
-            assert status_of(await watch.read()) == "NOT_SERVING"
+            call = served.channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+            )()
+            for asked in ({"file_by_filename": "x.proto"}, {"file_containing_symbol": "a.B"}, {}):
+                await call.write(request(**asked).SerializeToString())
+                answer = response.FromString(await call.read())
+                assert (answer.error_response.error_code, answer.original_request) == (5, request(**asked))
+            await call.done_writing()
+            assert (await call.code()).name == "OK"
+
+    async def test_a_token_is_needed(self):
+        async with serving(tokens=("s3cret",)) as served:
+            call = served.channel.stream_stream(f"/{REFLECTION[0]}/ServerReflectionInfo")()
+            assert (await call.code()).name == "UNAUTHENTICATED"
 
 
 class TestRepository:

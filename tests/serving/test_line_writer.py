@@ -1,6 +1,7 @@
 """Lines are written by a thread: a reader that stands still costs lines, and nobody's time."""
 
 import fcntl
+import logging
 import os
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from asynctrt.serving import line_writer
 from asynctrt.serving.line_writer import LineWriter
+from asynctrt.serving.server_log import WriterHandler
 from tests.helpers import WAIT_S
 
 LINE = b"x" * 99 + b"\n"
@@ -54,7 +56,7 @@ def test_all_is_written_in_order(pipe):
 def test_nobody_waits_for_a_reader_that_stands_still(pipe, blocks):
     if not blocks:
         fcntl.fcntl(pipe[1], fcntl.F_SETFL, os.O_NONBLOCK)
-    writer = LineWriter(pipe[1], missing=lambda count, why: f"{count} missing: {why}\n".encode())
+    writer = LineWriter(pipe[1])
     count = 2 * line_writer.NBYTES_MAX // len(LINE)
     for _ in range(count):
         writer.put(LINE)
@@ -64,10 +66,39 @@ def test_nobody_waits_for_a_reader_that_stands_still(pipe, blocks):
     written = read(pipe[0], (count - lost) * len(LINE))
     assert written == LINE * (count - lost)
     writer.put(LINE)
-    told = f"{lost} missing: they are not read\n".encode()
-    assert read(pipe[0], len(told + LINE)) == told + LINE
+    assert read(pipe[0], len(LINE)) == LINE
     writer.close(WAIT_S)
-    assert writer.why == ""
+    assert (writer.lost, writer.why) == (lost, "")
+
+
+def test_the_log_says_how_many_of_its_lines_are_missing(pipe):
+    writer = LineWriter(pipe[1])
+    handler = WriterHandler(writer)
+    log = logging.getLogger("asynctrt.serving")
+    log.addHandler(handler)
+    content = bytearray()
+
+    def run():
+        while more := os.read(pipe[0], 1 << 16):
+            content.extend(more)
+
+    thread = threading.Thread(target=run, daemon=True)
+    try:
+        for _ in range(2):
+            before = writer.lost
+            while writer.lost == before:
+                log.warning("x" * 10_000)
+        thread.start()
+        with writer._changed:
+            assert writer._changed.wait_for(lambda: not writer.why, WAIT_S)
+        log.warning("here again")
+        writer.close(WAIT_S)
+    finally:
+        log.removeHandler(handler)
+    os.close(pipe[1])
+    pipe[1] = -1
+    thread.join(WAIT_S)
+    assert content.decode().splitlines()[-2:] == ["2 lines of the log were not written", "here again"]
 
 
 def test_closing_does_not_wait_for_a_reader_that_stands_still(pipe):

@@ -73,9 +73,9 @@ def test_a_folder_is_a_model_of_many(tmp_path):
     assert source.is_folder
     assert source.settings == {"max_rows": 4}
     assert not ModelSource.parse(str(tmp_path / "model.onnx"), {}).is_folder
-    table = {"path": str(tmp_path), "device": "cuda:1", "warmup": 2, "max_rows": 8}
+    table = {"path": str(tmp_path), "device": "cuda:1", "max_rows": 8}
     source = ModelSource.read(table, {"max_delay": 0.1})
-    assert (source.is_folder, source.device, source.warmup) == (True, "cuda:1", 2)
+    assert (source.is_folder, source.device) == (True, "cuda:1")
     assert source.settings == {"max_rows": 8, "max_delay": 0.1}
     for name in ("name", "version"):
         with pytest.raises(OptionsError, match="gives its models names and versions"):
@@ -84,9 +84,9 @@ def test_a_folder_is_a_model_of_many(tmp_path):
 
 @pytest.mark.parametrize(
     ("table", "says"),
-    [({"device": 1}, "name of a device"), ({"warmup": -1}, "warmup"), ({"warmup": True}, "warmup")],
+    [({"device": 1}, "name of a device"), ({"max_rows": -1}, "max_rows")],
 )
-def test_impossible_devices_and_warm_ups(table, says):
+def test_impossible_devices_and_options(table, says):
     with pytest.raises(OptionsError, match=says):
         ModelSource.read({"path": "m.onnx", **table}, {})
 

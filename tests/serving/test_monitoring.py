@@ -55,6 +55,9 @@ async def exported(monkeypatch):
 async def test_every_metric_and_label_that_is_asked_for_is_there(monkeypatch):
     samples = await exported(monkeypatch)
     for title, query in QUERIES.items():
+        if title == "AsynctrtGone":
+            assert query.startswith("up{")  # That is Prometheus's own.
+            continue
         names = NAME.findall(query)
         assert names, title
         for name in names:

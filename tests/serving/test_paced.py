@@ -2,8 +2,8 @@
 
 import asyncio
 import itertools
-import mmap
 import threading
+import weakref
 import zlib
 
 import numpy as np
@@ -14,7 +14,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import RequestError, TooLargeError
 from asynctrt.serving import assembly as assembly_module
 from asynctrt.serving import paced
-from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, FREED_NBYTES, Assembly
+from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.coding import DEFLATED_NBYTES, INFLATED_NBYTES, decompress
 from asynctrt.serving.http import CLOSED_MAX, HttpConnection
 from asynctrt.serving.http_reader import PIECES_NBYTES_MAX, RequestReader
@@ -314,38 +314,24 @@ def test_an_assembly_takes_no_more_than_was_announced():
     assert bytes(assembly.whole()) == b"abc"
 
 
-async def test_memory_is_given_back_in_pieces_when_the_last_of_a_message_is_gone(monkeypatch):
+async def test_memory_is_given_back_by_a_thread_when_the_last_of_a_message_is_gone(monkeypatch):
     freed = []
-    give_back = assembly_module._give_back_some
+    forget = assembly_module._forget
     monkeypatch.setattr(
-        assembly_module, "_give_back_some", lambda *given: freed.append(len(given[0])) or give_back(*given)
+        assembly_module, "_forget", lambda mapped: freed.append(threading.get_ident()) or forget(mapped)
     )
-    whole = Assembly(5 * FREED_NBYTES)
+    whole = Assembly(4 * MIB)
     whole.add(b"abcd")
+    mapped = weakref.ref(whole._memory.obj.base.obj)
     tensor = np.frombuffer(whole.whole(), np.uint8)[1:3]
     del whole
     await asyncio.sleep(0)
     assert not freed
     assert tensor.tobytes() == b"bc"
     del tensor
-    for count in range(1, 6):
-        await asyncio.sleep(0)
-        assert len(freed) == count
-    await asyncio.sleep(0)
-    assert freed == [number * FREED_NBYTES for number in range(5, 0, -1)]
-
-
-@pytest.mark.parametrize("nbytes", [MIB, 5 * FREED_NBYTES])
-async def test_memory_that_a_thread_has_not_let_go_of_yet_is_given_back_soon(nbytes):
-    """It tells of the last reference before it drops what that refers to, and the loop may be sooner."""
-    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    held = np.frombuffer(mapped, np.uint8)
-    assembly_module._give_back(mapped, asyncio.get_running_loop())
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert len(mapped) == held.nbytes == nbytes
-    del held
-    await until(lambda: mapped.closed)
+    await until(lambda: mapped() is None)
+    assert len(freed) == 1
+    assert freed != [threading.get_ident()]
 
 
 async def test_memory_goes_in_any_thread_and_without_a_loop():

@@ -257,7 +257,7 @@ class TestAsAProcess:
 
     def test_a_folder_that_changes_while_it_is_served(self, tmp_path):
         scale_onnx(tmp_path / "double/1/model.onnx", 2)
-        flags = ["--watch", "0.05", "--model-control", "--warmup", "1", "--http-port", "0", "--no-grpc"]
+        flags = ["--watch", "0.05", "--model-control", "--http-port", "0", "--no-grpc"]
         with command(str(tmp_path), *flags) as (process, line):
             line("loading 1 model$")
             url = line(r"HTTP.* (http://\S+)")
@@ -371,7 +371,7 @@ class TestAsAProcess:
             ("http_prot = 1", "did you mean 'http_port'"),
             ('[[models]]\npath = "x.onnx"\nmax_row = 1', "the model 'x': .*max_rows"),
             ('[[models]]\npath = "x.onnx"\nname = "big"\nweight = "1"', "the model 'big': weight"),
-            ('[[models]]\npath = "x.onnx"\nwarmup = -1', "the model 'x': warmup"),
+            ('[[models]]\npath = "x.onnx"\nmax_rows = -1', "the model 'x': max_rows"),
             ("[[models]]\nname = 'x'", "needs a path"),
             ("models = 3", r"\[\[models\]\]"),
         )

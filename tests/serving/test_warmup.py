@@ -7,8 +7,7 @@ import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import ModelError
 from asynctrt.kserve.datatypes import datatype_of, write_tensor
-from asynctrt.serving.models import ModelSource
-from asynctrt.serving.warmup import WarmUp, WarmUpTensor, filled, warm_all_sizes
+from asynctrt.serving.warmup import WarmUp, WarmUpTensor, filled
 from asynctrt.tensors import TensorSpec
 from tests.models import double_model
 
@@ -27,41 +26,6 @@ def watched(seen, dims=(4,), dtype="float32"):
         inputs=TensorSpec("input", dtype, dims),
         outputs=TensorSpec("output", "float32", (1,)),
     )
-
-
-def picky_model():
-    """A model that cannot take zeros."""
-
-    def function(inputs, outputs):
-        if not inputs["input"].all():
-            raise ZeroDivisionError
-
-    return double_model(function)
-
-
-async def test_every_size_is_run_and_full_batches_by_several_contexts():
-    seen = []
-    async with asynctrt.open(watched(seen), max_rows=6, contexts=3) as engine:
-        await warm_all_sizes(engine, 2)
-        assert sorted(len(given) for given in seen) == [1, 1] + [6] * 6
-        assert not any(given.any() for given in seen)
-
-
-async def test_none_is_none_and_open_dimensions_are_left_alone(caplog):
-    seen = []
-    async with asynctrt.open(watched(seen)) as engine:
-        await warm_all_sizes(engine, 0)
-    caplog.set_level("INFO")
-    async with asynctrt.open(watched(seen, ("n",))) as engine:
-        await warm_all_sizes(engine, 1)
-    assert not seen
-    assert "model_warmup" in caplog.text
-
-
-async def test_a_model_that_cannot_take_zeros():
-    async with asynctrt.open(picky_model()) as engine:
-        with pytest.raises(ModelError, match="Set warmup to 0"):
-            await warm_all_sizes(engine, 1)
 
 
 async def test_requests_of_a_configuration(tmp_path):
@@ -128,10 +92,3 @@ def test_dims_are_of_a_row_or_of_the_whole_tensor(tmp_path, spec, dims, shape):
     written = np.full(shape, "a", object) if datatype == "BYTES" else np.ones(shape, np.float32)
     path.write_bytes(write_tensor(written))
     assert np.array_equal(WarmUpTensor(datatype, dims, path=path).read(spec, 3), written)
-
-
-async def test_a_model_whose_warm_up_fails_leaves_nothing_open():
-    """The engine would warn of being forgotten, and warnings are errors here."""
-    source = ModelSource("m", "1", "tests.serving.test_warmup:picky_model", warmup=1)
-    with pytest.raises(ModelError, match="Set warmup to 0"):
-        await source.opener("host")()

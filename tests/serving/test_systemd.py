@@ -5,7 +5,8 @@ import socket
 
 import pytest
 
-from asynctrt.serving.notify import notify_ready
+from asynctrt.errors import UsageError
+from asynctrt.serving.systemd import notify_ready, passed_socket
 
 
 @pytest.mark.parametrize("is_abstract", [False, True], ids=["file", "abstract"])
@@ -28,3 +29,19 @@ def test_a_supervisor_that_is_gone_is_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
     notify_ready()
     assert "NOTIFY_SOCKET" in caplog.text
+
+
+def test_a_socket_for_another_process_or_none_is_not_taken(monkeypatch):
+    monkeypatch.delenv("LISTEN_PID", raising=False)
+    assert passed_socket() is None
+    monkeypatch.setenv("LISTEN_PID", str(os.getppid()))
+    monkeypatch.setenv("LISTEN_FDS", "1")
+    assert passed_socket() is None
+
+
+@pytest.mark.parametrize("count", ["2", "many"])
+def test_one_socket_is_taken(monkeypatch, count):
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+    monkeypatch.setenv("LISTEN_FDS", count)
+    with pytest.raises(UsageError, match="one ListenStream="):
+        passed_socket()
