@@ -178,6 +178,22 @@ class Driver:
             raise
         return request
 
+    def enter(
+        self, payload: Any, rows: int, key: BatchKey, future: asyncio.Future[InferResult] | None = None
+    ) -> Request:
+        """Queue rows without a deadline, a priority or a choice of outputs; raises as :meth:`submit` does.
+
+        One row of the same key as the one before it joins the open batch: nothing is decided until the pump.
+        """
+        opened = self._scheduler.open
+        if key is not opened.key or rows != 1 or len(opened.requests) >= opened.rows_max:
+            return self.submit(payload, rows, key, 0, None, future)
+        if future is None:
+            future = self._create_future()
+        request = Request(1, key, 0, self._tick_ns, NO_DEADLINE_NS, payload, future)
+        opened.requests.append(request)
+        return request
+
     def submit_parts(
         self,
         parts: Sequence[tuple[Any, int]],
@@ -309,9 +325,7 @@ class Driver:
                 # What came since the last pump gets its chance to be launched before its deadline counts.
                 self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
-            while scheduler.queued_rows or scheduler.again:
-                if (decided := scheduler.next_batch(now_ns)) is None:
-                    break
+            while (decided := scheduler.next_batch(now_ns)) is not None:
                 if isinstance(decided, Batch):
                     self._start(decided)
                 else:
@@ -322,7 +336,7 @@ class Driver:
                     return
             if scheduler.has_to_expire:
                 self._give_up_waiting(now_ns)
-            if scheduler.queued_rows or scheduler.again:
+            if scheduler.has_to_launch:
                 if (early_key := scheduler.early_key) is not None:
                     self._copy_ahead(early_key)
                 if (wakeup_ns := scheduler.next_wakeup()) is not None:
@@ -639,7 +653,7 @@ class Driver:
                 on_hung=partial(self._hung, flight),
                 order_group=batch.arena,
             )
-        if not self._in_pump and self._lanes and self._scheduler.queued_rows:
+        if not self._in_pump and self._lanes and self._scheduler.has_to_launch:
             self.pump_soon()  # It can be told now when the next one is to be launched.
 
     def _landed(self, flight: InFlight) -> None:

@@ -359,6 +359,42 @@ class BucketQueue:
             self._tombstones = 0
 
 
+class OpenBatch:
+    """Requests of the bucket that came last, in the order in which they came since the last decision.
+
+    One row each, without a deadline or priority: nothing has to be decided, so whoever submits them appends
+    them to ``requests`` if ``key`` is theirs and there are fewer than ``rows_max``. The scheduler closes it
+    before it looks at its queues. It is open only behind a request of the bucket that is queued.
+    """
+
+    __slots__ = ("bucket", "key", "requests", "rows_max")
+
+    def __init__(self) -> None:
+        self.bucket: BucketQueue | None = None
+        self.key: BatchKey | None = None
+        self.requests: list[Request] = []
+        self.rows_max = 0
+
+    def begin(self, bucket: BucketQueue, rows_max: int) -> None:
+        """Take requests for a bucket, as long as the queue has room for their rows."""
+        self.bucket = bucket
+        self.key = bucket.key
+        self.rows_max = rows_max
+
+    def join(self, request: Request) -> bool:
+        """Add a request, unless something has to be decided about it; return whether it was added."""
+        if (
+            request.key is not self.key
+            or request.rows != 1
+            or request.priority
+            or request.deadline_ns != NO_DEADLINE_NS
+            or len(self.requests) >= self.rows_max
+        ):
+            return False
+        self.requests.append(request)
+        return True
+
+
 class _Level:
     """The buckets whose most urgent request has one priority, each kind in the order of turns."""
 

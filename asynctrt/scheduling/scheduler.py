@@ -25,7 +25,7 @@ from asynctrt.scheduling.counters import Counters, SizeCounters
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
-from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
+from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
     NO_DEADLINE_NS,
@@ -121,8 +121,9 @@ class Scheduler:
         self._closed: AsynctrtError | None = None
         self._is_over = False
         self._number = 0
-        self.queued_rows = 0
-        """Rows that wait, over all buckets."""
+        self._queued_rows = 0
+        self.open = OpenBatch()
+        """Requests that came since the last decision, and need nothing decided about them."""
         self.has_to_expire = False
         """Whether a deadline has to be watched, or callers have to be notified that they left the queue."""
         self._in_flight: dict[Flight, Batch] = {}
@@ -169,9 +170,15 @@ class Scheduler:
         return self._policy.lanes_max if self._policy.is_pipelined else 0
 
     @property
+    def queued_rows(self) -> int:
+        """Return the rows that wait, over all buckets."""
+        return self._queued_rows + len(self.open.requests)
+
+    @property
     def has_to_launch(self) -> bool:
         """Return whether anything waits to be launched, for the first time or again."""
-        return self.queued_rows > 0 or bool(self.again)
+        # No batch is open unless something is queued.
+        return self._queued_rows > 0 or bool(self.again)
 
     @property
     def is_idle(self) -> bool:
@@ -191,7 +198,7 @@ class Scheduler:
     @property
     def queued_requests(self) -> int:
         """Return how many requests wait, over all buckets."""
-        return sum(bucket.requests for bucket in self._buckets)
+        return sum(bucket.requests for bucket in self._buckets) + len(self.open.requests)
 
     def snapshot(self) -> Snapshot:
         """Return what has been done and is being done, as numbers that are the caller's own.
@@ -222,6 +229,7 @@ class Scheduler:
 
     def queued_by_key(self) -> dict[BatchKey, int]:
         """Return the rows that are queued in each bucket with work."""
+        self._close_open()
         return {bucket.key: bucket.rows for bucket in self._buckets}
 
     def limit(self, key: BatchKey) -> int:
@@ -242,6 +250,8 @@ class Scheduler:
         :raises QueueFullError: when the queue has no room for its rows.
         :raises InputError, ExecutionError: as :meth:`limit`.
         """
+        if self.open.bucket is not None:
+            self._close_open()
         rows, has_deadline = request.rows, request.deadline_ns != NO_DEADLINE_NS
         bucket = self._bucket
         # Most are launched at once, which the forecast would say after two calls.
@@ -257,33 +267,35 @@ class Scheduler:
             )
         ):
             self._foresee(request, 1)
-        if self.queued_rows + rows > self._queue_rows_max:
+        if self._queued_rows + rows > self._queue_rows_max:
             self._make_room((request,), rows)
         if bucket is None or bucket.key is not request.key:
             bucket = self._bucket = self._bucket_of(request.key)
-        self.queued_rows += rows
+        self._queued_rows += rows
         if has_deadline or request.priority:
             needs_place = bucket.push(request)
         else:  # What `push` does, without the call.
             bucket.plain.append(request)
             bucket.rows = rows = bucket.rows + rows
             needs_place = bucket.priority < 0 or (rows >= bucket.rows_max and not bucket.is_full)
+            self.open.begin(bucket, self._queue_rows_max - self._queued_rows)
         if needs_place:
             self._buckets.pushed(bucket, request)
         if has_deadline:
             # Each request has a row at least.
-            self._deadlines.push(request, queued_max=self.queued_rows)
+            self._deadlines.push(request, queued_max=self._queued_rows)
             self.has_to_expire = True
 
     def submit_all(self, requests: Sequence[Request]) -> None:
         """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""
+        self._close_open()
         rows = sum(request.rows for request in requests)
         if requests[-1].deadline_ns != NO_DEADLINE_NS and not self._closed:
             # All of it is there when its last part is.
             self._foresee(requests[-1], len(requests), rows - requests[-1].rows)
             if requests[-1] in self._forecast.trial:
                 self._forecast.trial = tuple(requests)  # If one part is late, all of them are given up.
-        if self.queued_rows + rows > self._queue_rows_max:
+        if self._queued_rows + rows > self._queue_rows_max:
             self._make_room(requests, rows)
         for request in requests:
             request.deadline_ns = min(request.deadline_ns, requests[-1].deadline_ns)
@@ -291,11 +303,11 @@ class Scheduler:
         bucket = self._bucket = self._bucket_of(requests[0].key)
         if bucket.push_parts(requests):
             self._buckets.pushed(bucket, requests[0])
-        self.queued_rows += rows
+        self._queued_rows += rows
         if requests[0].deadline_ns != NO_DEADLINE_NS:
             self.has_to_expire = True
             for request in requests:
-                self._deadlines.push(request, queued_max=self.queued_rows)
+                self._deadlines.push(request, queued_max=self._queued_rows)
 
     def cancel(self, request: Request) -> bool:
         """Note that the caller has gone away. True: the request was queued and has left the queue.
@@ -303,6 +315,7 @@ class Scheduler:
         In flight, its rows are masked and its batch-mates are untouched. Once answered, nothing is done.
         """
         if request.state is QUEUED:
+            self._close_open()
             self._leave(request, Change.CANCEL)
             self._counters.cancelled += 1
             return True
@@ -336,6 +349,8 @@ class Scheduler:
         The model is asked about the batch before any request leaves its queue. When that fails, the requests
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
+        if self.open.bucket is not None:
+            self._close_open()
         in_flight = len(self._in_flight)
         self._due_ns = self._early = None
         if not self._contexts.free or in_flight >= self._in_flight_max:
@@ -347,7 +362,7 @@ class Scheduler:
             if decided is not None:
                 return decided
         while True:
-            if not self.queued_rows:
+            if not self._queued_rows:
                 return self._next_again(now_ns)
             picked = self._buckets.pick(now_ns, in_flight)
             if picked is None:
@@ -390,7 +405,7 @@ class Scheduler:
         else:
             bucket.take(chosen, rows)
             self._buckets.launched(bucket)
-        self.queued_rows -= rows
+        self._queued_rows -= rows
         if by_age:
             self._aged_number = self._number + 1
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
@@ -502,7 +517,7 @@ class Scheduler:
     ) -> RejectedBatch:
         """Take requests out of their queue that the model cannot be asked about."""
         self._take_all(bucket, chosen, rows, joined, State.FAILED)
-        self.queued_rows -= rows
+        self._queued_rows -= rows
         self._counters.failed += len(chosen)
         return RejectedBatch(chosen, error)
 
@@ -771,6 +786,7 @@ class Scheduler:
 
     def refuse(self, why: AsynctrtError) -> None:
         """Refuse every submission from now on with an error like ``why``; the queue goes on."""
+        self._close_open()
         self._closed = why
         self._queue_rows_max = -1
 
@@ -783,10 +799,24 @@ class Scheduler:
         self.again.clear()
         queued = [*again, *self._buckets.clear()]
         change_all(queued, Change.FAIL)
-        self.queued_rows = 0
+        self._queued_rows = 0
         self._counters.failed += len(queued)
         late, self._late = self._late, []
         return [*queued, *late]
+
+    def _close_open(self) -> None:
+        """Let the requests of the open batch join the queue of their bucket, as decisions need them there."""
+        bucket, requests = self.open.bucket, self.open.requests
+        self.open.bucket = self.open.key = None
+        if bucket is None or not requests:
+            return
+        self.taken = requests  # They are in no other place for a moment.
+        self.open.requests = []
+        bucket.plain.extend(requests)
+        self._queued_rows += len(requests)
+        bucket.rows += len(requests)
+        if bucket.rows >= bucket.rows_max and not bucket.is_full:
+            self._buckets.pushed(bucket, requests[0])
 
     def _forget(self, batch: Batch) -> None:
         """Expect nothing any more of a batch that failed."""
@@ -810,7 +840,7 @@ class Scheduler:
         """Take less urgent requests out of a full queue, or raise and change nothing."""
         displaced = []
         if not self._closed and rows <= self._queue_rows_max:
-            over = self.queued_rows + rows - self._queue_rows_max
+            over = self._queued_rows + rows - self._queue_rows_max
             displaced = self._buckets.least_urgent(requests[0].priority, over)
         if not displaced:
             self._refuse(rows, len(requests))
@@ -885,7 +915,7 @@ class Scheduler:
         bucket = self._buckets.by_key.get(request.key)
         assert bucket is not None
         bucket.discard(request)
-        self.queued_rows -= request.rows
+        self._queued_rows -= request.rows
         self._buckets.left(bucket)
 
     def _mask(self, request: Request) -> bool:

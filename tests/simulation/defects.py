@@ -12,7 +12,7 @@ from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast, Punctual
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
+from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
 from asynctrt.scheduling.request import NO_DEADLINE_NS, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -36,6 +36,17 @@ def leave_the_head_behind(original, self, rows_max, *more):
 
 def one_row_too_many(original, self, rows_max, *more):
     return original(self, rows_max + 1, *more)
+
+
+def an_open_batch_takes_what_is_urgent(original, self, request):
+    if request.key is not self.key or request.rows != 1 or len(self.requests) >= self.rows_max:
+        return False
+    self.requests.append(request)
+    return True
+
+
+def an_open_batch_has_no_bound(original, self, bucket, rows_max):
+    original(self, bucket, 2 * rows_max + 1)
 
 
 def rows_counted_twice(original, self, request):
@@ -419,6 +430,8 @@ PLANTED = [
     (BucketQueue, "choose", leave_the_head_behind),
     (BucketQueue, "choose", one_row_too_many),
     (Scheduler, "submit", rows_counted_twice),
+    (OpenBatch, "join", an_open_batch_takes_what_is_urgent),
+    (OpenBatch, "begin", an_open_batch_has_no_bound),
     (BucketQueue, "take", a_request_in_two_batches),
     (BucketQueue, "discard", a_tombstone_is_launched),
     (BucketQueue, "oldest_arrival_ns", the_delay_begins_anew_with_each),

@@ -128,7 +128,8 @@ class VirtualEngine:
         )
         self.events += 1
         try:
-            self.scheduler.submit(request)
+            if not self.scheduler.open.join(request):
+                self.scheduler.submit(request)
         except AsynctrtError as error:
             self.observer.refused(request, error)
             return None
