@@ -10,6 +10,7 @@ from asynctrt.errors import (
     ExecutionError,
 )
 from asynctrt.scheduling.batch import Batch, RejectedBatch
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
 from tests.simulation.arrivals import Arrival
@@ -113,6 +114,8 @@ class VirtualEngine:
         self._pumped_ns = 0
         self._alarm_ns = NO_DEADLINE_NS
         self._pump_is_due = False
+        # As the check of inputs: requests of one shape have the same key, not only an equal one.
+        self._keys: dict[BatchKey, BatchKey] = {}
 
     def submit(self, arrival: Arrival) -> Request | None:
         """Queue a request, and pump at the end of the instant. ``None``: it was not taken."""
@@ -121,7 +124,7 @@ class VirtualEngine:
         timeout_ns = arrival.timeout_ns
         request = Request(
             arrival.rows,
-            arrival.key,
+            self._keys.setdefault(arrival.key, arrival.key),
             arrival.priority,
             now_ns,
             NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns,
