@@ -32,7 +32,7 @@ from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.specialised import Builder
 from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out
-from asynctrt.scheduling.company import Company, NoCompany
+from asynctrt.scheduling.company import MixedSizes
 from asynctrt.scheduling.concurrency import Lanes
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
@@ -254,9 +254,11 @@ class EngineParts:
         its = model.capabilities
         concurrency = device.concurrency if its.occupies_device else capacity.contexts
         concurrency += self.lanes_max - 1
-        company = NoCompany()
+        company = None
         if self.padding is not None:
-            company = Company(self.padding.units_of, self.padding.holds, self.times, self.shapes.padded_rows)
+            company = MixedSizes(
+                self.padding.units_of, self.padding.holds, self.times, self.shapes.padded_rows
+            )
         return Scheduler(
             policy=Policy(
                 rows_max=capacity.rows_max,

@@ -383,10 +383,8 @@ class Driver:
         scheduler = self._scheduler
         for request in scheduler.expire(now_ns, arrived_by_ns):
             answer_error(request, deadline_error(request, now_ns))
-        if scheduler.displaced:
-            displaced, scheduler.displaced = scheduler.displaced, []
-            for request in displaced:
-                answer_error(request, displaced_error(request))
+        for request in scheduler.take_displaced():
+            answer_error(request, displaced_error(request))
 
     def _reject(self, rejected: RejectedBatch) -> None:
         make = typed_errors(self._name, rejected.requests, rejected.error)

@@ -205,9 +205,16 @@ class Times:
 
 
 class BatchTimes:
-    """How long batches are staged, copied in, compute, and are copied out."""
+    """How long batches are staged, copied in, compute, and are copied out.
 
-    def __init__(self) -> None:
+    :param times_all: whether the device times every batch, because that costs it nothing.
+    :param keeps_promises: whether to remember how long batches keep their place on the device.
+    """
+
+    def __init__(self, *, times_all: bool = False, keeps_promises: bool = True) -> None:
+        self.times_all = times_all
+        """Whether the device times every batch from now on."""
+        self._keeps_promises = keeps_promises
         self.compute = Times()
         self.copy_in = Times()
         self.copy_out = Times()
@@ -221,7 +228,7 @@ class BatchTimes:
 
     def wants_times(self, number: int, key: Hashable, rows: int) -> bool:
         """Return whether the device is to time this batch: a new size, a long one, or a sample."""
-        if number % TIMED_EVERY == 0 or not self.compute.is_sure(key, rows):
+        if self.times_all or number % TIMED_EVERY == 0 or not self.compute.is_sure(key, rows):
             return True
         return (self.compute.typical(key, rows) or 0) >= TIMED_ALWAYS_NS
 
@@ -235,6 +242,20 @@ class BatchTimes:
         """Forget what batches of a key took, but for their copies: from now on they run in another way."""
         for times in (self.compute, self.occupied, self.staging, self.gathering):
             times.forget(key)
+
+    def observe(self, batch: Batch, now_ns: int, copy_in_ns: int, compute_ns: int, copy_out_ns: int) -> None:
+        """Remember how long a timed batch took, at its end."""
+        key, rows = batch.key, batch.rows_run
+        if self._keeps_promises:
+            occupied_ns = compute_ns
+            if batch.lane is None and batch.arena is None:
+                # It began at once, so all the time is its own, to be handed over and noticed as well.
+                occupied_ns = max(compute_ns, now_ns - batch.launched_ns - copy_in_ns - copy_out_ns)
+            self.occupied.observe(key.cost_key, rows, occupied_ns)
+        self.compute.observe(key.cost_key, rows, compute_ns)
+        if batch.lane is not None and not self.knows_copies(key, rows):
+            # Nobody has told of any: its rows and its outputs are on the device, say.
+            self.observe_copies(batch, 0, 0)
 
     def observe_copies(self, batch: Batch, copy_in_ns: int, copy_out_ns: int) -> None:
         """Remember the copy times that the device measured."""

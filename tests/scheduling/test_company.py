@@ -3,7 +3,7 @@
 import pytest
 
 from asynctrt.errors import ExecutionError
-from asynctrt.scheduling.company import SPREAD_MIN, TIMES_MIN, Company, Costs
+from asynctrt.scheduling.company import SPREAD_MIN, TIMES_MIN, Costs, MixedSizes
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue
@@ -22,7 +22,7 @@ def holds(shape, other):
 
 def company(batch_ns, unit_ns=1, **more):
     times = [(units, batch_ns + unit_ns * units) for units in (1, 1000)] * TIMES_MIN
-    return Company(units_of, holds, times, **more)
+    return MixedSizes(units_of, holds, times, **more)
 
 
 def scheduler(found, **more):
@@ -114,7 +114,7 @@ def test_times_that_are_told_replace_those_before():
 
 
 def test_nothing_joins_until_costs_are_known():
-    owner = scheduler(Company(units_of, holds))
+    owner = scheduler(MixedSizes(units_of, holds))
     come(owner, 8, 16)
     assert sizes(owner.next_batch(0)) == (8, [8])
 

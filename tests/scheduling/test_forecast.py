@@ -47,7 +47,7 @@ def shape_of(batch):
 
 
 def use_up_the_probe(plan):
-    plan._forecast._probe_ns = 10**18
+    plan.waiting._forecast._probe_ns = 10**18
 
 
 def launched(plan, now_ns):
@@ -157,7 +157,7 @@ class TestAnswersInTime:
     def test_a_wrong_prediction_refuses_for_a_while_and_not_for_ever(self):
         """Batches took a second once, and take 5 ms now. Requests have 50 ms."""
         plan = measured(1000 * MS, answers_in_time=True)
-        plan._forecast._probe_ns = 0
+        plan.waiting._forecast._probe_ns = 0
         now_ns, taken = 0, []
         for _ in range(2000):
             now_ns += 50 * MS
@@ -175,7 +175,7 @@ class TestAnswersInTime:
 
     def test_what_is_right_is_tried_now_and_then_alone(self):
         plan = measured(10 * MS, answers_in_time=True)
-        plan._forecast._probe_ns = 0
+        plan.waiting._forecast._probe_ns = 0
         taken = 0
         for now_ns in range(0, 1000 * MS, MS):
             try:

@@ -38,7 +38,7 @@ def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SURE_SA
         for rows in sizes:
             submit(plan, rows, now_ns=-9_000 * MS)
             finish(plan, plan.next_batch(-9_000 * MS), -9_000 * MS, compute_ns=took_ns(rows))
-    plan._forecast._probe_ns = 10**18
+    plan.waiting._forecast._probe_ns = 10**18
     return plan
 
 
@@ -129,15 +129,15 @@ def test_the_shorter_of_what_is_known_is_the_least():
     for _ in range(WINDOW):
         plan._times.compute.observe(("b",), 1, 20 * MS)
     assert plan._times.sure_ns(key, 1) == 20 * MS
-    assert plan._forecast.least_ns(key, 1) == took_ns(1)
+    assert plan.waiting._forecast.least_ns(key, 1) == took_ns(1)
     for _ in range(WINDOW):
         plan._times.occupied.observe(("b",), 1, 30 * MS)
-    assert plan._forecast.least_ns(key, 1) == 20 * MS
+    assert plan.waiting._forecast.least_ns(key, 1) == 20 * MS
 
 
 def test_a_batch_for_what_is_most_overdue_is_not_split():
     plan = measured(patience_ns=MS)
-    plan._aged_number = -AGED_EVERY
+    plan._turns.aged_number = -AGED_EVERY
     first, *others = take(plan, 5, 14, 14, 14)
     for request in (first, *others):
         request.arrival_ns = -10 * MS
@@ -185,7 +185,7 @@ def test_a_slab_is_launched_whole_or_its_late_ones_are_given_up():
 
 def test_a_request_that_tries_a_prediction_goes_in_any_case():
     plan = measured()
-    plan._forecast._probe_ns = 0
+    plan.waiting._forecast._probe_ns = 0
     (trial,) = take(plan, 1)
     others = take(plan, 9, 9)
     assert set(launch(plan).requests) == {trial, *others}
@@ -194,7 +194,7 @@ def test_a_request_that_tries_a_prediction_goes_in_any_case():
 def test_all_parts_of_a_call_that_tries_a_prediction_go():
     """Else the first of them would be given up, and the last with it, so that nothing was ever measured."""
     plan = measured()
-    plan._forecast._probe_ns = 0
+    plan.waiting._forecast._probe_ns = 0
     parts = [Request(4, key_of(), 0, 0, deadline_ns=MS) for _ in range(3)]
     plan.submit_all(parts)
     for part in parts:
@@ -208,7 +208,7 @@ def test_all_parts_of_a_call_that_tries_a_prediction_go():
 def test_thousands_are_given_up_at_once(shapes):
     """Batches take much longer all of a sudden, so that all that waits is too late."""
     plan = measured(rows_max=1, sizes=(1,), samples=WINDOW)
-    plan._queue_rows_max = 2000
+    plan.waiting.rows_max = 2000
     late = [submit(plan, shape=f"{number % shapes}", deadline_ns=10_000 * MS) for number in range(1500)]
     for number in range(shapes):
         for _ in range(WINDOW):

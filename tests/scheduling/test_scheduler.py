@@ -594,7 +594,7 @@ class TestAModelThatFails:
     def test_about_the_rows_of_a_shape_refuses_the_request_and_changes_nothing(self, fault):
         plan = scheduler(profiles=Profiles(ranges=lambda shape: fault if shape == ("bad",) else ((1, 4),)))
         submit(plan, shape="good")
-        before = repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan._buckets.by_key)
+        before = repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan.waiting.buckets.by_key)
         expected = type(fault) if isinstance(fault, DeviceLostError | InputError) else ExecutionError
         for _ in range(2):
             with pytest.raises(expected):
@@ -603,7 +603,7 @@ class TestAModelThatFails:
                 plan.submit_all([Request(1, key_of("bad"), 0, 0) for _ in range(2)])
             with pytest.raises(expected):
                 plan.limit(key_of("bad"))
-        assert (repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan._buckets.by_key)) == before
+        assert (repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan.waiting.buckets.by_key)) == before
         assert plan.next_wakeup() is None
         assert plan.next_batch(0).rows == 1
 
@@ -648,7 +648,7 @@ class TestRowsRun:
             batch = plan.next_batch(0)
             assert batch.is_timed
             finish(plan, batch)
-        plan.times_all = False
+        plan.time_all(False)
         submit(plan)
         assert not plan.next_batch(0).is_timed
 

@@ -4,7 +4,7 @@ Each is one that a hasty change could make. A replacement takes the original as 
 """
 
 from asynctrt.errors import QueueFullError
-from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.batch_times import BatchTimes, Times
 from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
@@ -14,9 +14,13 @@ from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
 from asynctrt.scheduling.request import NO_DEADLINE_NS, State
+from asynctrt.scheduling.room import Room
+from asynctrt.scheduling.rows import TakeRows
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import DeviceShares, Share
+from asynctrt.scheduling.turns import Turns
+from asynctrt.scheduling.waiting import Waiting
 
 
 def last_come_first_served(original, self, rows_max, *more):
@@ -154,7 +158,7 @@ def nobody_is_woken(original, self):
 
 
 def the_wakeup_is_for_delays_alone(original, self):
-    return self._buckets.wakeup_ns(len(self._in_flight)) if self._policy.delay_ns_max else None
+    return self.waiting.buckets.wakeup_ns(len(self._in_flight)) if self._policy.delay_ns_max else None
 
 
 def the_delay_begins_anew_with_each(original, self):
@@ -200,11 +204,11 @@ def failures_are_not_counted(original, self, batch, *, quarantine=False):
 
 
 def a_queue_without_a_bound(original, self, rows, requests):
-    self._queue_rows_max += rows
+    self.rows_max += rows
 
 
 def a_queue_with_a_row_less(original, self, request):
-    if self.queued_rows + request.rows == self._queue_rows_max:
+    if self.rows + len(self.open.requests) + request.rows == self.rows_max:
         raise QueueFullError("one row too soon")
     original(self, request)
 
@@ -214,20 +218,16 @@ def closing_forgets_the_queue(original, self):
     return []
 
 
-def too_much_in_flight(original, self, now_ns):
-    self._in_flight_max += 1
-    try:
-        return original(self, now_ns)
-    finally:
-        self._in_flight_max -= 1
+def too_much_in_flight(original, self):
+    return self.contexts.free > 0 and len(self._in_flight) <= self.in_flight_max
 
 
-def rows_are_taken_before_the_model_is_asked(original, self, key, rows):
-    bucket = self._buckets.by_key[key]
-    self.queued_rows -= rows
-    result = original(self, key, rows)
-    self.queued_rows += rows
-    return result if bucket.rows else None
+def rows_are_taken_before_the_model_is_asked(original, self, bucket, chosen, rows, *more):
+    self.waiting.rows -= rows
+    decided = original(self, bucket, chosen, rows, *more)
+    if not isinstance(decided, RejectedBatch):
+        self.waiting.rows += rows
+    return decided
 
 
 def padding_to_the_largest(original, self, shape, rows, compute):
@@ -242,7 +242,7 @@ def the_profile_of_fewer_rows(original, self, shape, rows):
     return None if self._profiles is None else original(self, shape, max(rows // 2, 1))
 
 
-def slabs_in_parts(original, self, bucket, in_flight):
+def slabs_in_parts(original, self, bucket, in_flight, *, by_age):
     return min(max(bucket.rows // 2, bucket.head().rows), bucket.rows_max)
 
 
@@ -272,14 +272,14 @@ def masked_ones_fail_with_their_batch(original, self, batch, *, quarantine=False
 
 def halves_are_forgotten(original, self, batch):
     is_done = original(self, batch)
-    self.again.clear()
+    self._again.parts.clear()
     return is_done
 
 
 def halves_overlap(original, self, batch):
     is_done = original(self, batch)
-    if is_done and self.again:
-        self.again.append(self.again[-1])
+    if is_done and self._again.parts:
+        self._again.parts.append(self._again.parts[-1])
     return is_done
 
 
@@ -324,18 +324,18 @@ def what_is_overdue_has_no_turn(original, self, now_ns):
     return None
 
 
-def what_is_overdue_has_every_turn(original, self, bucket, reason, now_ns):
+def what_is_overdue_has_every_turn(original, self, picked, number, now_ns, in_flight):
     aged = self._buckets.overdue(now_ns)
-    return (bucket, reason) if aged is None else (aged, Reason.AGED)
+    return picked if aged is None else (aged, Reason.AGED)
 
 
 def what_is_overdue_goes_with_the_urgent(original, self, rows_max, by_age=False):
     return original(self, rows_max)
 
 
-def the_earliest_deadline_has_every_turn(original, self, bucket, reason, now_ns):
+def the_earliest_deadline_has_every_turn(original, self, *more):
     self._is_out_of_turn = False
-    return original(self, bucket, reason, now_ns)
+    return original(self, *more)
 
 
 def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, over, **how):
@@ -391,10 +391,9 @@ def everybody_is_given_up(original, self, request, begins_ns):
     return True
 
 
-def who_is_given_up_is_not_told(original, self, *more, **how):
-    found = original(self, *more, **how)
+def who_is_given_up_is_not_told(original, self, late):
+    original(self, late)
     self._late.clear()
-    return found
 
 
 def each_slab_is_learned_anew(original, self):
@@ -429,7 +428,7 @@ PLANTED = [
     (BucketQueue, "choose", last_come_first_served),
     (BucketQueue, "choose", leave_the_head_behind),
     (BucketQueue, "choose", one_row_too_many),
-    (Scheduler, "submit", rows_counted_twice),
+    (Waiting, "submit", rows_counted_twice),
     (OpenBatch, "join", an_open_batch_takes_what_is_urgent),
     (OpenBatch, "begin", an_open_batch_has_no_bound),
     (BucketQueue, "take", a_request_in_two_batches),
@@ -460,12 +459,12 @@ PLANTED = [
     (Scheduler, "finished", batches_are_not_forgotten),
     (Scheduler, "failed", failures_are_not_counted),
     (Scheduler, "failed", masked_ones_fail_with_their_batch),
-    (Scheduler, "_refuse", a_queue_without_a_bound),
-    (Scheduler, "submit", a_queue_with_a_row_less),
-    (Scheduler, "next_batch", too_much_in_flight),
+    (Waiting, "_refuse", a_queue_without_a_bound),
+    (Waiting, "submit", a_queue_with_a_row_less),
+    (Room, "is_free", too_much_in_flight),
     (Scheduler, "next_batch", the_batch_says_another_number_of_rows),
-    (Scheduler, "_rows_to_run", rows_are_taken_before_the_model_is_asked),
-    (Scheduler, "_rows_to_take", slabs_in_parts),
+    (Scheduler, "_form", rows_are_taken_before_the_model_is_asked),
+    (TakeRows, "rows_max", slabs_in_parts),
     (Scheduler, "bisect", halves_are_forgotten),
     (Scheduler, "bisect", halves_overlap),
     (Buckets, "least_urgent", any_request_makes_room),
@@ -487,8 +486,8 @@ PLANTED = [
     (BucketQueue, "choose", what_is_overdue_goes_with_the_urgent),
     (Buckets, "overdue", what_is_overdue_has_no_turn),
     (Buckets, "pick", full_batches_pile_up),
-    (Scheduler, "_reconsider", what_is_overdue_has_every_turn),
-    (Scheduler, "_reconsider", the_earliest_deadline_has_every_turn),
+    (Turns, "_reconsider", what_is_overdue_has_every_turn),
+    (Turns, "_reconsider", the_earliest_deadline_has_every_turn),
     (Forecast, "_wait_ns", waits_are_told_ten_times_as_long),
     (Forecast, "_refuse", what_is_late_is_refused_for_ever),
     (Forecast, "check", the_idle_refuse_too),
@@ -499,7 +498,7 @@ PLANTED = [
     (Forecast, "fit", whatever_is_queued_is_in_time),
     (Forecast, "_is_hopeless", everybody_is_given_up),
     (Times, "late", batches_are_told_to_take_half_as_long),
-    (Scheduler, "_choose_in_time", who_is_given_up_is_not_told),
+    (Waiting, "give_up", who_is_given_up_is_not_told),
     (Concurrency, "left", a_lane_is_never_left),
     (BatchKey, "cost_key", each_slab_is_learned_anew),
     (DeviceShares, "missing_ns", the_device_is_left_to_the_idle),

@@ -136,8 +136,7 @@ class VirtualEngine:
         except AsynctrtError as error:
             self.observer.refused(request, error)
             return None
-        if self.scheduler.displaced:
-            displaced, self.scheduler.displaced = self.scheduler.displaced, []
+        if displaced := list(self.scheduler.take_displaced()):
             self.events += len(displaced)
             self.observer.displaced(displaced, request)
         self.observer.submitted(request)

@@ -8,8 +8,11 @@ from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import Buckets
 from asynctrt.scheduling.request import Request, State
+from asynctrt.scheduling.rows import TakeOneRequest
+from asynctrt.scheduling.run_as import RunAs
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
+from asynctrt.scheduling.waiting import Waiting
 from tests.simulation.device import Flight
 from tests.simulation.rules import OVERDUE_PAUSE_MAX, OVERDUE_PAUSE_MIN, Limits, ModelDefectError, Rules
 
@@ -278,7 +281,7 @@ def test_contexts_out_of_use_that_are_miscounted_are_found():
 
 
 def test_a_queue_over_its_bound_is_found(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_make_room", lambda self, requests, rows: None)
+    monkeypatch.setattr(Waiting, "_make_room", lambda self, requests, rows: None)
     scheduler, rules = made()
     for _ in range(2):
         submit(scheduler, rules, 4)
@@ -301,10 +304,9 @@ def test_one_that_failed_alone_and_is_answered_with_its_batch_is_found():
 
 
 def test_company_for_a_request_that_is_to_be_alone_is_found(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_choose", lambda self, bucket, *_, by_age: bucket.choose(4))
-    monkeypatch.setattr(Scheduler, "_rows_to_run", lambda self, key, rows: (4, None))
+    monkeypatch.setattr(TakeOneRequest, "rows_max", lambda self, *_, by_age: 4)
+    monkeypatch.setattr(RunAs, "find", lambda self, key, rows: (4, None))
     scheduler, rules = made(Policy(rows_max=4, is_alone=True))
-    scheduler._runs_as_it_is = False
     for _ in range(2):
         submit(scheduler, rules, 1)
     with pytest.raises(InternalError, match="to be alone has company"):
@@ -379,8 +381,8 @@ def test_rows_of_a_bucket_that_are_miscounted_are_found(monkeypatch):
         submit_one(self, request)
         self._bucket.rows += (request.key.shape == "more") - (request.key.shape == "fewer")
 
-    submit_one = Scheduler.submit
-    monkeypatch.setattr(Scheduler, "submit", submitted)
+    submit_one = Waiting.submit
+    monkeypatch.setattr(Waiting, "submit", submitted)
     scheduler, rules = made()
     for name in ("more", "fewer"):
         submit(scheduler, rules, key=BatchKey(name))
