@@ -85,6 +85,7 @@ class Driver:
         # A model that runs in place must not see the context variables of whichever caller comes first.
         self._context = contextvars.copy_context()
         self._scheduler = scheduler
+        self._waiting = scheduler.waiting
         self._pool = pool
         self._now_ns = now_ns
         self._name = repr(model.name)
@@ -151,22 +152,21 @@ class Driver:
 
         :param outputs: the names of the outputs that the caller wants; ``None`` for all.
         """
-        # The hottest lines there are: what `pump_soon` does, without the call. All requests of a tick arrived
-        # when its first one did, but a timeout counts from now.
-        if timeout_ns is None:
-            deadline_ns = NO_DEADLINE_NS
-            now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
-        else:
-            now_ns = self._now_ns()
-            deadline_ns = now_ns + timeout_ns
         if future is None:
             future = self._create_future()
+        now_ns = self._now_ns()
+        deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
         request = Request(rows, key, priority, now_ns, deadline_ns, payload, future)
         if outputs is not None:
             request.outputs = outputs
             self._names_outputs = True
+        self._queue(request, now_ns)
+        return request
+
+    def _queue(self, request: Request, now_ns: int) -> None:
+        """Queue a request, to be looked at in the end of the tick."""
         try:
-            self._scheduler.submit(request)
+            self._waiting.submit(request)
             if not self._pump_is_scheduled:
                 self._loop.call_soon(self._pump, context=self._context)
                 self._pump_is_scheduled = True
@@ -176,7 +176,6 @@ class Driver:
         except BaseException as error:
             self._interrupted(error)
             raise
-        return request
 
     def enter(
         self, payload: Any, rows: int, key: BatchKey, future: asyncio.Future[InferResult] | None = None
@@ -185,13 +184,16 @@ class Driver:
 
         One row of the same key as the one before it joins the open batch: nothing is decided until the pump.
         """
-        opened = self._scheduler.open
-        if key is not opened.key or rows != 1 or len(opened.requests) >= opened.rows_max:
-            return self.submit(payload, rows, key, 0, None, future)
         if future is None:
             future = self._create_future()
-        request = Request(1, key, 0, self._tick_ns, NO_DEADLINE_NS, payload, future)
-        opened.requests.append(request)
+        # All requests of a tick arrived when its first one did.
+        now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
+        request = Request(rows, key, 0, now_ns, NO_DEADLINE_NS, payload, future)
+        opened = self._waiting.open
+        if key is opened.key and rows == 1 and len(opened.requests) < opened.rows_max:
+            opened.requests.append(request)
+        else:
+            self._queue(request, now_ns)
         return request
 
     def submit_parts(
@@ -214,7 +216,7 @@ class Driver:
             for request in requests:
                 request.outputs = outputs
         try:
-            self._scheduler.submit_all(requests)
+            self._waiting.submit_all(requests)
             self.pump_soon()
         except Exception:
             raise
@@ -316,12 +318,12 @@ class Driver:
         """Carry out what the scheduler decides, until it has nothing more to launch now."""
         if self._in_pump:
             return
-        scheduler = self._scheduler
+        scheduler, waiting = self._scheduler, self._waiting
         try:
             self._in_pump = True
             self._pump_is_scheduled = False
             started_ns = now_ns = self._now_ns()
-            if scheduler.has_to_expire:
+            if waiting.has_to_expire:
                 # What came since the last pump gets its chance to be launched before its deadline counts.
                 self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
@@ -334,7 +336,7 @@ class Driver:
                 if now_ns - started_ns > PUMP_NS_MAX:
                     self.pump_soon()
                     return
-            if scheduler.has_to_expire:
+            if waiting.has_to_expire:
                 self._give_up_waiting(now_ns)
             if scheduler.has_to_launch:
                 if (early_key := scheduler.early_key) is not None:

@@ -3,9 +3,8 @@
 Nothing here waits, reads a clock or touches memory, so a decision can neither be torn by a cancellation
 nor differ between two runs with the same inputs.
 
-:meth:`Scheduler.next_batch` asks small policies, each one question: is there room (``room``)? Whose turn is
-it (``turns``)? May that batch still grow (``growth``)? Which rows does it take (``rows``), which of other
-sizes join them (``company``), and as how many are they run (``run_as``)?
+:meth:`Scheduler.next_batch` asks small policies, each one question (``policies``): is there room? Whose turn
+is it? May that batch still grow? Which rows does it take, and as how many are they run?
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from asynctrt.errors import AsynctrtError, InternalError
-from asynctrt.scheduling.again import Again
 from asynctrt.scheduling.batch import Batch, Flight, Reason, RejectedBatch
 from asynctrt.scheduling.batch_times import BatchTimes
 from asynctrt.scheduling.company import JoinedRows, OneSize
@@ -21,8 +19,20 @@ from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
 from asynctrt.scheduling.forecast import Forecast
-from asynctrt.scheduling.growth import AtOnce, JustInTime
 from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policies import (
+    Again,
+    AtOnce,
+    HalvesFirst,
+    InTime,
+    JustInTime,
+    Room,
+    RunAs,
+    SpreadOverCores,
+    TakeOneRequest,
+    TakeRows,
+    Turns,
+)
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue, OpenBatch
 from asynctrt.scheduling.request import (
@@ -36,12 +46,8 @@ from asynctrt.scheduling.request import (
     change_all,
     complete,
 )
-from asynctrt.scheduling.room import Room
-from asynctrt.scheduling.rows import HalvesFirst, InTime, SpreadOverCores, TakeOneRequest, TakeRows
-from asynctrt.scheduling.run_as import RunAs
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import Share
-from asynctrt.scheduling.turns import Turns
 from asynctrt.scheduling.waiting import Waiting
 
 PARTS_MAX: Final = 4
@@ -95,7 +101,6 @@ class Scheduler:
         rows: TakeRows | None = None,
     ) -> None:
         self._policy = policy
-        self._shapes = shapes
         self._counters = Counters()
         self._times = BatchTimes(times_all=times_all, keeps_promises=policy.answers_in_time)
         self._concurrency = Concurrency(
@@ -257,18 +262,10 @@ class Scheduler:
         :raises InputError: for a shape that no profile of the model takes.
         :raises ExecutionError: when the model fails to say.
         """
-        return self._shapes.limit(key.shape)
+        return self._run_as.limit(key.shape)
 
     def submit(self, request: Request) -> None:
-        """Queue one request, or raise and change nothing.
-
-        A queue without room for it gives up less urgent requests, which then are in :attr:`displaced`.
-
-        :raises EngineClosedError: (or what else was given) after :meth:`refuse` or :meth:`close`.
-        :raises DeadlineUnreachableError: when it would be too late, as far as can be told.
-        :raises QueueFullError: when the queue has no room for its rows.
-        :raises InputError, ExecutionError: as :meth:`limit`.
-        """
+        """Queue one request, or raise and change nothing. As :meth:`Waiting.submit`."""
         self.waiting.submit(request)
 
     def submit_all(self, requests: Sequence[Request]) -> None:
@@ -311,14 +308,16 @@ class Scheduler:
         The model is asked about the batch before any request leaves its queue. When that fails, the requests
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
-        self.waiting.close_open()
+        waiting, again = self.waiting, self._again
+        if waiting.open.bucket is not None:
+            waiting.close_open()
         self._growth.begin()
         self._room.until_ns = None
-        if not self.has_to_launch or not self._room.has_room(now_ns):
+        if not (waiting.rows or again.parts) or not self._room.has_room(now_ns):
             return None
-        if self._again.goes_first and (decided := self._next_again(now_ns)):
+        if again.parts and again.goes_first and (decided := self._next_again(now_ns)):
             return decided
-        return self._next_queued(now_ns) or self._next_again(now_ns)
+        return self._next_queued(now_ns) or (self._next_again(now_ns) if again.parts else None)
 
     def _next_queued(self, now_ns: int) -> Batch | RejectedBatch | None:
         """Return the next batch of requests that wait; ``None`` if none of them should be launched now."""
@@ -346,35 +345,42 @@ class Scheduler:
         key, joined = bucket.key, NONE_JOINED
         if self.waiting.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
             key, joined = self._join(bucket)
-        parts = ((bucket, chosen, rows), *joined)
+        own = chosen, rows
         for _, others, more in joined:
             chosen, rows = chosen + others, rows + more
         try:
             rows_run, profile = self._run_as.find(key, rows)
         except Exception as error:
-            self._take(parts, rows, State.FAILED)
+            self._take(bucket, *own, joined, State.FAILED)
             self._counters.failed += len(chosen)
             return RejectedBatch(chosen, error)
         self.taken = chosen
-        self._take(parts, rows, IN_FLIGHT)
-        self._again.launched(is_part=False)
+        self._take(bucket, *own, joined, IN_FLIGHT)
+        self._again.was_part = False
         if reason is Reason.AGED:
             self._turns.aged_number = self._number + 1
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
-        was_early = self._growth.launched(bucket)
-        batch.flight.was_due = was_early and reason is not Reason.FULL and batch.is_timed
+        if self._growth.launched(bucket) and reason is not Reason.FULL:
+            batch.flight.was_due = batch.is_timed
         return batch
 
-    def _take(self, parts: tuple[JoinedRows, ...], rows: int, after: State) -> None:
-        """Let the requests of a batch leave their buckets, of which the first had its turn."""
-        buckets = self.waiting.buckets
-        for bucket, chosen, more in reversed(parts):
-            bucket.take(chosen, more, after)
-            if bucket is parts[0][0]:
-                buckets.launched(bucket)
-            else:
-                buckets.left(bucket)
-        self.waiting.rows -= rows
+    def _take(
+        self,
+        bucket: BucketQueue,
+        chosen: tuple[Request, ...],
+        rows: int,
+        joined: tuple[JoinedRows, ...],
+        after: State,
+    ) -> None:
+        """Let the requests of a batch leave the bucket whose turn it was, and others that join them."""
+        waiting = self.waiting
+        for other, others, more in joined:
+            other.take(others, more, after)
+            waiting.buckets.left(other)
+            waiting.rows -= more
+        bucket.take(chosen, rows, after)
+        waiting.buckets.launched(bucket)
+        waiting.rows -= rows
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
         """Return the key of the batch of all rows of a bucket, and the rows of others that share it."""
@@ -396,7 +402,7 @@ class Scheduler:
         except Exception as error:
             self.waiting.fail(chosen)
             return RejectedBatch(chosen, error)
-        self._again.launched(is_part=True)
+        self._again.was_part = True
         return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
 
     def _launch(
@@ -414,7 +420,7 @@ class Scheduler:
         context, arena = self._room.contexts.acquire(profile)
         lane, count = None, 1
         if self._concurrency.has_lanes:
-            count = self._concurrency.allowed(rows, self._shapes.limit(key.shape))
+            count = self._concurrency.allowed(rows, self._run_as.limit(key.shape))
             lane = self._concurrency.acquire(count)
             if reason is Reason.IDLE and self._concurrency.occupied:
                 reason = Reason.AHEAD
@@ -451,7 +457,7 @@ class Scheduler:
             return None
         chosen = self._rows.preview(bucket, len(self._in_flight))
         profile = None
-        if self._shapes.has_profiles:
+        if self._run_as.has_profiles:
             profile = self._run_as.expected(bucket.key, sum(request.rows for request in chosen))[1]
             if profile is None:
                 return None
@@ -560,7 +566,8 @@ class Scheduler:
         """
         if len(batch.requests) < 2 or self._again.is_over:
             return False
-        self._check_in_flight(batch)
+        if self._in_flight.get(batch.flight) is not batch:
+            raise _not_in_flight(batch)
         if not any(request.state is IN_FLIGHT for request in batch.requests):
             return False  # Nobody waits for any of it.
         self._end(batch)
@@ -570,20 +577,17 @@ class Scheduler:
 
     def _end(self, batch: Batch, *, quarantine: bool = False) -> None:
         """Take back what a batch had that is in flight no longer."""
-        self._check_in_flight(batch)
-        del self._in_flight[batch.flight]
+        room = self._room
+        if self._in_flight.pop(batch.flight, None) is not batch:
+            raise _not_in_flight(batch)
         if quarantine:
-            self._room.contexts.quarantine(batch.context, batch.arena)
+            room.contexts.quarantine(batch.context, batch.arena)
         else:
-            self._room.contexts.release(batch.context, batch.arena)
+            room.contexts.release(batch.context, batch.arena)
         if self._concurrency.lines:
             self._concurrency.left(batch)
-        if self._room.share is not None:
-            self._room.share.left(batch.flight, computing=self._computing())
-
-    def _check_in_flight(self, batch: Batch) -> None:
-        if self._in_flight.get(batch.flight) is not batch:
-            raise InternalError(f"{batch!r} is not in flight")
+        if room.share is not None:
+            room.share.left(batch.flight, computing=self._computing())
 
     def quarantine_arena(self, arena: int) -> None:
         """Note that a batch of another engine hangs in an arena: no context there is used from now on."""
@@ -608,3 +612,7 @@ class Scheduler:
             return False
         change(request, Change.CANCEL)
         return True
+
+
+def _not_in_flight(batch: Batch) -> InternalError:
+    return InternalError(f"{batch!r} is not in flight")

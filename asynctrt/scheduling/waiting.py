@@ -62,8 +62,18 @@ class Waiting:
         return sum(bucket.requests for bucket in self.buckets) + len(self.open.requests)
 
     def submit(self, request: Request) -> None:
-        """Queue one request, or raise and change nothing. As :meth:`Scheduler.submit`."""
-        self.close_open()
+        """Queue one request, or raise and change nothing.
+
+        A queue without room for it gives up less urgent requests, which then are in :attr:`displaced`.
+
+        :raises EngineClosedError: (or what else was given) after :meth:`refuse`.
+        :raises DeadlineUnreachableError: when it would be too late, as far as can be told.
+        :raises QueueFullError: when the queue has no room for its rows.
+        :raises InputError: for a shape that no profile of the model takes.
+        :raises ExecutionError: when the model fails to say which do.
+        """
+        if self.open.bucket is not None:
+            self.close_open()
         rows, has_deadline = request.rows, request.deadline_ns != NO_DEADLINE_NS
         if has_deadline and not self.closed:
             self._foresee(request, 1)
@@ -73,14 +83,20 @@ class Waiting:
         if bucket is None or bucket.key is not request.key:
             bucket = self._bucket = self._bucket_of(request.key)
         self.rows += rows
-        if bucket.push(request):
+        if has_deadline or request.priority:
+            needs_place = bucket.push(request)
+        else:  # What `push` does, without the call: most requests have neither.
+            bucket.plain.append(request)
+            if bucket.rows:
+                self.open.begin(bucket, self.rows_max - self.rows)
+            bucket.rows = rows = bucket.rows + rows
+            needs_place = bucket.priority < 0 or (rows >= bucket.rows_max and not bucket.is_full)
+        if needs_place:
             self.buckets.pushed(bucket, request)
         if has_deadline:
             # Each request has a row at least.
             self.deadlines.push(request, queued_max=self.rows)
             self.has_to_expire = True
-        elif not request.priority:
-            self.open.begin(bucket, self.rows_max - self.rows)
 
     def submit_all(self, requests: Sequence[Request]) -> None:
         """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""

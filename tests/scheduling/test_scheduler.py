@@ -205,54 +205,6 @@ class TestTheQueue:
         assert plan.snapshot().queued_rows == before
         assert [one.state for one in kept] == [State.QUEUED] * 2
 
-    def test_one_row_of_the_same_key_joins_the_open_batch_and_is_queued_like_any_other(self):
-        plan = scheduler(queue_rows_max=6, rows_max=4)
-        requests = [submit(plan, key=KEY)]
-        requests += [Request(1, KEY, 0, 0) for _ in range(5)]
-        assert all(plan.open.join(request) for request in requests[1:])
-        assert (plan.queued_rows, plan.queued_requests, plan.queued_by_key()) == (6, 6, {KEY: 6})
-        assert plan.next_batch(0).requests == tuple(requests[:4])
-        assert plan.next_batch(0).requests == tuple(requests[4:])
-
-    def test_what_needs_a_decision_does_not_join_the_open_batch(self):
-        plan = scheduler(queue_rows_max=3)
-        assert not plan.open.join(Request(1, KEY, 0, 0))  # None is open before the first request.
-        submit(plan, key=KEY)
-        others = [
-            Request(2, KEY, 0, 0),
-            Request(1, KEY, 1, 0),
-            Request(1, KEY, 0, 0, 10),
-            Request(1, BatchKey(("other",)), 0, 0),
-        ]
-        assert not any(plan.open.join(request) for request in others)
-        first, second, third = (Request(1, KEY, 0, 0) for _ in range(3))
-        assert plan.open.join(first)
-        assert plan.open.join(second)
-        assert not plan.open.join(third)
-        with pytest.raises(QueueFullError, match="holds 3 of at most 3"):
-            plan.submit(third)
-
-    @pytest.mark.parametrize("event", ["cancel", "refuse", "next_batch"])
-    def test_nothing_joins_the_open_batch_once_a_decision_was_made(self, event):
-        plan = scheduler()
-        first = submit(plan, key=KEY)
-        joined = Request(1, KEY, 0, 0)
-        assert plan.open.join(joined)
-        if event == "cancel":
-            assert plan.cancel(joined)
-        elif event == "refuse":
-            plan.refuse(EngineClosedError("closing"))
-        else:
-            assert plan.next_batch(0).requests == (first, joined)
-        assert not plan.open.join(Request(1, KEY, 0, 0))
-
-    def test_an_urgent_request_goes_before_those_in_the_open_batch(self):
-        plan = scheduler(contexts=1)
-        plain = [submit(plan, key=KEY), Request(1, KEY, 0, 0)]
-        assert plan.open.join(plain[1])
-        urgent = submit(plan, key=KEY, priority=1)
-        assert plan.next_batch(0).requests == (urgent, *plain)
-
     def test_parts_displace_as_one(self):
         plan = scheduler(queue_rows_max=8)
         kept = [submit(plan, rows=2) for _ in range(4)]

@@ -11,15 +11,13 @@ from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast, Punctual
 from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policies import Room, TakeRows, Turns
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
 from asynctrt.scheduling.request import NO_DEADLINE_NS, State
-from asynctrt.scheduling.room import Room
-from asynctrt.scheduling.rows import TakeRows
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import DeviceShares, Share
-from asynctrt.scheduling.turns import Turns
 from asynctrt.scheduling.waiting import Waiting
 
 
@@ -218,8 +216,12 @@ def closing_forgets_the_queue(original, self):
     return []
 
 
-def too_much_in_flight(original, self):
-    return self.contexts.free > 0 and len(self._in_flight) <= self.in_flight_max
+def too_much_in_flight(original, self, now_ns):
+    self.in_flight_max += 1
+    try:
+        return original(self, now_ns)
+    finally:
+        self.in_flight_max -= 1
 
 
 def rows_are_taken_before_the_model_is_asked(original, self, bucket, chosen, rows, *more):
@@ -461,7 +463,7 @@ PLANTED = [
     (Scheduler, "failed", masked_ones_fail_with_their_batch),
     (Waiting, "_refuse", a_queue_without_a_bound),
     (Waiting, "submit", a_queue_with_a_row_less),
-    (Room, "is_free", too_much_in_flight),
+    (Room, "has_room", too_much_in_flight),
     (Scheduler, "next_batch", the_batch_says_another_number_of_rows),
     (Scheduler, "_form", rows_are_taken_before_the_model_is_asked),
     (TakeRows, "rows_max", slabs_in_parts),

@@ -5,11 +5,10 @@ import pytest
 from asynctrt.errors import DeadlineUnreachableError, InternalError, QueueFullError
 from asynctrt.scheduling.batch import Reason, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policies import RunAs, TakeOneRequest
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import Buckets
 from asynctrt.scheduling.request import Request, State
-from asynctrt.scheduling.rows import TakeOneRequest
-from asynctrt.scheduling.run_as import RunAs
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.waiting import Waiting
