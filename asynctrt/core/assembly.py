@@ -232,13 +232,21 @@ class EngineParts:
         return self.calibration.lanes.by_rows(self.capacity.rows_max) if self.is_pipelined else {}
 
     def calibrated(self, options: Options) -> "EngineParts":
-        """Return these parts with as many lanes as the options say, or as pay off. Blocks."""
+        """Return these parts with as many lanes as the options say, or as pay off. Blocks.
+
+        What batches take alone is measured in any case if the device is divided: it is what they are charged.
+        """
+        found = Calibration()
+        is_divided = options.weight is not None and self.is_pipelined
+        if getattr(self.device, "holds_batches", False):
+            found = self.calibration
+        elif options.lanes is None or is_divided:
+            lanes_max = self.lanes_max if options.lanes is None else 1
+            found = calibrate(self, lanes_max, for_times=is_divided)
         if options.lanes is not None:
             lanes = Lanes.fixed(min(options.lanes, self.lanes_max), self.capacity.rows_max)
-            return dataclasses.replace(self, calibration=Calibration(lanes))
-        if getattr(self.device, "holds_batches", False):
-            return self
-        return dataclasses.replace(self, calibration=calibrate(self, self.lanes_max))
+            found = found._replace(lanes=lanes)
+        return dataclasses.replace(self, calibration=found)
 
     def padded_as(self, found: Found) -> "EngineParts":
         """Return these parts with the padding that was found to change no answer, if any was."""

@@ -216,6 +216,8 @@ class BatchTimes:
         """Whether the device times every batch from now on."""
         self._keeps_promises = keeps_promises
         self.compute = Times()
+        self.alone = Times()
+        """How long batches computed before the first request came, with nothing beside them."""
         self.copy_in = Times()
         self.copy_out = Times()
         self.staging = Times(late_share=LATE_STAGING, least=1)
@@ -235,12 +237,13 @@ class BatchTimes:
     def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
         """Note what batches computed before the first request came, by their rows, as sure."""
         for rows, took_ns in compute_ns.items():
+            self.alone.observe(key.cost_key, rows, took_ns)
             for _ in range(SURE_SAMPLES):
                 self.compute.observe(key.cost_key, rows, took_ns)
 
     def forget(self, key: Hashable) -> None:
         """Forget what batches of a key took, but for their copies: from now on they run in another way."""
-        for times in (self.compute, self.occupied, self.staging, self.gathering):
+        for times in (self.compute, self.alone, self.occupied, self.staging, self.gathering):
             times.forget(key)
 
     def observe(self, batch: Batch, now_ns: int, copy_in_ns: int, compute_ns: int, copy_out_ns: int) -> None:

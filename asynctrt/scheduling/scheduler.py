@@ -439,7 +439,12 @@ class Scheduler:
         self._counters.launched[reason] += 1
         if self._room.share is not None:
             self._room.share.launched(
-                flight, now_ns, (key.cost_key, rows_run), lanes=count, computing=self._computing()
+                flight,
+                now_ns,
+                (key.cost_key, rows_run),
+                lanes=count,
+                computing=self._computing(),
+                alone_ns=self._times.alone.typical(key.cost_key, rows_run),
             )
         return batch
 
