@@ -12,8 +12,7 @@ from typing import Final
 
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.queues import BucketQueue
-from asynctrt.scheduling.request import Request
+from asynctrt.scheduling.queues import BucketQueue, JoinedRows
 
 TIMES_MIN: Final = 3
 """The batches of about one size that must have been timed: the first ones include one-time work."""
@@ -57,10 +56,6 @@ class Costs:
         large_ns, large, _ = self._least[max(known)]
         self.unit_ns = max(large_ns - small_ns, 0) / (large - small)
         self.batch_ns = max(small_ns - self.unit_ns * small, 0.0)
-
-
-JoinedRows = tuple[BucketQueue, tuple[Request, ...], int]
-"""Requests of another bucket that join a batch, and their rows."""
 
 
 class OneSize:

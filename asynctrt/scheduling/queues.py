@@ -11,7 +11,7 @@ one leaves, so that other requests have their turns between the parts.
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
 from typing import Final
@@ -241,9 +241,14 @@ class BucketQueue:
             if self.rows == len(self.plain) and not self._urgent_rows:  # Each has one row, so the first fit.
                 self._first = first = tuple(islice(self.plain, rows_max))
                 return first, rows_max
+        return self._choose_fitting(self._heads() if by_age else self._by_priority, rows_max)
+
+    @staticmethod
+    def _choose_fitting(queues: Iterable[deque[Request]], rows_max: int) -> tuple[tuple[Request, ...], int]:
+        """Return the first requests of these queues that fit, and their rows."""
         chosen: list[Request] = []
         room = rows_max
-        for queue in self._heads() if by_age else self._by_priority:
+        for queue in queues:
             passed_over = 0
             for request in queue:
                 if request.state is not QUEUED:
@@ -357,6 +362,10 @@ class BucketQueue:
                 call.parts = deque(part for part in call.parts if part.state is QUEUED)
                 call.rows = sum(part.rows for part in call.parts)
             self._tombstones = 0
+
+
+JoinedRows = tuple[BucketQueue, tuple[Request, ...], int]
+"""Requests of another bucket that join a batch, and their rows."""
 
 
 class OpenBatch:
@@ -475,6 +484,12 @@ class Buckets:
         head = bucket.head()
         self._place(bucket, -1 if head is None else head.priority)
 
+    def take_joined(self, joined: Sequence[JoinedRows], after: State) -> None:
+        """Let requests that join the batch of another bucket leave their own, for the state ``after``."""
+        for bucket, requests, rows in joined:
+            bucket.take(requests, rows, after)
+            self.left(bucket)
+
     def launched(self, bucket: BucketQueue) -> None:
         """Note that a batch has left a bucket, so that it is the turn of others."""
         # What `_remove` does, without the call: this is done for every batch.
@@ -549,22 +564,18 @@ class Buckets:
             self._end_delays(now_ns)
         if in_flight >= self._policy.concurrency and (not self.full or self._policy.answers_in_time):
             return None
-        priority = self.priority_max
-        while True:
+        for priority in range(self.priority_max, -1, -1):
             level = self._levels[priority]
             if level.ready:
                 bucket = next(iter(level.ready))
-                if not in_flight and not bucket.is_full:
-                    return bucket, Reason.IDLE
-                return bucket, self.reason(bucket, now_ns, in_flight)
+                is_idle = not in_flight and not bucket.is_full
+                return bucket, Reason.IDLE if is_idle else self.reason(bucket, now_ns, in_flight)
             if level.filling:
                 if not in_flight:
                     return next(iter(level.filling)), Reason.IDLE
             elif priority == self.priority_max and priority:
                 self.priority_max -= 1
-            if not priority:
-                return None
-            priority -= 1
+        return None
 
     def overdue(self, now_ns: int) -> BucketQueue | None:
         """Return the bucket with the request that is most overdue, of any priority; ``None``: none is."""

@@ -9,12 +9,13 @@ is it? May that batch still grow? Which rows does it take, and as how many are t
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from asynctrt.errors import AsynctrtError, InternalError
 from asynctrt.scheduling.batch import Batch, Flight, Reason, RejectedBatch
 from asynctrt.scheduling.batch_times import BatchTimes
-from asynctrt.scheduling.company import JoinedRows, OneSize
+from asynctrt.scheduling.company import OneSize
 from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
@@ -34,7 +35,7 @@ from asynctrt.scheduling.policies import (
     Turns,
 )
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import BucketQueue, OpenBatch
+from asynctrt.scheduling.queues import BucketQueue, JoinedRows, OpenBatch
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
     NO_DEADLINE_NS,
@@ -342,20 +343,28 @@ class Scheduler:
         self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
     ) -> Batch | RejectedBatch:
         """Let the requests of a batch leave their queues, and launch it."""
+        waiting, own, own_rows = self.waiting, chosen, rows
         key, joined = bucket.key, NONE_JOINED
-        if self.waiting.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
+        if waiting.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
             key, joined = self._join(bucket)
-        own = chosen, rows
-        for _, others, more in joined:
-            chosen, rows = chosen + others, rows + more
+            chosen += tuple(chain.from_iterable(others for _, others, _ in joined))
+            rows += sum(more for *_, more in joined)
+        error: Exception | None = None
+        after = IN_FLIGHT
         try:
             rows_run, profile = self._run_as.find(key, rows)
-        except Exception as error:
-            self._take(bucket, *own, joined, State.FAILED)
+        except Exception as raised:
+            error, after = raised, State.FAILED
+        else:
+            self.taken = chosen
+        if joined:
+            waiting.buckets.take_joined(joined, after)
+        bucket.take(own, own_rows, after)
+        waiting.buckets.launched(bucket)
+        waiting.rows -= rows
+        if error is not None:
             self._counters.failed += len(chosen)
             return RejectedBatch(chosen, error)
-        self.taken = chosen
-        self._take(bucket, *own, joined, IN_FLIGHT)
         self._again.was_part = False
         if reason is Reason.AGED:
             self._turns.aged_number = self._number + 1
@@ -363,24 +372,6 @@ class Scheduler:
         if self._growth.launched(bucket) and reason is not Reason.FULL:
             batch.flight.was_due = batch.is_timed
         return batch
-
-    def _take(
-        self,
-        bucket: BucketQueue,
-        chosen: tuple[Request, ...],
-        rows: int,
-        joined: tuple[JoinedRows, ...],
-        after: State,
-    ) -> None:
-        """Let the requests of a batch leave the bucket whose turn it was, and others that join them."""
-        waiting = self.waiting
-        for other, others, more in joined:
-            other.take(others, more, after)
-            waiting.buckets.left(other)
-            waiting.rows -= more
-        bucket.take(chosen, rows, after)
-        waiting.buckets.launched(bucket)
-        waiting.rows -= rows
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
         """Return the key of the batch of all rows of a bucket, and the rows of others that share it."""

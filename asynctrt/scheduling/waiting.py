@@ -75,13 +75,11 @@ class Waiting:
         if self.open.bucket is not None:
             self.close_open()
         rows, has_deadline = request.rows, request.deadline_ns != NO_DEADLINE_NS
-        if has_deadline and not self.closed:
+        if has_deadline:
             self._foresee(request, 1)
         if self.rows + rows > self.rows_max:
             self._make_room((request,), rows)
-        bucket = self._bucket
-        if bucket is None or bucket.key is not request.key:
-            bucket = self._bucket = self._bucket_of(request.key)
+        bucket = self._bucket_of(request.key)
         self.rows += rows
         if has_deadline or request.priority:
             needs_place = bucket.push(request)
@@ -102,7 +100,7 @@ class Waiting:
         """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""
         self.close_open()
         last, rows = requests[-1], sum(request.rows for request in requests)
-        if last.deadline_ns != NO_DEADLINE_NS and not self.closed:
+        if last.deadline_ns != NO_DEADLINE_NS:
             # All of it is there when its last part is.
             self._foresee(last, len(requests), rows - last.rows)
             if last in self._forecast.trial:
@@ -112,7 +110,7 @@ class Waiting:
         for request in requests:
             request.deadline_ns = min(request.deadline_ns, last.deadline_ns)
             request.reserve_ns = last.reserve_ns
-        bucket = self._bucket = self._bucket_of(requests[0].key)
+        bucket = self._bucket_of(requests[0].key)
         if bucket.push_parts(requests):
             self.buckets.pushed(bucket, requests[0])
         self.rows += rows
@@ -194,11 +192,10 @@ class Waiting:
 
     def _foresee(self, request: Request, requests: int, rows_before: int = 0) -> None:
         """Refuse a request, or all of a call, that would be too late."""
-        bucket = self._bucket
-        if bucket is None or bucket.key is not request.key:
-            bucket = self._bucket = self._bucket_of(request.key)
+        if self.closed:
+            return  # It is refused for that.
         try:
-            self._forecast.check(request, bucket, rows_before)
+            self._forecast.check(request, self._bucket_of(request.key), rows_before)
         except DeadlineUnreachableError:
             self._counters.refused += requests
             self._counters.refused_late += requests
@@ -220,10 +217,14 @@ class Waiting:
         self.has_to_expire = True
 
     def _bucket_of(self, key: BatchKey) -> BucketQueue:
+        bucket = self._bucket
+        if bucket is not None and bucket.key is key:
+            return bucket
         bucket = self.buckets.by_key.get(key)
         if bucket is None:
             bucket = BucketQueue(key, self._priorities, self._limit(key), self._patience_ns)
             self.buckets.add(bucket)
+        self._bucket = bucket
         return bucket
 
     def _refuse(self, rows: int, requests: int) -> None:
