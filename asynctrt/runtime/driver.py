@@ -85,7 +85,7 @@ class Driver:
         # A model that runs in place must not see the context variables of whichever caller comes first.
         self._context = contextvars.copy_context()
         self._scheduler = scheduler
-        self._waiting = scheduler.waiting
+        self._queue = scheduler.queue
         self._pool = pool
         self._now_ns = now_ns
         self._name = repr(model.name)
@@ -148,7 +148,7 @@ class Driver:
         future: asyncio.Future[InferResult] | None = None,
         outputs: frozenset[str] | None = None,
     ) -> Request:
-        """Queue rows. Raises as :meth:`Scheduler.submit` does, with nothing changed.
+        """Queue rows. Raises as :meth:`Queue.submit` does, with nothing changed.
 
         :param outputs: the names of the outputs that the caller wants; ``None`` for all.
         """
@@ -160,13 +160,13 @@ class Driver:
         if outputs is not None:
             request.outputs = outputs
             self._names_outputs = True
-        self._queue(request, now_ns)
+        self._submit(request, now_ns)
         return request
 
-    def _queue(self, request: Request, now_ns: int) -> None:
+    def _submit(self, request: Request, now_ns: int) -> None:
         """Queue a request, to be looked at in the end of the tick."""
         try:
-            self._waiting.submit(request)
+            self._queue.submit(request)
             if not self._pump_is_scheduled:
                 self._loop.call_soon(self._pump, context=self._context)
                 self._pump_is_scheduled = True
@@ -189,11 +189,11 @@ class Driver:
         # All requests of a tick arrived when its first one did.
         now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
         request = Request(rows, key, 0, now_ns, NO_DEADLINE_NS, payload, future)
-        opened = self._waiting.open
+        opened = self._queue.open
         if key is opened.key and rows == 1 and len(opened.requests) < opened.rows_max:
             opened.requests.append(request)
         else:
-            self._queue(request, now_ns)
+            self._submit(request, now_ns)
         return request
 
     def submit_parts(
@@ -216,7 +216,7 @@ class Driver:
             for request in requests:
                 request.outputs = outputs
         try:
-            self._waiting.submit_all(requests)
+            self._queue.submit_all(requests)
             self.pump_soon()
         except Exception:
             raise
@@ -318,12 +318,12 @@ class Driver:
         """Carry out what the scheduler decides, until it has nothing more to launch now."""
         if self._in_pump:
             return
-        scheduler, waiting = self._scheduler, self._waiting
+        scheduler, queue = self._scheduler, self._queue
         try:
             self._in_pump = True
             self._pump_is_scheduled = False
             started_ns = now_ns = self._now_ns()
-            if waiting.has_to_expire:
+            if queue.has_to_expire:
                 # What came since the last pump gets its chance to be launched before its deadline counts.
                 self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
@@ -336,7 +336,7 @@ class Driver:
                 if now_ns - started_ns > PUMP_NS_MAX:
                     self.pump_soon()
                     return
-            if waiting.has_to_expire:
+            if queue.has_to_expire:
                 self._give_up_waiting(now_ns)
             if scheduler.has_to_launch:
                 if (early_key := scheduler.early_key) is not None:
@@ -382,10 +382,9 @@ class Driver:
 
     def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
         """Answer those whose deadline has come, and those that had to leave a full queue."""
-        scheduler = self._scheduler
-        for request in scheduler.expire(now_ns, arrived_by_ns):
+        for request in self._queue.expire(now_ns, arrived_by_ns):
             answer_error(request, deadline_error(request, now_ns))
-        for request in scheduler.take_displaced():
+        for request in self._queue.take_displaced():
             answer_error(request, displaced_error(request))
 
     def _reject(self, rejected: RejectedBatch) -> None:

@@ -35,10 +35,10 @@ from asynctrt.scheduling.policies import (
     Turns,
 )
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import BucketQueue, JoinedRows, OpenBatch
+from asynctrt.scheduling.queue import Queue
+from asynctrt.scheduling.queues import BucketQueue, JoinedRows
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
-    NO_DEADLINE_NS,
     QUEUED,
     Change,
     Request,
@@ -49,7 +49,6 @@ from asynctrt.scheduling.request import (
 )
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import Share
-from asynctrt.scheduling.waiting import Waiting
 
 PARTS_MAX: Final = 4
 """How many parts of batches that failed may wait while new batches take turns with them, times the rows of a
@@ -121,7 +120,7 @@ class Scheduler:
         forecast = Forecast(
             policy, self._times, self._concurrency, self._in_flight, in_flight_max, self._run_as.expected_rows
         )
-        self.waiting = Waiting(
+        self.queue = Queue(
             policy,
             priorities=priorities,
             rows_max=queue_rows_max,
@@ -131,7 +130,7 @@ class Scheduler:
         )
         """The requests that wait."""
         self._again = Again(PARTS_MAX * policy.rows_max)
-        self._turns = Turns(self.waiting.buckets, self.waiting.deadlines)
+        self._turns = Turns(self.queue.buckets, self.queue.deadlines)
         self._growth = self._growth_of(policy)
         self._rows = self._rows_of(policy, forecast) if rows is None else rows
         self._company = OneSize() if company is None or policy.is_alone else company
@@ -143,7 +142,7 @@ class Scheduler:
         if not policy.is_pipelined:
             return AtOnce()
         # To be launched sooner is of no use to those who are to be answered sooner.
-        deadlines = None if policy.answers_in_time else self.waiting.deadlines
+        deadlines = None if policy.answers_in_time else self.queue.deadlines
         return JustInTime(self._concurrency, deadlines, holds_full_ones=policy.answers_in_time)
 
     def _rows_of(self, policy: Policy, forecast: Forecast) -> TakeRows:
@@ -153,11 +152,11 @@ class Scheduler:
         elif policy.is_pipelined:
             rows = HalvesFirst(self._concurrency, self._times, self._room, self._run_as.expected_rows)
         elif policy.is_parallel:
-            rows = SpreadOverCores(policy, self.waiting.buckets, self._times)
-        return InTime(rows, forecast, self.waiting.deadlines) if policy.answers_in_time else rows
+            rows = SpreadOverCores(policy, self.queue.buckets, self._times)
+        return InTime(rows, forecast, self.queue.deadlines) if policy.answers_in_time else rows
 
     def __repr__(self) -> str:
-        state = "closed" if self.waiting.closed else "open"
+        state = "closed" if self.queue.closed else "open"
         return (
             f"<Scheduler {state} queued={self.queued_requests} rows={self.queued_rows} "
             f"in_flight={len(self._in_flight)} {self._room.contexts!r}>"
@@ -175,16 +174,6 @@ class Scheduler:
         return self._room.share
 
     @property
-    def open(self) -> OpenBatch:
-        """Return the batch that requests may join without a decision."""
-        return self.waiting.open
-
-    @property
-    def displaced(self) -> Sequence[Request]:
-        """Return the requests that made room for more urgent ones and were not taken away yet."""
-        return self.waiting.displaced
-
-    @property
     def lanes_max(self) -> int:
         """Return how many lanes there may be; 0 where the device sees to the order of batches."""
         return self._policy.lanes_max if self._policy.is_pipelined else 0
@@ -192,18 +181,13 @@ class Scheduler:
     @property
     def queued_rows(self) -> int:
         """Return the rows that wait, over all buckets."""
-        return self.waiting.rows + len(self.waiting.open.requests)
+        return self.queue.rows + len(self.queue.open.requests)
 
     @property
     def has_to_launch(self) -> bool:
         """Return whether anything waits to be launched, for the first time or again."""
         # No batch is open unless something is queued.
-        return self.waiting.rows > 0 or bool(self._again.parts)
-
-    @property
-    def has_to_expire(self) -> bool:
-        """Return whether to watch a deadline, or to tell callers that their requests left the queue."""
-        return self.waiting.has_to_expire
+        return self.queue.rows > 0 or bool(self._again.parts)
 
     @property
     def is_idle(self) -> bool:
@@ -223,7 +207,7 @@ class Scheduler:
     @property
     def queued_requests(self) -> int:
         """Return how many requests wait, over all buckets."""
-        return self.waiting.requests
+        return self.queue.requests
 
     def snapshot(self) -> Snapshot:
         """Return what has been done and is being done, as numbers that are the caller's own.
@@ -254,8 +238,8 @@ class Scheduler:
 
     def queued_by_key(self) -> dict[BatchKey, int]:
         """Return the rows that are queued in each bucket with work."""
-        self.waiting.close_open()
-        return {bucket.key: bucket.rows for bucket in self.waiting.buckets}
+        self.queue.close_open()
+        return {bucket.key: bucket.rows for bucket in self.queue.buckets}
 
     def limit(self, key: BatchKey) -> int:
         """Return the rows that one batch of this key holds.
@@ -265,26 +249,13 @@ class Scheduler:
         """
         return self._run_as.limit(key.shape)
 
-    def submit(self, request: Request) -> None:
-        """Queue one request, or raise and change nothing. As :meth:`Waiting.submit`."""
-        self.waiting.submit(request)
-
-    def submit_all(self, requests: Sequence[Request]) -> None:
-        """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""
-        self.waiting.submit_all(requests)
-
-    def take_displaced(self) -> Sequence[Request]:
-        """Return the requests that made room for more urgent ones, to be answered; each only once."""
-        displaced, self.waiting.displaced = self.waiting.displaced, []
-        return displaced
-
     def cancel(self, request: Request) -> bool:
         """Note that the caller has gone away. True: the request was queued and has left the queue.
 
         In flight, its rows are masked and its batch-mates are untouched. Once answered, nothing is done.
         """
         if request.state is QUEUED:
-            self.waiting.leave(request, Change.CANCEL)
+            self.queue.leave(request, Change.CANCEL)
             self._counters.cancelled += 1
             return True
         if self._mask(request):
@@ -296,25 +267,18 @@ class Scheduler:
         if self._mask(request):
             self._counters.failed += 1
 
-    def expire(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> list[Request]:
-        """Take the queued requests whose deadline has come out of the queue and return them.
-
-        :param arrived_by_ns: spare those that arrived later: they had no chance to be launched yet.
-        """
-        return self.waiting.expire(now_ns, arrived_by_ns)
-
     def next_batch(self, now_ns: int) -> Batch | RejectedBatch | None:
         """Return the batch to launch now, with everything decided; ``None`` when there is none.
 
         The model is asked about the batch before any request leaves its queue. When that fails, the requests
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
-        waiting, again = self.waiting, self._again
-        if waiting.open.bucket is not None:
-            waiting.close_open()
+        queue, again = self.queue, self._again
+        if queue.open.bucket is not None:
+            queue.close_open()
         self._growth.begin()
         self._room.until_ns = None
-        if not (waiting.rows or again.parts) or not self._room.has_room(now_ns):
+        if not (queue.rows or again.parts) or not self._room.has_room(now_ns):
             return None
         if again.parts and again.goes_first and (decided := self._next_again(now_ns)):
             return decided
@@ -322,8 +286,8 @@ class Scheduler:
 
     def _next_queued(self, now_ns: int) -> Batch | RejectedBatch | None:
         """Return the next batch of requests that wait; ``None`` if none of them should be launched now."""
-        waiting, in_flight = self.waiting, len(self._in_flight)
-        while waiting.rows:
+        queue, in_flight = self.queue, len(self._in_flight)
+        while queue.rows:
             turn = self._turns.next(self._number + 1, now_ns, in_flight)
             if turn is None:
                 self._room.bides = True
@@ -334,7 +298,7 @@ class Scheduler:
             by_age = reason is Reason.AGED
             chosen, rows, late = self._rows.choose(bucket, in_flight, now_ns, by_age=by_age)
             if late:
-                waiting.give_up(late)
+                queue.give_up(late)
             else:
                 return self._form(bucket, chosen, rows, reason, now_ns)
         return None
@@ -343,9 +307,9 @@ class Scheduler:
         self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
     ) -> Batch | RejectedBatch:
         """Let the requests of a batch leave their queues, and launch it."""
-        waiting, own, own_rows = self.waiting, chosen, rows
+        queue, own, own_rows = self.queue, chosen, rows
         key, joined = bucket.key, NONE_JOINED
-        if waiting.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
+        if queue.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
             key, joined = self._join(bucket)
             chosen += tuple(chain.from_iterable(others for _, others, _ in joined))
             rows += sum(more for *_, more in joined)
@@ -358,10 +322,10 @@ class Scheduler:
         else:
             self.taken = chosen
         if joined:
-            waiting.buckets.take_joined(joined, after)
+            queue.buckets.take_joined(joined, after)
         bucket.take(own, own_rows, after)
-        waiting.buckets.launched(bucket)
-        waiting.rows -= rows
+        queue.buckets.launched(bucket)
+        queue.rows -= rows
         if error is not None:
             self._counters.failed += len(chosen)
             return RejectedBatch(chosen, error)
@@ -375,7 +339,7 @@ class Scheduler:
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
         """Return the key of the batch of all rows of a bucket, and the rows of others that share it."""
-        policy, buckets = self._policy, self.waiting.buckets
+        policy, buckets = self._policy, self.queue.buckets
         if policy.is_parallel and buckets.waiting <= policy.concurrency - len(self._in_flight):
             return bucket.key, ()  # On idle cores, the others compute at the same time.
         side_by_side = max(self._concurrency.allowed(bucket.rows, bucket.rows_max), 1)
@@ -391,7 +355,7 @@ class Scheduler:
         try:
             rows_run, profile = self._run_as.find(key, rows)
         except Exception as error:
-            self.waiting.fail(chosen)
+            self.queue.fail(chosen)
             return RejectedBatch(chosen, error)
         self._again.was_part = True
         return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
@@ -463,11 +427,11 @@ class Scheduler:
     def next_wakeup(self) -> int | None:
         """Return when to look again though nothing happens, in ns: a deadline, the end of a delay, or when a
         batch is to be launched so that the device has it in time."""
-        room, waiting = self._room, self.waiting
-        times = [waiting.deadlines.earliest_ns(), self._growth.due_ns, room.until_ns]
+        room, queue = self._room, self.queue
+        times = [queue.deadlines.earliest_ns(), self._growth.due_ns, room.until_ns]
         # While the device is left to others, the end of a delay changes nothing.
         if self._policy.delay_ns_max and room.is_free and not room.is_held:
-            times.append(waiting.buckets.wakeup_ns(len(self._in_flight)))
+            times.append(queue.buckets.wakeup_ns(len(self._in_flight)))
         return min([time_ns for time_ns in times if time_ns is not None], default=None)
 
     def _wants_device(self) -> bool:
@@ -591,15 +555,15 @@ class Scheduler:
 
     def refuse(self, why: AsynctrtError) -> None:
         """Refuse every submission from now on with an error like ``why``; the queue goes on."""
-        self.waiting.refuse(why)
+        self.queue.refuse(why)
 
     def close(self, why: AsynctrtError) -> list[Request]:
         """Refuse every submission from now on, and take everything that is queued, or to be tried again, and
         those that left the queue as too late and were not told yet."""
-        self.waiting.refuse(why)
-        queued, late = self.waiting.clear()
+        self.queue.refuse(why)
+        queued, late = self.queue.clear()
         queued = [*self._again.close(), *queued]
-        self.waiting.fail(queued)
+        self.queue.fail(queued)
         return [*queued, *late]
 
     def _mask(self, request: Request) -> bool:

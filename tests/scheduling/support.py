@@ -64,7 +64,7 @@ def key_of(shape="b"):
 
 def submit(plan, rows=1, shape="b", priority=0, now_ns=0, *, key=None, **kw):
     request = Request(rows, key or key_of(shape), priority, now_ns, **kw)
-    plan.submit(request)
+    plan.queue.submit(request)
     return request
 
 

@@ -37,7 +37,7 @@ def scheduler(found, **more):
 
 def come(owner, *sizes):
     for size in sizes:
-        owner.submit(Request(1, BatchKey((("n", size),)), 0, 0))
+        owner.queue.submit(Request(1, BatchKey((("n", size),)), 0, 0))
 
 
 def sizes(batch):
@@ -133,7 +133,7 @@ def test_who_leaves_in_flight_and_in_the_queue():
     owner = scheduler(company(1_000_000))
     requests = [Request(1, BatchKey((("n", size),)), 0, 0) for size in (8, 16)]
     for request in requests:
-        owner.submit(request)
+        owner.queue.submit(request)
     batch = owner.next_batch(0)
     assert not owner.cancel(requests[0])
     owner.finished(batch, 1, 0, 1, 0)
@@ -170,7 +170,7 @@ def test_all_are_refused_together_if_the_model_cannot_be_asked():
 def test_rows_that_cannot_be_padded_run_as_they_are(more):
     owner = scheduler(company(1_000_000))
     for size in (8, 16):
-        owner.submit(Request(1, BatchKey((("n", size),), **more), 0, 0))
+        owner.queue.submit(Request(1, BatchKey((("n", size),), **more), 0, 0))
     assert owner.next_batch(0).rows == 1
 
 

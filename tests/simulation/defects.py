@@ -13,12 +13,12 @@ from asynctrt.scheduling.forecast import Forecast, Punctual
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policies import Room, TakeRows, Turns
 from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.queue import Queue
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
 from asynctrt.scheduling.request import NO_DEADLINE_NS, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import DeviceShares, Share
-from asynctrt.scheduling.waiting import Waiting
 
 
 def last_come_first_served(original, self, rows_max, *more):
@@ -156,7 +156,7 @@ def nobody_is_woken(original, self):
 
 
 def the_wakeup_is_for_delays_alone(original, self):
-    return self.waiting.buckets.wakeup_ns(len(self._in_flight)) if self._policy.delay_ns_max else None
+    return self.queue.buckets.wakeup_ns(len(self._in_flight)) if self._policy.delay_ns_max else None
 
 
 def the_delay_begins_anew_with_each(original, self):
@@ -225,10 +225,10 @@ def too_much_in_flight(original, self, now_ns):
 
 
 def rows_are_taken_before_the_model_is_asked(original, self, bucket, chosen, rows, *more):
-    self.waiting.rows -= rows
+    self.queue.rows -= rows
     decided = original(self, bucket, chosen, rows, *more)
     if not isinstance(decided, RejectedBatch):
-        self.waiting.rows += rows
+        self.queue.rows += rows
     return decided
 
 
@@ -430,7 +430,7 @@ PLANTED = [
     (BucketQueue, "choose", last_come_first_served),
     (BucketQueue, "choose", leave_the_head_behind),
     (BucketQueue, "choose", one_row_too_many),
-    (Waiting, "submit", rows_counted_twice),
+    (Queue, "submit", rows_counted_twice),
     (OpenBatch, "join", an_open_batch_takes_what_is_urgent),
     (OpenBatch, "begin", an_open_batch_has_no_bound),
     (BucketQueue, "take", a_request_in_two_batches),
@@ -452,7 +452,7 @@ PLANTED = [
     (Buckets, "clear", closing_forgets_the_queue),
     (DeadlineHeap, "pop_due", deadlines_come_early),
     (DeadlineHeap, "pop_due", deadlines_spare_nobody),
-    (Scheduler, "expire", deadlines_are_not_looked_at),
+    (Queue, "expire", deadlines_are_not_looked_at),
     (Scheduler, "next_wakeup", nobody_is_woken),
     (Scheduler, "next_wakeup", the_wakeup_is_for_delays_alone),
     (Scheduler, "next_wakeup", an_empty_wakeup_storm),
@@ -461,8 +461,8 @@ PLANTED = [
     (Scheduler, "finished", batches_are_not_forgotten),
     (Scheduler, "failed", failures_are_not_counted),
     (Scheduler, "failed", masked_ones_fail_with_their_batch),
-    (Waiting, "_refuse", a_queue_without_a_bound),
-    (Waiting, "submit", a_queue_with_a_row_less),
+    (Queue, "_refuse", a_queue_without_a_bound),
+    (Queue, "submit", a_queue_with_a_row_less),
     (Room, "has_room", too_much_in_flight),
     (Scheduler, "next_batch", the_batch_says_another_number_of_rows),
     (Scheduler, "_form", rows_are_taken_before_the_model_is_asked),
@@ -500,7 +500,7 @@ PLANTED = [
     (Forecast, "fit", whatever_is_queued_is_in_time),
     (Forecast, "_is_hopeless", everybody_is_given_up),
     (Times, "late", batches_are_told_to_take_half_as_long),
-    (Waiting, "give_up", who_is_given_up_is_not_told),
+    (Queue, "give_up", who_is_given_up_is_not_told),
     (Concurrency, "left", a_lane_is_never_left),
     (BatchKey, "cost_key", each_slab_is_learned_anew),
     (DeviceShares, "missing_ns", the_device_is_left_to_the_idle),

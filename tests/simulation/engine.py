@@ -131,12 +131,12 @@ class VirtualEngine:
         )
         self.events += 1
         try:
-            if not self.scheduler.open.join(request):
-                self.scheduler.submit(request)
+            if not self.scheduler.queue.open.join(request):
+                self.scheduler.queue.submit(request)
         except AsynctrtError as error:
             self.observer.refused(request, error)
             return None
-        if displaced := list(self.scheduler.take_displaced()):
+        if displaced := list(self.scheduler.queue.take_displaced()):
             self.events += len(displaced)
             self.observer.displaced(displaced, request)
         self.observer.submitted(request)
@@ -183,7 +183,7 @@ class VirtualEngine:
         self._pump_is_due = False
         scheduler = self.scheduler
         now_ns = timeline.now_ns + self.offset_ns
-        if due := scheduler.expire(now_ns, self._pumped_ns):
+        if due := scheduler.queue.expire(now_ns, self._pumped_ns):
             self._expire(due, now_ns, self._pumped_ns)
         self._pumped_ns = now_ns
         while (decided := scheduler.next_batch(now_ns)) is not None:
@@ -191,7 +191,7 @@ class VirtualEngine:
                 self._start(decided, now_ns)
             else:
                 self.observer.rejected(decided)
-        if scheduler.has_to_expire and (due := scheduler.expire(now_ns)):
+        if scheduler.queue.has_to_expire and (due := scheduler.queue.expire(now_ns)):
             self._expire(due, now_ns, NO_DEADLINE_NS)
         self.observer.pumped(now_ns)
         wakeup_ns = scheduler.next_wakeup()

@@ -11,7 +11,7 @@ from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenB
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Change, Request, change, change_all
 
 
-class Waiting:
+class Queue:
     """The queue of one engine, bounded in rows.
 
     :param rows_max: rows that may wait over all buckets.
@@ -54,7 +54,7 @@ class Waiting:
         """Why no more requests are taken."""
 
     def __repr__(self) -> str:
-        return f"<Waiting requests={self.requests} rows={self.rows + len(self.open.requests)}>"
+        return f"<Queue requests={self.requests} rows={self.rows + len(self.open.requests)}>"
 
     @property
     def requests(self) -> int:
@@ -145,7 +145,7 @@ class Waiting:
         self.rows -= request.rows
         self.buckets.left(bucket)
 
-    def expire(self, now_ns: int, arrived_by_ns: int) -> list[Request]:
+    def expire(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> list[Request]:
         """Take the queued requests whose deadline has come out of the queue and return them.
 
         :param arrived_by_ns: spare those that arrived later: they had no chance to be launched yet.
@@ -173,6 +173,11 @@ class Waiting:
         self.close_open()
         self.closed = why
         self.rows_max = -1
+
+    def take_displaced(self) -> Sequence[Request]:
+        """Return the requests that made room for more urgent ones, to be answered; each only once."""
+        displaced, self.displaced = self.displaced, []
+        return displaced
 
     def clear(self) -> tuple[list[Request], list[Request]]:
         """Empty the queue.

@@ -21,9 +21,9 @@ def opened(**kw):
 def test_one_row_of_the_same_key_joins_the_open_batch_and_is_queued_like_any_other():
     plan, requests = opened(queue_rows_max=7)
     joined = plain(5)
-    assert all(plan.open.join(request) for request in joined)
+    assert all(plan.queue.open.join(request) for request in joined)
     assert (plan.queued_rows, plan.queued_requests, plan.queued_by_key()) == (7, 7, {KEY: 7})
-    assert repr(plan.waiting) == "<Waiting requests=7 rows=7>"
+    assert repr(plan.queue) == "<Queue requests=7 rows=7>"
     assert plan.next_batch(0).requests == (*requests, *joined[:2])
     assert plan.next_batch(0).requests == tuple(joined[2:])
 
@@ -32,7 +32,7 @@ def test_none_is_open_for_a_lone_request():
     plan = scheduler()
     for _ in range(3):
         submit(plan, key=KEY)
-        assert not plan.open.join(*plain(1))
+        assert not plan.queue.open.join(*plain(1))
         assert plan.next_batch(0) is not None or plan.in_flight == 2
 
 
@@ -47,38 +47,38 @@ def test_none_is_open_for_a_lone_request():
 )
 def test_what_needs_a_decision_does_not_join(request_):
     plan, _ = opened()
-    assert not plan.open.join(request_)
-    assert plan.open.join(*plain(1))
+    assert not plan.queue.open.join(request_)
+    assert plan.queue.open.join(*plain(1))
 
 
 def test_the_open_batch_takes_as_many_as_the_queue_has_room_for():
     plan, _ = opened(queue_rows_max=4)
     first, second, third = plain(3)
-    assert plan.open.join(first)
-    assert plan.open.join(second)
-    assert not plan.open.join(third)
+    assert plan.queue.open.join(first)
+    assert plan.queue.open.join(second)
+    assert not plan.queue.open.join(third)
     with pytest.raises(QueueFullError, match="holds 4 of at most 4"):
-        plan.submit(third)
+        plan.queue.submit(third)
 
 
 @pytest.mark.parametrize("event", ["cancel", "refuse", "next_batch"])
 def test_nothing_joins_once_a_decision_was_made(event):
     plan, requests = opened()
     (joined,) = plain(1)
-    assert plan.open.join(joined)
+    assert plan.queue.open.join(joined)
     if event == "cancel":
         assert plan.cancel(joined)
     elif event == "refuse":
         plan.refuse(EngineClosedError("closing"))
     else:
         assert plan.next_batch(0).requests == (*requests, joined)
-    assert not plan.open.join(*plain(1))
+    assert not plan.queue.open.join(*plain(1))
 
 
 def test_an_urgent_request_goes_before_those_in_the_open_batch():
     plan, requests = opened(contexts=1)
     (joined,) = plain(1)
-    assert plan.open.join(joined)
+    assert plan.queue.open.join(joined)
     urgent = submit(plan, key=KEY, priority=1)
     assert plan.next_batch(0).requests == (urgent, *requests, joined)
 
@@ -86,6 +86,6 @@ def test_an_urgent_request_goes_before_those_in_the_open_batch():
 def test_closing_returns_each_request_once():
     plan, requests = opened()
     joined = plain(2)
-    assert all(plan.open.join(request) for request in joined)
+    assert all(plan.queue.open.join(request) for request in joined)
     assert plan.close(EngineClosedError("closing")) == [*requests, *joined]
     assert plan.is_idle
