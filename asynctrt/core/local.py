@@ -188,7 +188,7 @@ class LocalEngine(DrivenEngine):
     def statistics(self) -> Statistics:
         self._origin.check(self)
         snapshot = self._scheduler.snapshot()
-        counters, share = snapshot.counters, self._scheduler.share
+        counters, share = snapshot.counters, self._scheduler.room.share
         return Statistics(
             state=self.state,
             submitted=snapshot.submitted,

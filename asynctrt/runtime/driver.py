@@ -274,8 +274,8 @@ class Driver:
         for forget in self._forget_arenas:
             forget()
         self._forget_arenas.clear()
-        if self._scheduler.share is not None:
-            self._scheduler.share.leave()
+        if self._scheduler.room.share is not None:
+            self._scheduler.room.share.leave()
         while self._growing:
             batch, owner = self._growing.pop()
             self._fail(batch, EngineClosedError(f"{self._name} is closed"))
@@ -318,7 +318,7 @@ class Driver:
         """Carry out what the scheduler decides, until it has nothing more to launch now."""
         if self._in_pump:
             return
-        scheduler, queue = self._scheduler, self._queue
+        scheduler, queue, again = self._scheduler, self._queue, self._scheduler.again
         try:
             self._in_pump = True
             self._pump_is_scheduled = False
@@ -327,7 +327,9 @@ class Driver:
                 # What came since the last pump gets its chance to be launched before its deadline counts.
                 self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
-            while (decided := scheduler.next_batch(now_ns)) is not None:
+            while queue.rows or again.parts:
+                if (decided := scheduler.next_batch(now_ns)) is None:
+                    break
                 if isinstance(decided, Batch):
                     self._start(decided)
                 else:
@@ -338,7 +340,7 @@ class Driver:
                     return
             if queue.has_to_expire:
                 self._give_up_waiting(now_ns)
-            if scheduler.has_to_launch:
+            if queue.rows or again.parts:
                 if (early_key := scheduler.early_key) is not None:
                     self._copy_ahead(early_key)
                 if (wakeup_ns := scheduler.next_wakeup()) is not None:
@@ -673,7 +675,7 @@ class Driver:
         try:
             landed_ns = self._now_ns()
             self._note_times(flight)
-            if self._scheduler.share is not None:
+            if self._scheduler.room.share is not None:
                 self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
             if batch.lane is not None or batch.arena is not None:
                 self._leave_lane(flight)
@@ -712,7 +714,7 @@ class Driver:
 
     def _end_failed(self, flight: InFlight, error: BaseException) -> None:
         """Let the halves of a batch that the model failed be tried again, or fail it."""
-        if self._scheduler.share is not None:
+        if self._scheduler.room.share is not None:
             now_ns = self._now_ns()
             self._scheduler.ran(flight.batch, now_ns, flight.ran_ns(now_ns))
         # What the model raises has no type of ours, and fewer rows may find the memory that they need. Other
@@ -765,7 +767,8 @@ class Driver:
         record.copy_out_ns += now_ns - landed_ns
         self._answering = batch.requests
         del self._flights[flight]
-        flight.ended()
+        if flight.source.owner is not None:
+            flight.ended()
         self._scheduler.finished(
             batch, now_ns, record.copy_in_ns, record.compute_ns, record.copy_out_ns, record.arena_wait_ns
         )
@@ -864,8 +867,8 @@ class Driver:
         if self.lost is not None:
             return
         self.lost = why
-        if self._scheduler.share is not None:
-            self._scheduler.share.leave()
+        if self._scheduler.room.share is not None:
+            self._scheduler.room.share.leave()
         for request in self._scheduler.close(why):
             answer_error(request, copy_for(why))
         for flight in tuple(self._flights):

@@ -14,7 +14,10 @@ from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import BatchKey
 
 WINDOW: Final = 16
+"""The latest times of a size that are kept: enough for a quantile of 0.9, and soon new when it changes."""
+
 KEYS_MAX: Final = 256
+"""The most keys whose times are kept: each may have many sizes."""
 
 TYPICAL: Final = 0.25
 LATE: Final = 0.9
@@ -39,30 +42,27 @@ TIMED_ALWAYS_NS: Final = 5_000_000
 class _Window:
     """The last few times of one size."""
 
-    __slots__ = ("_late", "_typical", "late_share", "recent", "seen_at")
+    __slots__ = ("late_ns", "late_share", "recent", "seen_at", "typical_ns")
 
     def __init__(self, late_share: float) -> None:
         self.recent: deque[int] = deque(maxlen=WINDOW)
         self.late_share = late_share
         self.seen_at = 0
         """How many batches of its key had been seen when it was seen last."""
-        self._typical = self._late = -1
-
-    def append(self, took_ns: int) -> None:
-        self.recent.append(took_ns)
-        self._typical = self._late = -1
+        # -1 until they are asked for.
+        self.typical_ns = self.late_ns = -1
 
     @property
     def typical(self) -> int:
-        if self._typical < 0:
-            self._typical = sorted(self.recent)[int(len(self.recent) * TYPICAL)]
-        return self._typical
+        if self.typical_ns < 0:
+            self.typical_ns = sorted(self.recent)[int(len(self.recent) * TYPICAL)]
+        return self.typical_ns
 
     @property
     def late(self) -> int:
-        if self._late < 0:
-            self._late = sorted(self.recent)[int(len(self.recent) * self.late_share)]
-        return self._late
+        if self.late_ns < 0:
+            self.late_ns = sorted(self.recent)[int(len(self.recent) * self.late_share)]
+        return self.late_ns
 
 
 class _Sizes:
@@ -83,7 +83,8 @@ class _Sizes:
             window = self.by_rows[rows] = _Window(late_share)
         elif self.seen - window.seen_at > FORGOTTEN_AFTER:
             window.recent.clear()
-        window.append(took_ns)
+        window.recent.append(took_ns)
+        window.typical_ns = window.late_ns = -1
         self.seen += 1
         window.seen_at = self.seen
         if self._points is not None:
@@ -237,9 +238,9 @@ class BatchTimes:
     def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
         """Note what batches computed before the first request came, by their rows, as sure."""
         for rows, took_ns in compute_ns.items():
-            self.alone.observe(key.cost_key, rows, took_ns)
+            self.alone.observe(key.shape, rows, took_ns)
             for _ in range(SURE_SAMPLES):
-                self.compute.observe(key.cost_key, rows, took_ns)
+                self.compute.observe(key.shape, rows, took_ns)
 
     def forget(self, key: Hashable) -> None:
         """Forget what batches of a key took, but for their copies: from now on they run in another way."""
@@ -254,8 +255,8 @@ class BatchTimes:
             if batch.lane is None and batch.arena is None:
                 # It began at once, so all the time is its own, to be handed over and noticed as well.
                 occupied_ns = max(compute_ns, now_ns - batch.launched_ns - copy_in_ns - copy_out_ns)
-            self.occupied.observe(key.cost_key, rows, occupied_ns)
-        self.compute.observe(key.cost_key, rows, compute_ns)
+            self.occupied.observe(key.shape, rows, occupied_ns)
+        self.compute.observe(key.shape, rows, compute_ns)
         if batch.lane is not None and not self.knows_copies(key, rows):
             # Nobody has told of any: its rows and its outputs are on the device, say.
             self.observe_copies(batch, 0, 0)
@@ -273,7 +274,7 @@ class BatchTimes:
 
     def usual_ns(self, key: BatchKey, rows: int) -> tuple[int, int, int]:
         """Return how long such a batch typically is copied in, computes and is copied out."""
-        compute_ns = self.compute.typical(key.cost_key, rows) or 0
+        compute_ns = self.compute.typical(key.shape, rows) or 0
         return self.copy_in_ns(key, rows), compute_ns, self.copy_out_ns(key, rows)
 
     def copy_in_ns(self, key: BatchKey, rows: int) -> int:
@@ -305,11 +306,11 @@ class BatchTimes:
 
     def sure_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long a batch computes at least; 0 until enough like it were seen."""
-        return self.compute.typical(key.cost_key, rows, SURE_SAMPLES) or 0
+        return self.compute.typical(key.shape, rows, SURE_SAMPLES) or 0
 
     def service_ns(self, key: BatchKey, rows: int) -> int | None:
         """Return how long a batch takes at least, with its copies; ``None`` until enough were seen."""
-        compute_ns = self.compute.typical(key.cost_key, rows, SURE_SAMPLES)
+        compute_ns = self.compute.typical(key.shape, rows, SURE_SAMPLES)
         if compute_ns is None:
             return None
         return compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)

@@ -187,7 +187,7 @@ class Forecast:
 
     def takes_ns(self, key: BatchKey, rows: int) -> int | None:
         """Return how long a batch takes from when it begins to compute to its answers, at most as a rule."""
-        compute_ns = self._times.occupied.late(key.cost_key, self._rows_to_run(key, rows))
+        compute_ns = self._times.occupied.late(key.shape, self._rows_to_run(key, rows))
         if compute_ns is None:
             return None
         margin_ns = min(max(compute_ns // MARGIN_SHARE, LEAD_MARGIN_NS), DEADLINE_MARGIN_NS)
@@ -199,7 +199,7 @@ class Forecast:
         What was measured while others computed beside it is the longer of the two that are known.
         """
         least_ns = self._times.sure_ns(key, rows)
-        late_ns = self._times.occupied.late(key.cost_key, self._rows_to_run(key, rows))
+        late_ns = self._times.occupied.late(key.shape, self._rows_to_run(key, rows))
         return least_ns if late_ns is None else min(least_ns, late_ns)
 
     def fit(
@@ -240,7 +240,7 @@ class Forecast:
 
     def _late_ns(self, flight: Flight) -> int:
         batch = self._in_flight.get(flight)
-        return 0 if batch is None else self._times.occupied.late(batch.key.cost_key, batch.rows_run) or 0
+        return 0 if batch is None else self._times.occupied.late(batch.key.shape, batch.rows_run) or 0
 
     def _is_hopeless(self, request: Request, begins_ns: int) -> bool:
         """Return whether a request would certainly be late, even as a batch with no other request."""

@@ -178,6 +178,8 @@ class AtOnce:
     """When the batch that may grow is to be launched; ``None`` if there is none."""
     bucket: BucketQueue | None = None
     """Of which bucket it is."""
+    was: BucketQueue | None = None
+    """Of which bucket a batch was held back since the last launch."""
 
     def may_grow(self, bucket: BucketQueue, now_ns: int) -> bool:
         """Return whether the next batch, while others are in flight, can still grow before the device would
@@ -186,10 +188,6 @@ class AtOnce:
 
     def begin(self) -> None:
         """Forget what was found before."""
-
-    def launched(self, bucket: BucketQueue) -> bool:
-        """Note that a batch of a bucket was launched; return whether one of it was held back before."""
-        return False
 
 
 class JustInTime(AtOnce):
@@ -204,8 +202,6 @@ class JustInTime(AtOnce):
         self._concurrency = concurrency
         self._deadlines = deadlines
         self._holds_full_ones = holds_full_ones
-        # Of which bucket a batch was held back since the last launch.
-        self._was: BucketQueue | None = None
 
     def begin(self) -> None:
         self.due_ns = self.bucket = None
@@ -222,12 +218,8 @@ class JustInTime(AtOnce):
         if due_ns <= now_ns:
             return False
         self.due_ns = due_ns
-        self.bucket = self._was = bucket
+        self.bucket = self.was = bucket
         return True
-
-    def launched(self, bucket: BucketQueue) -> bool:
-        was, self._was = self._was, None
-        return was is bucket
 
 
 class TakeRows:
@@ -270,7 +262,7 @@ class SpreadOverCores(TakeRows):
             return bucket.rows_max
         head = bucket.head()
         return self._policy.rows_to_take(
-            bucket.key.cost_key,
+            bucket.key.shape,
             bucket.rows,
             0 if head is None else head.rows,
             rows_max=bucket.rows_max,
@@ -309,7 +301,7 @@ class HalvesFirst(TakeRows):
             return bucket.rows_max  # The others would have no context to be copied in for.
         key, compute, delay_ns = bucket.key, self._times.compute, self._times.delay_ns
         run, half_run = self._expected_rows(key, rows), self._expected_rows(key, half)
-        whole_ns, half_ns = compute.typical(key.cost_key, run), compute.typical(key.cost_key, half_run)
+        whole_ns, half_ns = compute.typical(key.shape, run), compute.typical(key.shape, half_run)
         if whole_ns is None or half_ns is None:
             return bucket.rows_max
         first_ns = delay_ns(key, half_run) + half_ns
@@ -366,7 +358,7 @@ class RunAs:
             return rows, None
         rows_run = self._shapes.padded_rows(key.shape, rows)
         if self._policy.captured.sizes and key.shape == ():
-            rows_run = self._policy.rows_to_run(key.cost_key, rows_run, self._times.compute)
+            rows_run = self._policy.rows_to_run(key.shape, rows_run, self._times.compute)
         return rows_run, self._shapes.profile(key.shape, rows_run)
 
     def expected(self, key: BatchKey, rows: int) -> tuple[int, int | None]:

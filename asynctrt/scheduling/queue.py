@@ -79,7 +79,8 @@ class Queue:
             self._foresee(request, 1)
         if self.rows + rows > self.rows_max:
             self._make_room((request,), rows)
-        bucket = self._bucket_of(request.key)
+        bucket, key = self._bucket, request.key
+        bucket = bucket if bucket is not None and bucket.key is key else self._bucket_of(key)
         self.rows += rows
         if has_deadline or request.priority:
             needs_place = bucket.push(request)

@@ -111,11 +111,12 @@ class Scheduler:
             may_put_slowly=policy.may_enqueue_slowly,
         )
         self._in_flight: dict[Flight, Batch] = {}
-        self._room = Room(
+        self.room = Room(
             ContextAllocator(contexts=contexts, arenas=arenas, arena_users=arena_users),
             self._in_flight,
             in_flight_max,
         )
+        """What batches are launched into."""
         self._run_as = RunAs(policy, shapes, self._times)
         forecast = Forecast(
             policy, self._times, self._concurrency, self._in_flight, in_flight_max, self._run_as.expected_rows
@@ -129,7 +130,8 @@ class Scheduler:
             counters=self._counters,
         )
         """The requests that wait."""
-        self._again = Again(PARTS_MAX * policy.rows_max)
+        self.again = Again(PARTS_MAX * policy.rows_max)
+        """Parts of batches that failed."""
         self._turns = Turns(self.queue.buckets, self.queue.deadlines)
         self._growth = self._growth_of(policy)
         self._rows = self._rows_of(policy, forecast) if rows is None else rows
@@ -150,7 +152,7 @@ class Scheduler:
         if policy.is_alone:
             rows = TakeOneRequest()
         elif policy.is_pipelined:
-            rows = HalvesFirst(self._concurrency, self._times, self._room, self._run_as.expected_rows)
+            rows = HalvesFirst(self._concurrency, self._times, self.room, self._run_as.expected_rows)
         elif policy.is_parallel:
             rows = SpreadOverCores(policy, self.queue.buckets, self._times)
         return InTime(rows, forecast, self.queue.deadlines) if policy.answers_in_time else rows
@@ -159,19 +161,14 @@ class Scheduler:
         state = "closed" if self.queue.closed else "open"
         return (
             f"<Scheduler {state} queued={self.queued_requests} rows={self.queued_rows} "
-            f"in_flight={len(self._in_flight)} {self._room.contexts!r}>"
+            f"in_flight={len(self._in_flight)} {self.room.contexts!r}>"
         )
 
     def divide(self, share: Share) -> None:
         """Launch no more from now on than is left to it of the device that it shares."""
-        self._room.share = share
+        self.room.share = share
         share.wants = self._wants_device
         share.is_full = self._is_full
-
-    @property
-    def share(self) -> Share | None:
-        """Return its part of a device that it divides with others; ``None`` if it takes what it can get."""
-        return self._room.share
 
     @property
     def lanes_max(self) -> int:
@@ -187,7 +184,7 @@ class Scheduler:
     def has_to_launch(self) -> bool:
         """Return whether anything waits to be launched, for the first time or again."""
         # No batch is open unless something is queued.
-        return self.queue.rows > 0 or bool(self._again.parts)
+        return self.queue.rows > 0 or bool(self.again.parts)
 
     @property
     def is_idle(self) -> bool:
@@ -197,7 +194,7 @@ class Scheduler:
     @property
     def is_stuck(self) -> bool:
         """Return whether no context is left that a batch could ever run on again."""
-        return not self._room.contexts.usable
+        return not self.room.contexts.usable
 
     @property
     def in_flight(self) -> int:
@@ -224,7 +221,7 @@ class Scheduler:
         values["launched"] = dict(counters.launched)
         queued = self.queued_requests
         # Whoever is masked has been counted.
-        again = [requests for _, requests in tuple(self._again.parts)]
+        again = [requests for _, requests in tuple(self.again.parts)]
         under_way = [*again, *(batch.requests for batch in tuple(self._in_flight.values()))]
         waiting = sum(request.state is IN_FLIGHT for requests in under_way for request in requests)
         return Snapshot(
@@ -233,7 +230,7 @@ class Scheduler:
             queued_requests=queued,
             queued_rows=self.queued_rows,
             in_flight_batches=len(self._in_flight),
-            contexts_quarantined=len(self._room.contexts.quarantined),
+            contexts_quarantined=len(self.room.contexts.quarantined),
         )
 
     def queued_by_key(self) -> dict[BatchKey, int]:
@@ -273,12 +270,13 @@ class Scheduler:
         The model is asked about the batch before any request leaves its queue. When that fails, the requests
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
-        queue, again = self.queue, self._again
+        queue, again = self.queue, self.again
         if queue.open.bucket is not None:
             queue.close_open()
-        self._growth.begin()
-        self._room.until_ns = None
-        if not (queue.rows or again.parts) or not self._room.has_room(now_ns):
+        if self._growth.due_ns is not None:
+            self._growth.begin()
+        self.room.until_ns = None
+        if not (queue.rows or again.parts) or not self.room.has_room(now_ns):
             return None
         if again.parts and again.goes_first and (decided := self._next_again(now_ns)):
             return decided
@@ -290,7 +288,7 @@ class Scheduler:
         while queue.rows:
             turn = self._turns.next(self._number + 1, now_ns, in_flight)
             if turn is None:
-                self._room.bides = True
+                self.room.bides = True
                 return None
             bucket, reason = turn
             if in_flight and self._growth.may_grow(bucket, now_ns):
@@ -329,12 +327,13 @@ class Scheduler:
         if error is not None:
             self._counters.failed += len(chosen)
             return RejectedBatch(chosen, error)
-        self._again.was_part = False
+        self.again.was_part = False
         if reason is Reason.AGED:
             self._turns.aged_number = self._number + 1
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
-        if self._growth.launched(bucket) and reason is not Reason.FULL:
-            batch.flight.was_due = batch.is_timed
+        if self._growth.was is not None:
+            was, self._growth.was = self._growth.was, None
+            batch.flight.was_due = was is bucket and reason is not Reason.FULL and batch.is_timed
         return batch
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
@@ -347,7 +346,7 @@ class Scheduler:
 
     def _next_again(self, now_ns: int) -> Batch | RejectedBatch | None:
         """Return the next part of a batch that failed; ``None`` if there is none."""
-        part = self._again.pop()
+        part = self.again.pop()
         if part is None:
             return None
         key, chosen = part
@@ -357,7 +356,7 @@ class Scheduler:
         except Exception as error:
             self.queue.fail(chosen)
             return RejectedBatch(chosen, error)
-        self._again.was_part = True
+        self.again.was_part = True
         return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
 
     def _launch(
@@ -371,8 +370,8 @@ class Scheduler:
         now_ns: int,
     ) -> Batch:
         self._number = number = self._number + 1
-        is_timed = self._times.wants_times(number, key.cost_key, rows_run)
-        context, arena = self._room.contexts.acquire(profile)
+        is_timed = self._times.wants_times(number, key.shape, rows_run)
+        context, arena = self.room.contexts.acquire(profile)
         lane, count = None, 1
         if self._concurrency.has_lanes:
             count = self._concurrency.allowed(rows, self._run_as.limit(key.shape))
@@ -392,14 +391,14 @@ class Scheduler:
         if self._concurrency.lines:
             self._concurrency.launched(batch)
         self._counters.launched[reason] += 1
-        if self._room.share is not None:
-            self._room.share.launched(
+        if self.room.share is not None:
+            self.room.share.launched(
                 flight,
                 now_ns,
-                (key.cost_key, rows_run),
+                (key.shape, rows_run),
                 lanes=count,
                 computing=self._computing(),
-                alone_ns=self._times.alone.typical(key.cost_key, rows_run),
+                alone_ns=self._times.alone.typical(key.shape, rows_run),
             )
         return batch
 
@@ -421,13 +420,13 @@ class Scheduler:
             profile = self._run_as.expected(bucket.key, sum(request.rows for request in chosen))[1]
             if profile is None:
                 return None
-        context = self._room.contexts.keep(profile)
+        context = self.room.contexts.keep(profile)
         return None if context is None else (chosen, context)
 
     def next_wakeup(self) -> int | None:
         """Return when to look again though nothing happens, in ns: a deadline, the end of a delay, or when a
         batch is to be launched so that the device has it in time."""
-        room, queue = self._room, self.queue
+        room, queue = self.room, self.queue
         times = [queue.deadlines.earliest_ns(), self._growth.due_ns, room.until_ns]
         # While the device is left to others, the end of a delay changes nothing.
         if self._policy.delay_ns_max and room.is_free and not room.is_held:
@@ -436,11 +435,11 @@ class Scheduler:
 
     def _wants_device(self) -> bool:
         """Return whether there is something to launch now, or when what is in flight ends."""
-        return self.has_to_launch and self._room.is_wanted
+        return self.has_to_launch and self.room.is_wanted
 
     def _is_full(self) -> bool:
         """Return whether nothing would be launched now, however much room the device has."""
-        return self._room.bides or not self._room.is_free
+        return self.room.bides or not self.room.is_free
 
     def _computing(self) -> int:
         """Return how many of its batches compute at once."""
@@ -489,8 +488,8 @@ class Scheduler:
 
     def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
         """Note how long a batch ran on the device, which others share, once it is done there."""
-        if self._room.share is not None:
-            self._room.share.ran(batch.flight, now_ns, took_ns)
+        if self.room.share is not None:
+            self.room.share.ran(batch.flight, now_ns, took_ns)
 
     def finished(
         self,
@@ -524,7 +523,7 @@ class Scheduler:
         :returns: False, with nothing noted, for a batch of one request, or of none that is still awaited, and
             after :meth:`close`.
         """
-        if len(batch.requests) < 2 or self._again.is_over:
+        if len(batch.requests) < 2 or self.again.is_over:
             return False
         if self._in_flight.get(batch.flight) is not batch:
             raise _not_in_flight(batch)
@@ -532,12 +531,12 @@ class Scheduler:
             return False  # Nobody waits for any of it.
         self._end(batch)
         self._counters.bisected += 1
-        self._again.divide(batch.key, batch.requests)
+        self.again.divide(batch.key, batch.requests)
         return True
 
     def _end(self, batch: Batch, *, quarantine: bool = False) -> None:
         """Take back what a batch had that is in flight no longer."""
-        room = self._room
+        room = self.room
         if self._in_flight.pop(batch.flight, None) is not batch:
             raise _not_in_flight(batch)
         if quarantine:
@@ -551,7 +550,7 @@ class Scheduler:
 
     def quarantine_arena(self, arena: int) -> None:
         """Note that a batch of another engine hangs in an arena: no context there is used from now on."""
-        self._room.contexts.quarantine_arena(arena)
+        self.room.contexts.quarantine_arena(arena)
 
     def refuse(self, why: AsynctrtError) -> None:
         """Refuse every submission from now on with an error like ``why``; the queue goes on."""
@@ -562,7 +561,7 @@ class Scheduler:
         those that left the queue as too late and were not told yet."""
         self.queue.refuse(why)
         queued, late = self.queue.clear()
-        queued = [*self._again.close(), *queued]
+        queued = [*self.again.close(), *queued]
         self.queue.fail(queued)
         return [*queued, *late]
 

@@ -280,7 +280,7 @@ def test_a_part_of_a_batch_that_failed_waits_for_its_turn_too(shares):
     for _ in range(2):
         submit(ours, rows=2)
         submit(theirs, rows=4)
-    ours.share._usual_ns[KEY.cost_key, 4] = 9 * MS
+    ours.room.share._usual_ns[KEY.shape, 4] = 9 * MS
     batch = ours.next_batch(0)
     theirs.next_batch(0)
     assert ours.bisect(batch)

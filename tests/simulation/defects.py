@@ -10,7 +10,6 @@ from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast, Punctual
-from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policies import Room, TakeRows, Turns
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
@@ -274,14 +273,14 @@ def masked_ones_fail_with_their_batch(original, self, batch, *, quarantine=False
 
 def halves_are_forgotten(original, self, batch):
     is_done = original(self, batch)
-    self._again.parts.clear()
+    self.again.parts.clear()
     return is_done
 
 
 def halves_overlap(original, self, batch):
     is_done = original(self, batch)
-    if is_done and self._again.parts:
-        self._again.parts.append(self._again.parts[-1])
+    if is_done and self.again.parts:
+        self.again.parts.append(self.again.parts[-1])
     return is_done
 
 
@@ -345,7 +344,7 @@ def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, ov
 
 
 def one_sample_is_enough(original, self, key, rows):
-    compute_ns = self.compute.typical(key.cost_key, rows)
+    compute_ns = self.compute.typical(key.shape, rows)
     return (
         None if compute_ns is None else compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)
     )
@@ -396,10 +395,6 @@ def everybody_is_given_up(original, self, request, begins_ns):
 def who_is_given_up_is_not_told(original, self, late):
     original(self, late)
     self._late.clear()
-
-
-def each_slab_is_learned_anew(original, self):
-    return self.shape, self.slab
 
 
 def masked_ones_are_not_told_apart(original, self, request):
@@ -502,7 +497,6 @@ PLANTED = [
     (Times, "late", batches_are_told_to_take_half_as_long),
     (Queue, "give_up", who_is_given_up_is_not_told),
     (Concurrency, "left", a_lane_is_never_left),
-    (BatchKey, "cost_key", each_slab_is_learned_anew),
     (DeviceShares, "missing_ns", the_device_is_left_to_the_idle),
     (Share, "left", batches_stay_in_flight),
     (Share, "hold_until", who_is_held_is_forgotten),
