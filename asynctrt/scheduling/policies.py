@@ -225,27 +225,27 @@ class JustInTime(AtOnce):
 class TakeRows:
     """Takes all rows that fit into a batch."""
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, *, by_age: bool) -> int:
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
         """Return how many rows the next batch of a bucket may have: at least those of its first request.
 
-        :param by_age: whether it starts with what is most overdue.
+        :param reason: why it is launched.
         """
         return bucket.rows_max
 
-    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, *, by_age: bool) -> Chosen:
+    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
         """Return the requests of the next batch of a bucket; change nothing."""
-        return *bucket.choose(self.rows_max(bucket, in_flight, by_age=by_age), by_age), ()
+        return *bucket.choose(self.rows_max(bucket, in_flight, reason), reason is Reason.AGED), ()
 
     def preview(self, bucket: BucketQueue, in_flight: int) -> tuple[Request, ...]:
         """Return the requests that the batch would have if it were launched now, as far as can be told."""
-        return bucket.choose(self.rows_max(bucket, in_flight, by_age=False))[0]
+        return bucket.choose(self.rows_max(bucket, in_flight, Reason.AHEAD))[0]
 
 
 class TakeOneRequest(TakeRows):
     """Takes one request, whatever else is queued."""
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, *, by_age: bool) -> int:
-        head = bucket.head(by_age=by_age)
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+        head = bucket.head(by_age=reason is Reason.AGED)
         return bucket.rows_max if head is None else head.rows
 
 
@@ -257,8 +257,8 @@ class SpreadOverCores(TakeRows):
         self._buckets = buckets
         self._times = times
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, *, by_age: bool) -> int:
-        if bucket.rows < 2 or by_age or bucket.key.slab is not None:
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+        if bucket.rows < 2 or reason is Reason.AGED or bucket.key.slab is not None:
             return bucket.rows_max
         head = bucket.head()
         return self._policy.rows_to_take(
@@ -291,8 +291,8 @@ class HalvesFirst(TakeRows):
         self._room = room
         self._expected_rows = expected_rows
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, *, by_age: bool) -> int:
-        if bucket.key.slab is not None or by_age or self._concurrency.occupied:
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+        if bucket.key.slab is not None or reason is Reason.AGED or self._concurrency.occupied:
             return bucket.rows_max
         rows = min(bucket.rows, bucket.rows_max)
         head = bucket.head()
@@ -318,18 +318,18 @@ class InTime(TakeRows):
         self._forecast = forecast
         self._deadlines = deadlines
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, *, by_age: bool) -> int:
-        return self._policy.rows_max(bucket, in_flight, by_age=by_age)
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+        return self._policy.rows_max(bucket, in_flight, reason)
 
-    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, *, by_age: bool) -> Chosen:
+    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
         if not self._deadlines.line:
-            return self._policy.choose(bucket, in_flight, now_ns, by_age=by_age)
+            return self._policy.choose(bucket, in_flight, now_ns, reason)
 
         def choose(rows_max: int) -> tuple[tuple[Request, ...], int]:
-            return bucket.choose(rows_max, by_age)
+            return bucket.choose(rows_max, reason is Reason.AGED)
 
-        rows_max = self.rows_max(bucket, in_flight, by_age=by_age)
-        may_split = bucket.key.slab is None and not by_age
+        rows_max = self.rows_max(bucket, in_flight, reason)
+        may_split = bucket.key.slab is None and reason is not Reason.AGED
         return self._forecast.fit(bucket, rows_max, choose, now_ns, may_split=may_split)
 
 

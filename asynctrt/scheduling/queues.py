@@ -564,15 +564,23 @@ class Buckets:
             self._end_delays(now_ns)
         if in_flight >= self._policy.concurrency and (not self.full or self._policy.answers_in_time):
             return None
+        ready = self._levels[self.priority_max].ready
+        bucket = next(iter(ready)) if ready else self._first_ready(is_idle=not in_flight)
+        if bucket is None:
+            return None
+        if not in_flight and not bucket.is_full:
+            return bucket, Reason.IDLE
+        return bucket, self.reason(bucket, now_ns, in_flight)
+
+    def _first_ready(self, *, is_idle: bool) -> BucketQueue | None:
+        """Return the bucket whose turn it is among those that are ready; on an idle device, among all."""
         for priority in range(self.priority_max, -1, -1):
             level = self._levels[priority]
             if level.ready:
-                bucket = next(iter(level.ready))
-                is_idle = not in_flight and not bucket.is_full
-                return bucket, Reason.IDLE if is_idle else self.reason(bucket, now_ns, in_flight)
+                return next(iter(level.ready))
             if level.filling:
-                if not in_flight:
-                    return next(iter(level.filling)), Reason.IDLE
+                if is_idle:
+                    return next(iter(level.filling))
             elif priority == self.priority_max and priority:
                 self.priority_max -= 1
         return None

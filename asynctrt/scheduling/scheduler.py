@@ -270,36 +270,28 @@ class Scheduler:
         The model is asked about the batch before any request leaves its queue. When that fails, the requests
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
-        queue, again = self.queue, self.again
+        queue, again, room = self.queue, self.again, self.room
         if queue.open.bucket is not None:
             queue.close_open()
         if self._growth.due_ns is not None:
             self._growth.begin()
-        self.room.until_ns = None
-        if not (queue.rows or again.parts) or not self.room.has_room(now_ns):
+        room.until_ns = None
+        if not (queue.rows or again.parts) or not room.has_room(now_ns):
             return None
         if again.parts and again.goes_first and (decided := self._next_again(now_ns)):
             return decided
-        return self._next_queued(now_ns) or (self._next_again(now_ns) if again.parts else None)
-
-    def _next_queued(self, now_ns: int) -> Batch | RejectedBatch | None:
-        """Return the next batch of requests that wait; ``None`` if none of them should be launched now."""
-        queue, in_flight = self.queue, len(self._in_flight)
+        in_flight = len(self._in_flight)
         while queue.rows:
             turn = self._turns.next(self._number + 1, now_ns, in_flight)
-            if turn is None:
-                self.room.bides = True
-                return None
+            room.bides = turn is None
+            if turn is None or (in_flight and self._growth.may_grow(turn[0], now_ns)):
+                break
             bucket, reason = turn
-            if in_flight and self._growth.may_grow(bucket, now_ns):
-                return None
-            by_age = reason is Reason.AGED
-            chosen, rows, late = self._rows.choose(bucket, in_flight, now_ns, by_age=by_age)
-            if late:
-                queue.give_up(late)
-            else:
+            chosen, rows, late = self._rows.choose(bucket, in_flight, now_ns, reason)
+            if not late:
                 return self._form(bucket, chosen, rows, reason, now_ns)
-        return None
+            queue.give_up(late)
+        return self._next_again(now_ns) if again.parts else None
 
     def _form(
         self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
@@ -315,10 +307,9 @@ class Scheduler:
         after = IN_FLIGHT
         try:
             rows_run, profile = self._run_as.find(key, rows)
+            self.taken = chosen
         except Exception as raised:
             error, after = raised, State.FAILED
-        else:
-            self.taken = chosen
         if joined:
             queue.buckets.take_joined(joined, after)
         bucket.take(own, own_rows, after)
@@ -383,8 +374,19 @@ class Scheduler:
         batch = tuple.__new__(
             Batch,
             (
-                *(number, key, chosen, rows, rows_run, profile, context, arena),
-                *(is_timed, reason, now_ns, lane, flight),
+                number,
+                key,
+                chosen,
+                rows,
+                rows_run,
+                profile,
+                context,
+                arena,
+                is_timed,
+                reason,
+                now_ns,
+                lane,
+                flight,
             ),
         )
         self._in_flight[flight] = batch

@@ -2,6 +2,7 @@
 
 import pytest
 
+from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policies import TakeRows
 from tests.scheduling.support import finish, scheduler, submit
@@ -13,8 +14,10 @@ class AtMostTokens(TakeRows):
     def __init__(self, tokens):
         self._tokens = tokens
 
-    def rows_max(self, bucket, in_flight, *, by_age):
-        return max(self._tokens // dict(bucket.key.shape)["length"], bucket.head(by_age=by_age).rows)
+    def rows_max(self, bucket, in_flight, reason):
+        return max(
+            self._tokens // dict(bucket.key.shape)["length"], bucket.head(by_age=reason is Reason.AGED).rows
+        )
 
 
 def length_of(batch):
@@ -38,3 +41,8 @@ def test_a_request_that_is_larger_than_the_policy_wants_goes_alone(rows):
     plan = scheduler(rows_max=8, rows=AtMostTokens(64))
     requests = [submit(plan, rows=rows, key=BatchKey((("length", 64),))) for _ in range(2)]
     assert [plan.next_batch(0).requests for _ in range(2)] == [(one,) for one in requests]
+
+
+def test_the_scheduler_is_made_of_few_parts():
+    """More of it than that belongs into one of them."""
+    assert len(vars(scheduler())) <= 15

@@ -243,7 +243,7 @@ def the_profile_of_fewer_rows(original, self, shape, rows):
     return None if self._profiles is None else original(self, shape, max(rows // 2, 1))
 
 
-def slabs_in_parts(original, self, bucket, in_flight, *, by_age):
+def slabs_in_parts(original, self, bucket, in_flight, reason):
     return min(max(bucket.rows // 2, bucket.head().rows), bucket.rows_max)
 
 

@@ -303,7 +303,7 @@ def test_one_that_failed_alone_and_is_answered_with_its_batch_is_found():
 
 
 def test_company_for_a_request_that_is_to_be_alone_is_found(monkeypatch):
-    monkeypatch.setattr(TakeOneRequest, "rows_max", lambda self, *_, by_age: 4)
+    monkeypatch.setattr(TakeOneRequest, "rows_max", lambda self, *_: 4)
     monkeypatch.setattr(RunAs, "find", lambda self, key, rows: (4, None))
     scheduler, rules = made(Policy(rows_max=4, is_alone=True))
     for _ in range(2):
