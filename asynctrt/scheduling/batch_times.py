@@ -38,6 +38,12 @@ TIMED_EVERY: Final = 8
 TIMED_ALWAYS_NS: Final = 5_000_000
 """Batches that compute for at least this long are all timed."""
 
+TIMES_MIN: Final = 3
+"""The batches of about one size that must have been timed: the first ones include one-time work."""
+
+SPREAD_MIN: Final = 2
+"""The factors of two between the smallest and the largest batches that tell their costs apart."""
+
 
 class _Window:
     """The last few times of one size."""
@@ -314,6 +320,40 @@ class BatchTimes:
         if compute_ns is None:
             return None
         return compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)
+
+
+class Costs:
+    """The time of a batch: a fixed part, and a part for each unit of its rows.
+
+    Both follow from the shortest times of the smallest and the largest batches. If a larger one took less
+    time than the smallest, that counts: something held the smallest up.
+    """
+
+    __slots__ = ("_least", "batch_ns", "unit_ns")
+
+    def __init__(self) -> None:
+        # By the bits of a batch's units: the shortest time, the units of that batch, the number of batches.
+        self._least: dict[int, tuple[int, int, int]] = {}
+        self.batch_ns = self.unit_ns = 0.0
+        """Both 0 until they are known."""
+
+    def observe(self, units: int, took_ns: int) -> None:
+        """Note the time of a batch."""
+        bits = units.bit_length()
+        least_ns, least_units, count = self._least.get(bits, (took_ns, units, 0))
+        if took_ns < least_ns:
+            least_ns, least_units = took_ns, units
+        elif count > TIMES_MIN:
+            return
+        self._least[bits] = least_ns, least_units, count + 1
+        known = [bits for bits, (_, _, count) in self._least.items() if count >= TIMES_MIN]
+        if len(known) < 2 or max(known) - min(known) < SPREAD_MIN:
+            return
+        small = self._least[min(known)][1]
+        small_ns = min(self._least[bits][0] for bits in known)
+        large_ns, large, _ = self._least[max(known)]
+        self.unit_ns = max(large_ns - small_ns, 0) / (large - small)
+        self.batch_ns = max(small_ns - self.unit_ns * small, 0.0)
 
 
 def _between(points: list[tuple[int, int]], rows: int) -> int | None:

@@ -3,7 +3,8 @@
 import pytest
 
 from asynctrt.errors import ExecutionError
-from asynctrt.scheduling.company import SPREAD_MIN, TIMES_MIN, Costs, MixedSizes
+from asynctrt.scheduling.batch_times import SPREAD_MIN, TIMES_MIN, Costs
+from asynctrt.scheduling.company import MixedSizes
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue
