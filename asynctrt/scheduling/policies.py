@@ -29,8 +29,8 @@ Turn = tuple[BucketQueue, Reason]
 """The bucket to launch from, and why it is launched now."""
 
 Chosen = tuple[tuple[Request, ...], int, tuple[Request, ...]]
-"""The requests of a batch, their rows, and those that would be too late for it. If any have to leave the
-queue first, no others are chosen."""
+"""The requests of a batch, their rows, and requests that would be too late for it. If there are any of
+these, they leave the queue first, and nothing else is chosen."""
 
 
 class Room:
@@ -92,7 +92,7 @@ class Again:
     def __init__(self, waiting_max: int) -> None:
         self._waiting_max = waiting_max
         self.parts: list[Part] = []
-        """Each is to be launched as a batch of its own."""
+        """Each is launched as a separate batch."""
         self.is_over = False
         """Whether no part is launched any more."""
         self.was_part = False
@@ -104,7 +104,7 @@ class Again:
         return bool(self.parts) and not (self.was_part and len(self.parts) <= self._waiting_max)
 
     def divide(self, key: BatchKey, requests: Sequence[Request]) -> None:
-        """Keep the halves of a batch that failed, without those whose callers have gone away."""
+        """Keep the halves of a batch that failed, without requests whose callers have gone away."""
         left = awaited(requests)
         half = (len(left) + 1) // 2
         for part in (left[:half], left[half:]):
@@ -113,7 +113,7 @@ class Again:
                 insort(self.parts, (key, part), key=_smallness)
 
     def pop(self) -> Part | None:
-        """Return the next part, without those whose callers have gone away since; ``None``: there is none."""
+        """Return the next part, without requests whose callers have gone; ``None`` if no part is left."""
         while self.parts:
             key, requests = self.parts.pop(0)
             chosen = awaited(requests)
@@ -175,11 +175,11 @@ class AtOnce:
     """Lets no batch grow that could be launched: for devices that start each batch at once."""
 
     due_ns: int | None = None
-    """When the batch that may grow is to be launched; ``None`` if there is none."""
+    """When to launch the batch that may grow; ``None`` if no batch may."""
     bucket: BucketQueue | None = None
-    """Of which bucket it is."""
+    """The bucket of that batch."""
     was: BucketQueue | None = None
-    """Of which bucket a batch was held back since the last launch."""
+    """The bucket of a batch that was held back since the last launch."""
 
     def may_grow(self, bucket: BucketQueue, now_ns: int) -> bool:
         """Return whether the next batch, while others are in flight, can still grow before the device would
@@ -193,7 +193,7 @@ class AtOnce:
 class JustInTime(AtOnce):
     """Lets batches grow until the device is about to be free for them.
 
-    :param deadlines: those that no batch may grow beyond; ``None`` if launching sooner helps no one.
+    :param deadlines: no batch may grow beyond the first of them; ``None`` if launching sooner helps no one.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class TakeRows:
     """Takes all rows that fit into a batch."""
 
     def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
-        """Return how many rows the next batch of a bucket may have: at least those of its first request.
+        """Return how many rows the next batch of a bucket may have: at least as many as its first request.
 
         :param reason: why it is launched.
         """
@@ -237,7 +237,7 @@ class TakeRows:
         return *bucket.choose(self.rows_max(bucket, in_flight, reason), reason is Reason.AGED), ()
 
     def preview(self, bucket: BucketQueue, in_flight: int) -> tuple[Request, ...]:
-        """Return the requests that the batch would have if it were launched now, as far as can be told."""
+        """Return the requests that the batch would probably have if it were launched now."""
         return bucket.choose(self.rows_max(bucket, in_flight, Reason.AHEAD))[0]
 
 
@@ -311,7 +311,7 @@ class HalvesFirst(TakeRows):
 
 
 class InTime(TakeRows):
-    """Takes the rows that are answered in time, of those that another policy takes."""
+    """Takes the rows that another policy takes, as far as they are answered in time."""
 
     def __init__(self, policy: TakeRows, forecast: Forecast, deadlines: DeadlineHeap) -> None:
         self._policy = policy
@@ -334,7 +334,7 @@ class InTime(TakeRows):
 
 
 class RunAs:
-    """Decides how many rows the device executes for those of a batch.
+    """Decides how many rows the device executes for a batch.
 
     :param shapes: what the model takes of each shape.
     """

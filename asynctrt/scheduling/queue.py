@@ -36,7 +36,7 @@ class Queue:
         self._counters = counters
         self.rows_max = rows_max
         self.rows = 0
-        """Rows that wait, without those of the open batch."""
+        """Rows that wait, not counting the open batch."""
         self.buckets = Buckets(policy, priorities)
         # The one of the latest request, as the next one is mostly of the same. It is in `buckets`, which drop
         # some only to add another.
@@ -46,7 +46,7 @@ class Queue:
         self.deadlines = DeadlineHeap()
         self.has_to_expire = False
         """Whether a deadline has to be watched, or callers have to be notified that they left the queue."""
-        # Requests that are too late for any batch, to be told at the next `expire`.
+        # Requests that are too late for any batch, which the next `expire` returns.
         self._late: list[Request] = []
         self.displaced: list[Request] = []
         """Requests that made room for more urgent ones; for the driver to take away and to answer."""
@@ -67,7 +67,7 @@ class Queue:
         A queue without room for it gives up less urgent requests, which then are in :attr:`displaced`.
 
         :raises EngineClosedError: (or what else was given) after :meth:`refuse`.
-        :raises DeadlineUnreachableError: when it would be too late, as far as can be told.
+        :raises DeadlineUnreachableError: when it would probably be too late.
         :raises QueueFullError: when the queue has no room for its rows.
         :raises InputError: for a shape that no profile of the model takes.
         :raises ExecutionError: when the model fails to say which do.
@@ -149,7 +149,7 @@ class Queue:
     def expire(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> list[Request]:
         """Take the queued requests whose deadline has come out of the queue and return them.
 
-        :param arrived_by_ns: spare those that arrived later: they had no chance to be launched yet.
+        :param arrived_by_ns: spare requests that arrived later: they had no chance to be launched yet.
         """
         due = self.deadlines.pop_due(now_ns, arrived_by_ns)
         for request in due:
@@ -170,7 +170,7 @@ class Queue:
         self.has_to_expire = True
 
     def refuse(self, why: AsynctrtError) -> None:
-        """Refuse every request from now on with an error like ``why``; those that wait go on."""
+        """Refuse every request from now on with an error like ``why``; requests that wait go on."""
         self.close_open()
         self.closed = why
         self.rows_max = -1
@@ -183,7 +183,7 @@ class Queue:
     def clear(self) -> tuple[list[Request], list[Request]]:
         """Empty the queue.
 
-        :returns: what was queued, and those that had left it as too late and were not told yet.
+        :returns: what was queued, and the requests that had left it as too late and were not answered yet.
         """
         queued = list(dict.fromkeys(self.buckets.clear()))
         self.rows = 0

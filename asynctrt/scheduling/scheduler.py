@@ -52,7 +52,7 @@ from asynctrt.scheduling.shares import Share
 
 PARTS_MAX: Final = 4
 """How many parts of batches that failed may wait while new batches take turns with them, times the rows of a
-batch. They are enough for those who always send what fails to be among them, so that new batches end well."""
+batch. That is enough for all requests of callers whose requests always fail, so that new batches end well."""
 
 
 NONE_JOINED: Final[tuple[JoinedRows, ...]] = ()
@@ -138,12 +138,12 @@ class Scheduler:
         self._company = OneSize() if company is None or policy.is_alone else company
         self._number = 0
         self.taken: Sequence[Request] = ()
-        """Those that were taken out of the queue last, to be launched."""
+        """The requests that were taken out of the queue last, to be launched."""
 
     def _growth_of(self, policy: Policy) -> AtOnce:
         if not policy.is_pipelined:
             return AtOnce()
-        # To be launched sooner is of no use to those who are to be answered sooner.
+        # Launching sooner does not answer sooner.
         deadlines = None if policy.answers_in_time else self.queue.deadlines
         return JustInTime(self._concurrency, deadlines, holds_full_ones=policy.answers_in_time)
 
@@ -220,7 +220,7 @@ class Scheduler:
         }
         values["launched"] = dict(counters.launched)
         queued = self.queued_requests
-        # Whoever is masked has been counted.
+        # Masked requests have been counted.
         again = [requests for _, requests in tuple(self.again.parts)]
         under_way = [*again, *(batch.requests for batch in tuple(self._in_flight.values()))]
         waiting = sum(request.state is IN_FLIGHT for requests in under_way for request in requests)
@@ -260,7 +260,7 @@ class Scheduler:
         return False
 
     def fail_one(self, request: Request) -> None:
-        """Fail one request of a batch in flight, whose caller is told at once; its batch-mates go on."""
+        """Fail one request of a batch in flight; the others go on."""
         if self._mask(request):
             self._counters.failed += 1
 
@@ -426,8 +426,8 @@ class Scheduler:
         return None if context is None else (chosen, context)
 
     def next_wakeup(self) -> int | None:
-        """Return when to look again though nothing happens, in ns: a deadline, the end of a delay, or when a
-        batch is to be launched so that the device has it in time."""
+        """Return when to look again though nothing happens, in ns: a deadline, the end of a delay, or when to
+        launch a batch so that the device has it in time."""
         room, queue = self.room, self.queue
         times = [queue.deadlines.earliest_ns(), self._growth.due_ns, room.until_ns]
         # While the device is left to others, the end of a delay changes nothing.
@@ -460,7 +460,7 @@ class Scheduler:
         self._concurrency.landed(batch, now_ns)
 
     def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
-        """Note what batches took before the first request came, in ns, by their rows."""
+        """Note how long batches took before the first request came, in ns, by their rows."""
         self._times.seed(key, compute_ns)
 
     def run_anew(self, shape: Hashable, times: Mapping[int, int]) -> None:
@@ -515,7 +515,7 @@ class Scheduler:
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
         """Note that a batch failed. With ``quarantine``, its context is never used again."""
         self._end(batch, quarantine=quarantine)
-        # Whoever is masked was counted when that was done.
+        # Masked requests were counted when they were masked.
         self._counters.failed += sum(request.state is IN_FLIGHT for request in batch.requests)
         change_all(batch.requests, Change.FAIL)
 
@@ -530,7 +530,7 @@ class Scheduler:
         if self._in_flight.get(batch.flight) is not batch:
             raise _not_in_flight(batch)
         if not any(request.state is IN_FLIGHT for request in batch.requests):
-            return False  # Nobody waits for any of it.
+            return False  # No caller waits for any of it.
         self._end(batch)
         self._counters.bisected += 1
         self.again.divide(batch.key, batch.requests)
@@ -559,8 +559,8 @@ class Scheduler:
         self.queue.refuse(why)
 
     def close(self, why: AsynctrtError) -> list[Request]:
-        """Refuse every submission from now on, and take everything that is queued, or to be tried again, and
-        those that left the queue as too late and were not told yet."""
+        """Refuse every submission from now on, and return all requests that are queued, or wait to be tried
+        again, or left the queue as too late and were not answered yet."""
         self.queue.refuse(why)
         queued, late = self.queue.clear()
         queued = [*self.again.close(), *queued]
