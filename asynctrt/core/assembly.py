@@ -32,7 +32,7 @@ from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.specialised import Builder
 from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out
-from asynctrt.scheduling.company import Company, NoCompany
+from asynctrt.scheduling.company import MixedSizes
 from asynctrt.scheduling.concurrency import Lanes
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
@@ -232,13 +232,21 @@ class EngineParts:
         return self.calibration.lanes.by_rows(self.capacity.rows_max) if self.is_pipelined else {}
 
     def calibrated(self, options: Options) -> "EngineParts":
-        """Return these parts with as many lanes as the options say, or as pay off. Blocks."""
+        """Return these parts with as many lanes as the options say, or as pay off. Blocks.
+
+        What batches take alone is measured in any case if the device is divided: it is what they are charged.
+        """
+        found = Calibration()
+        is_divided = options.weight is not None and self.is_pipelined
+        if getattr(self.device, "holds_batches", False):
+            found = self.calibration
+        elif options.lanes is None or is_divided:
+            lanes_max = self.lanes_max if options.lanes is None else 1
+            found = calibrate(self, lanes_max, for_times=is_divided)
         if options.lanes is not None:
             lanes = Lanes.fixed(min(options.lanes, self.lanes_max), self.capacity.rows_max)
-            return dataclasses.replace(self, calibration=Calibration(lanes))
-        if getattr(self.device, "holds_batches", False):
-            return self
-        return dataclasses.replace(self, calibration=calibrate(self, self.lanes_max))
+            found = found._replace(lanes=lanes)
+        return dataclasses.replace(self, calibration=found)
 
     def padded_as(self, found: Found) -> "EngineParts":
         """Return these parts with the padding that was found to change no answer, if any was."""
@@ -254,9 +262,11 @@ class EngineParts:
         its = model.capabilities
         concurrency = device.concurrency if its.occupies_device else capacity.contexts
         concurrency += self.lanes_max - 1
-        company = NoCompany()
+        company = None
         if self.padding is not None:
-            company = Company(self.padding.units_of, self.padding.holds, self.times, self.shapes.padded_rows)
+            company = MixedSizes(
+                self.padding.units_of, self.padding.holds, self.times, self.shapes.padded_rows
+            )
         return Scheduler(
             policy=Policy(
                 rows_max=capacity.rows_max,

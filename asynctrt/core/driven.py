@@ -46,6 +46,11 @@ class RequestDriver(Protocol):
         :param outputs: the names of the outputs that the caller wants; ``None`` for all.
         """
 
+    def enter(
+        self, payload: Any, rows: int, key: BatchKey, future: "asyncio.Future[InferResult] | None" = None
+    ) -> Request:
+        """Queue rows that have no deadline, priority or choice of outputs, or raise and change nothing."""
+
     def cancel(self, request: Request) -> None:
         """Drop the request of a caller that was cancelled."""
 
@@ -85,6 +90,7 @@ class DrivenEngine(Engine):
         self._rows_unsplit = rows_unsplit
         self._runs = runs
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
+        self._enter = driver.enter if self._timeout_ns is None else self._enter_with_timeout
 
     async def infer(
         self,
@@ -98,9 +104,14 @@ class DrivenEngine(Engine):
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
         queued: Request | SplitCall
-        has_defaults = timeout is None and priority is NO_PRIORITY and outputs is HOST
-        if has_defaults and rows <= self._rows_unsplit and limits_here() is None:
-            queued = self._driver.submit(arrays, rows, key, 0, self._timeout_ns)
+        if (
+            timeout is None
+            and priority is NO_PRIORITY
+            and outputs is HOST
+            and rows <= self._rows_unsplit
+            and limits_here() is None
+        ):
+            queued = self._enter(arrays, rows, key)
         else:
             queued = self._queue(arrays, rows, key, timeout, priority, outputs)
             if isinstance(queued, SplitCall):
@@ -125,9 +136,14 @@ class DrivenEngine(Engine):
         arrays, rows, key = self._validate(inputs)
         future = _Answer(loop=self._loop)
         queued: Request | SplitCall
-        has_defaults = timeout is None and priority is NO_PRIORITY and outputs is HOST
-        if has_defaults and rows <= self._rows_unsplit and limits_here() is None:
-            queued = self._driver.submit(arrays, rows, key, 0, self._timeout_ns, future)
+        if (
+            timeout is None
+            and priority is NO_PRIORITY
+            and outputs is HOST
+            and rows <= self._rows_unsplit
+            and limits_here() is None
+        ):
+            queued = self._enter(arrays, rows, key, future)
         else:
             queued = self._queue(arrays, rows, key, timeout, priority, outputs, future)
             if isinstance(queued, SplitCall):
@@ -193,6 +209,16 @@ class DrivenEngine(Engine):
         if run is not None:
             self._wait_in(run, [queued] if isinstance(queued, Request) else queued.requests)
         return queued
+
+    def _enter_with_timeout(
+        self,
+        arrays: tuple[Any, ...],
+        rows: int,
+        key: BatchKey,
+        future: "asyncio.Future[InferResult] | None" = None,
+    ) -> Request:
+        """Queue a call whose only limit is the default timeout."""
+        return self._driver.submit(arrays, rows, key, 0, self._timeout_ns, future)
 
     def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int, NestedRun | None]:
         """Return a call's timeout in ns and its priority, limited by :func:`asynctrt.within`.

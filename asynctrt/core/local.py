@@ -188,7 +188,7 @@ class LocalEngine(DrivenEngine):
     def statistics(self) -> Statistics:
         self._origin.check(self)
         snapshot = self._scheduler.snapshot()
-        counters, share = snapshot.counters, self._scheduler.share
+        counters, share = snapshot.counters, self._scheduler.room.share
         return Statistics(
             state=self.state,
             submitted=snapshot.submitted,
@@ -264,12 +264,12 @@ class LocalEngine(DrivenEngine):
             )
 
         self._driver.observe = observe
-        self._scheduler.times_all = timed or self._device.timing_is_free
+        self._scheduler.time_all(timed or self._device.timing_is_free)
         try:
             yield trace
         finally:
             self._driver.observe = None
-            self._scheduler.times_all = self._device.timing_is_free
+            self._scheduler.time_all(self._device.timing_is_free)
 
     async def _close(self) -> None:
         why = f"{self.name!r} is closed"

@@ -88,16 +88,17 @@ def sizes_to_measure(rows_max: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def calibrate(stage: Stage, lanes_max: int) -> Calibration:
+def calibrate(stage: Stage, lanes_max: int, *, for_times: bool = False) -> Calibration:
     """Measure how many lanes pay off, up to ``lanes_max``. Blocks.
 
     A model that is not known to be safe to try, or fails, has one lane.
 
+    :param for_times: measure also where there can be only one lane, to know how long batches take.
     :raises DeviceLostError: if the device is lost.
     :raises UsageError: if the opening of the engine was cancelled.
     """
     its = stage.model.capabilities
-    if lanes_max < 2 or not (its.is_pure or its.is_capturable):
+    if (lanes_max < 2 and not for_times) or not (its.is_pure or its.is_capturable):
         return Calibration()
     bench = None
     try:

@@ -85,6 +85,7 @@ class Driver:
         # A model that runs in place must not see the context variables of whichever caller comes first.
         self._context = contextvars.copy_context()
         self._scheduler = scheduler
+        self._queue = scheduler.queue
         self._pool = pool
         self._now_ns = now_ns
         self._name = repr(model.name)
@@ -147,26 +148,25 @@ class Driver:
         future: asyncio.Future[InferResult] | None = None,
         outputs: frozenset[str] | None = None,
     ) -> Request:
-        """Queue rows. Raises as :meth:`Scheduler.submit` does, with nothing changed.
+        """Queue rows. Raises as :meth:`Queue.submit` does, with nothing changed.
 
         :param outputs: the names of the outputs that the caller wants; ``None`` for all.
         """
-        # The hottest lines there are: what `pump_soon` does, without the call. All requests of a tick arrived
-        # when its first one did, but a timeout counts from now.
-        if timeout_ns is None:
-            deadline_ns = NO_DEADLINE_NS
-            now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
-        else:
-            now_ns = self._now_ns()
-            deadline_ns = now_ns + timeout_ns
         if future is None:
             future = self._create_future()
+        now_ns = self._now_ns()
+        deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
         request = Request(rows, key, priority, now_ns, deadline_ns, payload, future)
         if outputs is not None:
             request.outputs = outputs
             self._names_outputs = True
+        self._submit(request, now_ns)
+        return request
+
+    def _submit(self, request: Request, now_ns: int) -> None:
+        """Queue a request, to be looked at in the end of the tick."""
         try:
-            self._scheduler.submit(request)
+            self._queue.submit(request)
             if not self._pump_is_scheduled:
                 self._loop.call_soon(self._pump, context=self._context)
                 self._pump_is_scheduled = True
@@ -176,6 +176,24 @@ class Driver:
         except BaseException as error:
             self._interrupted(error)
             raise
+
+    def enter(
+        self, payload: Any, rows: int, key: BatchKey, future: asyncio.Future[InferResult] | None = None
+    ) -> Request:
+        """Queue rows without a deadline, a priority or a choice of outputs; raises as :meth:`submit` does.
+
+        One row of the same key as the one before it joins the open batch: nothing is decided until the pump.
+        """
+        if future is None:
+            future = self._create_future()
+        # All requests of a tick arrived when its first one did.
+        now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
+        request = Request(rows, key, 0, now_ns, NO_DEADLINE_NS, payload, future)
+        opened = self._queue.open
+        if key is opened.key and rows == 1 and len(opened.requests) < opened.rows_max:
+            opened.requests.append(request)
+        else:
+            self._submit(request, now_ns)
         return request
 
     def submit_parts(
@@ -198,7 +216,7 @@ class Driver:
             for request in requests:
                 request.outputs = outputs
         try:
-            self._scheduler.submit_all(requests)
+            self._queue.submit_all(requests)
             self.pump_soon()
         except Exception:
             raise
@@ -256,8 +274,8 @@ class Driver:
         for forget in self._forget_arenas:
             forget()
         self._forget_arenas.clear()
-        if self._scheduler.share is not None:
-            self._scheduler.share.leave()
+        if self._scheduler.room.share is not None:
+            self._scheduler.room.share.leave()
         while self._growing:
             batch, owner = self._growing.pop()
             self._fail(batch, EngineClosedError(f"{self._name} is closed"))
@@ -300,16 +318,16 @@ class Driver:
         """Carry out what the scheduler decides, until it has nothing more to launch now."""
         if self._in_pump:
             return
-        scheduler = self._scheduler
+        scheduler, queue, again = self._scheduler, self._queue, self._scheduler.again
         try:
             self._in_pump = True
             self._pump_is_scheduled = False
             started_ns = now_ns = self._now_ns()
-            if scheduler.has_to_expire:
+            if queue.has_to_expire:
                 # What came since the last pump gets its chance to be launched before its deadline counts.
                 self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
-            while scheduler.queued_rows or scheduler.again:
+            while queue.rows or again.parts:
                 if (decided := scheduler.next_batch(now_ns)) is None:
                     break
                 if isinstance(decided, Batch):
@@ -320,9 +338,9 @@ class Driver:
                 if now_ns - started_ns > PUMP_NS_MAX:
                     self.pump_soon()
                     return
-            if scheduler.has_to_expire:
+            if queue.has_to_expire:
                 self._give_up_waiting(now_ns)
-            if scheduler.queued_rows or scheduler.again:
+            if queue.rows or again.parts:
                 if (early_key := scheduler.early_key) is not None:
                     self._copy_ahead(early_key)
                 if (wakeup_ns := scheduler.next_wakeup()) is not None:
@@ -366,13 +384,10 @@ class Driver:
 
     def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
         """Answer those whose deadline has come, and those that had to leave a full queue."""
-        scheduler = self._scheduler
-        for request in scheduler.expire(now_ns, arrived_by_ns):
+        for request in self._queue.expire(now_ns, arrived_by_ns):
             answer_error(request, deadline_error(request, now_ns))
-        if scheduler.displaced:
-            displaced, scheduler.displaced = scheduler.displaced, []
-            for request in displaced:
-                answer_error(request, displaced_error(request))
+        for request in self._queue.take_displaced():
+            answer_error(request, displaced_error(request))
 
     def _reject(self, rejected: RejectedBatch) -> None:
         make = typed_errors(self._name, rejected.requests, rejected.error)
@@ -639,7 +654,7 @@ class Driver:
                 on_hung=partial(self._hung, flight),
                 order_group=batch.arena,
             )
-        if not self._in_pump and self._lanes and self._scheduler.queued_rows:
+        if not self._in_pump and self._lanes and self._scheduler.has_to_launch:
             self.pump_soon()  # It can be told now when the next one is to be launched.
 
     def _landed(self, flight: InFlight) -> None:
@@ -660,7 +675,7 @@ class Driver:
         try:
             landed_ns = self._now_ns()
             self._note_times(flight)
-            if self._scheduler.share is not None:
+            if self._scheduler.room.share is not None:
                 self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
             if batch.lane is not None or batch.arena is not None:
                 self._leave_lane(flight)
@@ -699,7 +714,7 @@ class Driver:
 
     def _end_failed(self, flight: InFlight, error: BaseException) -> None:
         """Let the halves of a batch that the model failed be tried again, or fail it."""
-        if self._scheduler.share is not None:
+        if self._scheduler.room.share is not None:
             now_ns = self._now_ns()
             self._scheduler.ran(flight.batch, now_ns, flight.ran_ns(now_ns))
         # What the model raises has no type of ours, and fewer rows may find the memory that they need. Other
@@ -752,7 +767,8 @@ class Driver:
         record.copy_out_ns += now_ns - landed_ns
         self._answering = batch.requests
         del self._flights[flight]
-        flight.ended()
+        if flight.source.owner is not None:
+            flight.ended()
         self._scheduler.finished(
             batch, now_ns, record.copy_in_ns, record.compute_ns, record.copy_out_ns, record.arena_wait_ns
         )
@@ -851,8 +867,8 @@ class Driver:
         if self.lost is not None:
             return
         self.lost = why
-        if self._scheduler.share is not None:
-            self._scheduler.share.leave()
+        if self._scheduler.room.share is not None:
+            self._scheduler.room.share.leave()
         for request in self._scheduler.close(why):
             answer_error(request, copy_for(why))
         for flight in tuple(self._flights):

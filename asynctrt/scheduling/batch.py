@@ -40,6 +40,8 @@ class Charge(NamedTuple):
     """The time that batches had computed when it was launched, summed over them."""
     own_ns: int
     """The same of its own scheduler's batches."""
+    alone_ns: int | None = None
+    """How long such a batch takes alone, if that was measured when its engine was opened."""
 
 
 NO_CHARGE: Final = Charge(None, 0.0, 0, 0, 0)

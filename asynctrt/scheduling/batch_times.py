@@ -14,7 +14,10 @@ from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import BatchKey
 
 WINDOW: Final = 16
+"""The latest times of a size that are kept: enough for a quantile of 0.9, and soon new when it changes."""
+
 KEYS_MAX: Final = 256
+"""The most keys whose times are kept: each may have many sizes."""
 
 TYPICAL: Final = 0.25
 LATE: Final = 0.9
@@ -35,34 +38,37 @@ TIMED_EVERY: Final = 8
 TIMED_ALWAYS_NS: Final = 5_000_000
 """Batches that compute for at least this long are all timed."""
 
+TIMES_MIN: Final = 3
+"""The batches of about one size that must have been timed: the first ones include one-time work."""
+
+SPREAD_MIN: Final = 2
+"""The factors of two between the smallest and the largest batches that tell their costs apart."""
+
 
 class _Window:
     """The last few times of one size."""
 
-    __slots__ = ("_late", "_typical", "late_share", "recent", "seen_at")
+    __slots__ = ("late_ns", "late_share", "recent", "seen_at", "typical_ns")
 
     def __init__(self, late_share: float) -> None:
         self.recent: deque[int] = deque(maxlen=WINDOW)
         self.late_share = late_share
         self.seen_at = 0
         """How many batches of its key had been seen when it was seen last."""
-        self._typical = self._late = -1
-
-    def append(self, took_ns: int) -> None:
-        self.recent.append(took_ns)
-        self._typical = self._late = -1
+        # -1 until they are asked for.
+        self.typical_ns = self.late_ns = -1
 
     @property
     def typical(self) -> int:
-        if self._typical < 0:
-            self._typical = sorted(self.recent)[int(len(self.recent) * TYPICAL)]
-        return self._typical
+        if self.typical_ns < 0:
+            self.typical_ns = sorted(self.recent)[int(len(self.recent) * TYPICAL)]
+        return self.typical_ns
 
     @property
     def late(self) -> int:
-        if self._late < 0:
-            self._late = sorted(self.recent)[int(len(self.recent) * self.late_share)]
-        return self._late
+        if self.late_ns < 0:
+            self.late_ns = sorted(self.recent)[int(len(self.recent) * self.late_share)]
+        return self.late_ns
 
 
 class _Sizes:
@@ -83,7 +89,8 @@ class _Sizes:
             window = self.by_rows[rows] = _Window(late_share)
         elif self.seen - window.seen_at > FORGOTTEN_AFTER:
             window.recent.clear()
-        window.append(took_ns)
+        window.recent.append(took_ns)
+        window.typical_ns = window.late_ns = -1
         self.seen += 1
         window.seen_at = self.seen
         if self._points is not None:
@@ -205,10 +212,19 @@ class Times:
 
 
 class BatchTimes:
-    """How long batches are staged, copied in, compute, and are copied out."""
+    """How long batches are staged, copied in, compute, and are copied out.
 
-    def __init__(self) -> None:
+    :param times_all: whether the device times every batch, because that costs it nothing.
+    :param keeps_promises: whether to remember how long batches keep their place on the device.
+    """
+
+    def __init__(self, *, times_all: bool = False, keeps_promises: bool = True) -> None:
+        self.times_all = times_all
+        """Whether the device times every batch from now on."""
+        self._keeps_promises = keeps_promises
         self.compute = Times()
+        self.alone = Times()
+        """How long batches computed before the first request came, with nothing beside them."""
         self.copy_in = Times()
         self.copy_out = Times()
         self.staging = Times(late_share=LATE_STAGING, least=1)
@@ -221,20 +237,35 @@ class BatchTimes:
 
     def wants_times(self, number: int, key: Hashable, rows: int) -> bool:
         """Return whether the device is to time this batch: a new size, a long one, or a sample."""
-        if number % TIMED_EVERY == 0 or not self.compute.is_sure(key, rows):
+        if self.times_all or number % TIMED_EVERY == 0 or not self.compute.is_sure(key, rows):
             return True
         return (self.compute.typical(key, rows) or 0) >= TIMED_ALWAYS_NS
 
     def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
         """Note what batches computed before the first request came, by their rows, as sure."""
         for rows, took_ns in compute_ns.items():
+            self.alone.observe(key.shape, rows, took_ns)
             for _ in range(SURE_SAMPLES):
-                self.compute.observe(key.cost_key, rows, took_ns)
+                self.compute.observe(key.shape, rows, took_ns)
 
     def forget(self, key: Hashable) -> None:
         """Forget what batches of a key took, but for their copies: from now on they run in another way."""
-        for times in (self.compute, self.occupied, self.staging, self.gathering):
+        for times in (self.compute, self.alone, self.occupied, self.staging, self.gathering):
             times.forget(key)
+
+    def observe(self, batch: Batch, now_ns: int, copy_in_ns: int, compute_ns: int, copy_out_ns: int) -> None:
+        """Remember how long a timed batch took, at its end."""
+        key, rows = batch.key, batch.rows_run
+        if self._keeps_promises:
+            occupied_ns = compute_ns
+            if batch.lane is None and batch.arena is None:
+                # It began at once, so all the time is its own, to be handed over and noticed as well.
+                occupied_ns = max(compute_ns, now_ns - batch.launched_ns - copy_in_ns - copy_out_ns)
+            self.occupied.observe(key.shape, rows, occupied_ns)
+        self.compute.observe(key.shape, rows, compute_ns)
+        if batch.lane is not None and not self.knows_copies(key, rows):
+            # Nobody has told of any: its rows and its outputs are on the device, say.
+            self.observe_copies(batch, 0, 0)
 
     def observe_copies(self, batch: Batch, copy_in_ns: int, copy_out_ns: int) -> None:
         """Remember the copy times that the device measured."""
@@ -249,7 +280,7 @@ class BatchTimes:
 
     def usual_ns(self, key: BatchKey, rows: int) -> tuple[int, int, int]:
         """Return how long such a batch typically is copied in, computes and is copied out."""
-        compute_ns = self.compute.typical(key.cost_key, rows) or 0
+        compute_ns = self.compute.typical(key.shape, rows) or 0
         return self.copy_in_ns(key, rows), compute_ns, self.copy_out_ns(key, rows)
 
     def copy_in_ns(self, key: BatchKey, rows: int) -> int:
@@ -281,14 +312,48 @@ class BatchTimes:
 
     def sure_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long a batch computes at least; 0 until enough like it were seen."""
-        return self.compute.typical(key.cost_key, rows, SURE_SAMPLES) or 0
+        return self.compute.typical(key.shape, rows, SURE_SAMPLES) or 0
 
     def service_ns(self, key: BatchKey, rows: int) -> int | None:
         """Return how long a batch takes at least, with its copies; ``None`` until enough were seen."""
-        compute_ns = self.compute.typical(key.cost_key, rows, SURE_SAMPLES)
+        compute_ns = self.compute.typical(key.shape, rows, SURE_SAMPLES)
         if compute_ns is None:
             return None
         return compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)
+
+
+class Costs:
+    """The time of a batch: a fixed part, and a part for each unit of its rows.
+
+    Both follow from the shortest times of the smallest and the largest batches. If a larger one took less
+    time than the smallest, that counts: something held the smallest up.
+    """
+
+    __slots__ = ("_least", "batch_ns", "unit_ns")
+
+    def __init__(self) -> None:
+        # By the bits of a batch's units: the shortest time, the units of that batch, the number of batches.
+        self._least: dict[int, tuple[int, int, int]] = {}
+        self.batch_ns = self.unit_ns = 0.0
+        """Both 0 until they are known."""
+
+    def observe(self, units: int, took_ns: int) -> None:
+        """Note the time of a batch."""
+        bits = units.bit_length()
+        least_ns, least_units, count = self._least.get(bits, (took_ns, units, 0))
+        if took_ns < least_ns:
+            least_ns, least_units = took_ns, units
+        elif count > TIMES_MIN:
+            return
+        self._least[bits] = least_ns, least_units, count + 1
+        known = [bits for bits, (_, _, count) in self._least.items() if count >= TIMES_MIN]
+        if len(known) < 2 or max(known) - min(known) < SPREAD_MIN:
+            return
+        small = self._least[min(known)][1]
+        small_ns = min(self._least[bits][0] for bits in known)
+        large_ns, large, _ = self._least[max(known)]
+        self.unit_ns = max(large_ns - small_ns, 0) / (large - small)
+        self.batch_ns = max(small_ns - self.unit_ns * small, 0.0)
 
 
 def _between(points: list[tuple[int, int]], rows: int) -> int | None:

@@ -11,54 +11,16 @@ from functools import lru_cache
 from typing import Final
 
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.queues import BucketQueue
-
-TIMES_MIN: Final = 3
-"""The batches of about one size that must have been timed: the first ones include one-time work."""
+from asynctrt.scheduling.batch_times import TIMES_MIN, Costs
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.queues import BucketQueue, JoinedRows
 
 KNOWN_MAX: Final = 4096
 """The most answers about shapes to remember."""
 
-SPREAD_MIN: Final = 2
-"""The factors of two between the smallest and the largest batches that tell their costs apart."""
 
-
-class Costs:
-    """The time of a batch: a fixed part, and a part for each unit of its rows.
-
-    Both follow from the shortest times of the smallest and the largest batches. If a larger one took less
-    time than the smallest, that counts: something held the smallest up.
-    """
-
-    __slots__ = ("_least", "batch_ns", "unit_ns")
-
-    def __init__(self) -> None:
-        # By the bits of a batch's units: the shortest time, the units of that batch, the number of batches.
-        self._least: dict[int, tuple[int, int, int]] = {}
-        self.batch_ns = self.unit_ns = 0.0
-        """Both 0 until they are known."""
-
-    def observe(self, units: int, took_ns: int) -> None:
-        """Note the time of a batch."""
-        bits = units.bit_length()
-        least_ns, least_units, count = self._least.get(bits, (took_ns, units, 0))
-        if took_ns < least_ns:
-            least_ns, least_units = took_ns, units
-        elif count > TIMES_MIN:
-            return
-        self._least[bits] = least_ns, least_units, count + 1
-        known = [bits for bits, (_, _, count) in self._least.items() if count >= TIMES_MIN]
-        if len(known) < 2 or max(known) - min(known) < SPREAD_MIN:
-            return
-        small = self._least[min(known)][1]
-        small_ns = min(self._least[bits][0] for bits in known)
-        large_ns, large, _ = self._least[max(known)]
-        self.unit_ns = max(large_ns - small_ns, 0) / (large - small)
-        self.batch_ns = max(small_ns - self.unit_ns * small, 0.0)
-
-
-class NoCompany:
-    """The answer of an engine that pads no rows: only rows of one size share a batch."""
+class OneSize:
+    """Lets only rows of one size share a batch: for engines that pad no rows."""
 
     def observe(self, batch: Batch, took_ns: int) -> None:
         """Ignore the time of a batch."""
@@ -66,18 +28,17 @@ class NoCompany:
     def tell(self, shape: Hashable, times: Mapping[int, int]) -> None:
         """Ignore the times of batches of a shape."""
 
-    def holds(self, shape: Hashable, other: Hashable) -> bool:
-        """Return whether rows of the second shape can be padded to the first."""
-        return shape == other
-
-    def beside(
+    def join(
         self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1
-    ) -> list[BucketQueue]:
-        """Return no buckets."""
-        return []
+    ) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
+        """Return the key of a batch of all rows of a bucket, and the rows of others that join it.
+
+        :param side_by_side: how many batches compute side by side.
+        """
+        return bucket.key, ()
 
 
-class Company(NoCompany):
+class MixedSizes(OneSize):
     """Finds rows of other sizes to share a batch with.
 
     :param units_of: returns the cost of a row of a shape in units.
@@ -121,8 +82,25 @@ class Company(NoCompany):
             for _ in range(TIMES_MIN):
                 self.costs.observe(self._units_of(shape) * rows, took_ns)
 
-    def holds(self, shape: Hashable, other: Hashable) -> bool:
-        return self._holds(shape, other)
+    def join(
+        self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1
+    ) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
+        key, rows, rows_max = bucket.key, bucket.rows, bucket.rows_max
+        joined: list[JoinedRows] = []
+        if key.slab is not None or key.on_device or key.outputs_on_device:
+            return key, ()
+        for other in self.beside(bucket, others, side_by_side):
+            is_longer = other.key.shape != key.shape and self._holds(other.key.shape, key.shape)
+            most = min(rows_max, other.rows_max) if is_longer else rows_max
+            if most <= rows or not (is_longer or self._holds(key.shape, other.key.shape)):
+                continue
+            chosen, more = other.choose(most - rows)
+            if chosen:
+                joined.append((other, chosen, more))
+                rows += more
+                if is_longer:
+                    key, rows_max = other.key, most
+        return key, tuple(joined)
 
     def beside(
         self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1

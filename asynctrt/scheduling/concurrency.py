@@ -260,7 +260,7 @@ class Concurrency:
         flight.is_staged = True
         if self.has_lanes:
             times.observe_start(batch, put_ns, now_ns)
-        compute_ns = times.compute.typical(batch.key.cost_key, rows)
+        compute_ns = times.compute.typical(batch.key.shape, rows)
         if compute_ns is None:
             return None
         flight.ready_ns, flight.takes_ns = put_ns + (times.copy_in.typical(copies, rows) or 0), compute_ns
@@ -340,6 +340,6 @@ class Concurrency:
         are not launched ahead of time, as they could not grow any more."""
         if not self._may_put_slowly:
             return False
-        compute_ns = self._times.compute.typical(key.cost_key, rows)
+        compute_ns = self._times.compute.typical(key.shape, rows)
         put_ns = self._times.enqueue_ns(key, rows)
         return compute_ns is not None and 0 < ENQUEUE_SHARE * compute_ns <= put_ns

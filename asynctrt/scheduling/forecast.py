@@ -88,10 +88,10 @@ class Forecast:
         """
         policy, now_ns = self._policy, request.arrival_ns
         in_flight = len(self._in_flight)
-        if not policy.answers_in_time:
-            most = (bucket.rows + rows_before) // bucket.rows_max
-            if in_flight + most < self._in_flight_max and request.deadline_ns >= now_ns:
-                return  # It would be launched at once.
+        most = (bucket.rows + rows_before) // bucket.rows_max
+        is_at_once = in_flight + most < self._in_flight_max and request.deadline_ns >= now_ns
+        if is_at_once and not policy.answers_in_time:
+            return
         rows_ahead = bucket.rows_ahead(request) + rows_before
         batches = rows_ahead // bucket.rows_max
         takes_ns: int | None = 0
@@ -109,8 +109,8 @@ class Forecast:
         if wait_ns + takes_ns > left_ns and policy.answers_in_time:
             # A closer look, which costs more, says less or the same.
             takes_ns = self._least_service_ns(bucket.key, rows) or 0
-            if wait_ns:
-                wait_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once, is_close=True)
+            close_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once, is_close=True)
+            wait_ns = close_ns if wait_ns else 0
         if wait_ns + takes_ns > left_ns:
             self._refuse(request, bucket, rows_ahead, wait_ns, takes_ns)
         elif policy.answers_in_time:
@@ -187,7 +187,7 @@ class Forecast:
 
     def takes_ns(self, key: BatchKey, rows: int) -> int | None:
         """Return how long a batch takes from when it begins to compute to its answers, at most as a rule."""
-        compute_ns = self._times.occupied.late(key.cost_key, self._rows_to_run(key, rows))
+        compute_ns = self._times.occupied.late(key.shape, self._rows_to_run(key, rows))
         if compute_ns is None:
             return None
         margin_ns = min(max(compute_ns // MARGIN_SHARE, LEAD_MARGIN_NS), DEADLINE_MARGIN_NS)
@@ -199,7 +199,7 @@ class Forecast:
         What was measured while others computed beside it is the longer of the two that are known.
         """
         least_ns = self._times.sure_ns(key, rows)
-        late_ns = self._times.occupied.late(key.cost_key, self._rows_to_run(key, rows))
+        late_ns = self._times.occupied.late(key.shape, self._rows_to_run(key, rows))
         return least_ns if late_ns is None else min(least_ns, late_ns)
 
     def fit(
@@ -229,11 +229,10 @@ class Forecast:
             smaller = smaller or 1
         first = chosen[:smaller]
         first_rows = sum(request.rows for request in first)
+        lost = 0
         if smaller and left:
             lost = self._lost_behind(bucket, chosen[smaller:], first_rows, rows_max, begins_ns)
-            if lost and (left >= rows_max or lost > len(late)):
-                smaller = 0
-        if smaller:
+        if smaller and not (lost and (left >= rows_max or lost > len(late))):
             return Punctual(first, first_rows)
         if not late or not left:
             return Punctual(chosen, rows)
@@ -241,7 +240,7 @@ class Forecast:
 
     def _late_ns(self, flight: Flight) -> int:
         batch = self._in_flight.get(flight)
-        return 0 if batch is None else self._times.occupied.late(batch.key.cost_key, batch.rows_run) or 0
+        return 0 if batch is None else self._times.occupied.late(batch.key.shape, batch.rows_run) or 0
 
     def _is_hopeless(self, request: Request, begins_ns: int) -> bool:
         """Return whether a request would certainly be late, even as a batch with no other request."""

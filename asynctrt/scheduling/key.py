@@ -11,7 +11,8 @@ class BatchKey(NamedTuple):
     """Say which requests may share a batch: those whose keys are equal."""
 
     shape: Hashable = ()
-    """The value of each dynamic dimension; empty for a model whose rows all have one shape."""
+    """The value of each dynamic dimension; empty for a model whose rows all have one shape. Batches of equal
+    shape and size compute for equally long."""
     slab: int | None = None
     """The slab in which the rows lie already, for slots; they are launched together."""
     on_device: bool = False
@@ -20,11 +21,6 @@ class BatchKey(NamedTuple):
     """Whether the outputs stay on the device."""
     shared: tuple[Shared, ...] = ()
     """What the rows of a batch have in common, for each input without rows."""
-
-    @property
-    def cost_key(self) -> Hashable:
-        """Return what batches of one size share that compute for equally long: the shape of a row."""
-        return self.shape
 
     @property
     def copy_key(self) -> Hashable:

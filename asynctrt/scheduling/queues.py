@@ -11,7 +11,7 @@ one leaves, so that other requests have their turns between the parts.
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
 from typing import Final
@@ -241,9 +241,14 @@ class BucketQueue:
             if self.rows == len(self.plain) and not self._urgent_rows:  # Each has one row, so the first fit.
                 self._first = first = tuple(islice(self.plain, rows_max))
                 return first, rows_max
+        return self._choose_fitting(self._heads() if by_age else self._by_priority, rows_max)
+
+    @staticmethod
+    def _choose_fitting(queues: Iterable[deque[Request]], rows_max: int) -> tuple[tuple[Request, ...], int]:
+        """Return the first requests of these queues that fit, and their rows."""
         chosen: list[Request] = []
         room = rows_max
-        for queue in self._heads() if by_age else self._by_priority:
+        for queue in queues:
             passed_over = 0
             for request in queue:
                 if request.state is not QUEUED:
@@ -359,6 +364,46 @@ class BucketQueue:
             self._tombstones = 0
 
 
+JoinedRows = tuple[BucketQueue, tuple[Request, ...], int]
+"""Requests of another bucket that join a batch, and their rows."""
+
+
+class OpenBatch:
+    """Requests of the bucket that came last, in the order in which they came since the last decision.
+
+    One row each, without a deadline or priority: nothing has to be decided, so whoever submits them appends
+    them to ``requests`` if ``key`` is theirs and there are fewer than ``rows_max``. The scheduler closes it
+    before it looks at its queues. It is open only behind a request of the bucket that is queued.
+    """
+
+    __slots__ = ("bucket", "key", "requests", "rows_max")
+
+    def __init__(self) -> None:
+        self.bucket: BucketQueue | None = None
+        self.key: BatchKey | None = None
+        self.requests: list[Request] = []
+        self.rows_max = 0
+
+    def begin(self, bucket: BucketQueue, rows_max: int) -> None:
+        """Take requests for a bucket, as long as the queue has room for their rows."""
+        self.bucket = bucket
+        self.key = bucket.key
+        self.rows_max = rows_max
+
+    def join(self, request: Request) -> bool:
+        """Add a request, unless something has to be decided about it; return whether it was added."""
+        if (
+            request.key is not self.key
+            or request.rows != 1
+            or request.priority
+            or request.deadline_ns != NO_DEADLINE_NS
+            or len(self.requests) >= self.rows_max
+        ):
+            return False
+        self.requests.append(request)
+        return True
+
+
 class _Level:
     """The buckets whose most urgent request has one priority, each kind in the order of turns."""
 
@@ -439,6 +484,12 @@ class Buckets:
         head = bucket.head()
         self._place(bucket, -1 if head is None else head.priority)
 
+    def take_joined(self, joined: Sequence[JoinedRows], after: State) -> None:
+        """Let requests that join the batch of another bucket leave their own, for the state ``after``."""
+        for bucket, requests, rows in joined:
+            bucket.take(requests, rows, after)
+            self.left(bucket)
+
     def launched(self, bucket: BucketQueue) -> None:
         """Note that a batch has left a bucket, so that it is the turn of others."""
         # What `_remove` does, without the call: this is done for every batch.
@@ -513,22 +564,26 @@ class Buckets:
             self._end_delays(now_ns)
         if in_flight >= self._policy.concurrency and (not self.full or self._policy.answers_in_time):
             return None
-        priority = self.priority_max
-        while True:
+        ready = self._levels[self.priority_max].ready
+        bucket = next(iter(ready)) if ready else self._first_ready(is_idle=not in_flight)
+        if bucket is None:
+            return None
+        if not in_flight and not bucket.is_full:
+            return bucket, Reason.IDLE
+        return bucket, self.reason(bucket, now_ns, in_flight)
+
+    def _first_ready(self, *, is_idle: bool) -> BucketQueue | None:
+        """Return the bucket whose turn it is among those that are ready; on an idle device, among all."""
+        for priority in range(self.priority_max, -1, -1):
             level = self._levels[priority]
             if level.ready:
-                bucket = next(iter(level.ready))
-                if not in_flight and not bucket.is_full:
-                    return bucket, Reason.IDLE
-                return bucket, self.reason(bucket, now_ns, in_flight)
+                return next(iter(level.ready))
             if level.filling:
-                if not in_flight:
-                    return next(iter(level.filling)), Reason.IDLE
+                if is_idle:
+                    return next(iter(level.filling))
             elif priority == self.priority_max and priority:
                 self.priority_max -= 1
-            if not priority:
-                return None
-            priority -= 1
+        return None
 
     def overdue(self, now_ns: int) -> BucketQueue | None:
         """Return the bucket with the request that is most overdue, of any priority; ``None``: none is."""

@@ -7,8 +7,8 @@ SIGCOMM 1996) for a device that takes several batches at once (SFQ(D): Jin, Chas
 but that what a batch costs is known only when it has ended: until then it is charged what is usual.
 
 Where batches of several schedulers overlap, the device's times do not tell which of them had how much of it.
-So a batch is then charged what such batches take with no others beside them. To measure that, each scheduler
-now and then launches one while the others launch nothing.
+So a batch is then charged what such batches take with no others beside them, as was measured when the engine
+was opened, or when none happened to be there; if neither was, an equal part of the time.
 """
 
 import math
@@ -27,17 +27,8 @@ SLACK_NS: Final = 10_000_000
 """A scheduler is held at most for twice the time that the others need to catch up, plus this much: batches
 may take longer than usual, or never end."""
 
-ALONE_FIRST: Final = 4
-ALONE_AGAIN_MAX: Final = 512
-"""How many batches of a scheduler may overlap with others before one computes alone: at first
-``ALONE_FIRST``, and each time twice as many as the time before, up to ``ALONE_AGAIN_MAX``."""
-
 ALONE_MAX: Final = 0.05
 """A batch still counts as alone if others computed for at most this share of its time."""
-
-UNEQUAL_MAX: Final = 8.0
-"""By how many times at most the charge of an overlapping batch is corrected, either way, while it is not
-known what such batches take alone."""
 
 
 class Share:
@@ -77,15 +68,8 @@ class Share:
         """How long something of it was held for others, in sum."""
         self._flights: dict[Flight, None] = {}
         self._usual_ns: dict[Hashable, float] = {}
-        # What batches take with no others beside them, and how that compares with an equal part of the time
-        # in which they overlap.
+        # What batches took that had no others beside them.
         self._alone_ns: dict[Hashable, float] = {}
-        self._unequal = 1.0
-        # How many more batches may overlap with others before one computes alone, and how many the next time.
-        self._until_alone = 0
-        self._alone_again = ALONE_FIRST
-        # The batch that computes alone, until it has left the device.
-        self._alone_flight: Flight | None = None
         # When one of its batches ended last.
         self._ended_ns = 0
         self.computing = 0
@@ -115,16 +99,6 @@ class Share:
         """Return how many of its batches are on the device."""
         return len(self._flights)
 
-    @property
-    def pending_ns(self) -> float:
-        """Return what its batches on the device were charged."""
-        return sum([flight.charge.cost_ns for flight in self._flights])
-
-    @property
-    def longest_ns(self) -> float:
-        """Return the most that batches of one kind are usually charged."""
-        return max(self._usual_ns.values(), default=0.0)
-
     def hold_until(self, now_ns: int) -> int | None:
         """Return until when the next batch is to be left to others, at the latest; ``None``: it may go."""
         shares = self._shares
@@ -132,8 +106,6 @@ class Share:
             self._is_backlogged = True
             self.charged_ns = max(self.charged_ns, shares.reached_ns)
         missing_ns = 0.0 if self._is_let_go else shares.missing_ns(self)
-        if not missing_ns and not self._is_let_go and self._waits_to_be_alone():
-            missing_ns = shares.pending_ns
         if not missing_ns:
             self._let_go(now_ns)
             return None
@@ -145,28 +117,22 @@ class Share:
         shares.pass_over(self, self._held_since_ns)
         self._let_go(now_ns)
         self._is_let_go = True
-        if self._until_alone <= 0:
-            self._put_off_being_alone()
         return None
 
-    def _put_off_being_alone(self) -> None:
-        self._until_alone = self._alone_again
-        self._alone_again = min(2 * self._alone_again, ALONE_AGAIN_MAX)
-
-    def _waits_to_be_alone(self) -> bool:
-        """Return whether the next batch is to compute with no others' beside it, and cannot yet."""
-        shares = self._shares
-        if not self._overlaps or self._until_alone > 0 or shares.alone not in (None, self):
-            return False
-        others = shares.in_flight - len(self._flights)
-        if others or any(one.wants() for one in shares.members if one is not self):
-            shares.alone = self
-        return others > 0
-
-    def launched(self, flight: Flight, now_ns: int, kind: Hashable, *, lanes: int, computing: int) -> None:
+    def launched(
+        self,
+        flight: Flight,
+        now_ns: int,
+        kind: Hashable,
+        *,
+        lanes: int,
+        computing: int,
+        alone_ns: int | None = None,
+    ) -> None:
         """Charge a batch that is launched what is usual.
 
         :param kind: batches of one kind take about as long.
+        :param alone_ns: how long such a batch takes with no others beside it, if that was measured.
         :param lanes: how many such batches may compute side by side.
         :param computing: how many batches of this scheduler compute from now on.
         """
@@ -186,14 +152,8 @@ class Share:
                 # It would save up what it cannot use, and those that can would be held for it.
                 other.charged_ns = start_ns
         self.charged_ns += cost_ns / self.weight
-        flight.charge = Charge(kind, cost_ns, now_ns, shares.computing_ns, self.computed_ns)
+        flight.charge = Charge(kind, cost_ns, now_ns, shares.computing_ns, self.computed_ns, alone_ns)
         self._flights[flight] = None
-        if shares.alone is self and self._alone_flight is None:
-            # Nobody else launches until it has ended.
-            self._alone_flight = flight
-            self._put_off_being_alone()
-        else:
-            self._until_alone -= 1
         self._move()
         shares.change(self, computing)
 
@@ -222,13 +182,9 @@ class Share:
         all_ns = shares.computing_ns - charge.computing_ns
         before_ns, self._ended_ns = self._ended_ns, shares.now_ns
         if all_ns - own_ns > ALONE_MAX * since_ns:
-            equal_ns = took_ns / max(1.0, all_ns / since_ns)
-            alone_ns = self._alone_ns.get(charge.kind)
-            if alone_ns is None:
-                return equal_ns * self._unequal
-            unequal = alone_ns / max(equal_ns, 1.0)
-            self._unequal += LEARNED * (min(max(unequal, 1 / UNEQUAL_MAX), UNEQUAL_MAX) - self._unequal)
-            return alone_ns
+            if charge.alone_ns is not None:
+                return charge.alone_ns
+            return self._alone_ns.get(charge.kind, took_ns / max(1.0, all_ns / since_ns))
         learned = LEARNED
         if all_ns > (1 + ALONE_MAX) * since_ns:
             # Beside others of its own, what each takes shows in how soon they end after one another.
@@ -243,8 +199,6 @@ class Share:
             del self._flights[flight]
             self.used_ns += flight.charge.cost_ns
             self._move()
-            if flight is self._alone_flight:
-                self.give_up_being_alone()
             if not shares.in_flight and not any(member.wants() for member in shares.members):
                 shares.rest()
             shares.change(self, computing)
@@ -271,8 +225,6 @@ class Share:
     def rest(self, now_ns: int) -> None:
         """Note that it had nothing to launch: when it has, it begins from where the others are."""
         self._is_backlogged = self._is_let_go = False
-        if self._alone_flight is None:
-            self.give_up_being_alone()
         self._let_go(now_ns)
 
     def leave(self) -> None:
@@ -282,18 +234,6 @@ class Share:
     def forget(self) -> None:
         """Forget what it has on the device."""
         self._flights.clear()
-        self.give_up_being_alone()
-
-    @property
-    def is_busy_alone(self) -> bool:
-        """Return whether a batch of it computes alone, or is to and will."""
-        return not self.is_stalled and (self._alone_flight is not None or self.wants())
-
-    def give_up_being_alone(self) -> None:
-        """Let others launch beside what it has on the device."""
-        self._alone_flight = None
-        if self._shares.alone is self:
-            self._shares.alone = None
 
     def _move(self) -> None:
         self.is_stalled, self.moved_ns = False, self._shares.now_ns
@@ -316,16 +256,9 @@ class DeviceShares:
         """The time that batches have computed, summed over them."""
         self.now_ns = 0
         """When something last changed."""
-        self.alone: Share | None = None
-        """The member that computes a batch alone, or is about to: the others launch nothing."""
 
     def __repr__(self) -> str:
         return f"<DeviceShares {self.members!r}>"
-
-    @property
-    def pending_ns(self) -> float:
-        """Return how long what is on the device usually takes, and a millisecond more."""
-        return 1e6 + sum([member.pending_ns for member in self.members])
 
     @property
     def in_flight(self) -> int:
@@ -357,12 +290,6 @@ class DeviceShares:
         Those count for whose batches it has no room now; others need not wait for it.
         """
         missing_ns, in_flight = 0.0, self.in_flight
-        alone = self.alone
-        if alone is not None and alone is not share:
-            if alone.is_busy_alone:
-                missing_ns = SLACK_NS + self.pending_ns + alone.longest_ns
-            else:
-                alone.give_up_being_alone()
         for other in self.members:
             if other.charged_ns < share.charged_ns and other.claims(in_flight):
                 missing_ns += (share.charged_ns - other.charged_ns) * other.weight
@@ -373,8 +300,6 @@ class DeviceShares:
         for other in self.members:
             if other is not share and other.moved_ns <= since_ns and (other.in_flight or other.wants()):
                 other.is_stalled = True
-        if self.alone is not None:
-            self.alone.give_up_being_alone()
 
     def advance(self, now_ns: int) -> None:
         """Note what has been computed until now."""
@@ -397,7 +322,7 @@ class DeviceShares:
         # If several may go, who was charged least looks first.
         held.sort(key=lambda one: one.charged_ns)
         for member in held:
-            if member.charged_ns <= claimed_ns if self.alone is None else member is self.alone:
+            if member.charged_ns <= claimed_ns:
                 member.wake()
 
 

@@ -52,12 +52,12 @@ async def test_all_are_answered_and_all_they_took_is_counted(device, models, sha
         opened(models[1], device, 1, **settings) as second,
     ):
         await check_all(first, second)
-        shares = first._scheduler.share._shares
-        assert shares.members == [first._scheduler.share, second._scheduler.share]
+        shares = first._scheduler.room.share._shares
+        assert shares.members == [first._scheduler.room.share, second._scheduler.room.share]
         assert shares.in_flight == 0
         for engine in (first, second):
             assert engine.statistics().device_ns > 0
-            assert not engine._scheduler.share.is_held
+            assert not engine._scheduler.room.share.is_held
     if arenas is not None:
         arenas.close()
     assert not shares.members
@@ -93,4 +93,4 @@ async def test_one_that_is_closed_leaves_all_to_the_other(device, models):
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert first._scheduler.share._shares.members == [first._scheduler.share]
+        assert first._scheduler.room.share._shares.members == [first._scheduler.room.share]

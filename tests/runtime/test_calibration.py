@@ -125,6 +125,14 @@ async def test_what_batches_take_is_known_before_the_first_request(device):
         assert 3_900_000 < batch_ns < 40_000_000
 
 
+@pytest.mark.parametrize(("settings", "lanes"), [({"lanes": 2}, 2), ({"contexts": 1}, 1)])
+async def test_what_batches_take_alone_is_measured_where_a_device_is_divided(device, settings, lanes):
+    """It is what they are charged, however many lanes there are."""
+    async with open_engine(Sleeping(work_ns=4_000_000), device, weight=1, **settings) as engine:
+        assert engine.statistics().lanes == {8: lanes}
+        assert 3_900_000 < engine._scheduler._times.alone.typical((), 8) < 40_000_000
+
+
 @pytest.mark.parametrize("settings", [{"contexts": 1}, {"batching": "deterministic", "contexts": 1}])
 async def test_nothing_is_run_where_there_is_one_lane_in_any_case(device, settings):
     model = Sleeping()

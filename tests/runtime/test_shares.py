@@ -128,15 +128,15 @@ async def test_one_that_is_closed_in_the_middle_leaves_all_to_the_other():
         for task in tasks[:100]:
             assert (await task)["output"].tolist() == rows(1).tolist()
         await asyncio.gather(*tasks[100:], return_exceptions=True)
-        assert first._scheduler.share._shares.members == [first._scheduler.share]
-        assert first._scheduler.share._shares.in_flight == 0
+        assert first._scheduler.room.share._shares.members == [first._scheduler.room.share]
+        assert first._scheduler.room.share._shares.in_flight == 0
 
 
 @pytest.mark.anyio
 async def test_without_a_weight_nothing_is_divided():
     async with asynctrt.open(double_model(), device=HostDevice()) as engine:
         await engine.infer(rows(1))
-        assert engine._scheduler.share is None
+        assert engine._scheduler.room.share is None
         assert engine.statistics().device_ns == engine.statistics().held_ns == 0
 
 
@@ -202,10 +202,10 @@ async def test_one_that_is_lost_holds_nobody_up_though_it_is_not_closed():
         task = asyncio.create_task(second.infer(rows(1)))
         while not second.statistics().in_flight_batches:
             await asyncio.sleep(0)
-        shares = first._scheduler.share._shares
+        shares = first._scheduler.room.share._shares
         # What an interrupt leaves in flight is never told to have ended.
         second._driver._interrupted(KeyboardInterrupt())
-        assert shares.members == [first._scheduler.share]
+        assert shares.members == [first._scheduler.room.share]
         with pytest.raises(asynctrt.DeviceLostError):
             await task
         await first.infer(rows(1))

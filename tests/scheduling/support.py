@@ -62,9 +62,9 @@ def key_of(shape="b"):
     return shape if isinstance(shape, BatchKey) else BatchKey((shape,))
 
 
-def submit(plan, rows=1, shape="b", priority=0, now_ns=0, **kw):
-    request = Request(rows, key_of(shape), priority, now_ns, **kw)
-    plan.submit(request)
+def submit(plan, rows=1, shape="b", priority=0, now_ns=0, *, key=None, **kw):
+    request = Request(rows, key or key_of(shape), priority, now_ns, **kw)
+    plan.queue.submit(request)
     return request
 
 

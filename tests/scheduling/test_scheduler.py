@@ -174,13 +174,13 @@ class TestTheQueue:
         first, second, third = submit(plan, rows=2, priority=1), submit(plan), submit(plan, rows=2, shape="a")
         fourth = submit(plan, shape="a")
         urgent = submit(plan, rows=2, priority=2)
-        assert plan.displaced == [fourth, third]
+        assert plan.queue.displaced == [fourth, third]
         assert [one.state for one in (third, fourth)] == [State.FAILED] * 2
         assert plan.queued_rows == 5
-        plan.displaced.clear()
+        plan.queue.displaced.clear()
         for _ in range(2):
             submit(plan, priority=1)
-        assert plan.displaced == [second], "one row was left, and the others are as urgent"
+        assert plan.queue.displaced == [second], "one row was left, and the others are as urgent"
         with pytest.raises(QueueFullError):
             submit(plan, priority=1)
         plan.next_batch(0), plan.next_batch(0)
@@ -201,7 +201,7 @@ class TestTheQueue:
         plan.refuse(EngineClosedError("closing"))
         with pytest.raises(EngineClosedError):
             submit(plan, priority=2)
-        assert plan.displaced == []
+        assert plan.queue.displaced == []
         assert plan.snapshot().queued_rows == before
         assert [one.state for one in kept] == [State.QUEUED] * 2
 
@@ -209,11 +209,11 @@ class TestTheQueue:
         plan = scheduler(queue_rows_max=8)
         kept = [submit(plan, rows=2) for _ in range(4)]
         parts = [Request(3, KEY, 1, 0) for _ in range(2)]
-        plan.submit_all(parts)
-        assert plan.displaced == kept[:0:-1]
+        plan.queue.submit_all(parts)
+        assert plan.queue.displaced == kept[:0:-1]
         assert plan.queued_rows == 8
         with pytest.raises(QueueFullError):
-            plan.submit_all([Request(2, KEY, 1, 0) for _ in range(2)])
+            plan.queue.submit_all([Request(2, KEY, 1, 0) for _ in range(2)])
         assert plan.queued_rows == 8
 
     def test_requests_that_left_are_not_displaced(self):
@@ -222,7 +222,7 @@ class TestTheQueue:
         plan.cancel(requests[2])
         submit(plan, priority=1)
         submit(plan, priority=1)
-        assert plan.displaced == [requests[1]]
+        assert plan.queue.displaced == [requests[1]]
 
     def test_who_has_left_is_passed_over_once(self):
         """However many have been cancelled at the end of the queue, the next urgent request costs no more."""
@@ -233,9 +233,9 @@ class TestTheQueue:
         for _ in range(1999):
             submit(plan, shape="other", priority=1)
         submit(plan, priority=1)
-        assert plan.displaced == [requests[2000]]
+        assert plan.queue.displaced == [requests[2000]]
         assert count_operations(lambda: submit(plan, priority=1)) < 400
-        assert plan.displaced == [requests[2000], requests[1999]]
+        assert plan.queue.displaced == [requests[2000], requests[1999]]
         assert plan.queued_rows == 4000
         while plan.next_batch(0) is not None:
             pass
@@ -247,15 +247,15 @@ class TestTheQueue:
             submit(plan, shape=str(number))
         # Among the first requests of each bucket there is nothing to skip.
         assert count_operations(lambda: submit(plan, priority=1, shape="0")) < 400
-        assert plan.displaced
+        assert plan.queue.displaced
 
     def test_parts_are_queued_all_or_none(self):
         plan = scheduler(queue_rows_max=4)
         with pytest.raises(QueueFullError):
-            plan.submit_all([Request(3, KEY, 0, 0), Request(2, KEY, 0, 0)])
+            plan.queue.submit_all([Request(3, KEY, 0, 0), Request(2, KEY, 0, 0)])
         assert plan.is_idle
         assert counters(plan).refused == 2
-        plan.submit_all([Request(2, KEY, 0, 0), Request(2, KEY, 0, 0)])
+        plan.queue.submit_all([Request(2, KEY, 0, 0), Request(2, KEY, 0, 0)])
         assert plan.queued_rows == 4
 
     def test_a_queued_request_is_cancelled_without_a_trace(self):
@@ -311,8 +311,8 @@ class TestDeadlinesAndDelays:
         plan.next_batch(0)
         waiting, patient = submit(plan, deadline_ns=100), submit(plan)
         assert plan.next_wakeup() == 100
-        assert plan.expire(99) == []
-        assert plan.expire(100) == [waiting]
+        assert plan.queue.expire(99) == []
+        assert plan.queue.expire(100) == [waiting]
         assert [request.state for request in (flying, waiting, patient)] == [
             State.IN_FLIGHT,
             State.EXPIRED,
@@ -325,7 +325,7 @@ class TestDeadlinesAndDelays:
         """It is due as it arrives, so only those expire that had a chance to be launched."""
         plan = scheduler()
         request = submit(plan, now_ns=100, deadline_ns=100)
-        assert plan.expire(120, arrived_by_ns=99) == []
+        assert plan.queue.expire(120, arrived_by_ns=99) == []
         assert plan.next_batch(120).requests == (request,)
 
     def test_and_expires_in_a_busy_one_once_it_had_its_chance(self):
@@ -333,9 +333,9 @@ class TestDeadlinesAndDelays:
         submit(plan)
         plan.next_batch(0)
         request = submit(plan, now_ns=100, deadline_ns=100)
-        assert plan.expire(120, arrived_by_ns=99) == []
+        assert plan.queue.expire(120, arrived_by_ns=99) == []
         assert plan.next_batch(120) is None
-        assert plan.expire(120, arrived_by_ns=120) == [request]
+        assert plan.queue.expire(120, arrived_by_ns=120) == [request]
         assert plan.queued_requests == plan.queued_rows == 0
 
     def test_the_end_of_a_delay_is_a_time_to_wake_up(self):
@@ -546,16 +546,16 @@ class TestAModelThatFails:
     def test_about_the_rows_of_a_shape_refuses_the_request_and_changes_nothing(self, fault):
         plan = scheduler(profiles=Profiles(ranges=lambda shape: fault if shape == ("bad",) else ((1, 4),)))
         submit(plan, shape="good")
-        before = repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan._buckets.by_key)
+        before = repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan.queue.buckets.by_key)
         expected = type(fault) if isinstance(fault, DeviceLostError | InputError) else ExecutionError
         for _ in range(2):
             with pytest.raises(expected):
                 submit(plan, shape="bad", deadline_ns=5)
             with pytest.raises(expected):
-                plan.submit_all([Request(1, key_of("bad"), 0, 0) for _ in range(2)])
+                plan.queue.submit_all([Request(1, key_of("bad"), 0, 0) for _ in range(2)])
             with pytest.raises(expected):
                 plan.limit(key_of("bad"))
-        assert (repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan._buckets.by_key)) == before
+        assert (repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan.queue.buckets.by_key)) == before
         assert plan.next_wakeup() is None
         assert plan.next_batch(0).rows == 1
 
@@ -600,7 +600,7 @@ class TestRowsRun:
             batch = plan.next_batch(0)
             assert batch.is_timed
             finish(plan, batch)
-        plan.times_all = False
+        plan.time_all(False)
         submit(plan)
         assert not plan.next_batch(0).is_timed
 
@@ -644,7 +644,7 @@ class TestClosing:
         waiting = [submit(plan, shape="a"), submit(plan, shape="c", priority=1, deadline_ns=9)]
         assert plan.close(EngineClosedError("closed")) == waiting
         assert all(request.state is State.FAILED for request in waiting)
-        assert plan.expire(10) == []
+        assert plan.queue.expire(10) == []
         assert plan.next_wakeup() is None
         finish(plan, batch)
         assert flying.state is State.DONE
@@ -927,7 +927,7 @@ def test_deciding_takes_as_much_work_with_ten_buckets_waiting_as_with_thousands(
                 submit(plan, shape=f"new {number}", now_ns=10**6)
                 finish(plan, plan.next_batch(10**6))
                 plan.next_wakeup()
-                plan.expire(10**6)
+                plan.queue.expire(10**6)
 
         return count_operations(turns)
 

@@ -22,12 +22,15 @@ class Member:
     def _wake(self):
         self.woken += 1
 
-    def launch(self, now_ms, usual_ms=None, *, lanes=1):
+    def launch(self, now_ms, usual_ms=None, *, lanes=1, alone_ms=None):
         self.number += 1
-        if usual_ms is not None:
+        if isinstance(usual_ms, int | float):
             self.share._usual_ns[usual_ms] = usual_ms * MS
         in_flight, flight = self.share.in_flight + 1, Flight(self.number)
-        self.share.launched(flight, round(now_ms * MS), usual_ms, lanes=lanes, computing=in_flight)
+        alone_ns = None if alone_ms is None else alone_ms * MS
+        self.share.launched(
+            flight, round(now_ms * MS), usual_ms, lanes=lanes, computing=in_flight, alone_ns=alone_ns
+        )
         return flight
 
     def end(self, number, now_ms, took_ms):
@@ -80,6 +83,24 @@ def test_of_what_computes_at_once_each_is_charged_its_part(shares):
     theirs.end(b, 10, 10)  # 4 and then 2 alone.
     assert ours.share.used_ns == pytest.approx(4 * MS)
     assert theirs.share.used_ns == pytest.approx(10 * MS / 1.8)
+
+
+def test_of_what_computes_at_once_each_is_charged_what_it_takes_alone_if_that_was_measured(shares):
+    ours, theirs = Member(shares, overlaps=True), Member(shares, overlaps=True)
+    a, b = ours.launch(0, alone_ms=1), theirs.launch(0, alone_ms=7)
+    ours.end(a, 8, 8)  # It waited for the other.
+    theirs.end(b, 8, 8)
+    assert (ours.share.used_ns, theirs.share.used_ns) == (1 * MS, 7 * MS)
+
+
+def test_of_what_computes_at_once_each_is_charged_what_such_batches_took_alone(shares):
+    ours, theirs = Member(shares, overlaps=True), Member(shares, overlaps=True)
+    ours.end(ours.launch(0, "short"), 1, 1)
+    a, b = ours.launch(1, "short"), theirs.launch(1, "long")
+    ours.end(a, 9, 8)
+    theirs.end(b, 9, 8)
+    assert ours.share.used_ns == 2 * MS
+    assert theirs.share.used_ns == 4 * MS
 
 
 def test_a_batch_that_fails_stays_charged_what_is_usual(shares):
@@ -259,7 +280,7 @@ def test_a_part_of_a_batch_that_failed_waits_for_its_turn_too(shares):
     for _ in range(2):
         submit(ours, rows=2)
         submit(theirs, rows=4)
-    ours.share._usual_ns[KEY.cost_key, 4] = 9 * MS
+    ours.room.share._usual_ns[KEY.shape, 4] = 9 * MS
     batch = ours.next_batch(0)
     theirs.next_batch(0)
     assert ours.bisect(batch)

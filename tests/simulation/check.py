@@ -243,7 +243,7 @@ class World:
             if engine.scheduler.close(closed):
                 raise InternalError("an engine that was idle had something in its queue")
             try:
-                engine.scheduler.submit(Request(1, BatchKey(), 0, self.timeline.now_ns))
+                engine.scheduler.queue.submit(Request(1, BatchKey(), 0, self.timeline.now_ns))
             except EngineClosedError:
                 continue
             raise InternalError("a closed engine took a request")

@@ -4,15 +4,16 @@ Each is one that a hasty change could make. A replacement takes the original as 
 """
 
 from asynctrt.errors import QueueFullError
-from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.batch_times import BatchTimes, Times
 from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast, Punctual
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policies import Room, TakeRows, Turns
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
+from asynctrt.scheduling.queue import Queue
+from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
 from asynctrt.scheduling.request import NO_DEADLINE_NS, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -36,6 +37,17 @@ def leave_the_head_behind(original, self, rows_max, *more):
 
 def one_row_too_many(original, self, rows_max, *more):
     return original(self, rows_max + 1, *more)
+
+
+def an_open_batch_takes_what_is_urgent(original, self, request):
+    if request.key is not self.key or request.rows != 1 or len(self.requests) >= self.rows_max:
+        return False
+    self.requests.append(request)
+    return True
+
+
+def an_open_batch_has_no_bound(original, self, bucket, rows_max):
+    original(self, bucket, 2 * rows_max + 1)
 
 
 def rows_counted_twice(original, self, request):
@@ -143,7 +155,7 @@ def nobody_is_woken(original, self):
 
 
 def the_wakeup_is_for_delays_alone(original, self):
-    return self._buckets.wakeup_ns(len(self._in_flight)) if self._policy.delay_ns_max else None
+    return self.queue.buckets.wakeup_ns(len(self._in_flight)) if self._policy.delay_ns_max else None
 
 
 def the_delay_begins_anew_with_each(original, self):
@@ -189,11 +201,11 @@ def failures_are_not_counted(original, self, batch, *, quarantine=False):
 
 
 def a_queue_without_a_bound(original, self, rows, requests):
-    self._queue_rows_max += rows
+    self.rows_max += rows
 
 
 def a_queue_with_a_row_less(original, self, request):
-    if self.queued_rows + request.rows == self._queue_rows_max:
+    if self.rows + len(self.open.requests) + request.rows == self.rows_max:
         raise QueueFullError("one row too soon")
     original(self, request)
 
@@ -204,19 +216,19 @@ def closing_forgets_the_queue(original, self):
 
 
 def too_much_in_flight(original, self, now_ns):
-    self._in_flight_max += 1
+    self.in_flight_max += 1
     try:
         return original(self, now_ns)
     finally:
-        self._in_flight_max -= 1
+        self.in_flight_max -= 1
 
 
-def rows_are_taken_before_the_model_is_asked(original, self, key, rows):
-    bucket = self._buckets.by_key[key]
-    self.queued_rows -= rows
-    result = original(self, key, rows)
-    self.queued_rows += rows
-    return result if bucket.rows else None
+def rows_are_taken_before_the_model_is_asked(original, self, bucket, chosen, rows, *more):
+    self.queue.rows -= rows
+    decided = original(self, bucket, chosen, rows, *more)
+    if not isinstance(decided, RejectedBatch):
+        self.queue.rows += rows
+    return decided
 
 
 def padding_to_the_largest(original, self, shape, rows, compute):
@@ -231,7 +243,7 @@ def the_profile_of_fewer_rows(original, self, shape, rows):
     return None if self._profiles is None else original(self, shape, max(rows // 2, 1))
 
 
-def slabs_in_parts(original, self, bucket, in_flight):
+def slabs_in_parts(original, self, bucket, in_flight, reason):
     return min(max(bucket.rows // 2, bucket.head().rows), bucket.rows_max)
 
 
@@ -261,14 +273,14 @@ def masked_ones_fail_with_their_batch(original, self, batch, *, quarantine=False
 
 def halves_are_forgotten(original, self, batch):
     is_done = original(self, batch)
-    self.again.clear()
+    self.again.parts.clear()
     return is_done
 
 
 def halves_overlap(original, self, batch):
     is_done = original(self, batch)
-    if is_done and self.again:
-        self.again.append(self.again[-1])
+    if is_done and self.again.parts:
+        self.again.parts.append(self.again.parts[-1])
     return is_done
 
 
@@ -313,18 +325,18 @@ def what_is_overdue_has_no_turn(original, self, now_ns):
     return None
 
 
-def what_is_overdue_has_every_turn(original, self, bucket, reason, now_ns):
+def what_is_overdue_has_every_turn(original, self, picked, number, now_ns, in_flight):
     aged = self._buckets.overdue(now_ns)
-    return (bucket, reason) if aged is None else (aged, Reason.AGED)
+    return picked if aged is None else (aged, Reason.AGED)
 
 
 def what_is_overdue_goes_with_the_urgent(original, self, rows_max, by_age=False):
     return original(self, rows_max)
 
 
-def the_earliest_deadline_has_every_turn(original, self, bucket, reason, now_ns):
+def the_earliest_deadline_has_every_turn(original, self, *more):
     self._is_out_of_turn = False
-    return original(self, bucket, reason, now_ns)
+    return original(self, *more)
 
 
 def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, over, **how):
@@ -332,7 +344,7 @@ def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, ov
 
 
 def one_sample_is_enough(original, self, key, rows):
-    compute_ns = self.compute.typical(key.cost_key, rows)
+    compute_ns = self.compute.typical(key.shape, rows)
     return (
         None if compute_ns is None else compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)
     )
@@ -380,14 +392,9 @@ def everybody_is_given_up(original, self, request, begins_ns):
     return True
 
 
-def who_is_given_up_is_not_told(original, self, *more, **how):
-    found = original(self, *more, **how)
+def who_is_given_up_is_not_told(original, self, late):
+    original(self, late)
     self._late.clear()
-    return found
-
-
-def each_slab_is_learned_anew(original, self):
-    return self.shape, self.slab
 
 
 def masked_ones_are_not_told_apart(original, self, request):
@@ -418,7 +425,9 @@ PLANTED = [
     (BucketQueue, "choose", last_come_first_served),
     (BucketQueue, "choose", leave_the_head_behind),
     (BucketQueue, "choose", one_row_too_many),
-    (Scheduler, "submit", rows_counted_twice),
+    (Queue, "submit", rows_counted_twice),
+    (OpenBatch, "join", an_open_batch_takes_what_is_urgent),
+    (OpenBatch, "begin", an_open_batch_has_no_bound),
     (BucketQueue, "take", a_request_in_two_batches),
     (BucketQueue, "discard", a_tombstone_is_launched),
     (BucketQueue, "oldest_arrival_ns", the_delay_begins_anew_with_each),
@@ -438,7 +447,7 @@ PLANTED = [
     (Buckets, "clear", closing_forgets_the_queue),
     (DeadlineHeap, "pop_due", deadlines_come_early),
     (DeadlineHeap, "pop_due", deadlines_spare_nobody),
-    (Scheduler, "expire", deadlines_are_not_looked_at),
+    (Queue, "expire", deadlines_are_not_looked_at),
     (Scheduler, "next_wakeup", nobody_is_woken),
     (Scheduler, "next_wakeup", the_wakeup_is_for_delays_alone),
     (Scheduler, "next_wakeup", an_empty_wakeup_storm),
@@ -447,12 +456,12 @@ PLANTED = [
     (Scheduler, "finished", batches_are_not_forgotten),
     (Scheduler, "failed", failures_are_not_counted),
     (Scheduler, "failed", masked_ones_fail_with_their_batch),
-    (Scheduler, "_refuse", a_queue_without_a_bound),
-    (Scheduler, "submit", a_queue_with_a_row_less),
-    (Scheduler, "next_batch", too_much_in_flight),
+    (Queue, "_refuse", a_queue_without_a_bound),
+    (Queue, "submit", a_queue_with_a_row_less),
+    (Room, "has_room", too_much_in_flight),
     (Scheduler, "next_batch", the_batch_says_another_number_of_rows),
-    (Scheduler, "_rows_to_run", rows_are_taken_before_the_model_is_asked),
-    (Scheduler, "_rows_to_take", slabs_in_parts),
+    (Scheduler, "_form", rows_are_taken_before_the_model_is_asked),
+    (TakeRows, "rows_max", slabs_in_parts),
     (Scheduler, "bisect", halves_are_forgotten),
     (Scheduler, "bisect", halves_overlap),
     (Buckets, "least_urgent", any_request_makes_room),
@@ -474,8 +483,8 @@ PLANTED = [
     (BucketQueue, "choose", what_is_overdue_goes_with_the_urgent),
     (Buckets, "overdue", what_is_overdue_has_no_turn),
     (Buckets, "pick", full_batches_pile_up),
-    (Scheduler, "_reconsider", what_is_overdue_has_every_turn),
-    (Scheduler, "_reconsider", the_earliest_deadline_has_every_turn),
+    (Turns, "_reconsider", what_is_overdue_has_every_turn),
+    (Turns, "_reconsider", the_earliest_deadline_has_every_turn),
     (Forecast, "_wait_ns", waits_are_told_ten_times_as_long),
     (Forecast, "_refuse", what_is_late_is_refused_for_ever),
     (Forecast, "check", the_idle_refuse_too),
@@ -486,9 +495,8 @@ PLANTED = [
     (Forecast, "fit", whatever_is_queued_is_in_time),
     (Forecast, "_is_hopeless", everybody_is_given_up),
     (Times, "late", batches_are_told_to_take_half_as_long),
-    (Scheduler, "_choose_in_time", who_is_given_up_is_not_told),
+    (Queue, "give_up", who_is_given_up_is_not_told),
     (Concurrency, "left", a_lane_is_never_left),
-    (BatchKey, "cost_key", each_slab_is_learned_anew),
     (DeviceShares, "missing_ns", the_device_is_left_to_the_idle),
     (Share, "left", batches_stay_in_flight),
     (Share, "hold_until", who_is_held_is_forgotten),

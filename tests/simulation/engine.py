@@ -10,6 +10,7 @@ from asynctrt.errors import (
     ExecutionError,
 )
 from asynctrt.scheduling.batch import Batch, RejectedBatch
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
 from tests.simulation.arrivals import Arrival
@@ -113,6 +114,8 @@ class VirtualEngine:
         self._pumped_ns = 0
         self._alarm_ns = NO_DEADLINE_NS
         self._pump_is_due = False
+        # As the check of inputs: requests of one shape have the same key, not only an equal one.
+        self._keys: dict[BatchKey, BatchKey] = {}
 
     def submit(self, arrival: Arrival) -> Request | None:
         """Queue a request, and pump at the end of the instant. ``None``: it was not taken."""
@@ -121,19 +124,19 @@ class VirtualEngine:
         timeout_ns = arrival.timeout_ns
         request = Request(
             arrival.rows,
-            arrival.key,
+            self._keys.setdefault(arrival.key, arrival.key),
             arrival.priority,
             now_ns,
             NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns,
         )
         self.events += 1
         try:
-            self.scheduler.submit(request)
+            if not self.scheduler.queue.open.join(request):
+                self.scheduler.queue.submit(request)
         except AsynctrtError as error:
             self.observer.refused(request, error)
             return None
-        if self.scheduler.displaced:
-            displaced, self.scheduler.displaced = self.scheduler.displaced, []
+        if displaced := list(self.scheduler.queue.take_displaced()):
             self.events += len(displaced)
             self.observer.displaced(displaced, request)
         self.observer.submitted(request)
@@ -180,7 +183,7 @@ class VirtualEngine:
         self._pump_is_due = False
         scheduler = self.scheduler
         now_ns = timeline.now_ns + self.offset_ns
-        if due := scheduler.expire(now_ns, self._pumped_ns):
+        if due := scheduler.queue.expire(now_ns, self._pumped_ns):
             self._expire(due, now_ns, self._pumped_ns)
         self._pumped_ns = now_ns
         while (decided := scheduler.next_batch(now_ns)) is not None:
@@ -188,7 +191,7 @@ class VirtualEngine:
                 self._start(decided, now_ns)
             else:
                 self.observer.rejected(decided)
-        if scheduler.has_to_expire and (due := scheduler.expire(now_ns)):
+        if scheduler.queue.has_to_expire and (due := scheduler.queue.expire(now_ns)):
             self._expire(due, now_ns, NO_DEADLINE_NS)
         self.observer.pumped(now_ns)
         wakeup_ns = scheduler.next_wakeup()

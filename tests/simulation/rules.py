@@ -630,7 +630,11 @@ class Rules:
     def _is_left_to_others(self, now_ns: int) -> bool:
         """Return whether others on the device go first, by weight, for a time that somebody watches."""
         scheduler = self._scheduler
-        if scheduler.share is None or not scheduler.share.is_held or not (self._queued or self._again):
+        if (
+            scheduler.room.share is None
+            or not scheduler.room.share.is_held
+            or not (self._queued or self._again)
+        ):
             return False
         wakeup_ns = scheduler.next_wakeup()
         _hold(wakeup_ns is not None and now_ns < wakeup_ns, "nobody watches what is left to others")

@@ -5,7 +5,9 @@ import pytest
 from asynctrt.errors import DeadlineUnreachableError, InternalError, QueueFullError
 from asynctrt.scheduling.batch import Reason, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policies import RunAs, TakeOneRequest
 from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.queue import Queue
 from asynctrt.scheduling.queues import Buckets
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -30,7 +32,7 @@ def made(policy=None, priorities=1, **more):
 
 def submit(scheduler, rules, rows=2, *, key=None, priority=0, arrival_ns=5, **how):
     request = Request(rows, key or BatchKey(), priority, arrival_ns, **how)
-    scheduler.submit(request)
+    scheduler.queue.submit(request)
     rules.submitted(request)
     return request
 
@@ -244,7 +246,7 @@ def test_a_request_that_is_taken_wrongly_is_found(changed, broken):
 def test_a_request_that_leaves_twice_is_found():
     scheduler, rules = made()
     request = submit(scheduler, rules, deadline_ns=8)
-    assert scheduler.expire(9) == [request]
+    assert scheduler.queue.expire(9) == [request]
     rules.expired([request], 9, 9)
     with pytest.raises(InternalError, match="request 1 left the queue twice"):
         rules.expired([request], 9, 9)
@@ -265,7 +267,7 @@ def test_parts_of_a_failed_batch_that_are_wrong_are_found():
 
 def test_a_scheduler_that_is_not_idle_in_the_end_is_found():
     scheduler, rules = made()
-    scheduler.submit(Request(1, BatchKey(), 0, 5))
+    scheduler.queue.submit(Request(1, BatchKey(), 0, 5))
     with pytest.raises(InternalError, match="the scheduler is not idle"):
         rules.end(0)
 
@@ -278,7 +280,7 @@ def test_contexts_out_of_use_that_are_miscounted_are_found():
 
 
 def test_a_queue_over_its_bound_is_found(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_make_room", lambda self, requests, rows: None)
+    monkeypatch.setattr(Queue, "_make_room", lambda self, requests, rows: None)
     scheduler, rules = made()
     for _ in range(2):
         submit(scheduler, rules, 4)
@@ -301,10 +303,9 @@ def test_one_that_failed_alone_and_is_answered_with_its_batch_is_found():
 
 
 def test_company_for_a_request_that_is_to_be_alone_is_found(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_choose", lambda self, bucket, *_, by_age: bucket.choose(4))
-    monkeypatch.setattr(Scheduler, "_rows_to_run", lambda self, key, rows: (4, None))
+    monkeypatch.setattr(TakeOneRequest, "rows_max", lambda self, *_: 4)
+    monkeypatch.setattr(RunAs, "find", lambda self, key, rows: (4, None))
     scheduler, rules = made(Policy(rows_max=4, is_alone=True))
-    scheduler._runs_as_it_is = False
     for _ in range(2):
         submit(scheduler, rules, 1)
     with pytest.raises(InternalError, match="to be alone has company"):
@@ -379,8 +380,8 @@ def test_rows_of_a_bucket_that_are_miscounted_are_found(monkeypatch):
         submit_one(self, request)
         self._bucket.rows += (request.key.shape == "more") - (request.key.shape == "fewer")
 
-    submit_one = Scheduler.submit
-    monkeypatch.setattr(Scheduler, "submit", submitted)
+    submit_one = Queue.submit
+    monkeypatch.setattr(Queue, "submit", submitted)
     scheduler, rules = made()
     for name in ("more", "fewer"):
         submit(scheduler, rules, key=BatchKey(name))

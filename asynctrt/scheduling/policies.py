@@ -1,0 +1,377 @@
+"""The questions that the scheduler asks for the next batch, each a policy of one method.
+
+Is there room for it (:class:`Room`)? Is it the turn of a part of a batch that failed (:class:`Again`), and if
+not, whose (:class:`Turns`)? May the batch still grow (:class:`AtOnce`, :class:`JustInTime`)? Which rows does
+it take (:class:`TakeRows` and what is made of it)? As how many rows is it run (:class:`RunAs`)?
+
+A policy that is not here, such as one that bounds the tokens of a batch, is another class with the same
+method, and is given to the scheduler of an engine where that is made (``core/assembly.py``).
+"""
+
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
+
+from asynctrt.scheduling.batch import Batch, Flight, Reason
+from asynctrt.scheduling.batch_times import BatchTimes
+from asynctrt.scheduling.concurrency import Concurrency
+from asynctrt.scheduling.contexts import ContextAllocator
+from asynctrt.scheduling.forecast import Forecast
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
+from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
+from asynctrt.scheduling.request import Request, awaited
+from asynctrt.scheduling.shapes import Shapes
+from asynctrt.scheduling.shares import Share
+
+Part = tuple[BatchKey, tuple[Request, ...]]
+
+Turn = tuple[BucketQueue, Reason]
+"""The bucket to launch from, and why it is launched now."""
+
+Chosen = tuple[tuple[Request, ...], int, tuple[Request, ...]]
+"""The requests of a batch, their rows, and requests that would be too late for it. If there are any of
+these, they leave the queue first, and nothing else is chosen."""
+
+
+class Room:
+    """What batches are launched into.
+
+    :param in_flight: the batches in flight; ``in_flight_max``: how many there may be.
+    """
+
+    def __init__(
+        self, contexts: ContextAllocator, in_flight: Mapping[Flight, Batch], in_flight_max: int
+    ) -> None:
+        self.contexts = contexts
+        self._in_flight = in_flight
+        self.in_flight_max = in_flight_max
+        self.share: Share | None = None
+        """Its part of a device that it divides with others; ``None`` if it takes what it can get."""
+        self.until_ns: int | None = None
+        """Until when the device is left to others at the latest; ``None`` if it is not."""
+        self.bides = False
+        """Whether what is queued waits for company, not for the device."""
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether a batch could be launched, if the device is not left to others."""
+        return self.contexts.free > 0 and len(self._in_flight) < self.in_flight_max
+
+    @property
+    def is_for_two(self) -> bool:
+        """Return whether two batches could be launched."""
+        return self.contexts.free > 1 and self.in_flight_max > 1
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the device was left to others when that was last asked."""
+        return self.share is not None and self.share.is_held
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether what is queued would be launched now, or when what is in flight ends."""
+        return bool(self._in_flight) or (not self.bides and self.contexts.free > 0)
+
+    def has_room(self, now_ns: int) -> bool:
+        """Return whether a batch may be launched now. Only if there is something to launch."""
+        if not self.contexts.free or len(self._in_flight) >= self.in_flight_max:
+            return False
+        if self.share is None:
+            return True
+        self.bides = False
+        self.until_ns = self.share.hold_until(now_ns)
+        return self.until_ns is None
+
+
+class Again:
+    """Parts of batches that failed, the largest first, that take turns with what is queued.
+
+    :param waiting_max: while more parts wait than this, none of the queue goes before them.
+    """
+
+    def __init__(self, waiting_max: int) -> None:
+        self._waiting_max = waiting_max
+        self.parts: list[Part] = []
+        """Each is launched as a separate batch."""
+        self.is_over = False
+        """Whether no part is launched any more."""
+        self.was_part = False
+        """Whether the latest batch was such a part, so that it is the queue's turn."""
+
+    @property
+    def goes_first(self) -> bool:
+        """Return whether it is the turn of a part."""
+        return bool(self.parts) and not (self.was_part and len(self.parts) <= self._waiting_max)
+
+    def divide(self, key: BatchKey, requests: Sequence[Request]) -> None:
+        """Keep the halves of a batch that failed, without requests whose callers have gone away."""
+        left = awaited(requests)
+        half = (len(left) + 1) // 2
+        for part in (left[:half], left[half:]):
+            if part:
+                # What fails most likely waits behind what most are waiting for.
+                insort(self.parts, (key, part), key=_smallness)
+
+    def pop(self) -> Part | None:
+        """Return the next part, without requests whose callers have gone; ``None`` if no part is left."""
+        while self.parts:
+            key, requests = self.parts.pop(0)
+            chosen = awaited(requests)
+            if chosen:
+                return key, chosen
+        return None
+
+    def close(self) -> list[Request]:
+        """Keep no part from now on; return the requests whose callers still wait."""
+        self.is_over = True
+        left = [request for _, part in self.parts for request in awaited(part)]
+        self.parts.clear()
+        return left
+
+
+class Turns:
+    """Decides which bucket the next batch is of.
+
+    Now and then it is that of what is most overdue, and every second time that of the earliest deadline.
+    """
+
+    def __init__(self, buckets: Buckets, deadlines: DeadlineHeap) -> None:
+        self._buckets = buckets
+        self._deadlines = deadlines
+        self.aged_number = 0
+        """The last batch that started with what was most overdue."""
+        # Whether the last batch went out of turn.
+        self._is_out_of_turn = False
+
+    def next(self, number: int, now_ns: int, in_flight: int) -> Turn | None:
+        """Return whose turn it is; ``None`` if no batch should be launched now.
+
+        :param number: that of the next batch.
+        """
+        buckets = self._buckets
+        picked = buckets.pick(now_ns, in_flight)
+        if picked is None:
+            return None
+        if buckets.priority_max or (self._deadlines.line and buckets.waiting > 1):
+            return self._reconsider(picked, number, now_ns, in_flight)
+        return picked
+
+    def _reconsider(self, picked: Turn, number: int, now_ns: int, in_flight: int) -> Turn:
+        """Return the turn of a bucket that goes before the one whose turn it is, if there is one."""
+        buckets = self._buckets
+        is_due = buckets.priority_max and number - self.aged_number >= AGED_EVERY
+        if is_due and (aged := buckets.overdue(now_ns)) is not None:
+            return aged, Reason.AGED
+        out_of_turn, self._is_out_of_turn = self._is_out_of_turn, False
+        if not out_of_turn and (first := self._deadlines.earliest()) is not None:
+            other = buckets.instead(picked[0], first)
+            if other is not None:
+                self._is_out_of_turn = True
+                return other, buckets.reason(other, now_ns, in_flight)
+        return picked
+
+
+class AtOnce:
+    """Lets no batch grow that could be launched: for devices that start each batch at once."""
+
+    due_ns: int | None = None
+    """When to launch the batch that may grow; ``None`` if no batch may."""
+    bucket: BucketQueue | None = None
+    """The bucket of that batch."""
+    was: BucketQueue | None = None
+    """The bucket of a batch that was held back since the last launch."""
+
+    def may_grow(self, bucket: BucketQueue, now_ns: int) -> bool:
+        """Return whether the next batch, while others are in flight, can still grow before the device would
+        want it."""
+        return False
+
+    def begin(self) -> None:
+        """Forget what was found before."""
+
+
+class JustInTime(AtOnce):
+    """Lets batches grow until the device is about to be free for them.
+
+    :param deadlines: no batch may grow beyond the first of them; ``None`` if launching sooner helps no one.
+    """
+
+    def __init__(
+        self, concurrency: Concurrency, deadlines: DeadlineHeap | None, *, holds_full_ones: bool
+    ) -> None:
+        self._concurrency = concurrency
+        self._deadlines = deadlines
+        self._holds_full_ones = holds_full_ones
+
+    def begin(self) -> None:
+        self.due_ns = self.bucket = None
+
+    def may_grow(self, bucket: BucketQueue, now_ns: int) -> bool:
+        if bucket.is_full and not self._holds_full_ones:
+            return False
+        rows_max = bucket.rows_max
+        due_ns = self._concurrency.due_ns(bucket.key, min(bucket.rows, rows_max), rows_max, now_ns)
+        if due_ns is None:
+            return False
+        if self._deadlines is not None and (deadline_ns := self._deadlines.earliest_ns()) is not None:
+            due_ns = min(due_ns, deadline_ns - DEADLINE_MARGIN_NS)
+        if due_ns <= now_ns:
+            return False
+        self.due_ns = due_ns
+        self.bucket = self.was = bucket
+        return True
+
+
+class TakeRows:
+    """Takes all rows that fit into a batch."""
+
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+        """Return how many rows the next batch of a bucket may have: at least as many as its first request.
+
+        :param reason: why it is launched.
+        """
+        return bucket.rows_max
+
+    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
+        """Return the requests of the next batch of a bucket; change nothing."""
+        return *bucket.choose(self.rows_max(bucket, in_flight, reason), reason is Reason.AGED), ()
+
+    def preview(self, bucket: BucketQueue, in_flight: int) -> tuple[Request, ...]:
+        """Return the requests that the batch would probably have if it were launched now."""
+        return bucket.choose(self.rows_max(bucket, in_flight, Reason.AHEAD))[0]
+
+
+class TakeOneRequest(TakeRows):
+    """Takes one request, whatever else is queued."""
+
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+        head = bucket.head(by_age=reason is Reason.AGED)
+        return bucket.rows_max if head is None else head.rows
+
+
+class SpreadOverCores(TakeRows):
+    """Takes an even share of the rows for each idle core, where batches compute in parallel."""
+
+    def __init__(self, policy: Policy, buckets: Buckets, times: BatchTimes) -> None:
+        self._policy = policy
+        self._buckets = buckets
+        self._times = times
+
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+        if bucket.rows < 2 or reason is Reason.AGED or bucket.key.slab is not None:
+            return bucket.rows_max
+        head = bucket.head()
+        return self._policy.rows_to_take(
+            bucket.key.shape,
+            bucket.rows,
+            0 if head is None else head.rows,
+            rows_max=bucket.rows_max,
+            buckets=self._buckets.waiting,
+            in_flight=in_flight,
+            compute=self._times.compute,
+        )
+
+
+class HalvesFirst(TakeRows):
+    """Takes half of the rows for an idle device, if it is faster to copy the others in while these compute
+    than to copy all of them in first.
+
+    :param expected_rows: returns the rows that the device would execute for a number of rows of a key.
+    """
+
+    def __init__(
+        self,
+        concurrency: Concurrency,
+        times: BatchTimes,
+        room: Room,
+        expected_rows: Callable[[BatchKey, int], int],
+    ) -> None:
+        self._concurrency = concurrency
+        self._times = times
+        self._room = room
+        self._expected_rows = expected_rows
+
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+        if bucket.key.slab is not None or reason is Reason.AGED or self._concurrency.occupied:
+            return bucket.rows_max
+        rows = min(bucket.rows, bucket.rows_max)
+        head = bucket.head()
+        half = max((rows + 1) // 2, 0 if head is None else head.rows)
+        if half >= rows or not self._room.is_for_two:
+            return bucket.rows_max  # The others would have no context to be copied in for.
+        key, compute, delay_ns = bucket.key, self._times.compute, self._times.delay_ns
+        run, half_run = self._expected_rows(key, rows), self._expected_rows(key, half)
+        whole_ns, half_ns = compute.typical(key.shape, run), compute.typical(key.shape, half_run)
+        if whole_ns is None or half_ns is None:
+            return bucket.rows_max
+        first_ns = delay_ns(key, half_run) + half_ns
+        # The second half is there when the first has computed, or as soon as it has been copied in.
+        halves_ns = max(first_ns, 2 * delay_ns(key, half_run)) + half_ns
+        return half if halves_ns < delay_ns(key, run) + whole_ns else bucket.rows_max
+
+
+class InTime(TakeRows):
+    """Takes the rows that another policy takes, as far as they are answered in time."""
+
+    def __init__(self, policy: TakeRows, forecast: Forecast, deadlines: DeadlineHeap) -> None:
+        self._policy = policy
+        self._forecast = forecast
+        self._deadlines = deadlines
+
+    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+        return self._policy.rows_max(bucket, in_flight, reason)
+
+    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
+        if not self._deadlines.line:
+            return self._policy.choose(bucket, in_flight, now_ns, reason)
+
+        def choose(rows_max: int) -> tuple[tuple[Request, ...], int]:
+            return bucket.choose(rows_max, reason is Reason.AGED)
+
+        rows_max = self.rows_max(bucket, in_flight, reason)
+        may_split = bucket.key.slab is None and reason is not Reason.AGED
+        return self._forecast.fit(bucket, rows_max, choose, now_ns, may_split=may_split)
+
+
+class RunAs:
+    """Decides how many rows the device executes for a batch.
+
+    :param shapes: what the model takes of each shape.
+    """
+
+    def __init__(self, policy: Policy, shapes: Shapes, times: BatchTimes) -> None:
+        self._policy = policy
+        self._shapes = shapes
+        self._times = times
+        self.limit = shapes.limit
+        """Returns the rows that one batch of a shape holds; raises as :meth:`Shapes.limit`."""
+        self.has_profiles = shapes.has_profiles
+        """Whether batches have profiles."""
+        self._is_as_given = shapes.runs_as_many_as_it_takes and not policy.captured.sizes
+
+    def find(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
+        """Return the rows that the device executes for ``rows``, and the profile to do it with.
+
+        :raises Exception: what the model raises when it is asked.
+        """
+        if self._is_as_given:
+            return rows, None
+        rows_run = self._shapes.padded_rows(key.shape, rows)
+        if self._policy.captured.sizes and key.shape == ():
+            rows_run = self._policy.rows_to_run(key.shape, rows_run, self._times.compute)
+        return rows_run, self._shapes.profile(key.shape, rows_run)
+
+    def expected(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
+        """Return what :meth:`find` is expected to return, which may raise by then."""
+        try:
+            return self.find(key, rows)
+        except Exception:  # The model raises again when the batch is formed, and is answered for then.
+            return rows, None
+
+    def expected_rows(self, key: BatchKey, rows: int) -> int:
+        """Return the rows that the device is expected to execute for ``rows``."""
+        return self.expected(key, rows)[0]
+
+
+def _smallness(part: Part) -> int:
+    return -len(part[1])

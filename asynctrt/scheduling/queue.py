@@ -1,0 +1,245 @@
+"""All requests that wait to be launched: taken in, or refused; until they leave, or a batch takes them."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, QueueFullError, copy_for
+from asynctrt.scheduling.counters import Counters
+from asynctrt.scheduling.forecast import Forecast
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Change, Request, change, change_all
+
+
+class Queue:
+    """The queue of one engine, bounded in rows.
+
+    :param rows_max: rows that may wait over all buckets.
+    :param limit: returns the rows that one batch of a key holds.
+    :param forecast: refuses requests that would be too late.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        priorities: int,
+        rows_max: int,
+        limit: Callable[[BatchKey], int],
+        forecast: Forecast,
+        counters: Counters,
+    ) -> None:
+        self._priorities = priorities
+        self._patience_ns = policy.patience_ns
+        self._limit = limit
+        self._forecast = forecast
+        self._counters = counters
+        self.rows_max = rows_max
+        self.rows = 0
+        """Rows that wait, not counting the open batch."""
+        self.buckets = Buckets(policy, priorities)
+        # The one of the latest request, as the next one is mostly of the same. It is in `buckets`, which drop
+        # some only to add another.
+        self._bucket: BucketQueue | None = None
+        self.open = OpenBatch()
+        """Requests that came since the last decision, and need nothing decided about them."""
+        self.deadlines = DeadlineHeap()
+        self.has_to_expire = False
+        """Whether a deadline has to be watched, or callers have to be notified that they left the queue."""
+        # Requests that are too late for any batch, which the next `expire` returns.
+        self._late: list[Request] = []
+        self.displaced: list[Request] = []
+        """Requests that made room for more urgent ones; for the driver to take away and to answer."""
+        self.closed: AsynctrtError | None = None
+        """Why no more requests are taken."""
+
+    def __repr__(self) -> str:
+        return f"<Queue requests={self.requests} rows={self.rows + len(self.open.requests)}>"
+
+    @property
+    def requests(self) -> int:
+        """Return how many requests wait. Any thread may ask."""
+        return sum(bucket.requests for bucket in self.buckets) + len(self.open.requests)
+
+    def submit(self, request: Request) -> None:
+        """Queue one request, or raise and change nothing.
+
+        A queue without room for it gives up less urgent requests, which then are in :attr:`displaced`.
+
+        :raises EngineClosedError: (or what else was given) after :meth:`refuse`.
+        :raises DeadlineUnreachableError: when it would probably be too late.
+        :raises QueueFullError: when the queue has no room for its rows.
+        :raises InputError: for a shape that no profile of the model takes.
+        :raises ExecutionError: when the model fails to say which do.
+        """
+        if self.open.bucket is not None:
+            self.close_open()
+        rows, has_deadline = request.rows, request.deadline_ns != NO_DEADLINE_NS
+        if has_deadline:
+            self._foresee(request, 1)
+        if self.rows + rows > self.rows_max:
+            self._make_room((request,), rows)
+        bucket, key = self._bucket, request.key
+        bucket = bucket if bucket is not None and bucket.key is key else self._bucket_of(key)
+        self.rows += rows
+        if has_deadline or request.priority:
+            needs_place = bucket.push(request)
+        else:  # What `push` does, without the call: most requests have neither.
+            bucket.plain.append(request)
+            if bucket.rows:
+                self.open.begin(bucket, self.rows_max - self.rows)
+            bucket.rows = rows = bucket.rows + rows
+            needs_place = bucket.priority < 0 or (rows >= bucket.rows_max and not bucket.is_full)
+        if needs_place:
+            self.buckets.pushed(bucket, request)
+        if has_deadline:
+            # Each request has a row at least.
+            self.deadlines.push(request, queued_max=self.rows)
+            self.has_to_expire = True
+
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""
+        self.close_open()
+        last, rows = requests[-1], sum(request.rows for request in requests)
+        if last.deadline_ns != NO_DEADLINE_NS:
+            # All of it is there when its last part is.
+            self._foresee(last, len(requests), rows - last.rows)
+            if last in self._forecast.trial:
+                self._forecast.trial = tuple(requests)  # If one part is late, all of them are given up.
+        if self.rows + rows > self.rows_max:
+            self._make_room(requests, rows)
+        for request in requests:
+            request.deadline_ns = min(request.deadline_ns, last.deadline_ns)
+            request.reserve_ns = last.reserve_ns
+        bucket = self._bucket_of(requests[0].key)
+        if bucket.push_parts(requests):
+            self.buckets.pushed(bucket, requests[0])
+        self.rows += rows
+        if requests[0].deadline_ns != NO_DEADLINE_NS:
+            self.has_to_expire = True
+            for request in requests:
+                self.deadlines.push(request, queued_max=self.rows)
+
+    def close_open(self) -> None:
+        """Let the requests of the open batch join the queue of their bucket, as decisions need them there."""
+        opened = self.open
+        bucket, requests = opened.bucket, opened.requests
+        if bucket is None:
+            return
+        opened.key = None
+        if requests:
+            # If Ctrl-C comes in between, some are in both places rather than in none.
+            bucket.plain.extend(requests)
+            opened.requests = []
+            self.rows += len(requests)
+            bucket.rows += len(requests)
+            if bucket.rows >= bucket.rows_max and not bucket.is_full:
+                self.buckets.pushed(bucket, requests[0])
+        opened.bucket = None
+
+    def leave(self, request: Request, what: Change) -> None:
+        """Take a queued request out of its bucket from wherever it stands."""
+        self.close_open()
+        change(request, what)
+        bucket = self.buckets.by_key[request.key]
+        bucket.discard(request)
+        self.rows -= request.rows
+        self.buckets.left(bucket)
+
+    def expire(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> list[Request]:
+        """Take the queued requests whose deadline has come out of the queue and return them.
+
+        :param arrived_by_ns: spare requests that arrived later: they had no chance to be launched yet.
+        """
+        due = self.deadlines.pop_due(now_ns, arrived_by_ns)
+        for request in due:
+            self.leave(request, Change.EXPIRE)
+        self._counters.expired += len(due)
+        if self._late:
+            due += self._late
+            self._late = []
+        self.has_to_expire = bool(self.deadlines.line)
+        return due
+
+    def give_up(self, late: Iterable[Request]) -> None:
+        """Take requests out of the queue that no batch would answer in time; :meth:`expire` returns them."""
+        for request in late:
+            self.leave(request, Change.EXPIRE)
+            self._counters.expired += 1
+            self._late.append(request)
+        self.has_to_expire = True
+
+    def refuse(self, why: AsynctrtError) -> None:
+        """Refuse every request from now on with an error like ``why``; requests that wait go on."""
+        self.close_open()
+        self.closed = why
+        self.rows_max = -1
+
+    def take_displaced(self) -> Sequence[Request]:
+        """Return the requests that made room for more urgent ones, to be answered; each only once."""
+        displaced, self.displaced = self.displaced, []
+        return displaced
+
+    def clear(self) -> tuple[list[Request], list[Request]]:
+        """Empty the queue.
+
+        :returns: what was queued, and the requests that had left it as too late and were not answered yet.
+        """
+        queued = list(dict.fromkeys(self.buckets.clear()))
+        self.rows = 0
+        late, self._late = self._late, []
+        return queued, late
+
+    def fail(self, requests: Iterable[Request]) -> None:
+        """Note that requests failed that had not been launched."""
+        failed = list(requests)
+        change_all(failed, Change.FAIL)
+        self._counters.failed += len(failed)
+
+    def _foresee(self, request: Request, requests: int, rows_before: int = 0) -> None:
+        """Refuse a request, or all of a call, that would be too late."""
+        if self.closed:
+            return  # It is refused for that.
+        try:
+            self._forecast.check(request, self._bucket_of(request.key), rows_before)
+        except DeadlineUnreachableError:
+            self._counters.refused += requests
+            self._counters.refused_late += requests
+            raise
+
+    def _make_room(self, requests: Sequence[Request], rows: int) -> None:
+        """Take less urgent requests out of a full queue, or raise and change nothing."""
+        displaced = []
+        if not self.closed and rows <= self.rows_max:
+            over = self.rows + rows - self.rows_max
+            displaced = self.buckets.least_urgent(requests[0].priority, over)
+        if not displaced:
+            self._refuse(rows, len(requests))
+        self._bucket_of(requests[0].key)  # What it raises is raised before anything has changed.
+        for request in displaced:
+            self.leave(request, Change.FAIL)
+        self._counters.failed += len(displaced)
+        self.displaced += displaced
+        self.has_to_expire = True
+
+    def _bucket_of(self, key: BatchKey) -> BucketQueue:
+        bucket = self._bucket
+        if bucket is not None and bucket.key is key:
+            return bucket
+        bucket = self.buckets.by_key.get(key)
+        if bucket is None:
+            bucket = BucketQueue(key, self._priorities, self._limit(key), self._patience_ns)
+            self.buckets.add(bucket)
+        self._bucket = bucket
+        return bucket
+
+    def _refuse(self, rows: int, requests: int) -> None:
+        self._counters.refused += requests
+        if self.closed:
+            # A fresh instance: one that many callers raise would collect all their tracebacks.
+            raise copy_for(self.closed)
+        raise QueueFullError(
+            f"the queue holds {self.rows} of at most {self.rows_max} rows and has no "
+            f"room for {rows} more. Retry later, send less, or open the engine with a larger "
+            "max_queue_rows"
+        )
