@@ -18,10 +18,9 @@ OPTIONAL = {
     "google": {"kserve/protobuf.py"},
     "aiohttp": {"client/http.py", "loadtest/http_target.py", "loadtest/plain_target.py"},
     "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # The server's side and the client's.
-    "hdrh": {"loadtest/histogram.py"},
     "jinja2": {"loadtest/page.py"},
-    "psutil": {"loadtest/machine.py"},
-    "pynvml": {"loadtest/machine.py", "serving/gpus.py"},
+    "psutil": set(),
+    "pynvml": {"serving/gpus.py"},
     "ray": {"ray.py"},
     "scipy": set(),
     "yarl": {
@@ -236,7 +235,7 @@ def test_importing_the_doubles_loads_none_either():
 MISSING = [
     *[("serve", "model.onnx", name, "serve") for name in ("google", "grpc", "httptools", "orjson")],
     *[("serve", "model.onnx", name, "serve") for name in ("prometheus_client", "websockets")],
-    *[("load", "model.onnx", name, "load") for name in ("hdrh", "psutil", "pynvml")],
+    ("load", "http://127.0.0.1:1/predict", "aiohttp", "load"),
     ("load", ("/nowhere/model.onnx", "--report", "page.html"), "jinja2", "load"),
     *[("inspect", __file__, name, "cli") for name in ("typer", "rich")],
     ("serve", __file__, "onnxruntime", "cpu"),
@@ -282,7 +281,7 @@ def test_the_extra_of_ray_is_named():
 
 
 def test_the_other_commands_need_nothing_of_a_load_test():
-    heavy = {"aiohttp", "hdrh", "jinja2", "psutil", "pynvml", "scipy"}
+    heavy = {"aiohttp", "jinja2", "pynvml", "scipy"}
     assert not loaded_by("import asynctrt.cli.app, asynctrt.loadtest") & heavy
 
 

@@ -2,13 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from asynctrt.loadtest.histogram import Counts
 from tests.cli.test_app import asynctrt_command, asynctrt_commands, in_a_terminal
 from tests.helpers import free_port
 from tests.models import double_onnx, sequence_onnx
@@ -39,7 +40,7 @@ def test_a_model_is_measured_and_reported(model, tmp_path):
     content = json.loads(files["json"].read_text())
     (run,) = content["runs"]
     assert run["answered"] == run["requests"] > 100
-    assert len(Counts.decode(run["histogram"])) == run["answered"]
+    assert sum(run["histogram"].values()) == run["answered"]
     assert run["batches"]["requests"] >= run["answered"] - 5
     assert "uPlot" in files["html"].read_text()
     assert "Traceback" not in err
@@ -171,6 +172,34 @@ def test_ctrl_c_in_the_middle_gives_the_report_of_what_there_is(model, tmp_path)
 
 
 @pytest.mark.tier2
+def test_a_signal_for_the_whole_group_gives_the_report_too(tmp_path):
+    """``timeout`` sends its signal to the command, and then to all processes of its group."""
+    (tmp_path / "target.py").write_text(
+        "async def ask():\n    with open('asked', 'a') as file:\n        file.write('.')\n"
+    )
+    asked, report = tmp_path / "asked", tmp_path / "cut.json"
+    command = [sys.executable, "-m", "asynctrt", "load", "target:ask", "--rate", "200", "--warmup", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen(
+        [*command, "--seconds", "100", "--json", str(report)],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        while not asked.exists() or asked.stat().st_size < 300:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(30) == 130, process.stderr.read()
+    content = json.loads(report.read_text())
+    assert content["complete"] is False
+    assert content["runs"][0]["answered"] > 0
+
+
+@pytest.mark.tier2
 def test_ctrl_c_before_anything_was_measured(model):
     code, screen = in_a_terminal("load", model, "--rate", "200", "--warmup", "50", interrupt_at=r"warming up")
     assert code == 130, screen
@@ -196,7 +225,7 @@ def test_a_server_over_all_three_protocols(tmp_path):
             (run,) = json.loads(path.read_text())["runs"]
             assert run["error_share"] == 0, run["errors"]
             assert run["answered"] == run["requests"] > 40
-            assert abs(run["batches"]["requests"] - run["answered"]) <= 10
+            assert run["batches"]["requests"] >= run["answered"]
     finally:
         served.stop()
 

@@ -567,7 +567,7 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
         raise typer.Exit(INTERRUPTED)
     (report,) = reports
     shown_on = err if planned.prints_json else out
-    terminal.show(shown_on, report, uncorrected=given["uncorrected"])
+    terminal.show(shown_on, report)
     failed, not_checked = command.gate(planned, report)
     _show_gate(failed, not_checked)
     if given["fail_if"] and report.complete and not failed and not not_checked:
@@ -627,7 +627,6 @@ LOAD_FLAGS: Final = (
         None,
         "Exit with status 3 if this is true: 'p99>20ms', 'errors>0'; with --compare, 'p99>+10%'.",
     ),
-    ("uncorrected", bool, False, "Also show latencies measured from sending, which hide stalls."),
 )
 """Flags of ``load`` besides the settings of a load test and of an engine."""
 

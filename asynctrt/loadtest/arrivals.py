@@ -119,6 +119,14 @@ def stages_seconds(text: str) -> float | None:
     return sum(known) if known else None
 
 
+def levels_of(text: str) -> list[float]:
+    """Return every level that a profile names.
+
+    :raises OptionsError: if it is not a profile.
+    """
+    return [level for part in text.split(",") for level in _stage(part, text)[0]]
+
+
 def _stage(part: str, text: str) -> tuple[list[float], float | None]:
     """Parse ``100``, ``100..500`` or either with its length, ``100@30s``."""
     shown, mark, length = part.partition("@")

@@ -48,8 +48,7 @@ WORDS: Final = {
     ),
     "percentiles": (
         "Latency by percentile",
-        """The latency that this share of the requests did not exceed. Dots count from when a request was
-        sent, and so leave out how long it had waited before.""",
+        "The latency that this share of the requests did not exceed.",
     ),
     "batches": ("Batches by size", "Number of batches by their rows."),
 }
@@ -195,15 +194,10 @@ def _percentiles(report: Report) -> dict[str, Any] | None:
         for run in group.runs:
             if not run.answered:
                 continue
-            counts = Counts.decode(run.histogram)
+            counts = Counts.of(run.histogram)
             most = max(most, 2.0 * len(counts))
             points = {odds(mark): (counts.percentile(mark) or 0) / 1e6 for mark in marks_for(len(counts))}
             series.append((group.key or "latency", "", points))
-            if len(report.runs) == 1:
-                sent = {
-                    odds(float(name[1:])): value for name, value in run.uncorrected.items() if name[0] == "p"
-                }
-                series.append(("from when it was sent", "points", sent))
     marks = [[odds(mark), f"{mark:.10g}%"] for mark in MARKS if odds(mark) <= most]
     is_log = _is_wide(value for _, _, points in series for value in points.values())
     return _chart(series, "percentile of the requests", "latency (ms)", is_log=is_log, marks=marks)

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util import clock
 from asynctrt._util.files import write_whole
 from asynctrt.cli import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
@@ -21,6 +21,7 @@ from asynctrt.loadtest import criteria
 from asynctrt.loadtest.criteria import Criterion
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.opening import find_modules
+from asynctrt.loadtest.processes import ENDINGS
 from asynctrt.loadtest.report import FORMAT, Report, mean_figures
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
@@ -40,8 +41,8 @@ VOID: Final = 4
 UNJUDGED: Final = 5
 """Exit statuses."""
 
-ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a load test."""
+AGAIN_NS: Final = 1_000_000_000
+"""A second signal within this time is the same one: ``timeout`` signals a process and then its group."""
 
 FAILED_SHARE: Final = 0.5
 """If more than this share of a run's requests fail, the exit status is always ``NOT_GOOD``."""
@@ -130,7 +131,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
 
 async def load(planned: LoadPlan, watch: Watch) -> Report:
     """Run the load test. Ctrl-C, SIGTERM or SIGHUP ends it with a report of the results so far; a second
-    signal cancels it at once.
+    signal later cancels it at once.
 
     :raises KeyboardInterrupt: if it is interrupted before there is anything to report.
     :raises AsynctrtError: if the target cannot be measured.
@@ -138,33 +139,39 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
     find_modules(planned.job.target, planned.job.settings)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    interrupted = False
     async with LoadSession(apart=True, watch=watch) as session:
-
-        def interrupt() -> None:
-            nonlocal interrupted
-            if interrupted or not session.is_running:
-                task.cancel()
-            interrupted = True
-            session.stop()
-
+        interruption = _Interruption(session, task)
         for number in ENDINGS:
-            loop.add_signal_handler(number, interrupt)
+            loop.add_signal_handler(number, interruption.take_signal)
         try:
             return await carry_out(planned.job, session)
-        except asyncio.CancelledError:
-            if not interrupted:
+        except (asyncio.CancelledError, AsynctrtError):
+            if interruption.began_ns is None:
                 raise
             if session.runs:
                 return make_report(planned.job, session.runs, None)
             raise KeyboardInterrupt from None
-        except UsageError:
-            if interrupted:
-                raise KeyboardInterrupt from None
-            raise
         finally:
             for number in ENDINGS:
                 loop.remove_signal_handler(number)
+
+
+class _Interruption:
+    """End a session at the first signal, and cancel its task at a later one."""
+
+    def __init__(self, session: LoadSession, task: asyncio.Task[Any]) -> None:
+        self.began_ns: int | None = None
+        self._session = session
+        self._task = task
+
+    def take_signal(self) -> None:
+        now_ns = clock.now_ns()
+        if self.began_ns is not None and now_ns - self.began_ns <= AGAIN_NS:
+            return
+        if self.began_ns is not None or not self._session.is_running:
+            self._task.cancel()
+        self.began_ns = now_ns
+        self._session.stop()
 
 
 def write(planned: LoadPlan, report: Report) -> list[Path]:

@@ -299,7 +299,8 @@ def failure(where: str, error: Exception) -> AsynctrtError:
     if isinstance(error, aiohttp.ClientResponseError):
         return TargetError(f"{where} did not answer in HTTP: {_clipped(error.message)}")
     # The library may add a status that no server sent.
-    text = _clipped(str(error).removeprefix("400, message:")) or type(error).__name__
+    text = _clipped(str(error).removeprefix("400, message:").replace(" ssl:default", ""))
+    text = text or type(error).__name__
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.InvalidURL):
         return ConnectionLostError(f"{where} cannot be reached: {text}")
     return ConnectionLostError(f"the connection to {where} was lost: {text}")

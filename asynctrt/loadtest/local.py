@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -101,11 +100,6 @@ class Local:
             return await self._runner.run(clock.now_ns() + LEAD_NS if start_ns is None else start_ns, emit)
         finally:
             self._runner = None
-
-    @property
-    def pids(self) -> list[int]:
-        """The id of this process, which sends."""
-        return [os.getpid()]
 
     async def perform(
         self, settings: LoadSettings, emit: Callable[[Windows], None], planned: Planned

@@ -26,7 +26,7 @@ FLAGS: Final[Mapping[str, Check]] = {
     **dict.fromkeys(("model", "token", "device", "body", "method", "until_message"), TEXT),
     **dict.fromkeys(("header", "sweep", "compare", "fail_if"), TEXTS),
     **dict.fromkeys(("ca", "cert", "key", "json", "report"), PATH),
-    **dict.fromkeys(("insecure", "search", "uncorrected"), FLAG),
+    **dict.fromkeys(("insecure", "search"), FLAG),
     "precision": number(0.001, 1),
 }
 """The flags of ``load`` besides the settings of a load test and of an engine."""

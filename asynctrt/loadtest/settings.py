@@ -22,7 +22,7 @@ from asynctrt._util.validation import (
     validate,
 )
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import LoadProfile, stages_seconds
+from asynctrt.loadtest.arrivals import LoadProfile, levels_of, stages_seconds
 from asynctrt.loadtest.criteria import Criterion, latency_target_ms, parse_slo
 from asynctrt.tensors import Array
 
@@ -252,9 +252,10 @@ class LoadSettings:
         """
         if self.is_open:
             return LoadProfile.parse(_text(self.rate), seconds)
-        profile = LoadProfile.parse(_text(CALLERS_DEFAULT if self.callers is None else self.callers), seconds)
-        if not 1 <= profile.largest <= CALLERS_MAX:
-            raise OptionsError(f"callers must be 1 to {CALLERS_MAX}, not {self.callers}")
+        text = _text(CALLERS_DEFAULT if self.callers is None else self.callers)
+        profile = LoadProfile.parse(text, seconds)
+        if not 1 <= profile.largest <= CALLERS_MAX or not all(map(float.is_integer, levels_of(text))):
+            raise OptionsError(f"callers must be whole numbers up to {CALLERS_MAX:,}, not {self.callers}")
         return profile
 
     def _check_together(self) -> None:

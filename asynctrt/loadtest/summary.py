@@ -283,11 +283,6 @@ def tables(report: Report) -> list[Table]:
     return [table for table in made if table is not None]
 
 
-def from_when_sent(report: Report) -> Table | None:
-    """Return the latencies from when the requests were sent, which hide stalls of the target."""
-    return _table("Latency from when a request was sent", _latencies("uncorrected"), report, "In ms.")
-
-
 def _table(title: str, columns: Mapping[str, Column], report: Report, note: str = "") -> Table | None:
     """Return a table with a row for each run, leaving out empty columns."""
     cells = {head: [_cell(column(run)) for run in report.runs] for head, column in columns.items()}
@@ -303,14 +298,13 @@ def _cell(value: Cell | float | None) -> Cell | None:
     return value if value is None or isinstance(value, Cell) else Cell(number(value))
 
 
-def _latencies(part: str, names: Sequence[str] = LATENCIES) -> dict[str, Column]:
+def _latencies() -> dict[str, Column]:
     """Return a column for each latency, which says why one is missing."""
 
     def column(name: str) -> Column:
-        missing = {True: Cell(DASH, TOO_FEW), False: Cell(DASH, NO_ANSWER)}
-        return lambda run: getattr(run, part).get(name, missing[bool(run.answered)])
+        return lambda run: run.latency.get(name, Cell(DASH, TOO_FEW if run.answered else NO_ANSWER))
 
-    return {name: column(name) for name in names}
+    return {name: column(name) for name in LATENCIES}
 
 
 def _runs(report: Report) -> Table | None:
@@ -322,7 +316,7 @@ def _runs(report: Report) -> Table | None:
         "Throughput": lambda run: run.throughput,
         "Goodput": lambda run: run.goodput,
         "Errors": lambda run: Cell(share(run.error_share), level="bad" if run.error_share else ""),
-        **_latencies("latency"),
+        **_latencies(),
     }
     note = "Latencies, p50 to max, are in ms; due, throughput and goodput are in requests/s."
     return _table("Runs", columns, report, note)
@@ -371,20 +365,13 @@ def _steps(report: Report) -> Table | None:
 
 
 def _inside(report: Report) -> Table | None:
-    def column(part: str, name: str, shown: Callable[[float], str] = number) -> Column:
-        def cell(run: Run) -> Cell | None:
-            value = getattr(getattr(run, part), name, None)
-            return None if value is None else Cell(shown(value))
-
-        return cell
+    def column(part: str, name: str) -> Column:
+        return lambda run: getattr(getattr(run, part), name, None)
 
     columns: dict[str, Column] = {
         "Late p99": lambda run: run.lateness.get("p99"),
         "Cores": column("resources", "generator_cores"),
         "Memory": column("resources", "memory_mb"),
-        "GPU busy": column("resources", "gpu_share", share),
-        "GPU memory": column("resources", "gpu_memory_mb"),
-        "GPU power": column("resources", "gpu_watts"),
         "Batches": column("batches", "batches"),
         "Rows each": column("batches", "mean_rows"),
         "Queue": column("batches", "queue"),
@@ -392,10 +379,8 @@ def _inside(report: Report) -> Table | None:
         "Compute": column("batches", "compute"),
         "Copy out": column("batches", "copy_out"),
     }
-    gpus = sorted({run.resources.gpu_name for run in report.runs if run.resources.gpu_name})
-    note = "Times are in ms, memory in MB, power in W. Late p99, cores and memory are of the generator."
-    note += f" The GPU is {', '.join(gpus)}." if gpus else ""
-    return _table("Generator, device and batches", columns, report, note)
+    note = "Times are in ms, memory in MB. Late p99, cores and memory are of the generator."
+    return _table("Generator and batches", columns, report, note)
 
 
 def _search(report: Report) -> Table | None:

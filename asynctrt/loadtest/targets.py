@@ -153,11 +153,11 @@ class TargetSpec:
         scheme, mark, _ = self.where.partition("://")
         if not mark:
             return ""
-        if scheme not in SCHEMES:
+        if scheme.lower() not in SCHEMES:
             raise UsageError(
                 f"{self.where!r}: unknown scheme {scheme!r}; valid schemes: {', '.join(SCHEMES)}"
             )
-        return scheme
+        return scheme.lower()
 
     @property
     def is_server(self) -> bool:

@@ -29,9 +29,8 @@ except ImportError as error:
 REFRESH_S: Final = 0.25
 STYLES: Final = {"bad": "bold red", "warn": "bold yellow", "good": "green", "note": "dim"}
 LEFT_OUT_FIRST: Final = (
-    "p99.99", "p95", "p90", "Seconds", "GPU power", "GPU memory", "Memory", "mean", "Due", "Requests",
-    "p99.9", "Copy in", "Copy out", "Share of requests", "Batches", "Rows each", "Cores", "Goodput",
-    "GPU busy", "A", "B",
+    "p99.99", "p95", "p90", "Seconds", "Memory", "mean", "Due", "Requests", "p99.9", "Copy in", "Copy out",
+    "Share of requests", "Batches", "Rows each", "Cores", "Goodput", "A", "B",
 )  # fmt: skip
 """Columns that a narrow terminal does not show, the least important first."""
 LABEL_COLUMNS: Final = 8
@@ -99,15 +98,13 @@ def _live_row(whole: Window, seconds: float) -> list[str]:
     return [f"{whole.completed / seconds:,.0f}", *times[:2], f"{whole.failed:,}", times[2]]
 
 
-def show(console: Console, report: Report, *, uncorrected: bool) -> None:
+def show(console: Console, report: Report) -> None:
     """Show the important messages, the tables, the confidence intervals, and the result in one line."""
     for banner in summary.banners(report):
         reasons = "".join(f"\n  {_clean(reason)}" for reason in banner.reasons)
         console.print(f"[{STYLES[banner.level]}]{_clean(banner.title)}[/]{reasons}", highlight=False)
-    sent = summary.from_when_sent(report) if uncorrected else None
-    for table in (*summary.tables(report), sent, *summary.results(report)):
-        if table is not None:
-            console.print(_drawn(table, console.width))
+    for table in (*summary.tables(report), *summary.results(report)):
+        console.print(_drawn(table, console.width))
     for tile in summary.tiles(report) if report.comparison is None else ():
         if "95%" in tile.more:
             figure = f"{tile.name}: {tile.value.text} {tile.unit} ({tile.more})"

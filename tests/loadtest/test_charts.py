@@ -7,13 +7,13 @@ import anyio
 import pytest
 
 from asynctrt.loadtest.charts import WORDS, charts
-from asynctrt.loadtest.page import interactive, render
+from asynctrt.loadtest.page import render
 from tests.loadtest.reports import EVERY, XSS, make_report, make_run
 from tests.loadtest.test_page import opened
 
 
 def page_of(kind):
-    return interactive(EVERY[kind]())
+    return render(EVERY[kind]())
 
 
 @pytest.mark.tier2
@@ -75,7 +75,7 @@ def test_only_its_own_scripts_may_run():
     assert policy.startswith("default-src 'none'; ")
     assert len(re.findall(r"'sha256-[\w+/=]{44}'", policy)) == 2
     assert "unsafe" not in policy.partition("script-src")[2]
-    assert "script" not in render(EVERY["single"]())
+    assert "script" not in render(EVERY["empty"]())
 
 
 @pytest.mark.parametrize("kind", ["search", "compare", "hostile"])

@@ -114,9 +114,8 @@ async def test_a_run_in_an_applications_own_tests():
         report = await loadtest.run(engine, rate=400, seconds=0.5, warmup=0.1, slo="errors<1%")
         assert report.holds, report.runs[0]
         (run,) = report.runs
-        assert run.batches.requests <= run.requests
+        assert run.batches.requests >= run.requests
         assert run.resources.memory_mb > 10
-        assert run.resources.gpu_name is None
         assert engine.statistics().state == "open"
 
 

@@ -1,4 +1,4 @@
-"""A report from Python: as files, in a notebook, in one line."""
+"""A report from Python: as files, in one line."""
 
 import asyncio
 import json
@@ -41,12 +41,7 @@ async def test_files_of_every_kind(report, tmp_path):
         report.save(tmp_path / "none" / "r.json")
 
 
-async def test_in_a_notebook_and_in_one_line(report):
-    shown = report._repr_html_()
-    assert "Throughput" in shown
-    assert "requests/s" in shown
-    assert "dou<b>le" not in shown
-    assert "dou&amp;lt;b&amp;gt;le" in shown
+async def test_in_one_line(report):
     assert repr(report).startswith("<Report run of ")
     assert len(repr(report.runs[0])) < 120
     assert repr(report.runs[0]).startswith(f"<Run '4 callers': {report.runs[0].answered:,} of ")

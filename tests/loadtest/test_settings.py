@@ -18,7 +18,22 @@ NAN, INF = float("nan"), float("inf")
 
 IMPOSSIBLE = {
     "rate": ["0", 0, 0.0, -1, "-1", "1e9", 1e9, NAN, INF, "fast", "", "1..", True, [100], (1, 2), 1j],
-    "callers": ["0", 0, -1, 0.5, "0.5", CALLERS_MAX + 1, f"1..{2 * CALLERS_MAX}", "many", "", True, [3]],
+    "callers": [
+        "0",
+        0,
+        -1,
+        0.5,
+        "0.5",
+        1.5,
+        "2.5",
+        "1.5..4",
+        CALLERS_MAX + 1,
+        f"1..{2 * CALLERS_MAX}",
+        "many",
+        "",
+        True,
+        [3],
+    ],
     "think": [-0.1, 3601, NAN, "1", None, True],
     "arrivals": ["even", None, "Poisson", ["poisson"]],
     "trace": [5, b"trace.csv"],

@@ -55,6 +55,11 @@ async def test_a_scheme_that_there_is_none_of(where):
             pass
 
 
+def test_a_scheme_may_be_in_capitals():
+    assert TargetSpec("HTTP://127.0.0.1:8000/x").scheme == "http"
+    assert TargetSpec("Grpc://127.0.0.1:8000/x").is_server
+
+
 async def test_something_that_is_no_target():
     with pytest.raises(UsageError, match="a path, an address, an engine or an async function"):
         async with opened(5):
