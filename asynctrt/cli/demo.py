@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -37,6 +37,9 @@ MAX_ROWS: Final = 4
 
 LOOKED_AT_MAX: Final = 100_000
 """The maximum number of entries to look at: a folder may be a whole disk."""
+
+LOAD_FILES: Final = 200
+"""The number of files whose contents `asynctrt load demo` sends."""
 
 CALLERS: Final = 64
 LAYERS_ROWS: Final = 32
@@ -163,14 +166,10 @@ def read_row(model: ContentModel, path: Path) -> Array | None:
     return row
 
 
-def read_input(path: Path) -> Array | None:
-    """Return the installed model's input for a file. This is a reader for ``asynctrt load --reader``."""
-    return read_row(_installed_model(), path)
-
-
-@cache
-def _installed_model() -> ContentModel:
-    return ContentModel.find()
+def read_rows(model: ContentModel) -> Array:
+    """Return the model's inputs for files of this machine, int32 ``(files, beg_size + end_size)``."""
+    rows = (read_row(model, path) for path in find_files(default_folders(), LOAD_FILES))
+    return np.concatenate([row for row in rows if row is not None])
 
 
 class HandBatcher:

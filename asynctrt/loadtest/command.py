@@ -82,8 +82,8 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         model = demo.ContentModel.find()
         target = str(model.path)
         options = {"max_rows": demo.MAX_ROWS, **options}
-        if not {"inputs", "trace"} & settings.keys():
-            settings |= {"inputs": demo.default_folders()[0], "reader": "asynctrt.cli.demo:read_input"}
+        if "inputs" not in settings:
+            settings["inputs"] = demo.read_rows(model)
     if ADDRESS.match(target) and not Path(target).exists():
         raise UsageError(
             f"{target!r} is not a file. For a server, give the address of a model, such as "
@@ -136,7 +136,7 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
     :raises KeyboardInterrupt: if it is interrupted before there is anything to report.
     :raises AsynctrtError: if the target cannot be measured.
     """
-    find_modules(planned.job.target, planned.job.settings)
+    find_modules(planned.job.target)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     async with LoadSession(apart=True, watch=watch) as session:

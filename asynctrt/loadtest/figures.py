@@ -127,11 +127,11 @@ def _measured(plan: ProcessPlan, counted: Counted, *, complete: bool) -> tuple[f
     """Return the number of seconds and of windows that were measured."""
     last_ns = max(outcome.last_done_ns for outcome in counted.outcomes) - plan.warmup_ns
     elapsed_ns = min(outcome.elapsed_ns for outcome in counted.outcomes) - plan.warmup_ns
-    if complete and plan.is_timed and plan.requests_max is None:
+    if complete and plan.requests_max is None:
         return plan.measured_ns / 1e9, -(-plan.measured_ns // plan.window_ns)
     if complete:
         # The run ended with the last answer, not at a set time.
-        ended_ns = min(last_ns, plan.measured_ns) if plan.is_timed else last_ns
+        ended_ns = min(last_ns, plan.measured_ns)
         return ended_ns / 1e9, -(-ended_ns // plan.window_ns) if ended_ns > 0 else 0
     count = min(elapsed_ns, max(outcome.stopped_ns for outcome in counted.outcomes) - plan.warmup_ns)
     count //= plan.window_ns

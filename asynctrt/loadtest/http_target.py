@@ -198,14 +198,14 @@ class HttpTarget:
         self._post = pages.session.post
         self._create_task = asyncio.get_running_loop().create_task
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
         with warnings.catch_warnings():
             # aiohttp warns that sending a body of more than 1 MiB blocks the event loop. It does, but
             # reading a file in pieces, as the warning advises, takes longer.
             warnings.simplefilter("ignore", ResourceWarning)
             if not self._pages.takes_binary:
-                return aiohttp.BytesPayload(write_json(inputs, priority), content_type="application/json")
-            body, head_nbytes = write_binary(inputs, priority)
+                return aiohttp.BytesPayload(write_json(inputs, 0), content_type="application/json")
+            body, head_nbytes = write_binary(inputs, 0)
             return aiohttp.BytesPayload(body, headers={HEAD_NBYTES: str(head_nbytes)})
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":

@@ -25,8 +25,6 @@ class OwnSettings(TypedDict, total=False):
     callers: int | str | None
     think: float | str
     arrivals: Arrivals
-    trace: str | Path | None
-    trace_speed: float
     seconds: float | str | None
     warmup: float | str
     requests: int | None
@@ -37,10 +35,8 @@ class OwnSettings(TypedDict, total=False):
     rows: int
     dims: str | Sequence[str]
     inputs: Given | None
-    reader: str | None
     samples: int
     expect: Given | None
-    reference: str | None
     rtol: float
     atol: float
     processes: int

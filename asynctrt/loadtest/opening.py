@@ -12,7 +12,6 @@ from asynctrt.core.loading import is_attribute, name_of
 from asynctrt.engine import Engine
 from asynctrt.errors import OptionsError, UsageError, show
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
-from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.several import SeveralTargets
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.loadtest.tls import Tls
@@ -46,9 +45,9 @@ async def opened(target: "TargetSpec | Engine | Target | Call") -> AsyncIterator
             await made.aclose()
 
 
-def find_modules(spec: TargetSpec, settings: LoadSettings) -> None:
-    """Allow importing from the working directory if the target or the reader is a ``module:attribute``."""
-    if settings.reader is not None or is_attribute(spec.where):
+def find_modules(spec: TargetSpec) -> None:
+    """Allow importing from the working directory if the target is a ``module:attribute``."""
+    if is_attribute(spec.where):
         add_cwd_to_path()
 
 

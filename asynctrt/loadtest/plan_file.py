@@ -31,7 +31,7 @@ FLAGS: Final[Mapping[str, Check]] = {
 }
 """The flags of ``load`` besides the settings of a load test and of an engine."""
 
-PATHS: Final = ("inputs", "expect", "trace", "ca", "cert", "key", "json", "report")
+PATHS: Final = ("inputs", "expect", "ca", "cert", "key", "json", "report")
 
 
 def read_plan_file(path: Path, flags: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

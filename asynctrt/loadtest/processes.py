@@ -45,7 +45,7 @@ def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings,
     for number in ENDINGS:
         signal.signal(number, signal.SIG_IGN)
     shorten_switch_interval()
-    find_modules(spec, settings)
+    find_modules(spec)
     serve = partial(_serve_runs, connection, spec, settings, share)
     try:
         anyio.run(serve, backend="asyncio", backend_options={"use_uvloop": True})

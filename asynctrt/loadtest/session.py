@@ -79,8 +79,8 @@ class Progress:
     count: int | None = None
     """Number of runs; ``None`` if it is unknown."""
     label: str = ""
-    seconds: float | None = None
-    """Length of the current run including its warm-up; ``None`` if the run ends with the last answer."""
+    seconds: float = 0.0
+    """Length of the current run including its warm-up."""
     started_ns: int = 0
     windows: Windows = dataclasses.field(default_factory=dict)
     window_ns: int = 250_000_000
@@ -166,7 +166,7 @@ class LoadSession:
     def _planned(self, plan: ProcessPlan) -> None:
         """Note how long the run takes, before anything is sent."""
         self.progress.window_ns = plan.window_ns
-        self.progress.seconds = (plan.warmup_ns + plan.measured_ns) / 1e9 if plan.is_timed else None
+        self.progress.seconds = (plan.warmup_ns + plan.measured_ns) / 1e9
 
     def _emit(self, windows: Windows) -> None:
         """Add windows counted since the last call to the progress, and show it."""

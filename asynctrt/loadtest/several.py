@@ -23,9 +23,9 @@ class SeveralTargets:
         self._turns = cycle(range(len(targets)))
         self._starts = [target.start for target in targets]
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
         """Prepare the request for each target, because their addresses differ."""
-        return [target.prepare(inputs, priority) for target in self._targets]
+        return [target.prepare(inputs) for target in self._targets]
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
         turn = next(self._turns)

@@ -117,9 +117,7 @@ def about(report: Report) -> str:
     # A server chooses its own device, so the setting of this process does not apply.
     device = "" if "://" in where else str(report.target.get("device") or "")
     parts = [part for part in (where, device) if part and part != name_of(report)]
-    if settings.get("trace"):
-        parts.append("recorded trace")
-    elif settings.get("rate") is not None:
+    if settings.get("rate") is not None:
         rate = settings["rate"]
         shown = number(float(rate)) if str(rate).replace(".", "", 1).isdecimal() else rate
         parts.append(f"open loop, {shown} requests/s, {settings.get('arrivals', 'poisson')}")

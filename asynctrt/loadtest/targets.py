@@ -93,7 +93,7 @@ class Target(Protocol):
     def in_flight_max(self) -> int | None:
         """Return the limit on rows in flight, such as an engine's queue length; ``None`` if it is unknown."""
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
         """Encode a request as far as possible, because it is sent many times."""
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":

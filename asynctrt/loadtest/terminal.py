@@ -67,16 +67,11 @@ def progress_view(title: str, progress: Progress, now_ns: int) -> RenderableType
     of = f" of {progress.count}" if progress.count is not None else ""
     head = Text.assemble((title, "bold"), f"  run {progress.number}{of}  {progress.label}")
     parts: list[RenderableType] = [head]
-    if progress.seconds is not None:
-        left_s = max(0.0, progress.seconds - elapsed_s)
-        parts.append(
-            ProgressBar(total=progress.seconds, completed=min(elapsed_s, progress.seconds), width=60)
-        )
-        parts.append(
-            Text(f"{elapsed_s:.0f} s, {left_s:.0f} s to go" if left_s else "waiting for the last answers")
-        )
-    else:
-        parts.append(Text(f"{elapsed_s:.0f} s, runs until the last answer"))
+    left_s = max(0.0, progress.seconds - elapsed_s)
+    parts += [
+        ProgressBar(total=progress.seconds, completed=min(elapsed_s, progress.seconds), width=60),
+        Text(f"{elapsed_s:.0f} s, {left_s:.0f} s to go" if left_s else "waiting for the last answers"),
+    ]
     numbers = sorted(number for number in progress.windows if number >= 0)
     if not numbers:
         return Group(*parts, Text("warming up"))

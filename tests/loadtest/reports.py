@@ -290,7 +290,7 @@ def hostile():
         "QueueFullError": ErrorCount(17, "the queue has room for 512 rows, and 512 are in it"),
     }
     run = make_run(label=XSS, failing=0.01, errors=errors, notes=(XSS,))
-    return make_report(run, target={"where": XSS, "name": XSS}, settings={"reader": XSS})
+    return make_report(run, target={"where": XSS, "name": XSS}, settings={"inputs": XSS})
 
 
 def sweep_of_hostile_names():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from asynctrt.cli import demo
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest import command
 from asynctrt.loadtest.making import describe_machine
@@ -48,7 +49,9 @@ def test_the_demo_is_a_model_and_files():
     job = command.plan("demo", {}).job
     assert job.target.where.endswith("model.onnx")
     assert job.target.options.max_rows == 4
-    assert job.settings.reader == "asynctrt.cli.demo:read_input"
+    (rows,) = job.settings.inputs.values()
+    assert (rows.dtype, rows.shape[1]) == (np.int32, 2048)
+    assert 100 < len(rows) <= demo.LOAD_FILES
     assert command.plan("demo", {"max_rows": 2}).job.target.options.max_rows == 2
 
 

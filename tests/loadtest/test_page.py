@@ -334,7 +334,6 @@ class TestPage:
             ({"rate": 1500.5}, "open loop, 1,500 requests/s"),
             ({"rate": None, "callers": 8}, "closed loop, 8 callers"),
             ({"rate": None}, "closed loop, 64 callers"),
-            ({"rate": None, "trace": Path("day.csv")}, "recorded trace"),
         ],
     )
     def test_the_load(self, settings, words):

@@ -112,7 +112,7 @@ async def test_an_answer_with_many_and_long_headers():
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
-        assert await target.start(target.prepare({}, 0)) == b"{}"
+        assert await target.start(target.prepare({})) == b"{}"
         await target.aclose()
 
 

@@ -230,7 +230,7 @@ async def test_samples_are_drawn_by_their_weights():
     for settings in ({"rate": 20_000}, {"callers": 2}):
         target.prepared.clear()
         await run(target, samples, requests=2000, seconds=20, **settings)
-        ones = sum(prepared[0]["x"][0, 0] == 1.0 for prepared in target.prepared)
+        ones = sum(prepared["x"][0, 0] == 1.0 for prepared in target.prepared)
         assert 1350 < ones < 1650  # 1500, and eight standard deviations.
 
 

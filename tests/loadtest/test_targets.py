@@ -23,7 +23,7 @@ async def test_an_engine_that_is_open_is_not_closed():
     async with asynctrt.open(double_model()) as engine:
         async with opened(engine) as target:
             assert (target.kind, target.inputs) == ("engine", engine.inputs)
-            prepared = target.prepare({"input": rows(1)}, 2)
+            prepared = target.prepare({"input": rows(1)})
             answers = await asyncio.gather(*(target.start(prepared) for _ in range(5)))
             assert all((target.outputs(answer)["output"] == rows(2)).all() for answer in answers)
             counters = await target.batches()
@@ -80,7 +80,7 @@ async def test_an_async_function():
 
     target = CallTarget(twice)
     assert target.name.endswith("twice")
-    answer = await target.start(target.prepare({"x": rows(1)}, 0))
+    answer = await target.start(target.prepare({"x": rows(1)}))
     assert target.outputs(answer)["y"].tolist() == [[2.0, 4.0]]
     assert await target.batches() is None
 

@@ -123,11 +123,6 @@ def test_how_far_it_is():
     assert rows["so"][-2] == "1"
 
 
-def test_a_progress_without_an_end():
-    progress = Progress(number=1, label="trace", started_ns=0, windows={0: window([5] * 9)})
-    assert "runs until the last answer" in rendered(progress_view("x", progress, 10**9))
-
-
 def test_the_live_view_is_drawn_now_and_then_and_leaves_nothing():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with LiveView(console, "load x") as view:
