@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,17 +17,14 @@ from asynctrt._util import clock
 from asynctrt._util.files import write_whole
 from asynctrt.cli import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
-from asynctrt.loadtest import criteria
-from asynctrt.loadtest.criteria import Criterion
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.opening import find_modules
 from asynctrt.loadtest.processes import ENDINGS
-from asynctrt.loadtest.report import FORMAT, Report, mean_figures
+from asynctrt.loadtest.report import FORMAT, Report
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.loadtest.tls import Tls
-from asynctrt.loadtest.views import main_run
 from asynctrt.options import Options
 
 ADDRESS: Final = re.compile(r"[\w.-]+:\d+(/|$)")
@@ -52,12 +49,11 @@ TLS_NAMES: Final = tuple(item.name for item in dataclasses.fields(Tls))
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The parsed command: load test, output files, and criteria."""
+    """The parsed command: load test and output files."""
 
     job: LoadJob
     json: Path | None = None
     report: Path | None = None
-    fail_if: tuple[Criterion, ...] = ()
 
     @property
     def outputs(self) -> list[Path]:
@@ -115,15 +111,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         compare,
         given.get("precision", 0.05),
     )
-    fail_if = tuple(Criterion.parse(text) for text in given.get("fail_if", ()))
-    if fail_if and sweep:
-        raise OptionsError("fail-if applies to one load, and a sweep has several: leave one of them out")
-    if any(item.is_relative for item in fail_if) and not compare:
-        raise OptionsError(
-            "a relative --fail-if needs --compare, or two saved reports: asynctrt compare A.json B.json "
-            "--fail-if 'p99>+10%'. Else give an absolute value, such as p99>20ms"
-        )
-    made = LoadPlan(job, given.get("json"), given.get("report"), fail_if)
+    made = LoadPlan(job, given.get("json"), given.get("report"))
     for path in made.outputs:
         _check_writable(path, is_page=path == made.report)
     return made
@@ -203,24 +191,9 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
     return written
 
 
-def gate(planned: LoadPlan, report: Report) -> tuple[list[str], list[str]]:
-    """Return the ``--fail-if`` criteria that are true of the report, and those that cannot be checked.
-
-    For a comparison, check B, and its changes over A.
-    """
-    runs, before = report.runs, None
-    if report.comparison is not None:
-        before = mean_figures(runs[::2])
-        runs = runs[1::2]
-    elif report.search is not None:
-        main = main_run(report)
-        runs = (main,) if main is not None else ()
-    return criteria.gate(planned.fail_if, mean_figures(runs), before)
-
-
-def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str] = ()) -> int:
-    """Return 3 if an slo is missed, a ``--fail-if`` is true or most requests failed, 4 if figures are void, 5
-    if there were too few requests to judge, and 0 otherwise."""
+def exit_status(report: Report) -> int:
+    """Return 3 if an slo is missed or most requests failed, 4 if figures are void, 5 if there were too few
+    requests to judge, and 0 otherwise."""
     if any(not run.answered or run.error_share > FAILED_SHARE for run in report.runs):
         return NOT_GOOD
     if report.void:
@@ -232,9 +205,9 @@ def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str
         # A search without a result ended because of its last run.
         is_unjudged = report.search.holds is None and bool(report.runs) and bool(report.runs[-1].unjudged)
         is_missed = report.search.holds is None and not is_unjudged
-    if is_missed or failed or not report.runs:
+    if is_missed or not report.runs:
         return NOT_GOOD
-    return UNJUDGED if is_unjudged or not_checked else 0
+    return UNJUDGED if is_unjudged else 0
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def parse_slo(texts: Iterable[str]) -> tuple[Criterion, ...]:
         if criterion.is_relative:
             raise OptionsError(
                 f"{criterion}: an slo needs an absolute limit, as in p99<20ms; a relative one is for "
-                "--fail-if"
+                "asynctrt compare"
             )
         if criterion.sign != ("<" if criterion.figure not in ("throughput", "goodput") else ">"):
             raise OptionsError(

@@ -306,7 +306,7 @@ def test_a_target_that_fails_is_not_good_whatever_else_there_is(answered, failed
     windows = {0: window([5.0] * answered, errors=failed, late_ms=100.0 if is_late else 0.001)}
     run = run_of(windows)
     report = Report("run", {}, {}, {}, (run,), {})
-    assert exit_status(report, ()) == (4 if is_late and status == 0 else status)
+    assert exit_status(report) == (4 if is_late and status == 0 else status)
 
 
 def test_a_target_that_tells_nothing_has_no_batches():

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def report(tmp_path):
     path = double_onnx(tmp_path / "dou<b>le.onnx")
-    return await loadtest.run(path, vus=4, duration="200ms", warmup=0)
+    return await loadtest.run(path, callers=4, seconds="200ms", warmup=0)
 
 
 @pytest.mark.tier2

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from asynctrt._util.validation import docs_of
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.settings import CALLERS_DEFAULT, CALLERS_MAX, PROCESSES_MAX, LoadSettings, in_own_words
+from asynctrt.loadtest.settings import (
+    CALLERS_DEFAULT,
+    CALLERS_MAX,
+    PROCESSES_MAX,
+    LoadSettings,
+    check_not_removed,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -208,9 +214,9 @@ def test_any_value_is_taken_or_refused(name, value):
     [
         ("scenario", "scenario was removed: single-stream is --callers 1,"),
         ("swing", "swing was removed: give the rate as stages"),
-        ("baseline", "baseline was removed: save both reports"),
+        ("baseline", "baseline was removed: give an slo, as p99<20ms; for a change, save both"),
     ],
 )
 def test_a_removed_setting_names_its_replacement(name, says):
     with pytest.raises(OptionsError, match=says):
-        in_own_words({name: 1, "rate": 3})
+        check_not_removed([name, "rate"])

@@ -111,7 +111,7 @@ async def test_requests_that_are_given_one_future_or_raise_what_cannot_be_shown_
     async def failing():
         raise Unkind
 
-    report = await loadtest.run(call, callers=6, requests=60, duration="20s", warmup=0)
+    report = await loadtest.run(call, callers=6, requests=60, seconds="20s", warmup=0)
     run = report.runs[0]
     assert run.complete
     assert run.answered + run.errors["Unkind"].count == run.requests == 60
