@@ -38,7 +38,7 @@ try:
     from rich.markup import escape
     from rich.segment import Segment
 
-    from asynctrt.cli.build_terminal import BuildBar, builds_shown, progress_on
+    from asynctrt.cli.build_terminal import build_bar
 except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
 
@@ -382,8 +382,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
 
     job = command.check if given["check"] else fronts.serve
     try:
-        with builds_shown(err, is_wanted=config.settings.log_format == "text"):
-            was_interrupted = _run(lambda: job(config, say))
+        was_interrupted = _run(lambda: job(config, say))
     except DeviceLostError as error:
         say(f"error: {error}")
         raise typer.Exit(DEVICE_LOST) from error
@@ -490,13 +489,12 @@ def _build(ctx: typer.Context, model: str, **given: Any) -> None:
 
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     files = {name: settings.pop(name, None) for name in ("plan", "device")}
-    with progress_on(err) as progress:
-        shown = BuildBar(progress)
-        try:
-            built = build(model, progress=shown, **files, **settings)
-        except KeyboardInterrupt as error:
-            err.print("[yellow]Interrupted: nothing was written.[/]")
-            raise typer.Exit(INTERRUPTED) from error
+    try:
+        with build_bar(err) as progress:
+            built = build(model, progress=progress, **files, **settings)
+    except KeyboardInterrupt as error:
+        err.print("[yellow]Interrupted: nothing was written.[/]")
+        raise typer.Exit(INTERRUPTED) from error
     _say(f"written       {built.path}")
     for line in lines_of_manifest(built.manifest):
         _say(line)
@@ -548,7 +546,7 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     reports: list[Any] = []
 
     async def measure() -> None:
-        with builds_shown(err), terminal.LiveView(err, f"asynctrt load {target}") as view:
+        with terminal.LiveView(err, f"asynctrt load {target}") as view:
             reports.append(await command.load(planned, view.watch))
 
     if _run(measure):
