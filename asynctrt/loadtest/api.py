@@ -66,8 +66,9 @@ async def run(
     :raises TargetError: if the target cannot be reached or does not answer.
     :raises AsynctrtError: the target's own error, if it refuses the first request.
     """
-    check_not_removed(settings)
-    check_names(settings, SETTING_NAMES, "setting of a load test", synonyms=ALL_SYNONYMS)
+    given: dict[str, Any] = dict(settings)  # Some types are wider than those that the settings keep.
+    check_not_removed(given)
+    check_names(given, SETTING_NAMES, "setting of a load test", synonyms=ALL_SYNONYMS)
     if isinstance(target, str | Path):
         target = TargetSpec(
             str(target),
@@ -86,7 +87,7 @@ async def run(
             "model, token, options, body, headers, method, until_message and tls apply to paths and "
             "addresses only: this target is open already"
         )
-    job = LoadJob(target, LoadSettings(**settings), sweep or {}, search, compare or {}, precision)
+    job = LoadJob(target, LoadSettings(**given), sweep or {}, search, compare or {}, precision)
     async with LoadSession(apart=job.settings.processes > 1, watch=None) as session:
         return await carry_out(job, session)
 
