@@ -113,10 +113,8 @@ def name_of(report: Report) -> str:
 def about(report: Report) -> str:
     """Describe the target and its load in one line."""
     settings = report.settings
-    where = str(report.target.get("where") or "")
-    # A server chooses its own device, so the setting of this process does not apply.
-    device = "" if "://" in where else str(report.target.get("device") or "")
-    parts = [part for part in (where, device) if part and part != name_of(report)]
+    target = [str(report.target.get(name) or "") for name in ("where", "device")]
+    parts = [part for part in target if part and part != name_of(report)]
     if settings.get("rate") is not None:
         rate = settings["rate"]
         shown = number(float(rate)) if str(rate).replace(".", "", 1).isdecimal() else rate
@@ -202,6 +200,8 @@ def _missed(report: Report, asked: Sequence[str]) -> tuple[str, ...]:
         known = [value for run in runs if (value := run.figure(criterion.key)) is not None]
         if runs:
             what = f"too many requests took longer, though they are too few to give {criterion.key}"
+            if not any(run.answered for run in runs):
+                what = NO_ANSWER
             if known:
                 worst = max(known) if criterion.sign == "<" else min(known)
                 what = f"{criterion.key} is {_figure(criterion.figure, worst)}"

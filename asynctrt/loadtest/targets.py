@@ -169,12 +169,9 @@ class TargetSpec:
             if getattr(self.options, name) != getattr(Options(), name)
         }
         where = without_password(self.where)
-        described: dict[str, Any] = {
-            "where": where,
-            "model": self.model,
-            "device": self.device,
-            "options": options,
-        }
+        described: dict[str, Any] = {"where": where, "model": self.model}
+        if not self.is_server:  # A server has its own.
+            described |= {"device": self.device, "options": options}
         if self.tls.insecure:
             described["insecure"] = True
         if self.is_plain:  # Leave out the headers, which may be secret.

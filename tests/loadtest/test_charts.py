@@ -41,6 +41,18 @@ def test_what_is_drawn_of_which_report():
     assert {one["label"] for one in compare["latency"]["series"]} == {"A, p99", "B, p99"}
 
 
+def test_what_is_one_thing_has_one_colour_in_all_charts():
+    """Each run of a sweep and each side of a comparison, however a chart calls its figures."""
+    for kind, many in (("compare", 2), ("sweep", 8)):
+        colours = {}
+        for chart in charts(EVERY[kind]()):
+            for one in chart.data["series"]:
+                colours.setdefault(one["label"].partition(",")[0].split()[0], set()).add(one["colour"])
+        assert len(colours) >= many
+        assert all(len(found) == 1 for found in colours.values()), colours
+        assert len(set.union(*colours.values())) == len(colours)
+
+
 def test_a_chart_says_the_figures_of_its_report():
     report = EVERY["single"]()
     (latency,) = [chart.data for chart in charts(report) if chart.name == "latency"]
@@ -98,6 +110,12 @@ def test_they_are_drawn_in_a_browser(chromium, tmp_path, kind):
             drawn = [chart.data["series"] for chart in expected][-1]
             shown = await legend.locator(".u-series:visible").count()
             assert shown == 1 + len({one["label"] for one in drawn})
+            name = legend.locator("th[role=button]:visible").first
+            for is_shown in ("false", "true"):
+                await name.press("Enter")
+                assert await name.get_attribute("aria-pressed") == is_shown
+                off = await legend.locator(".u-series.u-off:visible").count()
+                assert off == (is_shown == "false")
             await page.set_viewport_size({"width": 400, "height": 800})
             assert await page.evaluate("document.documentElement.scrollWidth") == 400
             assert await page.evaluate("window.ran") is None

@@ -16,7 +16,7 @@ from asynctrt.loadtest.page import render
 from asynctrt.loadtest.report import Comparison, ErrorCount, Interval
 from asynctrt.loadtest.summary import DASH, TOO_FEW, Banner, banners, flat, headline, share, tiles
 from tests.loadtest import reports
-from tests.loadtest.reports import EVERY, IN_TIERS, XSS, make_report, make_run
+from tests.loadtest.reports import EVERY, IN_TIERS, XSS, make_report, make_run, nothing
 from tests.serving.support import CHROMIUM_FLAGS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,9 +25,8 @@ MINUS = "\N{MINUS SIGN}"
 
 @cache
 def page_of(kind):
-    """A page without charts."""
-    report = EVERY[kind]()
-    return render(report)
+    """A page without its charts."""
+    return re.sub(r"<script\b.*?</script>", "", render(EVERY[kind]()), flags=re.DOTALL)
 
 
 class Reader(HTMLParser):
@@ -161,6 +160,8 @@ class TestBanners:
         (banner,) = banners(make_report(run))
         said = "p99<20ms: too many requests took longer, though they are too few to give p99"
         assert banner.reasons == (said,)
+        run = replace(nothing(), slo={"p99<20ms": False})
+        assert banners(make_report(run))[-1].reasons == ("p99<20ms: nothing was answered",)
 
     def test_too_few_requests_are_said_to_be_neither(self):
         why = "p99.9 needs 2,995 requests, and 100 ended"

@@ -446,8 +446,10 @@ def array(values, dtype=np.float32):
         (array([1.5], BFLOAT16), array([1.5], BFLOAT16).view("V2"), None),
         (array([2.5], BFLOAT16), array([1.5], BFLOAT16).view("V2"), "is 2.5 at .* not 1.5"),
         (array([65504.0], np.float16), array([65504.0]), None),
-        # Shapes are what they are.
-        (array([1, 2]), array([[1, 2]]), r"has shape \(2,\), not \(1, 2\)"),
+        # Shapes are what they are, but for one row without its axis.
+        (array([1, 2]), array([[1, 2]]), None),
+        (array([1, 3]), array([[1, 2]]), r"is 3.0 at \(1,\), not 2.0"),
+        (array([1, 2]), array([[1, 2], [1, 2]]), r"has shape \(2,\), not \(2, 2\)"),
         (array([[1], [2]]), array([1, 2]), r"has shape \(2, 1\), not \(2,\)"),
         (array([]), array([]), None),
         (array([]), array([1]), r"has shape \(0,\), not \(1,\)"),
