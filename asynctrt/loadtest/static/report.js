@@ -67,7 +67,7 @@
 
   // Without a cursor in the chart there are no figures to show.
   const isPointedAt = (u) => u.cursor.idx !== null && u.cursor.idx !== undefined;
-  const showPlace = (u) => { rowsOf(u)[0].style.visibility = isPointedAt(u) ? "visible" : "hidden"; };
+  const showPlace = (u) => { rowsOf(u)[0].hidden = !isPointedAt(u); };
 
   function optionsOf(chart, width) {
     const marks = chart.marks ? new Map(chart.marks) : null;
