@@ -15,7 +15,6 @@ from asynctrt.loadtest.plans import WINDOWS_MAX, ProcessPlan
 from asynctrt.loadtest.recorder import StepCount, Window, Windows, total
 from asynctrt.loadtest.report import (
     BatchFigures,
-    Interval,
     Moment,
     Resources,
     Run,
@@ -24,11 +23,7 @@ from asynctrt.loadtest.report import (
 )
 from asynctrt.loadtest.runner import OWN_ERROR, ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.loadtest.statistics import (
-    exceeds,
-    interval_within,
-    requests_least,
-)
+from asynctrt.loadtest.statistics import exceeds, requests_least
 from asynctrt.loadtest.targets import BatchCounters
 
 LATE_MS: Final = 0.1
@@ -87,7 +82,6 @@ def make_run(
     known = [outcome.batches for outcome in outcomes if outcome.batches is not None]
     counters = max(known, key=attrgetter("requests"), default=None)
     unbelievable = _unbelievable(counters, sum(outcome.answered for outcome in outcomes))
-    level = plan.is_level
     return Run(
         label=label,
         seconds=seconds,
@@ -107,8 +101,6 @@ def make_run(
         lateness=late,
         slo=held(criteria, whole, throughput, goodput),
         unjudged=unjudged(criteria, whole),
-        throughput_interval=_throughput_interval(windows, plan.window_ns / 1e9) if level else None,
-        latency_interval=_latency_interval(windows) if level else None,
         batches=None if unbelievable else batch_figures(counters),
         resources=Resources(
             generator_cores=sum(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes),
@@ -263,17 +255,6 @@ def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
         f"{count:,} requests waited to be sent, because {plan.in_flight_max:,} were in flight and "
         f"{plan.in_flight_why}"
     )
-
-
-def _throughput_interval(windows: Sequence[Window], window_s: float) -> Interval | None:
-    return interval_within([window.completed / window_s for window in windows], [1.0] * len(windows))
-
-
-def _latency_interval(windows: Sequence[Window]) -> Interval | None:
-    """Return the interval of the mean latency in ms, over the windows with answers."""
-    known = [window for window in windows if window.answered]
-    means = [window.latency.total_ns / window.answered / 1e6 for window in known]
-    return interval_within(means, [window.answered for window in known])
 
 
 def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:

@@ -40,7 +40,7 @@ class Interval:
     low: float
     high: float
     count: int
-    """Number of values in the mean: repetitions, or pieces of one run."""
+    """Number of values in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +152,6 @@ class Run:
     """Lateness of the generator, in ms by name."""
     slo: Mapping[str, bool]
     """Whether each criterion of the slo was met, without ``unjudged`` criteria."""
-    throughput_interval: Interval | None
-    """Confidence interval of the throughput over the pieces of this run."""
-    latency_interval: Interval | None
-    """Confidence interval of the mean latency in ms, over the same pieces."""
     batches: BatchFigures | None
     resources: Resources
     moments: tuple[Moment, ...]

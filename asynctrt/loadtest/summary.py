@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
-from asynctrt.loadtest.report import Interval, Report, Run
+from asynctrt.loadtest.report import Report, Run
 from asynctrt.loadtest.settings import CALLERS_DEFAULT
 from asynctrt.loadtest.views import all_errors, groups, judged, main_run, number, plain_label
 
@@ -232,15 +232,12 @@ def share(value: float) -> str:
 
 
 def tiles(report: Report) -> list[Tile]:
-    """Return the key figures with their intervals, of all repetitions or of the representative run."""
+    """Return the key figures, of all repetitions with their intervals or of the representative run."""
     main = main_run(report)
     if main is None:
         return []
     is_mean = report.kind == "repeats"
     runs, figure = (report.runs, report.figure) if is_mean else ((main,), main.figure)
-    intervals: Mapping[str, Interval | None] = report.intervals
-    if not is_mean:
-        intervals = {"throughput": main.throughput_interval, "mean": main.latency_interval}
     found = []
     for name, title in (
         ("throughput", "Throughput"),
@@ -256,7 +253,7 @@ def tiles(report: Report) -> list[Tile]:
         cell = Cell(DASH, TOO_FEW if main.answered else NO_ANSWER)
         if value is not None:
             cell = Cell(shown(value), level="bad" if name == "errors" and value else "")
-        within = intervals.get(name)
+        within = report.intervals.get(name)
         more = cell.title if within is None else f"95%: {shown(within.low)} to {shown(within.high)}"
         if name == "throughput" and main.rows != 1 and value is not None:
             more = f"{number(value * main.rows)} rows/s" + (f" · {more}" if more else "")

@@ -145,10 +145,6 @@ def make_run(
         latency=found,
         lateness=figures_of(counted(late_ns)),
         slo={},
-        throughput_interval=Interval(throughput, throughput * 0.99, throughput * 1.01, 10),
-        latency_interval=Interval(found["mean"], found["mean"] * 0.97, found["mean"] * 1.03, 10)
-        if "mean" in found
-        else None,
         batches=batches_of(rng, len(due_s), found["mean"], base_ms) if has_batches and found else None,
         resources=resources,
         moments=moments,
@@ -182,7 +178,7 @@ def nothing(label="run", **changed):
     """A run that nobody answered."""
     refused = {"ConnectionRefusedError": ErrorCount(500, "[Errno 111] Connect call failed ('10.0.0.7', 80)")}
     empty = make_run(label, rate=50, has_batches=False, failing=2.0)
-    return replace(empty, errors=refused, throughput_interval=None, **changed)
+    return replace(empty, errors=refused, **changed)
 
 
 def make_report(*runs, kind="run", settings=None, **changed):

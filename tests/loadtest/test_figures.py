@@ -84,7 +84,6 @@ def test_nothing_at_all_has_no_figures():
     assert run.latency == {}
     assert run.error_share == 1.0
     assert run.slo == {"p99<1s": False, "errors<100%": False}
-    assert run.throughput_interval.mean == 0
     assert json.dumps(run.errors["Odd"].example) == '"said so"'
 
 
@@ -207,21 +206,6 @@ def test_a_run_of_so_many_requests_ends_with_the_last_answer():
 def test_the_unanswered_are_neither_answers_nor_errors():
     run = run_of({number: window([5.0] * 20, errors=2, sent=25) for number in range(40)})
     assert (run.answered, run.unanswered, run.error_share) == (800, 120, pytest.approx(80 / 880))
-
-
-def test_a_load_that_changes_has_no_interval():
-    windows = {number: window([float(number + 1)] * 25) for number in range(40)}
-    run = run_of(windows, rate="10..200")
-    assert run.throughput_interval is None
-
-
-def test_intervals_are_wide_for_few_and_narrow_for_even_windows():
-    rng = np.random.default_rng(0)
-    rough = {number: window(rng.exponential(5.0, rng.integers(5, 60)).tolist()) for number in range(40)}
-    even = {number: window([5.0, 6.0] * 12 + [5.0]) for number in range(40)}
-    wide, narrow = (run_of(windows).throughput_interval for windows in (rough, even))
-    assert wide.high - wide.low > 0.1 * wide.mean
-    assert narrow.high - narrow.low < 0.002 * narrow.mean
 
 
 def test_moments_are_at_most_so_many_and_add_up():

@@ -219,15 +219,8 @@ class TestFigures:
         assert by_name["Latency p99"].value.text == f"{report.figure('p99'):.2f}"
         assert by_name["Errors"].more == "0 of 100,000"
 
-    def test_intervals_of_one_run_are_its_own(self):
-        by_name = {tile.name: tile for tile in tiles(reports.single())}
-        assert by_name["Throughput"].more == "95%: 1,980 to 2,020"
-        assert by_name["Mean latency"].more.startswith("95%: ")
-        assert by_name["Latency p99"].more == ""
-        assert by_name["Goodput"].value.text
-
     def test_rows_are_counted(self):
-        (throughput, *_) = tiles(make_report(make_run(rows=4.0, throughput=500.0, throughput_interval=None)))
+        (throughput, *_) = tiles(make_report(make_run(rows=4.0, throughput=500.0)))
         assert throughput.more == "2,000 rows/s"
 
     def test_what_is_missing_says_why(self):
