@@ -359,7 +359,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
 
     A setting is a flag, an environment variable (--http-port is ASYNCTRT_SERVE_HTTP_PORT), or a name in the
     TOML file of --config (http_port). Flags win over the environment, which wins over the file. Models with
-    options of their own are tables of the file, [[models]], each with a path.
+    separate options are tables of the file, [[models]], each with a path.
 
     Times are in seconds, or have a unit: 0.5, 500ms, 1m30s.
     """

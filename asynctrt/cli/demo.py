@@ -54,7 +54,7 @@ ABOUT: Final = (
     "\nBelow, asynctrt is beside a batcher by hand: the 30 lines that one writes, written well (HandBatcher "
     "in asynctrt/cli/demo.py). It takes what waits at once, runs two batches at a time in threads, and skips "
     f"callers who left. The model has two layers of {WIDTH} by {WIDTH} weights, and the bytes of the files "
-    f"as its input. The ways take turns. A ratio below {SAME} is no difference."
+    f"as its input. The ways take turns. A ratio below {SAME} counts as no difference."
 )
 NEXT: Final = """
 To try next:
@@ -257,7 +257,7 @@ class Load:
     ) -> None:
         """Send a request. Count it as answered if the answer arrives in time.
 
-        :param timeout: what the batcher is told, in seconds.
+        :param timeout: the batcher's timeout, in seconds.
         :param leaves_after: when the caller gives up, in seconds, without having said so beforehand.
         """
         begun_ns = clock.now_ns()

@@ -66,7 +66,7 @@ async def run(
     :raises TargetError: if the target cannot be reached or does not answer.
     :raises AsynctrtError: the target's own error, if it refuses the first request.
     """
-    given: dict[str, Any] = dict(settings)  # Some types are wider than those that the settings keep.
+    given: dict[str, Any] = dict(settings)  # With wider types than the settings have.
     check_not_removed(given)
     check_names(given, SETTING_NAMES, "setting of a load test", synonyms=ALL_SYNONYMS)
     if isinstance(target, str | Path):

@@ -118,7 +118,7 @@ def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
 def gate(
     criteria: Iterable[Criterion], figures: Mapping[str, float], baseline: Mapping[str, float] | None
 ) -> tuple[list[str], list[str]]:
-    """Return the ``--fail-if`` criteria that are true, with the values; and those that cannot be checked."""
+    """Return the ``--fail-if`` criteria that are true, with values, and the ones that cannot be checked."""
     failed, unchecked = [], []
     for item in criteria:
         value, before = figures.get(item.key), (baseline or {}).get(item.key)

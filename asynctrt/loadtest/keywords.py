@@ -1,8 +1,8 @@
 """The settings of a load test as keywords, for type checkers and editors.
 
 They are the fields of :class:`~asynctrt.loadtest.settings.LoadSettings`. A type checker cannot derive them,
-so a test compares them. The types are those that
-:func:`asynctrt.loadtest.run` accepts, which are wider than the types of the fields.
+so a test compares them. The types are wider than the types of the fields, because
+:func:`asynctrt.loadtest.run` converts the values.
 """
 
 from collections.abc import Mapping, Sequence

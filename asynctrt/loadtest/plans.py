@@ -16,7 +16,7 @@ from asynctrt.loadtest.settings import LoadSettings
 SECONDS_DEFAULT: Final = 10.0
 WINDOW_S: Final = 0.25
 WINDOWS_MAX: Final = 120
-"""Windows that a long run ends with, after they were merged in pairs; a report shows as many moments."""
+"""Windows that a long run ends with, after they were merged in pairs, and moments in a report."""
 NEAR_NS: Final = 150_000
 """How long before a request to a server is due the generator stops sleeping and polls the clock. Alarms are
 nearly always late by less."""

@@ -31,7 +31,7 @@ EXAMPLE_CHARACTERS: Final = 500
 
 @dataclass(slots=True)
 class StepCount:
-    """Count the steps of one name: the latency of those that succeeded, and the number that failed."""
+    """Count the steps of one name: the latency of the successful ones, and the number that failed."""
 
     latency: Counts = field(default_factory=Counts)
     failed: int = 0

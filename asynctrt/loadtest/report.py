@@ -61,14 +61,14 @@ class Moment:
     late_p99: float | None
     """The generator's lateness, in ms."""
     answered: int = 0
-    """Answered requests that were due in it. They add up to those of the run."""
+    """Answered requests that were due in it. They add up to the run's ``answered``."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
     """Hold the figures of the batches computed during a run. Times are means per request, in ms.
 
-    The target counts them itself, over the whole run with its warm-up, and including those of other callers.
+    The target counts them itself, over the whole run with its warm-up, and including other callers' requests.
     If a GPU times only a sample of the batches, the others count with the usual time for their size.
     """
 
@@ -322,7 +322,7 @@ def _summary() -> ModuleType:
 def figures_of(run: Run | Mapping[str, Any]) -> dict[str, float]:
     """Return the known figures of a run, or of a run in JSON, by their names in criteria.
 
-    Those of a step have its name before theirs: ``login p99``.
+    A step's figures have its name in front: ``login p99``.
     """
     known = _part(run, "latency") or {}
     found = {name: known.get(name) for name in LATENCIES}

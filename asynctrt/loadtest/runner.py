@@ -148,7 +148,7 @@ class Runner:
         plan = self._plan
         self._start_ns = start_ns
         self._from_ns = start_ns + plan.warmup_ns
-        self._steps.clear()  # Those of the first requests, which are tries.
+        self._steps.clear()  # Left from the first requests, which are tries.
         self._recorder = RunRecorder(start_ns + plan.warmup_ns, plan.window_ns)
         self._end_ns = start_ns + plan.warmup_ns + plan.measured_ns
         self._alarm = create_alarm(self._loop, self._tick, self._now_ns)
@@ -453,5 +453,5 @@ def _described(error: BaseException) -> tuple[str, str]:
 
 
 def _view(numbers: npt.NDArray[np.int64]) -> "memoryview[int]":
-    """Return a view whose items can be read one by one as fast as those of a list."""
+    """Return a view whose items can be read one by one as fast as from a list."""
     return memoryview(numbers)  # type: ignore[arg-type]  # Before Python 3.12 NumPy's types do not declare the buffer protocol.
