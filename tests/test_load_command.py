@@ -149,6 +149,18 @@ def test_a_full_disk_costs_the_file_and_not_the_figures(model):
 
 
 @pytest.mark.tier2
+def test_figures_that_nothing_reads_do_not_cost_the_file(model, tmp_path):
+    path = tmp_path / "run.json"
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "asynctrt", "load", model, *QUICK, "--rate", "200", "--json", path]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    subprocess.run(command, stdout=writing, env=environment, timeout=50, check=False)
+    os.close(writing)
+    assert json.loads(path.read_text())["runs"]
+
+
+@pytest.mark.tier2
 def test_ctrl_c_in_the_middle_gives_the_report_of_what_there_is(model, tmp_path):
     path = tmp_path / "cut.json"
     code, screen = in_a_terminal(

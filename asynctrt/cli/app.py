@@ -554,8 +554,11 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
         raise typer.Exit(INTERRUPTED)
     (report,) = reports
     shown_on = err if planned.prints_json else out
-    terminal.show(shown_on, report)
-    for path in command.write(planned, report):
+    try:
+        terminal.show(shown_on, report)
+    finally:  # What reads the figures may have ended, as head does.
+        written = command.write(planned, report)
+    for path in written:
         err.print(f"written: {escape(str(path))}", highlight=False, soft_wrap=True)
     if not report.complete and not report.void:
         _end(was_interrupted=True)

@@ -21,7 +21,7 @@ from asynctrt.loadtest.report import (
     StepFigures,
     StreamFigures,
 )
-from asynctrt.loadtest.runner import OWN_ERROR, ProcessResult
+from asynctrt.loadtest.runner import NO_ANSWER, NOT_SENT, OWN_ERROR, ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.statistics import exceeds, requests_least
 from asynctrt.loadtest.targets import BatchCounters
@@ -262,7 +262,8 @@ def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
     if plan.schedule is None or not plan.is_level:
         return None
     half = total(windows[len(windows) // 2 :])
-    owed = half.sent - half.completed - half.failed
+    given_up = sum(half.errors[kind].count for kind in (NO_ANSWER, NOT_SENT) if kind in half.errors)
+    owed = half.sent - half.completed - (half.failed - given_up)
     if owed <= OWED_SHARE * half.sent or half.sent < OWED_LEAST:
         return None
     return half.completed / ((len(windows) - len(windows) // 2) * plan.window_ns / 1e9)

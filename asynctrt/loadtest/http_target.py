@@ -43,6 +43,7 @@ from asynctrt.tensors import Array
 
 try:
     import aiohttp
+    from aiohttp.http_exceptions import ContentEncodingError
     from multidict import CIMultiDict
     from yarl import URL
 except ImportError as error:
@@ -298,9 +299,12 @@ def failure(where: str, error: Exception) -> AsynctrtError:
     """Convert an error of the HTTP library to ours."""
     if isinstance(error, aiohttp.ClientResponseError):
         return TargetError(f"{where} did not answer in HTTP: {_clipped(error.message)}")
-    # The library may add a status that no server sent.
-    text = _clipped(str(error).removeprefix("400, message:").replace(" ssl:default", ""))
-    text = text or type(error).__name__
+    # The library's own text has a status that no server sent.
+    cause = error.__cause__
+    said = str(getattr(cause, "message", "") or error).removeprefix("400, message:")
+    text = _clipped(said.replace(" ssl:default", "")) or type(error).__name__
+    if isinstance(cause, ContentEncodingError):
+        return TargetError(f"the answer of {where} cannot be read: {text}")
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.InvalidURL):
         return ConnectionLostError(f"{where} cannot be reached: {text}")
     return ConnectionLostError(f"the connection to {where} was lost: {text}")

@@ -13,7 +13,7 @@ from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.plans import WINDOWS_MAX, make_plan
 from asynctrt.loadtest.recorder import ErrorCount, Window
 from asynctrt.loadtest.report import Report
-from asynctrt.loadtest.runner import OWN_ERROR, ProcessResult
+from asynctrt.loadtest.runner import NO_ANSWER, NOT_SENT, OWN_ERROR, ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import BatchCounters
 from tests.loadtest.support import sample
@@ -314,3 +314,11 @@ def test_a_target_that_owes_more_and_more_did_not_keep_up(completed, errors, kep
         made.completed = completed
     assert run_of(windows).kept == kept
     assert run_of(windows, callers=4, rate=None).kept is None
+
+
+@pytest.mark.parametrize("kind", [NO_ANSWER, NOT_SENT])
+def test_a_target_that_does_not_answer_in_time_did_not_keep_up(kind):
+    windows = {number: window([5.0] * 5) for number in range(40)}
+    for made in windows.values():
+        made.sent, made.errors = 25, {kind: ErrorCount(20, "no answer within 10 s")}
+    assert run_of(windows).kept == 20.0

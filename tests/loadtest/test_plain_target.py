@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 
 from asynctrt import loadtest
-from asynctrt.errors import OptionsError, TargetError, UsageError
+from asynctrt.errors import ConnectionLostError, OptionsError, TargetError, UsageError
 from asynctrt.loadtest.plain_target import open_plain_target
 from asynctrt.loadtest.targets import TargetSpec
 from tests.loadtest.support import serving_app
@@ -113,6 +113,32 @@ async def test_an_answer_with_many_and_long_headers():
         port = server.sockets[0].getsockname()[1]
         target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
         assert await target.start(target.prepare({})) == b"{}"
+        await target.aclose()
+
+
+@pytest.mark.parametrize(
+    ("head", "error", "says"),
+    [
+        (
+            "Content-Encoding: gzip\r\nContent-Length: 4",
+            TargetError,
+            "the answer of .* cannot be read: Can not dec",
+        ),
+        ("Content-Length: 100", ConnectionLostError, "was lost: Not enough data to satisfy content length"),
+    ],
+)
+async def test_an_answer_that_cannot_be_read_is_not_a_status(head, error, says):
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\nabcd".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
+        with pytest.raises(error, match=says) as caught:
+            await target.start(target.prepare({}))
+        assert "400" not in str(caught.value)
         await target.aclose()
 
 
