@@ -87,7 +87,7 @@ WRONG = [
     (["MODEL", "--inputs", "/no/such.npz"], 1, "'/no/such.npz' cannot be read"),
     (["MODEL", "--reader", "os:nothing"], 1, "`asynctrt load --reader` was removed. Instead: make"),
     (["MODEL", "--json", "MODEL/x.json"], 1, "cannot be written"),
-    (["MODEL", "--baseline", "/no/such.json"], 1, "`asynctrt load --baseline` was removed. Instead: save"),
+    (["MODEL", "--baseline", "/no/such.json"], 1, "`asynctrt load --baseline` was removed. Instead: give"),
     (["MODEL", "--dims", "length"], 1, "is not a list of dimensions"),
     (["MODEL", "--dims", "length=3"], 1, "unknown: ['length']"),
     (["SEQUENCE"], 1, "missing: ['length']"),
