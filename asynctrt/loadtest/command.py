@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
 
 async def load(planned: LoadPlan, watch: Watch) -> Report:
     """Run the load test. Ctrl-C, SIGTERM or SIGHUP ends it with a report of the results so far; a second
-    signal later cancels it at once.
+    signal later cancels it at once. Under ``nohup``, SIGHUP is ignored.
 
     :raises KeyboardInterrupt: if it is interrupted before there is anything to report.
     :raises AsynctrtError: if the target cannot be measured.
@@ -129,7 +130,10 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
     assert task is not None
     async with LoadSession(apart=True, watch=watch) as session:
         interruption = _Interruption(session, task)
-        for number in ENDINGS:
+        endings = set(ENDINGS)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            endings.remove(signal.SIGHUP)
+        for number in endings:
             loop.add_signal_handler(number, interruption.take_signal)
         try:
             return await carry_out(planned.job, session)
@@ -140,7 +144,7 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
                 return make_report(planned.job, session.runs, None)
             raise KeyboardInterrupt from None
         finally:
-            for number in ENDINGS:
+            for number in endings:
                 loop.remove_signal_handler(number)
 
 

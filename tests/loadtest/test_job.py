@@ -119,7 +119,7 @@ async def test_a_search_of_too_few_requests_says_so():
     (run,) = report.runs
     assert (run.slo, report.search.holds, report.search.fails) == ({}, None, None)
     assert report.search.why.startswith("too few requests were due at 100 requests/s to tell")
-    assert exit_status(report, []) == 5
+    assert exit_status(report) == 5
 
 
 @pytest.mark.tier2
