@@ -18,10 +18,9 @@ OPTIONAL = {
     "google": {"kserve/protobuf.py"},
     "aiohttp": {"client/http.py", "loadtest/http_target.py", "loadtest/plain_target.py"},
     "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # The server's side and the client's.
-    "hdrh": {"loadtest/histogram.py"},
     "jinja2": {"loadtest/page.py"},
-    "psutil": {"loadtest/machine.py"},
-    "pynvml": {"loadtest/machine.py", "serving/gpus.py"},
+    "psutil": set(),
+    "pynvml": {"serving/gpus.py"},
     "ray": {"ray.py"},
     "scipy": set(),
     "yarl": {
@@ -236,7 +235,6 @@ def test_importing_the_doubles_loads_none_either():
 MISSING = [
     *[("serve", "model.onnx", name, "serve") for name in ("google", "grpc", "httptools", "orjson")],
     *[("serve", "model.onnx", name, "serve") for name in ("prometheus_client", "websockets")],
-    *[("load", "model.onnx", name, "load") for name in ("hdrh", "psutil", "pynvml")],
     ("load", ("/nowhere/model.onnx", "--report", "page.html"), "jinja2", "load"),
     *[("inspect", __file__, name, "cli") for name in ("typer", "rich")],
     ("serve", __file__, "onnxruntime", "cpu"),
@@ -268,21 +266,32 @@ def test_a_missing_extra_is_named(command, target, missing, extra):
     assert "Traceback" not in done.stderr
 
 
+LOAD = "import asyncio, asynctrt; asyncio.run(asynctrt.loadtest.run('{}://127.0.0.1:1/x'))"
+
+
 @pytest.mark.tier2
-def test_the_extra_of_ray_is_named():
+@pytest.mark.parametrize(
+    ("package", "extra", "program"),
+    [
+        ("ray", "ray", "import asynctrt.ray"),
+        ("aiohttp", "load", LOAD.format("http")),
+        ("grpc", "load", LOAD.format("grpc")),
+    ],
+)
+def test_the_extra_of_a_module_is_named(package, extra, program):
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['ray'] = None; import asynctrt.ray"],
+        [sys.executable, "-c", f"import sys; sys.modules['{package}'] = None; {program}"],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
     )
     assert "MissingExtraError" in done.stderr
-    assert "pip install 'asynctrt[ray]'" in done.stderr
+    assert f"pip install 'asynctrt[{extra}]'" in done.stderr
 
 
 def test_the_other_commands_need_nothing_of_a_load_test():
-    heavy = {"aiohttp", "hdrh", "jinja2", "psutil", "pynvml", "scipy"}
+    heavy = {"aiohttp", "jinja2", "pynvml", "scipy"}
     assert not loaded_by("import asynctrt.cli.app, asynctrt.loadtest") & heavy
 
 

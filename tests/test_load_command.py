@@ -2,13 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from asynctrt.loadtest.histogram import Counts
 from tests.cli.test_app import asynctrt_command, asynctrt_commands, in_a_terminal
 from tests.helpers import free_port
 from tests.models import double_onnx, sequence_onnx
@@ -39,7 +41,7 @@ def test_a_model_is_measured_and_reported(model, tmp_path):
     content = json.loads(files["json"].read_text())
     (run,) = content["runs"]
     assert run["answered"] == run["requests"] > 100
-    assert len(Counts.decode(run["histogram"])) == run["answered"]
+    assert sum(run["histogram"].values()) == run["answered"]
     assert run["batches"]["requests"] >= run["answered"] - 5
     assert "uPlot" in files["html"].read_text()
     assert "Traceback" not in err
@@ -59,7 +61,7 @@ def test_rows_may_be_padded(tmp_path, pad):
 def test_a_second_start_measures_again_and_is_compared_with_the_first(model, tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     for path in (first, second):
-        assert load(model, *QUICK, "--callers", "4", "--json", path, "--fail-if", "errors>0")[0] == 0
+        assert load(model, *QUICK, "--callers", "4", "--json", path, "--slo", "errors<1%")[0] == 0
     gate = ("compare", first, second, "--fail-if", "p50>+900%")
     assert asynctrt_command(*gate)[0] == 0
     code, _, err = asynctrt_command(*gate, "--fail-if", "throughput>1")
@@ -84,14 +86,9 @@ WRONG = [
     (["MODEL", "--processes", "2"], 1, "several processes can only send to a server"),
     (["MODEL", "--slo", "p99"], 1, "'p99' is not a criterion"),
     (["MODEL", "--inputs", "/no/such.npz"], 1, "'/no/such.npz' cannot be read"),
-    (
-        ["MODEL", "--inputs", "/etc", "--reader", "os:nothing"],
-        1,
-        "the reader 'os:nothing' cannot be imported",
-    ),
+    (["MODEL", "--reader", "os:nothing"], 1, "`asynctrt load --reader` was removed. Instead: make"),
     (["MODEL", "--json", "MODEL/x.json"], 1, "cannot be written"),
-    (["MODEL", "--trace", "/no/trace.csv"], 1, "the trace '/no/trace.csv' cannot be read"),
-    (["MODEL", "--baseline", "/no/such.json"], 1, "`asynctrt load --baseline` was removed. Instead: save"),
+    (["MODEL", "--baseline", "/no/such.json"], 1, "`asynctrt load --baseline` was removed. Instead: give"),
     (["MODEL", "--dims", "length"], 1, "is not a list of dimensions"),
     (["MODEL", "--dims", "length=3"], 1, "unknown: ['length']"),
     (["SEQUENCE"], 1, "missing: ['length']"),
@@ -153,6 +150,18 @@ def test_a_full_disk_costs_the_file_and_not_the_figures(model):
 
 
 @pytest.mark.tier2
+def test_figures_that_nothing_reads_do_not_cost_the_file(model, tmp_path):
+    path = tmp_path / "run.json"
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "asynctrt", "load", model, *QUICK, "--rate", "200", "--json", path]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    subprocess.run(command, stdout=writing, env=environment, timeout=50, check=False)
+    os.close(writing)
+    assert json.loads(path.read_text())["runs"]
+
+
+@pytest.mark.tier2
 def test_ctrl_c_in_the_middle_gives_the_report_of_what_there_is(model, tmp_path):
     path = tmp_path / "cut.json"
     code, screen = in_a_terminal(
@@ -168,6 +177,62 @@ def test_ctrl_c_in_the_middle_gives_the_report_of_what_there_is(model, tmp_path)
     assert 0 < run["seconds"] < 60
     assert run["answered"] > 0
     assert "Traceback" not in screen
+
+
+@contextmanager
+def under_way(tmp_path, *flags, **how):
+    """A load test as a process of its own group, which has sent some hundred requests."""
+    (tmp_path / "target.py").write_text(
+        "async def ask():\n    with open('asked', 'a') as file:\n        file.write('.')\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "asynctrt",
+        "load",
+        "target:ask",
+        "--rate",
+        "200",
+        "--warmup",
+        "0",
+        *flags,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    settings = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(
+        [*command, "--json", "run.json"], start_new_session=True, **settings, **how
+    ) as process:
+        asked = tmp_path / "asked"
+        while not asked.exists() or asked.stat().st_size < 300:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        yield process
+        code = process.wait(30)
+        assert code in (0, 4, 130), process.stderr.read()
+
+
+@pytest.mark.tier2
+def test_a_signal_for_the_whole_group_gives_the_report_too(tmp_path):
+    """``timeout`` sends its signal to the command, and then to all processes of its group."""
+    with under_way(tmp_path, "--seconds", "100") as process:
+        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["complete"] is False
+    assert content["runs"][0]["answered"] > 0
+
+
+@pytest.mark.tier2
+def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
+    with under_way(tmp_path, "--requests", "500", preexec_fn=ignore_hangups) as process:
+        os.killpg(process.pid, signal.SIGHUP)
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["complete"] is True
+    assert content["runs"][0]["requests"] == 500
+
+
+def ignore_hangups():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @pytest.mark.tier2
@@ -196,7 +261,7 @@ def test_a_server_over_all_three_protocols(tmp_path):
             (run,) = json.loads(path.read_text())["runs"]
             assert run["error_share"] == 0, run["errors"]
             assert run["answered"] == run["requests"] > 40
-            assert abs(run["batches"]["requests"] - run["answered"]) <= 10
+            assert run["batches"]["requests"] >= run["answered"]
     finally:
         served.stop()
 

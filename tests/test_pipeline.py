@@ -231,5 +231,5 @@ async def test_a_load_test_takes_a_pipeline():
         asynctrt.open(double_model()) as engine,
         pipeline(prepare, engine, label) as around,
     ):
-        report = await loadtest.run(around, callers=4, duration="100ms", warmup=0)
+        report = await loadtest.run(around, callers=4, seconds="100ms", warmup=0)
         assert report.runs[0].answered == report.runs[0].requests > 0

@@ -117,7 +117,7 @@ async def main() -> None:
             print((await slot.infer())["y"].sum())
         rows = {"x": [[1.0] * 16]}
         report = await loadtest.run(engine, rate=500, seconds="1s", slo="p99<250ms", inputs=rows)
-        report = await loadtest.run(engine, users=4, duration=0.5, slo=["p99<250ms", "errors<1%"])
+        report = await loadtest.run(engine, callers=4, seconds=0.5, slo=["p99<250ms", "errors<1%"])
         print(report.holds, report.runs[0].latency["p99"])
     async with connect("ws://127.0.0.1:8000/v2/ws") as client:
         print((await client.infer("m", {"x": np.ones((1, 16), np.float32)}))["y"])

@@ -1,7 +1,6 @@
 """Names from other servers and load testers, with asynctrt's names for the same things.
 
-Messages use them: for ``max_batch_size`` the message suggests ``max_rows``. A load test accepts the names of
-load testers (:data:`asynctrt.loadtest.settings.SYNONYMS`), in Python and on the command line.
+Messages use them: for ``max_batch_size`` the message suggests ``max_rows``.
 """
 
 import difflib
@@ -35,6 +34,11 @@ COMMAND_SYNONYMS: Final = {
     "connections": "callers",
     "users": "callers",
     "vus": "callers",
+    "clients": "callers",
+    "run_time": "seconds",
+    "request_rate": "rate",
+    "num_requests": "requests",
+    "number_of_requests": "requests",
     "duration": "seconds",
     "time": "seconds",
     "qps": "rate",

@@ -18,12 +18,11 @@ from asynctrt._util.validation import REMOVED_OPTIONS, docs_of, printable, remov
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.signatures import VARIABLE as ALLOWED_SIGNERS
 from asynctrt.cli import demo as demonstration
-from asynctrt.cli.environment import check_values, misspelt, shown, variables
+from asynctrt.cli.environment import check_values, misspelt
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
 from asynctrt.loadtest.settings import REMOVED as REMOVED_OF_LOAD
-from asynctrt.loadtest.settings import SYNONYMS as THEIR_WORDS
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
 from asynctrt.plans.inspection import as_json as as_plain
@@ -39,7 +38,7 @@ try:
     from rich.markup import escape
     from rich.segment import Segment
 
-    from asynctrt.cli.build_terminal import BuildBar, builds_shown, progress_on
+    from asynctrt.cli.build_terminal import build_bar
 except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
 
@@ -56,7 +55,6 @@ LEVEL_STYLES: Final = {
 
 EXAMPLES: Final = {
     "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --limit 200"),
-    "env": ("asynctrt env", "asynctrt env --all"),
     "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
     "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open --contexts 8"),
     "serve": (
@@ -68,7 +66,6 @@ EXAMPLES: Final = {
         "asynctrt load model.onnx --callers 64 --seconds 30",
         "asynctrt load http://127.0.0.1:8000/v2/models/m --rate 500 --slo 'p99<20ms'",
         "asynctrt load model.onnx --search --slo 'p99<20ms' --json -",
-        "asynctrt load test.toml --report run.html",
     ),
 }
 """Examples at the end of each command's help, in lines that fit 80 columns."""
@@ -78,6 +75,7 @@ REMOVED: Final = {
     "keys": "Make keys with `ssh-keygen -t ed25519`, and list the trusted ones in an allowed-signers file.",
     "sign": "Use `ssh-keygen -Y sign -n asynctrt -f KEY PLAN`.",
     "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
+    "env": "A flag of `asynctrt serve` is also a variable: --http-port is ASYNCTRT_SERVE_HTTP_PORT.",
     "simulate": "Use `asynctrt load`, which measures the engine itself.",
     "load --png": "Use --report FILE.html, which writes a page with the charts.",
     "serve --warmup": "Models are ready to run when they are open; a config.pbtxt may have model_warmup.",
@@ -362,7 +360,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
 
     A setting is a flag, an environment variable (--http-port is ASYNCTRT_SERVE_HTTP_PORT), or a name in the
     TOML file of --config (http_port). Flags win over the environment, which wins over the file. Models with
-    options of their own are tables of the file, [[models]], each with a path.
+    separate options are tables of the file, [[models]], each with a path.
 
     Times are in seconds, or have a unit: 0.5, 500ms, 1m30s.
     """
@@ -385,8 +383,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
 
     job = command.check if given["check"] else fronts.serve
     try:
-        with builds_shown(err, is_wanted=config.settings.log_format == "text"):
-            was_interrupted = _run(lambda: job(config, say))
+        was_interrupted = _run(lambda: job(config, say))
     except DeviceLostError as error:
         say(f"error: {error}")
         raise typer.Exit(DEVICE_LOST) from error
@@ -493,13 +490,12 @@ def _build(ctx: typer.Context, model: str, **given: Any) -> None:
 
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     files = {name: settings.pop(name, None) for name in ("plan", "device")}
-    with progress_on(err) as progress:
-        shown = BuildBar(progress)
-        try:
-            built = build(model, progress=shown, **files, **settings)
-        except KeyboardInterrupt as error:
-            err.print("[yellow]Interrupted: nothing was written.[/]")
-            raise typer.Exit(INTERRUPTED) from error
+    try:
+        with build_bar(err) as progress:
+            built = build(model, progress=progress, **files, **settings)
+    except KeyboardInterrupt as error:
+        err.print("[yellow]Interrupted: nothing was written.[/]")
+        raise typer.Exit(INTERRUPTED) from error
     _say(f"written       {built.path}")
     for line in lines_of_manifest(built.manifest):
         _say(line)
@@ -535,32 +531,23 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
 
     TARGET is a model to open, model.onnx or module:attribute; a server's model,
     http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws; or demo, the
-    model of `asynctrt demo` with files of this machine. Several addresses, separated by commas, get requests
-    in turn. Of any other address, http://HOST:PORT/PATH or ws://HOST:PORT/PATH, --body says what to send; a
-    coroutine function, module:function, is called. A .toml file has the target and flags under the same
-    names; a flag wins over it.
+    model of `asynctrt demo` with files of this machine. Of any other address, http://HOST:PORT/PATH or
+    ws://HOST:PORT/PATH, --body says what to send; a coroutine function, module:function, is called.
 
-    Times are in seconds, or have a unit: 0.5, 500ms, 1m30s. The words of other load testers are understood:
-    --users, --duration, --rps.
+    Times are in seconds, or have a unit: 0.5, 500ms, 1m30s.
 
-    The exit status is 3 if an --slo is missed or a --fail-if is true, 4 if the figures are void because the
-    load generator was the bottleneck, and 5 if there were too few requests to judge an --slo or --fail-if.
+    The exit status is 3 if an --slo is missed or most requests failed, 4 if the figures are void because the
+    load generator was the bottleneck, and 5 if there were too few requests to judge an --slo.
     """
     # They need the extra `load`, which the other commands do not.
-    from asynctrt.loadtest import command, plan_file, terminal  # noqa: PLC0415
+    from asynctrt.loadtest import command, terminal  # noqa: PLC0415
 
-    check_values(os.environ, _variables())
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
-    for line in misspelt(os.environ, _variables()):
-        err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
-    if target.endswith(".toml"):
-        target, settings = plan_file.read_plan_file(Path(target), settings)
-        given |= settings
     planned = command.plan(target, settings)
     reports: list[Any] = []
 
     async def measure() -> None:
-        with builds_shown(err), terminal.LiveView(err, f"asynctrt load {target}") as view:
+        with terminal.LiveView(err, f"asynctrt load {target}") as view:
             reports.append(await command.load(planned, view.watch))
 
     if _run(measure):
@@ -568,30 +555,21 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
         raise typer.Exit(INTERRUPTED)
     (report,) = reports
     shown_on = err if planned.prints_json else out
-    terminal.show(shown_on, report, uncorrected=given["uncorrected"])
-    failed, not_checked = command.gate(planned, report)
-    _show_gate(failed, not_checked)
-    if given["fail_if"] and report.complete and not failed and not not_checked:
-        passed = escape(", ".join(given["fail_if"]))
-        err.print(f"[green]Passed[/]: none is true of {passed}", highlight=False, soft_wrap=True)
-    for path in command.write(planned, report):
+    try:
+        terminal.show(shown_on, report)
+    finally:  # What reads the figures may have ended, as head does.
+        written = command.write(planned, report)
+    for path in written:
         err.print(f"written: {escape(str(path))}", highlight=False, soft_wrap=True)
     if not report.complete and not report.void:
         _end(was_interrupted=True)
-    raise typer.Exit(command.exit_status(report, failed, not_checked))
+    raise typer.Exit(command.exit_status(report))
 
 
-def _show_gate(failed: Iterable[str], not_checked: Iterable[str]) -> None:
-    """Show which criteria of --fail-if are true, and which cannot be checked."""
-    for why in failed:
-        err.print(f"[bold red]Failed[/]: {escape(why)}", highlight=False, soft_wrap=True)
-    for why in not_checked:
-        err.print(f"[bold yellow]Not judged[/]: {escape(why)}", highlight=False, soft_wrap=True)
-
+LOAD_TOKEN: Final = "ASYNCTRT_LOAD_TOKEN"  # noqa: S105  (a variable's name, not a secret)
 
 LOAD_FLAGS: Final = (
     ("model", str | None, None, "The server's model, if the address does not name it."),
-    ("token", str | None, None, "The server's bearer token. Also ASYNCTRT_LOAD_TOKEN."),
     ("device", str, "host", "The device of a model that is opened for the test."),
     ("body", str | None, None, "What to send to a server without KServe: JSON or text with ${input}; @FILE."),
     ("header", list[str] | None, None, "A header of every request, over gRPC metadata: 'Name: value'."),
@@ -622,13 +600,6 @@ LOAD_FLAGS: Final = (
     ),
     ("json", Path | None, None, "Write the report to this file as JSON; - is standard output."),
     ("report", Path | None, None, "Write the report to this file: .html with charts, or .csv."),
-    (
-        "fail_if",
-        list[str] | None,
-        None,
-        "Exit with status 3 if this is true: 'p99>20ms', 'errors>0'; with --compare, 'p99>+10%'.",
-    ),
-    ("uncorrected", bool, False, "Also show latencies measured from sending, which hide stalls."),
 )
 """Flags of ``load`` besides the settings of a load test and of an engine."""
 
@@ -640,6 +611,10 @@ def _load_signature() -> inspect.Signature:
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
         inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, target]),
     ]
+    token = typer.Option(
+        envvar=LOAD_TOKEN, show_envvar=False, help=f"The server's bearer token. Also {LOAD_TOKEN}."
+    )
+    parameters.append(_parameter("token", str | None, None, token))
     for name, kind, default, text in LOAD_FLAGS:
         parameters.append(_flag(name, kind, default, text))
     parameters += _field_flags(LoadSettings)
@@ -668,61 +643,20 @@ def compare(
     reports = [command.read_report(path) for path in (before, after)]
     terminal.show_lines(out, comparing.differences(*reports), str(before), str(after))
     failed, not_checked = comparing.gate(fail_if or (), *reports)
-    _show_gate(failed, not_checked)
+    for why in failed:
+        err.print(f"[bold red]Failed[/]: {escape(why)}", highlight=False, soft_wrap=True)
+    for why in not_checked:
+        err.print(f"[bold yellow]Not judged[/]: {escape(why)}", highlight=False, soft_wrap=True)
     raise typer.Exit(command.NOT_GOOD if failed else command.UNJUDGED if not_checked else 0)
 
 
-def _in_own_words(flag: str) -> str:
-    """Return the flag of ``load`` for another load tester's name: ``--users`` means ``--callers``."""
-    name = flag.replace("-", "_")
-    has_it = name in _load.__signature__.parameters  # type: ignore[attr-defined]
-    return flag if has_it else THEIR_WORDS.get(name, name).replace("_", "-")
+app.command("load")(_load)
 
 
-app.command(
-    "load",
-    context_settings={"auto_envvar_prefix": "ASYNCTRT_LOAD", "token_normalize_func": _in_own_words},
-)(_load)
-
-
-def _variables() -> dict[str, str]:
-    """Return the known environment variables, with the flag or argument that each one sets."""
-    of_context = {"ctx", "target", "check"}
-    signatures = {"serve": _serve_signature(), "load": _load_signature()}
-    named = variables(
-        {
-            name: [each for each in found.parameters if each not in of_context]
-            for name, found in signatures.items()
-        }
-    )
-    return named | {
-        "ASYNCTRT_SERVE_MODELS": "serve MODEL ...",
-        ALLOWED_SIGNERS: "serve --tensorrt trust=signed",
-    }
-
-
-def _env(
-    show_all: Annotated[
-        bool, typer.Option("--all", help="List every variable, not only those that are set.")
-    ] = False,
-) -> None:
-    """List the environment variables that set something, with their values and flags.
-
-    Every flag of serve and load is one, too: --http-port of serve is ASYNCTRT_SERVE_HTTP_PORT. A flag wins
-    over its variable. Tokens are not shown.
-    """
-    known = _variables()
-    listed = [name for name in known if show_all or name in os.environ]
-    for name in listed:
-        _say(f"{name}={shown(name, os.environ[name])}" if name in os.environ else name)
-        _say(f"    asynctrt {known[name]}")
-    if not listed:
-        _say("No variable of asynctrt is set. asynctrt env --all lists those there are.")
-    for line in misspelt(os.environ, known):
-        err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
-
-
-app.command("env")(_env)
+def _variables() -> list[str]:
+    """Return the environment variables that set something."""
+    flags = [name for name in _serve_signature().parameters if name not in ("ctx", "check")]
+    return [f"ASYNCTRT_SERVE_{name.upper()}" for name in flags] + [LOAD_TOKEN, ALLOWED_SIGNERS]
 
 
 def _run(job: Callable[[], Coroutine[Any, Any, None]]) -> bool:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
@@ -38,6 +38,9 @@ MAX_ROWS: Final = 4
 LOOKED_AT_MAX: Final = 100_000
 """The maximum number of entries to look at: a folder may be a whole disk."""
 
+LOAD_FILES: Final = 200
+"""The number of files whose contents `asynctrt load demo` sends."""
+
 CALLERS: Final = 64
 LAYERS_ROWS: Final = 32
 WIDTH: Final = 2048  # The length of the row for one file.
@@ -51,7 +54,7 @@ ABOUT: Final = (
     "\nBelow, asynctrt is beside a batcher by hand: the 30 lines that one writes, written well (HandBatcher "
     "in asynctrt/cli/demo.py). It takes what waits at once, runs two batches at a time in threads, and skips "
     f"callers who left. The model has two layers of {WIDTH} by {WIDTH} weights, and the bytes of the files "
-    f"as its input. The ways take turns. A ratio below {SAME} is no difference."
+    f"as its input. The ways take turns. A ratio below {SAME} counts as no difference."
 )
 NEXT: Final = """
 To try next:
@@ -163,14 +166,10 @@ def read_row(model: ContentModel, path: Path) -> Array | None:
     return row
 
 
-def read_input(path: Path) -> Array | None:
-    """Return the installed model's input for a file. This is a reader for ``asynctrt load --reader``."""
-    return read_row(_installed_model(), path)
-
-
-@cache
-def _installed_model() -> ContentModel:
-    return ContentModel.find()
+def read_rows(model: ContentModel) -> Array:
+    """Return the model's inputs for files of this machine, int32 ``(files, beg_size + end_size)``."""
+    rows = (read_row(model, path) for path in find_files(default_folders(), LOAD_FILES))
+    return np.concatenate([row for row in rows if row is not None])
 
 
 class HandBatcher:
@@ -258,7 +257,7 @@ class Load:
     ) -> None:
         """Send a request. Count it as answered if the answer arrives in time.
 
-        :param timeout: what the batcher is told, in seconds.
+        :param timeout: the batcher's timeout, in seconds.
         :param leaves_after: when the caller gives up, in seconds, without having said so beforehand.
         """
         begun_ns = clock.now_ns()

@@ -1,4 +1,4 @@
-"""Environment variables: the known ones, the ones that are set, and set ones that have no effect.
+"""Environment variables that are set and have no effect.
 
 The flag ``--http-port`` of ``asynctrt serve`` is also the variable ``ASYNCTRT_SERVE_HTTP_PORT``. A misspelt
 name sets nothing, and the author of a manifest would not notice.
@@ -18,25 +18,6 @@ SERVICE_LINKS: Final = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|
 
 SERVICE_LINK: Final = re.compile(r"(tcp|udp|sctp)://")
 """The start of the value of one more such variable, NAME_PORT."""
-
-SECRETS: Final = ("ASYNCTRT_SERVE_TOKENS", "ASYNCTRT_LOAD_TOKEN", "ASYNCTRT_LOAD_HEADER")
-
-
-def variables(parameters: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Return the command and flag of each valid variable.
-
-    :param parameters: the parameter names of each command that takes variables.
-    """
-    return {
-        f"{PREFIX}{command.upper()}_{name.upper()}": f"{command} --{name.replace('_', '-')}"
-        for command, names in parameters.items()
-        for name in names
-    }
-
-
-def shown(name: str, value: str) -> str:
-    """Return a variable's value for display; hide a secret."""
-    return "(set, not shown)" if name in SECRETS and value else value
 
 
 def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
@@ -66,7 +47,7 @@ def check_values(environment: Mapping[str, str], known: Iterable[str]) -> None:
 
 def _sentence(name: str, names: list[str]) -> str:
     meant = _meant(name, names)
-    hint = f"did you mean {meant}?" if meant else "asynctrt env --all lists those there are"
+    hint = f"did you mean {meant}?" if meant else "a flag of serve, --http-port, is ASYNCTRT_SERVE_HTTP_PORT"
     return f"{name} is not a variable of asynctrt, and sets nothing: {hint}"
 
 

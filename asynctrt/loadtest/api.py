@@ -13,7 +13,7 @@ from asynctrt.loadtest.job import LoadJob, carry_out
 from asynctrt.loadtest.keywords import RunSettings
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
-from asynctrt.loadtest.settings import LoadSettings, in_own_words
+from asynctrt.loadtest.settings import LoadSettings, check_not_removed
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options
@@ -60,14 +60,14 @@ async def run(
     :param search: find the highest rate that holds the ``slo``, to within ``precision``.
     :param compare: settings or engine options of a second configuration; the two run in turn, A B A B.
     :param precision: the precision of a search, as a share of the rate.
-    :param settings: the fields of :class:`LoadSettings` (rate, callers, seconds, slo, ...), or other load
-        testers' names for them: users, vus, concurrency, duration, rps, qps. ``inputs`` and ``expect`` may
-        be arrays by name.
+    :param settings: the fields of :class:`LoadSettings` (rate, callers, seconds, slo, ...). ``inputs`` and
+        ``expect`` may be arrays by name.
     :raises OptionsError: for an unknown or invalid setting.
     :raises TargetError: if the target cannot be reached or does not answer.
     :raises AsynctrtError: the target's own error, if it refuses the first request.
     """
-    given = in_own_words(settings)
+    given: dict[str, Any] = dict(settings)  # With wider types than the settings have.
+    check_not_removed(given)
     check_names(given, SETTING_NAMES, "setting of a load test", synonyms=ALL_SYNONYMS)
     if isinstance(target, str | Path):
         target = TargetSpec(

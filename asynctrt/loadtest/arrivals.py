@@ -5,19 +5,16 @@ that rate. So the shape of the rate (ramp, stages), a :class:`LoadProfile`, is s
 spacing of the requests (Poisson or constant).
 """
 
-import csv
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from asynctrt._util.validation import seconds_of
-from asynctrt.errors import OptionsError, UsageError
+from asynctrt.errors import OptionsError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -30,7 +27,6 @@ BLOCK: Final = 8192
 KNOTS: Final = 1000
 """Number of constant pieces that approximate a ramp."""
 
-JSON_LINES: Final = (".jsonl", ".ndjson")
 LEVELS: Final = re.compile(r"\d+(?:\.\d+)?(?:e\d+)?")
 
 
@@ -119,6 +115,14 @@ def stages_seconds(text: str) -> float | None:
     return sum(known) if known else None
 
 
+def levels_of(text: str) -> list[float]:
+    """Return every level that a profile names.
+
+    :raises OptionsError: if it is not a profile.
+    """
+    return [level for part in text.split(",") for level in _stage(part, text)[0]]
+
+
 def _stage(part: str, text: str) -> tuple[list[float], float | None]:
     """Parse ``100``, ``100..500`` or either with its length, ``100@30s``."""
     shown, mark, length = part.partition("@")
@@ -194,103 +198,3 @@ def _draw(rng: np.random.Generator, odds: Floats) -> Ints:
     if (odds == odds[0]).all():
         return rng.integers(0, len(odds), BLOCK)
     return rng.choice(len(odds), BLOCK, p=odds)
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """Hold arrivals known in advance, such as the arrivals of a trace.
-
-    :param seconds: the length of the run.
-    """
-
-    due_ns: Ints
-    samples: Ints
-    seconds: float
-
-    @property
-    def expected(self) -> float:
-        """The number of arrivals."""
-        return len(self.due_ns)
-
-    def blocks(self, share: int = 0, shares: int = 1) -> Iterator[Arrivals]:
-        """Yield the arrivals of one process in blocks. Arrivals go to the processes in turn."""
-        due_ns, samples = self.due_ns[share::shares], self.samples[share::shares]
-        for start in range(0, len(due_ns), BLOCK):
-            yield Arrivals(due_ns[start : start + BLOCK], samples[start : start + BLOCK])
-
-
-@dataclass(frozen=True, slots=True)
-class TraceEntry:
-    """Describe one request of a trace; ``dims`` are the sizes of dynamic dimensions by name."""
-
-    seconds: float
-    rows: int
-    priority: int
-    dims: tuple[tuple[str, int], ...]
-
-
-def read_trace(path: Path) -> list[TraceEntry]:
-    """Read a recorded trace, and return its entries sorted by time, starting at 0.
-
-    The file is CSV with a header, or JSON Lines. ``time`` is in seconds; ``rows`` and ``priority`` are
-    optional; every other column is the size of the dynamic dimension of that name.
-
-    :raises UsageError: if the file cannot be read.
-    :raises OptionsError: for an invalid entry; the message names its line.
-    """
-    entries = []
-    for number, item in read_table(path, "trace", missing=""):
-        where = f"{str(path)!r}, line {number}: {item!r:.100}"
-        try:
-            told = {name: value for name, value in item.items() if value != ""}
-            sizes = {name: _whole(told[name]) for name in sorted(told.keys() - {"time", "rows", "priority"})}
-            rows, priority = (_whole(told.get(name, usual)) for name, usual in (("rows", 1), ("priority", 0)))
-            entry = TraceEntry(float(told["time"]), rows, priority, tuple(sizes.items()))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise OptionsError(
-                f"{where} lacks a time in seconds, or has a value that is not a number "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        if not 0 <= entry.seconds < 1e9 or rows < 1 or min(sizes.values(), default=0) < 0:
-            raise OptionsError(f"{where} is out of range")
-        entries.append(entry)
-    if not entries:
-        raise OptionsError(f"the trace {str(path)!r} has no entries")
-    entries.sort(key=lambda entry: entry.seconds)
-    first = entries[0].seconds
-    return [replace(entry, seconds=entry.seconds - first) for entry in entries]
-
-
-def read_table(path: Path, what: str, *, missing: str | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of a file, CSV with a header or JSON Lines, each with its line number.
-
-    :param what: what the file is, for messages.
-    :param missing: what a row of CSV with too few values has for the others. Too many have the name ``None``.
-    :raises UsageError: if the file cannot be read.
-    :raises OptionsError: for a line that is not JSON or CSV.
-    """
-    try:
-        lines = path.read_bytes().decode("utf-8-sig").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the {what} {str(path)!r} cannot be read: {error}") from error
-    if path.suffix in JSON_LINES or (lines and lines[0].lstrip().startswith("{")):
-        for number, line in enumerate(lines, start=1):
-            try:
-                if line.strip():
-                    yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise OptionsError(f"{str(path)!r}, line {number} is not JSON: {error}") from error
-        return
-    rows = csv.DictReader(lines, skipinitialspace=True, restval=missing, strict=True)
-    try:
-        for item in rows:
-            yield rows.line_num, item
-    except csv.Error as error:
-        raise OptionsError(f"{str(path)!r}, line {rows.line_num + 1} is not CSV: {error}") from error
-
-
-def _whole(value: Any) -> int:
-    """Convert text, or a float such as 4.0, to an integer."""
-    if isinstance(value, float) and not value.is_integer():
-        raise ValueError(f"{value} is not an integer")
-    return int(value)

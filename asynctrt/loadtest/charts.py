@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import Moment, Report, Run
@@ -18,6 +18,15 @@ FIGURES: Final = (("p50", ""), ("p99", ""), ("max", "dotted"), ("late_p99", "thi
 LABELS: Final = {"late_p99": "generator's lateness, p99"}
 
 Points = Mapping[float, float | None]
+
+
+class Series(NamedTuple):
+    """A line, bars or points of a chart. What has the same ``group`` has one colour in all charts."""
+
+    label: str
+    look: str
+    points: Points
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +57,7 @@ WORDS: Final = {
     ),
     "percentiles": (
         "Latency by percentile",
-        """The latency that this share of the requests did not exceed. Dots count from when a request was
-        sent, and so leave out how long it had waited before.""",
+        "The latency that this share of the requests did not exceed.",
     ),
     "batches": ("Batches by size", "Number of batches by their rows."),
 }
@@ -59,7 +67,11 @@ WORDS: Final = {
 def charts(report: Report) -> list[Chart]:
     """Return every chart for which the report has figures."""
     makers = (_rate_latency, _latency, _throughput, _percentiles, _batches)
-    made = zip(WORDS.items(), [maker(report) for maker in makers], strict=True)
+    made = list(zip(WORDS.items(), [maker(report) for maker in makers], strict=True))
+    colours = {group.key: number for number, group in enumerate(groups(report))}
+    for _, data in made:
+        for series in data["series"] if data is not None else ():
+            series["colour"] = colours.setdefault(series.pop("group") or series["label"], len(colours))
     return [
         Chart(name, title, " ".join(caption.split()) + _which(report, name), data)
         for (name, (title, caption)), data in made
@@ -80,23 +92,28 @@ def _which(report: Report, chart: str) -> str:
 
 
 def _chart(
-    series: Sequence[tuple[str, str, Points]], x: str, y: str, *, is_log: bool = False, **more: Any
+    series: Sequence[Series], x: str, y: str, *, is_log: bool = False, **more: Any
 ) -> dict[str, Any] | None:
     """Return a chart of named series over the union of their x values; ``None`` if all are empty."""
-    known = [(label, look, points) for label, look, points in series if any(_known(points.values()))]
+    known = [one for one in series if any(_known(one.points.values()))]
     if not known:
         return None
-    xs = sorted({place for _, _, points in known for place in points})
+    xs = sorted({place for one in known for place in one.points})
     return {
         "x": x,
         "y": y,
         "log": is_log,
         "xs": xs,
         # Draw a line across x values at which only other series have points.
-        "spans": any(len(points) < len(xs) for _, _, points in known),
+        "spans": any(len(one.points) < len(xs) for one in known),
         "series": [
-            {"label": label, "look": look, "values": [_finite(points.get(place)) for place in xs]}
-            for label, look, points in known
+            {
+                "label": one.label,
+                "look": one.look,
+                "group": one.group,
+                "values": [_finite(one.points.get(place)) for place in xs],
+            }
+            for one in known
         ],
         **more,
     }
@@ -138,19 +155,20 @@ def _rate_latency(report: Report) -> dict[str, Any] | None:
             place = math.nextafter(place, math.inf)
         for by_rate, value in zip(points, values, strict=True):
             by_rate[place] = value
-    series = [(name, "points", one) for name, one in zip(("p50", "p99"), points, strict=True)]
+    series = [Series(name, "points", one) for name, one in zip(("p50", "p99"), points, strict=True)]
     is_log = _is_wide(value for one in points for value in one.values())
     return _chart(series, "rate (requests/s)", "latency (ms)", is_log=is_log)
 
 
 def _latency(report: Report) -> dict[str, Any] | None:
     shown = main_groups(report, "search")
-    series: list[tuple[str, str, Points]] = []
+    series: list[Series] = []
     if len(shown) == 1:
         for run in shown[0].runs:
             several = f" of {run.label}" if len({one.label for one in shown[0].runs}) > 1 else ""
             series += [
-                (LABELS.get(name, name) + several, look, _over_time(run, name)) for name, look in FIGURES
+                Series(LABELS.get(name, name) + several, look, _over_time(run, name))
+                for name, look in FIGURES
             ]
     else:
         has_p99 = any(
@@ -158,11 +176,11 @@ def _latency(report: Report) -> dict[str, Any] | None:
         )
         name = "p99" if has_p99 else "p50"
         series = [
-            (f"{group.key}, {name}", "", _over_time(run, name)) for group in shown for run in group.runs
+            Series(f"{group.key}, {name}", "", _over_time(run, name), group.key)
+            for group in shown
+            for run in group.runs
         ]
-    is_log = _is_wide(
-        value for label, _, points in series if "late" not in label for value in points.values()
-    )
+    is_log = _is_wide(value for one in series if "late" not in one.label for value in one.points.values())
     errors = sorted(
         {_middle(moment) for group in shown for run in group.runs for moment in run.moments if moment.errors}
     )
@@ -171,12 +189,12 @@ def _latency(report: Report) -> dict[str, Any] | None:
 
 def _throughput(report: Report) -> dict[str, Any] | None:
     shown = main_groups(report, "search")
-    series: list[tuple[str, str, Points]] = []
+    series: list[Series] = []
     for group in shown:
         for run in group.runs:
             name = group.key if len(shown) > 1 else ""
-            series.append((f"{name} due".strip(), "thin", _over_time(run, "sent")))
-            series.append((f"{name} answered".strip(), "", _over_time(run, "throughput")))
+            series.append(Series(f"{name} due".strip(), "thin", _over_time(run, "sent"), name))
+            series.append(Series(f"{name} answered".strip(), "", _over_time(run, "throughput"), name))
     return _chart(series, "time after the warm-up (s)", "requests/s")
 
 
@@ -189,33 +207,29 @@ def _middle(moment: Moment) -> float:
 
 
 def _percentiles(report: Report) -> dict[str, Any] | None:
-    series: list[tuple[str, str, Points]] = []
+    series: list[Series] = []
     most = 2.0
     for group in groups(report):
         for run in group.runs:
             if not run.answered:
                 continue
-            counts = Counts.decode(run.histogram)
+            counts = Counts.of(run.histogram)
             most = max(most, 2.0 * len(counts))
             points = {odds(mark): (counts.percentile(mark) or 0) / 1e6 for mark in marks_for(len(counts))}
-            series.append((group.key or "latency", "", points))
-            if len(report.runs) == 1:
-                sent = {
-                    odds(float(name[1:])): value for name, value in run.uncorrected.items() if name[0] == "p"
-                }
-                series.append(("from when it was sent", "points", sent))
+            series.append(Series(group.key or "latency", "", points, group.key))
     marks = [[odds(mark), f"{mark:.10g}%"] for mark in MARKS if odds(mark) <= most]
-    is_log = _is_wide(value for _, _, points in series for value in points.values())
+    is_log = _is_wide(value for one in series for value in one.points.values())
     return _chart(series, "percentile of the requests", "latency (ms)", is_log=is_log, marks=marks)
 
 
 def _batches(report: Report) -> dict[str, Any] | None:
     shown = main_groups(report, "sweep", "search")
     series = [
-        (
+        Series(
             group.key or "batches",
             "bars",
             {float(rows): float(count) for rows, count in sizes(group.runs).items()},
+            group.key,
         )
         for group in shown
     ]

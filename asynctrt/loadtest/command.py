@@ -8,25 +8,24 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util import clock
 from asynctrt._util.files import write_whole
 from asynctrt.cli import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
-from asynctrt.loadtest import criteria
-from asynctrt.loadtest.criteria import Criterion
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.opening import find_modules
-from asynctrt.loadtest.report import FORMAT, Report, mean_figures
+from asynctrt.loadtest.processes import ENDINGS
+from asynctrt.loadtest.report import FORMAT, Report
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.loadtest.tls import Tls
-from asynctrt.loadtest.views import main_run
 from asynctrt.options import Options
 
 ADDRESS: Final = re.compile(r"[\w.-]+:\d+(/|$)")
@@ -40,8 +39,8 @@ VOID: Final = 4
 UNJUDGED: Final = 5
 """Exit statuses."""
 
-ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a load test."""
+AGAIN_NS: Final = 1_000_000_000
+"""A second signal within this time is the same one: ``timeout`` signals a process and then its group."""
 
 FAILED_SHARE: Final = 0.5
 """If more than this share of a run's requests fail, the exit status is always ``NOT_GOOD``."""
@@ -51,12 +50,11 @@ TLS_NAMES: Final = tuple(item.name for item in dataclasses.fields(Tls))
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The parsed command: load test, output files, and criteria."""
+    """The parsed command: load test and output files."""
 
     job: LoadJob
     json: Path | None = None
     report: Path | None = None
-    fail_if: tuple[Criterion, ...] = ()
 
     @property
     def outputs(self) -> list[Path]:
@@ -81,8 +79,8 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         model = demo.ContentModel.find()
         target = str(model.path)
         options = {"max_rows": demo.MAX_ROWS, **options}
-        if not {"inputs", "trace"} & settings.keys():
-            settings |= {"inputs": demo.default_folders()[0], "reader": "asynctrt.cli.demo:read_input"}
+        if "inputs" not in settings:
+            settings["inputs"] = demo.read_rows(model)
     if ADDRESS.match(target) and not Path(target).exists():
         raise UsageError(
             f"{target!r} is not a file. For a server, give the address of a model, such as "
@@ -114,15 +112,7 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         compare,
         given.get("precision", 0.05),
     )
-    fail_if = tuple(Criterion.parse(text) for text in given.get("fail_if", ()))
-    if fail_if and sweep:
-        raise OptionsError("fail-if applies to one load, and a sweep has several: leave one of them out")
-    if any(item.is_relative for item in fail_if) and not compare:
-        raise OptionsError(
-            "a relative --fail-if needs --compare, or two saved reports: asynctrt compare A.json B.json "
-            "--fail-if 'p99>+10%'. Else give an absolute value, such as p99>20ms"
-        )
-    made = LoadPlan(job, given.get("json"), given.get("report"), fail_if)
+    made = LoadPlan(job, given.get("json"), given.get("report"))
     for path in made.outputs:
         _check_writable(path, is_page=path == made.report)
     return made
@@ -130,41 +120,50 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
 
 async def load(planned: LoadPlan, watch: Watch) -> Report:
     """Run the load test. Ctrl-C, SIGTERM or SIGHUP ends it with a report of the results so far; a second
-    signal cancels it at once.
+    signal later cancels it at once. Under ``nohup``, SIGHUP is ignored.
 
     :raises KeyboardInterrupt: if it is interrupted before there is anything to report.
     :raises AsynctrtError: if the target cannot be measured.
     """
-    find_modules(planned.job.target, planned.job.settings)
+    find_modules(planned.job.target)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    interrupted = False
     async with LoadSession(apart=True, watch=watch) as session:
-
-        def interrupt() -> None:
-            nonlocal interrupted
-            if interrupted or not session.is_running:
-                task.cancel()
-            interrupted = True
-            session.stop()
-
-        for number in ENDINGS:
-            loop.add_signal_handler(number, interrupt)
+        interruption = _Interruption(session, task)
+        endings = set(ENDINGS)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            endings.remove(signal.SIGHUP)
+        for number in endings:
+            loop.add_signal_handler(number, interruption.take_signal)
         try:
             return await carry_out(planned.job, session)
-        except asyncio.CancelledError:
-            if not interrupted:
+        except (asyncio.CancelledError, AsynctrtError):
+            if interruption.began_ns is None:
                 raise
             if session.runs:
                 return make_report(planned.job, session.runs, None)
             raise KeyboardInterrupt from None
-        except UsageError:
-            if interrupted:
-                raise KeyboardInterrupt from None
-            raise
         finally:
-            for number in ENDINGS:
+            for number in endings:
                 loop.remove_signal_handler(number)
+
+
+class _Interruption:
+    """End a session at the first signal, and cancel its task at a later one."""
+
+    def __init__(self, session: LoadSession, task: asyncio.Task[Any]) -> None:
+        self.began_ns: int | None = None
+        self._session = session
+        self._task = task
+
+    def take_signal(self) -> None:
+        now_ns = clock.now_ns()
+        if self.began_ns is not None and now_ns - self.began_ns <= AGAIN_NS:
+            return
+        if self.began_ns is not None or not self._session.is_running:
+            self._task.cancel()
+        self.began_ns = now_ns
+        self._session.stop()
 
 
 def write(planned: LoadPlan, report: Report) -> list[Path]:
@@ -196,24 +195,9 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
     return written
 
 
-def gate(planned: LoadPlan, report: Report) -> tuple[list[str], list[str]]:
-    """Return the ``--fail-if`` criteria that are true of the report, and those that cannot be checked.
-
-    For a comparison, check B, and its changes over A.
-    """
-    runs, before = report.runs, None
-    if report.comparison is not None:
-        before = mean_figures(runs[::2])
-        runs = runs[1::2]
-    elif report.search is not None:
-        main = main_run(report)
-        runs = (main,) if main is not None else ()
-    return criteria.gate(planned.fail_if, mean_figures(runs), before)
-
-
-def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str] = ()) -> int:
-    """Return 3 if an slo is missed, a ``--fail-if`` is true or most requests failed, 4 if figures are void, 5
-    if there were too few requests to judge, and 0 otherwise."""
+def exit_status(report: Report) -> int:
+    """Return 3 if an slo is missed or most requests failed, 4 if figures are void, 5 if there were too few
+    requests to judge, and 0 otherwise."""
     if any(not run.answered or run.error_share > FAILED_SHARE for run in report.runs):
         return NOT_GOOD
     if report.void:
@@ -225,9 +209,9 @@ def exit_status(report: Report, failed: Sequence[str], not_checked: Sequence[str
         # A search without a result ended because of its last run.
         is_unjudged = report.search.holds is None and bool(report.runs) and bool(report.runs[-1].unjudged)
         is_missed = report.search.holds is None and not is_unjudged
-    if is_missed or failed or not report.runs:
+    if is_missed or not report.runs:
         return NOT_GOOD
-    return UNJUDGED if is_unjudged or not_checked else 0
+    return UNJUDGED if is_unjudged else 0
 
 
 def read_report(path: Path) -> dict[str, Any]:

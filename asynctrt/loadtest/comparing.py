@@ -12,14 +12,14 @@ Line = tuple[str, float | None, float | None]
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Line], list[str]]:
-    """Return each figure of two reports, with those of their steps, and notes about what else differs."""
+    """Return each figure of two reports and of their steps, and notes about what else differs."""
     before, after = mean_figures(a["runs"]), mean_figures(b["runs"])
     names = dict.fromkeys([*before, *after])
     return [(name, before.get(name), after.get(name)) for name in names], list(_notes(a, b))
 
 
 def gate(texts: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the criteria that are true of the second report, and those that cannot be checked.
+    """Return the criteria that are true of the second report, and the ones that cannot be checked.
 
     :raises OptionsError: for an invalid criterion.
     """

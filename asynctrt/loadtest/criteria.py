@@ -99,7 +99,7 @@ def parse_slo(texts: Iterable[str]) -> tuple[Criterion, ...]:
         if criterion.is_relative:
             raise OptionsError(
                 f"{criterion}: an slo needs an absolute limit, as in p99<20ms; a relative one is for "
-                "--fail-if"
+                "asynctrt compare"
             )
         if criterion.sign != ("<" if criterion.figure not in ("throughput", "goodput") else ">"):
             raise OptionsError(
@@ -118,7 +118,7 @@ def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
 def gate(
     criteria: Iterable[Criterion], figures: Mapping[str, float], baseline: Mapping[str, float] | None
 ) -> tuple[list[str], list[str]]:
-    """Return the ``--fail-if`` criteria that are true, with the values; and those that cannot be checked."""
+    """Return the ``--fail-if`` criteria that are true, with values, and the ones that cannot be checked."""
     failed, unchecked = [], []
     for item in criteria:
         value, before = figures.get(item.key), (baseline or {}).get(item.key)

@@ -6,6 +6,7 @@ with 95% confidence: 5 for p50, 299 for p99, 29,956 for p99.99.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 from asynctrt.loadtest.criteria import PERCENTILES, Criterion, latency_target_ms
@@ -14,26 +15,16 @@ from asynctrt.loadtest.plans import WINDOWS_MAX, ProcessPlan
 from asynctrt.loadtest.recorder import StepCount, Window, Windows, total
 from asynctrt.loadtest.report import (
     BatchFigures,
-    Interval,
     Moment,
     Resources,
     Run,
     StepFigures,
     StreamFigures,
 )
-from asynctrt.loadtest.runner import OWN_ERROR, ProcessResult
+from asynctrt.loadtest.runner import NO_ANSWER, NOT_SENT, OWN_ERROR, ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.loadtest.statistics import (
-    exceeds,
-    interval_within,
-    requests_least,
-)
+from asynctrt.loadtest.statistics import exceeds, requests_least
 from asynctrt.loadtest.targets import BatchCounters
-
-DRIFT_SHARE: Final = 0.1
-"""The latency drifts if its mean in the first fifth of a run is off the rest's by more than this share."""
-DRIFT_REQUESTS: Final = 100
-"""With fewer requests in either part, such a difference may be chance."""
 
 LATE_MS: Final = 0.1
 """Lateness of the generator up to this never makes a run void."""
@@ -58,7 +49,6 @@ class Counted:
 
     windows: Windows
     outcomes: Sequence[ProcessResult]
-    resources: Resources
     is_server: bool
 
 
@@ -87,22 +77,17 @@ def make_run(
     throughput = sum(window.completed for window in windows) / seconds
     error_share = failed / (answered + failed) if answered + failed else 0.0
     goodput = whole.latency.within(limit_ms * 1e6) / seconds if limit_ms is not None else None
-    notes = _drift(plan, windows)
     held_back = None if plan.is_void_at_limit else _held_back(counted, plan)
-    if held_back is not None:
-        notes = (*notes, held_back)
-    counters = next((item.batches for item in outcomes if item.batches), None)
-    batches = batch_figures(counters, _requests_counted(counted, count))
-    unbelievable = _unbelievable(counters, _counted_and_answered(counted))
-    if unbelievable is not None:
-        batches, notes = None, (*notes, unbelievable)
-    level = plan.is_level
+    # The process that ended last has read the most.
+    known = [outcome.batches for outcome in outcomes if outcome.batches is not None]
+    counters = max(known, key=attrgetter("requests"), default=None)
+    unbelievable = _unbelievable(counters, sum(outcome.answered for outcome in outcomes))
     return Run(
         label=label,
         seconds=seconds,
         complete=complete,
         void=_void(plan, counted, whole, latency, late),
-        notes=notes,
+        notes=tuple(note for note in (held_back, unbelievable) if note is not None),
         offered=whole.sent / seconds if plan.schedule is not None else None,
         requests=requests,
         answered=answered,
@@ -113,16 +98,16 @@ def make_run(
         error_share=error_share,
         errors=dict(sorted(whole.errors.items())),
         latency=latency,
-        uncorrected=latencies(whole.uncorrected),
         lateness=late,
         slo=held(criteria, whole, throughput, goodput),
         unjudged=unjudged(criteria, whole),
-        throughput_interval=_throughput_interval(windows, plan.window_ns / 1e9) if level else None,
-        latency_interval=_latency_interval(windows) if level else None,
-        batches=batches,
-        resources=counted.resources,
+        batches=None if unbelievable else batch_figures(counters),
+        resources=Resources(
+            generator_cores=sum(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes),
+            memory_mb=sum(outcome.memory_nbytes for outcome in outcomes) / 1e6,
+        ),
         moments=_moments(windows, plan.window_ns / 1e9, seconds),
-        histogram=whole.latency.encoded(),
+        histogram=whole.latency.as_mapping(),
         parameters=parameters,
         kept=_kept(plan, windows),
         stream=_stream(whole, seconds),
@@ -134,11 +119,11 @@ def _measured(plan: ProcessPlan, counted: Counted, *, complete: bool) -> tuple[f
     """Return the number of seconds and of windows that were measured."""
     last_ns = max(outcome.last_done_ns for outcome in counted.outcomes) - plan.warmup_ns
     elapsed_ns = min(outcome.elapsed_ns for outcome in counted.outcomes) - plan.warmup_ns
-    if complete and plan.is_timed and plan.requests_max is None:
+    if complete and plan.requests_max is None:
         return plan.measured_ns / 1e9, -(-plan.measured_ns // plan.window_ns)
     if complete:
         # The run ended with the last answer, not at a set time.
-        ended_ns = min(last_ns, plan.measured_ns) if plan.is_timed else last_ns
+        ended_ns = min(last_ns, plan.measured_ns)
         return ended_ns / 1e9, -(-ended_ns // plan.window_ns) if ended_ns > 0 else 0
     count = min(elapsed_ns, max(outcome.stopped_ns for outcome in counted.outcomes) - plan.warmup_ns)
     count //= plan.window_ns
@@ -272,59 +257,23 @@ def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
     )
 
 
-def _drift(plan: ProcessPlan, windows: Sequence[Window]) -> tuple[str, ...]:
-    """Return a note if latency under a constant load was different at the beginning."""
-    first = len(windows) // 5
-    early, late = total(windows[:first]).latency, total(windows[first:]).latency
-    if not plan.is_level or min(len(early), len(late)) < DRIFT_REQUESTS:
-        return ()
-    change = early.total_ns / len(early) / (late.total_ns / len(late)) - 1
-    if abs(change) <= DRIFT_SHARE:
-        return ()
-    seconds = first * plan.window_ns / 1e9
-    return (f"in the first {seconds:.3g} s the mean latency is {change:+.0%} off the rest's: warm up longer",)
-
-
-def _throughput_interval(windows: Sequence[Window], window_s: float) -> Interval | None:
-    return interval_within([window.completed / window_s for window in windows], [1.0] * len(windows))
-
-
-def _latency_interval(windows: Sequence[Window]) -> Interval | None:
-    """Return the interval of the mean latency in ms, over the windows with answers."""
-    known = [window for window in windows if window.answered]
-    means = [window.latency.total_ns / window.answered / 1e6 for window in known]
-    return interval_within(means, [window.answered for window in known])
-
-
 def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
     """Return the rate of answers in the second half of a level open loop; ``None`` if the target kept up."""
     if plan.schedule is None or not plan.is_level:
         return None
     half = total(windows[len(windows) // 2 :])
-    owed = half.sent - half.completed - half.failed
+    given_up = sum(half.errors[kind].count for kind in (NO_ANSWER, NOT_SENT) if kind in half.errors)
+    owed = half.sent - half.completed - (half.failed - given_up)
     if owed <= OWED_SHARE * half.sent or half.sent < OWED_LEAST:
         return None
     return half.completed / ((len(windows) - len(windows) // 2) * plan.window_ns / 1e9)
 
 
-def _counted_and_answered(counted: Counted) -> tuple[int, int]:
-    """Return how many requests the target counted, and how many answers came in the same time.
-
-    This is the whole run with its warm-up, if the target's count is known from its beginning.
-    """
-    outcomes = counted.outcomes
-    known = [outcome.requests for outcome in outcomes if outcome.requests is not None]
-    if known:  # The process that ended last has read the most.
-        return max(known), sum(window.answered for window in counted.windows.values())
-    batches = next((outcome.batches for outcome in outcomes if outcome.batches), None)
-    return batches.requests if batches else 0, sum(outcome.answered for outcome in outcomes)
-
-
-def _unbelievable(counters: BatchCounters | None, both: tuple[int, int]) -> str | None:
+def _unbelievable(counters: BatchCounters | None, answered: int) -> str | None:
     """Return a note that the target's own statistics are implausible; ``None`` if they may be right."""
-    requests, answered = both
     if counters is None or not answered:
         return None
+    requests = counters.requests
     is_all = COUNTED_SHARE * answered <= requests <= answered / COUNTED_SHARE
     if is_all and min(counters.batches, counters.queue_ns) >= 0:
         return None
@@ -334,30 +283,13 @@ def _unbelievable(counters: BatchCounters | None, both: tuple[int, int]) -> str 
     )
 
 
-def _requests_counted(counted: Counted, count: int) -> int | None:
-    """Return the target's own count of the measured requests; ``None`` if it is unknown.
-
-    No request is in flight before a run and after it, so its count of the whole run is exact. Subtract the
-    answers to requests that are not measured. A reading at the end of the warm-up could not be exact.
-    """
-    known = [outcome.requests for outcome in counted.outcomes if outcome.requests is not None]
-    if not known:
-        return None
-    windows = counted.windows.items()
-    others = sum(window.answered for number, window in windows if not 0 <= number < count)
-    return max(known) - others  # The process that ended last has read the most.
-
-
-def batch_figures(counters: BatchCounters | None, measured: int | None = None) -> BatchFigures | None:
-    """Return the figures of a target's batches; ``None`` if it has no statistics, or computed nothing.
-
-    :param measured: the number of requests if it is known better than from the counters.
-    """
+def batch_figures(counters: BatchCounters | None) -> BatchFigures | None:
+    """Return the figures of a target's batches; ``None`` if it has no statistics, or computed nothing."""
     if counters is None or not counters.batches or not counters.requests:
         return None
     requests = counters.requests
     return BatchFigures(
-        requests=requests if measured is None else measured,
+        requests=requests,
         batches=counters.batches,
         mean_rows=counters.rows / counters.batches,
         queue=counters.queue_ns / requests / 1e6,

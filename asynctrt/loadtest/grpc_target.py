@@ -156,7 +156,7 @@ class GrpcTarget:
             {"name": item.name, "datatype": item.datatype, "shape": item.shape} for item in metadata.inputs
         )
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
         arrays = as_arrays(inputs)
         message = self._kinds["ModelInferRequest"](
             model_name=self.name,
@@ -164,8 +164,6 @@ class GrpcTarget:
             inputs=[describe(name, array) for name, array in arrays.items()],
             raw_input_contents=[bytes(write_tensor(array)) for array in arrays.values()],
         )
-        if priority:
-            message.parameters["priority"].uint64_param = priority
         return message.SerializeToString()
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":

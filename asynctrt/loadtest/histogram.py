@@ -1,33 +1,22 @@
-"""HDR histograms of latencies. The only importer of ``hdrh``.
+"""Histograms of latencies, in buckets whose width grows with the value (as HDR histograms have them).
 
-During a run, values are counted in blocks with NumPy, which is many times faster than the library's
-``record_value``. They are rounded down to 3 significant digits, as the library does. So the counts of several
-windows and processes add up exactly, and give the same histogram as the library would.
+Values are counted in blocks with NumPy, rounded down to 3 significant digits. So the counts of several
+windows and processes add up exactly.
 """
 
 import math
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from asynctrt.errors import MissingExtraError
-
-try:
-    from hdrh.histogram import HdrHistogram
-except ImportError as error:
-    raise MissingExtraError("load tests need hdrhistogram: pip install 'asynctrt[load]'") from error
-
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.int32]
 
-DIGITS: Final = 3
-"""Significant digits of every value: the error is at most 0.05%."""
 LARGEST_NS: Final = 24 * 3600 * 10**9
 KEPT_BITS: Final = 10
-"""Bits kept below a value's leading bit. With the leading bit they give the 2048 steps that the library uses
-for 3 digits."""
+"""Bits kept below a value's leading bit, which give 3 significant digits: the error is at most 0.05%."""
 DROPPED_BITS: Final = 52 - KEPT_BITS
 """Bits dropped of a float's mantissa."""
 ONE_KEY: Final = 1023 << KEPT_BITS
@@ -107,34 +96,17 @@ class Counts:
         place = np.searchsorted(np.cumsum(counts), rank, "left")
         return int(_middle(values[place]))
 
-    def histogram(self) -> "HdrHistogram":
-        """Return the library's histogram of the same values."""
-        made = HdrHistogram(1, LARGEST_NS, DIGITS)
-        for value, count in zip(*(part.tolist() for part in self.items()), strict=True):
-            made.record_value(value, count)
-        return made
-
-    def encoded(self) -> str:
-        """Return the histogram in the exchange format of HDR tools (V2, base64)."""
-        text: bytes = self.histogram().encode()
-        return text.decode()
+    def as_mapping(self) -> dict[int, int]:
+        """Return how often each rounded value in ns occurs."""
+        return dict(zip(*(part.tolist() for part in self.items()), strict=True))
 
     @classmethod
-    def decode(cls, text: str) -> "Counts":
-        """Read counts from the exchange format.
-
-        :raises ValueError: for text that is not a histogram.
-        """
-        try:
-            made = HdrHistogram.decode(text)
-        except Exception as error:  # The library passes on any error of its decoder.
-            raise ValueError(f"not an HDR histogram: {error}") from error
+    def of(cls, mapping: Mapping[int, int]) -> Self:
+        """Return the counts of :meth:`as_mapping`."""
         counts = cls()
-        found = np.ctypeslib.as_array(made.counts).astype(np.int64)
-        places = np.flatnonzero(found)
-        values = np.array([made.get_value_from_index(place) for place in places.tolist()], np.int64)
-        counts._keys, counts._counts = _keys(_bits(values)), found[places]
-        counts.total_ns = int((_middle(values) * found[places]).sum())
+        values = np.array(list(mapping), np.int64)
+        counts._keys, counts._counts = _keys(_bits(values)), np.array(list(mapping.values()), np.int64)
+        counts.total_ns = int((_middle(values) * counts._counts).sum())
         return counts
 
     def compact(self) -> None:

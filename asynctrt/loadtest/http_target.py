@@ -43,6 +43,7 @@ from asynctrt.tensors import Array
 
 try:
     import aiohttp
+    from aiohttp.http_exceptions import ContentEncodingError
     from multidict import CIMultiDict
     from yarl import URL
 except ImportError as error:
@@ -198,14 +199,14 @@ class HttpTarget:
         self._post = pages.session.post
         self._create_task = asyncio.get_running_loop().create_task
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
         with warnings.catch_warnings():
             # aiohttp warns that sending a body of more than 1 MiB blocks the event loop. It does, but
             # reading a file in pieces, as the warning advises, takes longer.
             warnings.simplefilter("ignore", ResourceWarning)
             if not self._pages.takes_binary:
-                return aiohttp.BytesPayload(write_json(inputs, priority), content_type="application/json")
-            body, head_nbytes = write_binary(inputs, priority)
+                return aiohttp.BytesPayload(write_json(inputs, 0), content_type="application/json")
+            body, head_nbytes = write_binary(inputs, 0)
             return aiohttp.BytesPayload(body, headers={HEAD_NBYTES: str(head_nbytes)})
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
@@ -298,8 +299,12 @@ def failure(where: str, error: Exception) -> AsynctrtError:
     """Convert an error of the HTTP library to ours."""
     if isinstance(error, aiohttp.ClientResponseError):
         return TargetError(f"{where} did not answer in HTTP: {_clipped(error.message)}")
-    # The library may add a status that no server sent.
-    text = _clipped(str(error).removeprefix("400, message:")) or type(error).__name__
+    # The library's own text has a status that no server sent.
+    cause = error.__cause__
+    said = str(getattr(cause, "message", "") or error).removeprefix("400, message:")
+    text = _clipped(said.replace(" ssl:default", "")) or type(error).__name__
+    if isinstance(cause, ContentEncodingError):
+        return TargetError(f"the answer of {where} cannot be read: {text}")
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.InvalidURL):
         return ConnectionLostError(f"{where} cannot be reached: {text}")
     return ConnectionLostError(f"the connection to {where} was lost: {text}")

@@ -51,8 +51,8 @@ class LoadJob:
             raise OptionsError("sweep, search and compare exclude each other: give only one of them")
         if self.search and not settings.slo:
             raise OptionsError("a search needs an slo, such as p99<20ms")
-        if self.search and (settings.callers is not None or settings.trace is not None):
-            raise OptionsError("a search varies the rate: leave callers and trace out")
+        if self.search and settings.callers is not None:
+            raise OptionsError("a search varies the rate: leave callers out")
         if self.search and settings.rate is not None:
             settings.profile(1.0)
             if not isinstance(settings.rate, int | float) and not _is_number(settings.rate):
@@ -229,8 +229,6 @@ def _told(value: Any) -> Any:
 
 
 def _label(settings: LoadSettings) -> str:
-    if settings.trace is not None:
-        return f"trace {settings.trace.name}"
     if settings.rate is not None:
         return f"{settings.arrivals}, {settings.rate} requests/s"
     return f"{settings.callers or 64} callers"

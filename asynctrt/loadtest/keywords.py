@@ -1,8 +1,8 @@
 """The settings of a load test as keywords, for type checkers and editors.
 
-They are the fields of :class:`~asynctrt.loadtest.settings.LoadSettings` and other load testers' names for
-them. A type checker cannot derive them, so a test compares them. The types are those that
-:func:`asynctrt.loadtest.run` accepts, which are wider than the types of the fields.
+They are the fields of :class:`~asynctrt.loadtest.settings.LoadSettings`. A type checker cannot derive them,
+so a test compares them. The types are wider than the types of the fields, because
+:func:`asynctrt.loadtest.run` converts the values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,13 @@ Given = str | Path | Array | Mapping[str, ArrayLike]
 """A file of arrays, one array, or arrays by name."""
 
 
-class OwnSettings(TypedDict, total=False):
-    """The settings by their own names. Times are in seconds, or text such as ``"1m30s"``."""
+class RunSettings(TypedDict, total=False):
+    """The settings by their names. Times are in seconds, or text such as ``"1m30s"``."""
 
     rate: float | str | None
     callers: int | str | None
     think: float | str
     arrivals: Arrivals
-    trace: str | Path | None
-    trace_speed: float
     seconds: float | str | None
     warmup: float | str
     requests: int | None
@@ -37,34 +35,9 @@ class OwnSettings(TypedDict, total=False):
     rows: int
     dims: str | Sequence[str]
     inputs: Given | None
-    reader: str | None
     samples: int
     expect: Given | None
-    reference: str | None
     rtol: float
     atol: float
     processes: int
     seed: int
-
-
-class RunSettings(OwnSettings, total=False):
-    """The settings by their own names, and by other load testers' names."""
-
-    users: int | str | None
-    vus: int | str | None
-    clients: int | str | None
-    concurrency: int | str | None
-    connections: int | str | None
-    duration: float | str | None
-    run_time: float | str | None
-    time: float | str | None
-    rps: float | str | None
-    qps: float | str | None
-    request_rate: float | str | None
-    iterations: int | None
-    num_requests: int | None
-    number_of_requests: int | None
-    timeout: float | str
-    threads: int
-    workers: int
-    batch_size: int

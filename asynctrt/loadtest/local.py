@@ -2,25 +2,20 @@
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, Final
-
-import numpy as np
 
 from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, ConnectionLostError, OptionsError, TargetError, describe
-from asynctrt.loadtest.arrivals import read_trace
 from asynctrt.loadtest.limits import room
 from asynctrt.loadtest.opening import opened
-from asynctrt.loadtest.plans import ProcessPlan, make_plan, trace_shapes
+from asynctrt.loadtest.plans import ProcessPlan, make_plan
 from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import ProcessResult, Runner
 from asynctrt.loadtest.samples import Sample, make_samples
 from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.loadtest.targets import SEND_APART, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import SEND_APART, BatchCounters, Target
 
 LEAD_NS: Final = 20_000_000
 """Delay between the call and the start of a run, to set everything up."""
@@ -39,7 +34,7 @@ class Local:
     def __init__(self, target: Target, samples: Sequence[Sample]) -> None:
         self.target = target
         self._samples = samples
-        self._prepared = [target.prepare(sample.inputs, sample.priority) for sample in samples]
+        self._prepared = [target.prepare(sample.inputs) for sample in samples]
         self._runner: Runner | None = None
         self._first: BatchCounters | None = None
 
@@ -54,13 +49,10 @@ class Local:
         async with opened(target) as found:
             if settings.processes > 1 and found.kind == "engine":
                 raise OptionsError(SEND_APART)
-            shapes = trace_shapes(read_trace(settings.trace)) if settings.trace is not None else ()
             if settings.inputs is None and getattr(found, "is_self_contained", False):
                 samples = [Sample({}, settings.rows)]
             else:
-                samples = await asyncio.to_thread(make_samples, settings, found.inputs, shapes)
-            if settings.reference is not None:
-                samples = await _with_answers(samples, target, settings)
+                samples = await asyncio.to_thread(make_samples, settings, found.inputs)
             local = cls(found, samples)
             await local._try(settings.answer_timeout)
             yield local
@@ -101,11 +93,6 @@ class Local:
             return await self._runner.run(clock.now_ns() + LEAD_NS if start_ns is None else start_ns, emit)
         finally:
             self._runner = None
-
-    @property
-    def pids(self) -> list[int]:
-        """The id of this process, which sends."""
-        return [os.getpid()]
 
     async def perform(
         self, settings: LoadSettings, emit: Callable[[Windows], None], planned: Planned
@@ -153,19 +140,3 @@ async def answer(target: Target, prepared: Any, timeout: float, what: str) -> An
         raise
     except Exception as error:
         raise TargetError(f"{target.name!r} failed to answer {what}: {describe(error)}") from error
-
-
-async def _with_answers(samples: Sequence[Sample], target: Any, settings: LoadSettings) -> list[Sample]:
-    """Return the samples with the reference's answers as the expected ones."""
-    assert settings.reference is not None
-    spec = target if isinstance(target, TargetSpec) else TargetSpec("")
-    found = []
-    async with opened(replace(spec, where=settings.reference)) as reference:
-        for sample in samples:
-            prepared = reference.prepare(sample.inputs, 0)
-            given = await answer(
-                reference, prepared, settings.answer_timeout, "a request for a reference answer"
-            )
-            outputs = {name: np.array(value) for name, value in reference.outputs(given).items()}
-            found.append(replace(sample, expected=outputs))
-    return found

@@ -30,12 +30,11 @@ class EngineTarget:
         self._owns = owns
         self._submit = engine.submit
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
-        return dict(inputs), priority
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
+        return dict(inputs)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
-        inputs, priority = prepared
-        return self._submit(inputs, priority=priority)
+        return self._submit(prepared)
 
     def outputs(self, answer: InferResult) -> Mapping[str, Array]:
         return answer
@@ -96,7 +95,7 @@ class CallTarget:
         self._context = copy_context()
         self._context.run(STEPS.set, self.steps)
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
         return dict(inputs)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":

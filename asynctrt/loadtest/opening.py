@@ -1,8 +1,8 @@
 """Opens the target of a load test. The only module that knows every kind of target."""
 
 import inspect
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -12,8 +12,6 @@ from asynctrt.core.loading import is_attribute, name_of
 from asynctrt.engine import Engine
 from asynctrt.errors import OptionsError, UsageError, show
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
-from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.loadtest.several import SeveralTargets
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.loadtest.tls import Tls
 from asynctrt.opening import open as open_engine
@@ -28,7 +26,7 @@ async def opened(target: "TargetSpec | Engine | Target | Call") -> AsyncIterator
     :raises AsynctrtError: if an engine cannot be opened.
     """
     if isinstance(target, TargetSpec):
-        made = await _open_all(target.parts)
+        made = await _open(target)
     elif isinstance(target, Engine):
         made = EngineTarget(target, owns=False)
     elif isinstance(target, Target):
@@ -46,9 +44,9 @@ async def opened(target: "TargetSpec | Engine | Target | Call") -> AsyncIterator
             await made.aclose()
 
 
-def find_modules(spec: TargetSpec, settings: LoadSettings) -> None:
-    """Allow importing from the working directory if the target or the reader is a ``module:attribute``."""
-    if settings.reader is not None or is_attribute(spec.where):
+def find_modules(spec: TargetSpec) -> None:
+    """Allow importing from the working directory if the target is a ``module:attribute``."""
+    if is_attribute(spec.where):
         add_cwd_to_path()
 
 
@@ -63,22 +61,6 @@ def _coroutine_function(where: str) -> Call | None:
     except (ImportError, AttributeError):
         return None  # Opening it as a model reports the error.
     return found if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found) else None
-
-
-async def _open_all(specs: Sequence[TargetSpec]) -> Target:
-    """Open each address. All must be of the same kind, so that their figures belong together."""
-    kinds = {(spec.scheme, spec.is_plain) for spec in specs}
-    if len(kinds) > 1:
-        raise UsageError("several addresses must have the same scheme, and either all or none name a model")
-    async with AsyncExitStack() as stack:
-        made = []
-        for spec in specs:
-            made.append(await _open(spec))
-            stack.push_async_callback(made[-1].aclose)
-        if any(target.inputs != made[0].inputs for target in made):
-            raise UsageError("the models at several addresses have different inputs: test each by itself")
-        stack.pop_all()
-        return made[0] if len(made) == 1 else SeveralTargets(made)
 
 
 async def _open(spec: TargetSpec) -> Target:

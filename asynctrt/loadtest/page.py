@@ -1,7 +1,6 @@
 """A load test's report as one self-contained HTML page. The only importer of ``jinja2``."""
 
 from base64 import b64encode
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -9,8 +8,7 @@ from typing import Final
 
 from asynctrt.errors import MissingExtraError
 from asynctrt.loadtest import summary
-from asynctrt.loadtest.charts import Chart
-from asynctrt.loadtest.charts import charts as all_charts
+from asynctrt.loadtest.charts import charts
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.views import main_run
 
@@ -37,13 +35,9 @@ class Script:
         return b64encode(sha256(self.text.encode()).digest()).decode()
 
 
-def interactive(report: Report) -> str:
-    """Return the page with its charts."""
-    return render(report, all_charts(report))
-
-
-def render(report: Report, charts: Sequence[Chart] = ()) -> str:
+def render(report: Report) -> str:
     """Return the page. It loads nothing and has no scripts except for charts; all foreign text is escaped."""
+    drawn = charts(report)
     environment = Environment(
         loader=FileSystemLoader(STATIC),
         autoescape=True,
@@ -62,9 +56,9 @@ def render(report: Report, charts: Sequence[Chart] = ()) -> str:
         tiles=summary.tiles(report) if report.comparison is None else [],
         tiles_of=main.label if is_several and main is not None else "",
         results=summary.results(report),
-        charts=charts,
-        chart_style=(UPLOT / "uPlot.min.css").read_text("utf-8") if charts else "",
-        scripts=[Script(path.read_text("utf-8")) for path in SCRIPTS] if charts else [],
+        charts=drawn,
+        chart_style=(UPLOT / "uPlot.min.css").read_text("utf-8") if drawn else "",
+        scripts=[Script(path.read_text("utf-8")) for path in SCRIPTS] if drawn else [],
         tables=summary.tables(report),
         facts=[(title, list(summary.flat(part))) for title, part in {**parts, "Report": report.made}.items()],
         has_void=bool(report.void),

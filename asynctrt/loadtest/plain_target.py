@@ -112,7 +112,7 @@ class _PlainTarget:
         self._session = session
         self._create_task = asyncio.get_running_loop().create_task
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
         """Fill a request's arrays into the body, if there is one."""
         return None if self._template is None else self._template.fill(inputs)
 
@@ -174,14 +174,14 @@ class PlainHttpTarget(_PlainTarget):
         if address is not None or headers:
             self.is_self_contained = False
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
         """Fill a request's arrays into the address, the headers and the body."""
         url, headers = self._url, None
         if self._address is not None:
             url = URL(self._address.fill(inputs), encoded=True)
         if self._headers:
             headers = CIMultiDict([(name, line.fill(inputs)) for name, line in self._headers])
-        return url, headers, super().prepare(inputs, priority)
+        return url, headers, super().prepare(inputs)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
         """Send a request."""

@@ -8,15 +8,15 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import Fixed, LoadProfile, Schedule, TraceEntry, read_trace
+from asynctrt.loadtest.arrivals import LoadProfile, Schedule
 from asynctrt.loadtest.limits import Room
-from asynctrt.loadtest.samples import Sample, Shape
+from asynctrt.loadtest.samples import Sample
 from asynctrt.loadtest.settings import LoadSettings
 
 SECONDS_DEFAULT: Final = 10.0
 WINDOW_S: Final = 0.25
 WINDOWS_MAX: Final = 120
-"""Windows that a long run ends with, after they were merged in pairs; a report shows as many moments."""
+"""Windows that a long run ends with, after they were merged in pairs, and moments in a report."""
 NEAR_NS: Final = 150_000
 """How long before a request to a server is due the generator stops sleeping and polls the clock. Alarms are
 nearly always late by less."""
@@ -28,8 +28,7 @@ class ProcessPlan:
 
     :param schedule: the arrivals of an open loop; ``None`` for a closed loop.
     :param callers: the callers of a closed loop over time; ``None`` for an open loop.
-    :param measured_ns: how long to send after the warm-up. With ``is_timed``, exactly this time is measured;
-        otherwise the run is measured until the last answer.
+    :param measured_ns: how long to send after the warm-up. Exactly this time is measured.
     :param in_flight_max: limit on the requests in flight, over all processes.
     :param in_flight_why: the reason for this limit; empty if the requests in flight cannot exceed it.
     :param is_void_at_limit: whether the run is void if requests had to wait because of this limit.
@@ -39,12 +38,11 @@ class ProcessPlan:
     :param share: the index of this process among ``shares`` processes.
     """
 
-    schedule: Schedule | Fixed | None
+    schedule: Schedule | None
     callers: LoadProfile | None
     warmup_ns: int
     measured_ns: int
     window_ns: int
-    is_timed: bool
     think: float
     timeout_ns: int
     in_flight_max: int
@@ -62,21 +60,8 @@ class ProcessPlan:
     @property
     def is_level(self) -> bool:
         """Whether the load is constant, so that it can become steady."""
-        if self.callers is not None:
-            return len(self.callers.levels) == 1
-        return isinstance(self.schedule, Schedule) and len(self.schedule.profile.levels) == 1
-
-
-def resolve(settings: LoadSettings) -> tuple[float, float]:
-    """Return the lengths of the warm-up and the measurement in seconds, with defaults filled in."""
-    seconds = settings.seconds or settings.stages_s or SECONDS_DEFAULT
-    # A trace is sent only once, so it has no warm-up.
-    return (0.0 if settings.trace is not None else settings.warmup), seconds
-
-
-def trace_shapes(entries: Sequence[TraceEntry]) -> list[tuple[Shape, int, int]]:
-    """Return each kind of request in a trace: dimensions, rows, priority."""
-    return list(dict.fromkeys((entry.dims, entry.rows, entry.priority) for entry in entries))
+        profile = self.callers if self.schedule is None else self.schedule.profile
+        return profile is not None and len(profile.levels) == 1
 
 
 def make_plan(
@@ -98,19 +83,16 @@ def make_plan(
         them, which makes the latency many times higher than with an alarm.
     :raises OptionsError: if no plan is possible, for instance for too many callers for this machine.
     """
-    warmup, seconds = resolve(settings)
+    warmup = settings.warmup
+    seconds = settings.seconds or settings.stages_s or SECONDS_DEFAULT
     rows = np.array([sample.rows for sample in samples])
     weights = np.array([sample.weight for sample in samples])
-    schedule: Schedule | Fixed | None = None
-    callers, is_timed = None, True
-    if settings.trace is not None:
-        schedule = _trace_schedule(settings, samples)
-        seconds, is_timed = schedule.seconds, False
-    elif settings.is_open:
-        profile = settings.profile(warmup + seconds)
+    profile = settings.profile(warmup + seconds)
+    schedule, callers = None, None
+    if settings.is_open:
         schedule = Schedule(settings.arrivals, profile, weights, settings.seed)
     else:
-        callers = settings.profile(warmup + seconds)
+        callers = profile
     asked = None if callers is None else math.ceil(callers.largest)
     due_max = _due_within(schedule, settings.answer_timeout)
     limit = _limit(settings.max_outstanding, asked, rows_max, int(rows.max()), due_max)
@@ -118,17 +100,12 @@ def make_plan(
         limit = _within_room(
             limit, room, shares, is_asked=asked is not None or bool(settings.max_outstanding)
         )
-    if isinstance(schedule, Fixed):
-        mean_rows = rows[schedule.samples].mean()
-    else:
-        mean_rows = np.average(rows, weights=weights)
     return ProcessPlan(
         schedule=schedule,
         callers=callers,
         warmup_ns=int(warmup * 1e9),
         measured_ns=int(seconds * 1e9),
-        window_ns=max(1, math.ceil((_window_s(seconds) if is_timed else WINDOW_S) * 1e9)),
-        is_timed=is_timed,
+        window_ns=max(1, math.ceil(_window_s(seconds) * 1e9)),
         think=settings.think,
         timeout_ns=int(settings.answer_timeout * 1e9),
         in_flight_max=limit.requests,
@@ -139,7 +116,7 @@ def make_plan(
         rtol=settings.rtol,
         atol=settings.atol,
         requests_max=settings.requests,
-        rows=float(mean_rows),
+        rows=float(np.average(rows, weights=weights)),
         share=share,
         shares=shares,
     )
@@ -189,24 +166,9 @@ def _within_room(limit: _Limit, room: Room, processes: int, *, is_asked: bool) -
     return _Limit(most, f"{room.limit}: raise that, or set more processes", is_void=True)
 
 
-def _due_within(schedule: Schedule | Fixed | None, seconds: float) -> int:
+def _due_within(schedule: Schedule | None, seconds: float) -> int:
     """Return an upper bound, nearly certain, on the number of requests due within ``seconds``."""
-    if isinstance(schedule, Schedule):
-        mean = schedule.profile.largest * seconds
-        return math.ceil(mean + 6 * math.sqrt(mean)) + 1  # Six standard deviations of a Poisson process.
-    return len(schedule.due_ns) if schedule is not None else 1
-
-
-def _trace_schedule(settings: LoadSettings, samples: Sequence[Sample]) -> Fixed:
-    """Return the arrivals of a trace. Each sends a random sample of its kind."""
-    assert settings.trace is not None
-    entries = read_trace(settings.trace)
-    kinds = {shape: number for number, shape in enumerate(trace_shapes(entries))}
-    each = len(samples) // len(kinds)
-    if not each or len(samples) % len(kinds):
-        raise OptionsError("the trace has changed since its samples were made: start the load test again")
-    rng = np.random.default_rng((settings.seed, 5))
-    picks = rng.integers(0, each, len(entries))
-    what = np.array([kinds[entry.dims, entry.rows, entry.priority] * each for entry in entries]) + picks
-    due_s = np.array([entry.seconds for entry in entries]) / settings.trace_speed
-    return Fixed((due_s * 1e9).astype(np.int64), what.astype(np.int64), float(due_s[-1]))
+    if schedule is None:
+        return 1
+    mean = schedule.profile.largest * seconds
+    return math.ceil(mean + 6 * math.sqrt(mean)) + 1  # Six standard deviations of a Poisson process.

@@ -24,6 +24,9 @@ from asynctrt.loadtest.runner import ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 
+ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a load test with a report."""
+
 LEAD_NS: Final = 100_000_000
 """Delay before a run starts once every process is ready, so that the order reaches all of them in time."""
 CLOSE_S: Final = 10.0
@@ -38,10 +41,11 @@ READY, PLANNED, WINDOWS, DONE, FAILED = "ready", "planned", "windows", "done", "
 
 def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
     """Run a child process: open the target, perform the ordered runs, close the target."""
-    # Ctrl-C reaches every process of a terminal, but the parent tells its children when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # These may be sent to all processes of a group, but the parent tells its children when to stop.
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_IGN)
     shorten_switch_interval()
-    find_modules(spec, settings)
+    find_modules(spec)
     serve = partial(_serve_runs, connection, spec, settings, share)
     try:
         anyio.run(serve, backend="asyncio", backend_options={"use_uvloop": True})
@@ -150,11 +154,6 @@ class Fleet:
         finally:
             with anyio.CancelScope(shield=True):
                 await fleet._close()
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids."""
-        return [process.pid for process in self._processes if process.pid is not None]
 
     async def perform(
         self, settings: LoadSettings, emit: Callable[[Windows], None], planned: Planned

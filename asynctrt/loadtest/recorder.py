@@ -24,14 +24,14 @@ event loop is busy."""
 LOOSE_WINDOWS: Final = 64
 """Number of recent windows that are not compacted; older ones are."""
 KINDS_MAX: Final = 64
-COUNTS: Final = ("latency", "uncorrected", "lateness", "first", "between")
+COUNTS: Final = ("latency", "lateness", "first", "between")
 """The counts of a window."""
 EXAMPLE_CHARACTERS: Final = 500
 
 
 @dataclass(slots=True)
 class StepCount:
-    """Count the steps of one name: the latency of those that succeeded, and the number that failed."""
+    """Count the steps of one name: the latency of the successful ones, and the number that failed."""
 
     latency: Counts = field(default_factory=Counts)
     failed: int = 0
@@ -45,8 +45,6 @@ class Window:
     completed: int = 0
     latency: Counts = field(default_factory=Counts)
     """Latency of answers, from when the request was due."""
-    uncorrected: Counts = field(default_factory=Counts)
-    """Latency of the same answers, from when the request was sent."""
     lateness: Counts = field(default_factory=Counts)
     """Time from when a request was due to when the generator noticed it."""
     first: Counts = field(default_factory=Counts)
@@ -154,14 +152,12 @@ class RunRecorder:
         "due_ns",
         "late_due_ns",
         "noticed_ns",
-        "sent_ns",
     )
 
     def __init__(self, from_ns: int, window_ns: int) -> None:
         self._from_ns = from_ns
         self._window_ns = window_ns
         self.due_ns = array("q")
-        self.sent_ns = array("q")
         self.done_ns = array("q")
         self.late_due_ns = array("q")
         self.noticed_ns = array("q")
@@ -197,11 +193,10 @@ class RunRecorder:
         """Count the answers."""
         if not self.done_ns:
             return
-        due, sent, done = _taken(self.due_ns), _taken(self.sent_ns), _taken(self.done_ns)
-        self.due_ns, self.sent_ns, self.done_ns = array("q"), array("q"), array("q")
+        due, done = _taken(self.due_ns), _taken(self.done_ns)
+        self.due_ns, self.done_ns = array("q"), array("q")
         for window, mine in self._by_window(due):
             window.latency.add(done[mine] - due[mine])
-            window.uncorrected.add(done[mine] - sent[mine])
         for window, mine in self._by_window(done):
             window.completed += len(done[mine])
 

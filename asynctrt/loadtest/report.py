@@ -1,7 +1,7 @@
 """The report of a load test: immutable, and saved as JSON.
 
 An unknown figure is ``None`` here and missing in the JSON: a percentile of too few requests, the batches of a
-server without statistics, the GPU of a machine without one.
+server without statistics.
 """
 
 import csv
@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
@@ -41,7 +40,7 @@ class Interval:
     low: float
     high: float
     count: int
-    """Number of values in the mean: repetitions, or pieces of one run."""
+    """Number of values in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +61,19 @@ class Moment:
     late_p99: float | None
     """The generator's lateness, in ms."""
     answered: int = 0
-    """Answered requests that were due in it. They add up to those of the run."""
+    """Answered requests that were due in it. They add up to the run's ``answered``."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
     """Hold the figures of the batches computed during a run. Times are means per request, in ms.
 
-    They cover everything computed after the last request of the warm-up had ended, including requests of
-    other callers; a few measured requests may have been answered before. If a GPU times only a sample of the
-    batches, the others count with the usual time for their size.
+    The target counts them itself, over the whole run with its warm-up, and including other callers' requests.
+    If a GPU times only a sample of the batches, the others count with the usual time for their size.
     """
 
     requests: int
-    """Answers to all measured requests, as counted by the target: if it has no other callers, the run's
-    ``answered``. If an engine splits a request, it counts each part."""
+    """Answers. If an engine splits a request, it counts each part."""
     batches: int
     mean_rows: float
     queue: float
@@ -115,19 +112,12 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Hold the resources that a run used; ``None`` for each that could not be measured."""
+    """Hold the resources that the sending processes used, including an engine that runs in them."""
 
-    generator_cores: float | None = None
-    """CPU use of the sending processes in cores, including an engine that runs in them."""
-    memory_mb: float | None = None
-    """Largest resident memory of the same processes, in MB."""
-    gpu_name: str | None = None
-    gpu_share: float | None = None
-    """Mean share of time that the GPU was busy, 0 to 1."""
-    gpu_memory_mb: float | None = None
-    """Largest memory in use on the GPU, in MB."""
-    gpu_watts: float | None = None
-    """Mean power of the GPU, in W."""
+    generator_cores: float
+    """CPU use in cores."""
+    memory_mb: float
+    """Largest resident memory since the processes began, in MB, added up."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -158,21 +148,15 @@ class Run:
     error_share: float
     errors: Mapping[str, ErrorCount]
     latency: Mapping[str, float]
-    uncorrected: Mapping[str, float]
-    """Latency from when a request was sent, not from when it was due. This hides stalls of the target."""
     lateness: Mapping[str, float]
     """Lateness of the generator, in ms by name."""
     slo: Mapping[str, bool]
     """Whether each criterion of the slo was met, without ``unjudged`` criteria."""
-    throughput_interval: Interval | None
-    """Confidence interval of the throughput over the pieces of this run."""
-    latency_interval: Interval | None
-    """Confidence interval of the mean latency in ms, over the same pieces."""
     batches: BatchFigures | None
     resources: Resources
     moments: tuple[Moment, ...]
-    histogram: str
-    """Histogram of the latency in ns, in the exchange format of HDR tools (V2, base64)."""
+    histogram: Mapping[int, int]
+    """How often each latency in ns occurred, rounded down to 3 significant digits."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that differ between runs, such as the rate."""
     kept: float | None = None
@@ -267,11 +251,6 @@ class Report:
         target = self.target.get("model") or self.target.get("where") or "a target"
         return f"<Report {self.kind} of {target}: {_summary().headline(self)}>"
 
-    def _repr_html_(self) -> str:
-        """Return the page without its charts, for a notebook."""
-        page = _page().render(self)
-        return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:40em;border:0"></iframe>'
-
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values, leaving out unknown figures."""
         content: dict[str, Any] = {"format": FORMAT, "complete": self.complete, **_plain(self)}
@@ -317,7 +296,7 @@ class Report:
         makers: dict[str, Callable[[Report], str]] = {
             ".json": Report.as_text,
             ".csv": Report.as_csv,
-            ".html": lambda report: str(_page().interactive(report)),
+            ".html": lambda report: str(_page().render(report)),
         }
         if path.suffix not in makers:
             raise UsageError(
@@ -343,7 +322,7 @@ def _summary() -> ModuleType:
 def figures_of(run: Run | Mapping[str, Any]) -> dict[str, float]:
     """Return the known figures of a run, or of a run in JSON, by their names in criteria.
 
-    Those of a step have its name before theirs: ``login p99``.
+    A step's figures have its name in front: ``login p99``.
     """
     known = _part(run, "latency") or {}
     found = {name: known.get(name) for name in LATENCIES}

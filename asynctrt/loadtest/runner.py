@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,6 @@ EMIT_NS: Final = 1_000_000_000
 """Interval between emitting windows. Nothing is sent while they are emitted."""
 READY_MAX: Final = 1_000_000
 """Up to this many arrivals are all generated before a run; beyond it, each block is generated when needed."""
-LOOK_AGAIN_S: Final = 0.001
-"""Polling interval for requests of the warm-up that are still unsent when it ends."""
 GRACE_NS: Final = 500_000_000
 """How long to wait for answers after a run was stopped."""
 BEHIND_NS_MAX: Final = 3_000_000_000
@@ -62,25 +61,24 @@ class ProcessResult:
 
     cpu_ns: int = 0
     """CPU time of the process."""
+    memory_nbytes: int = 0
+    """Largest resident memory of the process since it began."""
     elapsed_ns: int = 0
     """Time from the start of the run to its end."""
     last_done_ns: int = 0
     """When the last answer came, from the start of the run."""
     stopped_ns: int = 0
     """When the run was stopped, or if it was not stopped, when it ended; from its start."""
-    sent: int = 0
     held_back: int = 0
     """Requests that had to wait because of the limit on requests in flight."""
     exhausted: bool = False
     """Whether everything was sent; false if the run was stopped."""
     is_overwhelmed: bool = False
     """Whether the run was stopped because the generator fell too far behind."""
-    batches: BatchCounters | None = None
-    """The target's own counters, starting when the last request due in the warm-up has ended."""
     answered: int = 0
-    """Answers that came in the same time."""
-    requests: int | None = None
-    """Requests that the target counted in the whole run with its warm-up; ``None`` if it counts none."""
+    """Answers that came, also in the warm-up."""
+    batches: BatchCounters | None = None
+    """What the target itself counted in the same time; ``None`` if it counts nothing."""
 
 
 class Runner:
@@ -122,13 +120,10 @@ class Runner:
         self._ended = self._loop.create_future()
         self._stopped_ns: int | None = None
         self._sending = True
-        self._sent = 0
         self._counted = 0  # Measured requests only.
-        self._answers = self._answers_before = 0
         self._callers = 0
         self._outcome = ProcessResult()
         self._first = first
-        self._before: BatchCounters | None = None
         self._handle: asyncio.TimerHandle | None = None
         self._sent_of = self._choices()
         # The current block of arrivals.
@@ -153,18 +148,14 @@ class Runner:
         plan = self._plan
         self._start_ns = start_ns
         self._from_ns = start_ns + plan.warmup_ns
-        self._steps.clear()  # Those of the first requests, which are tries.
+        self._steps.clear()  # Left from the first requests, which are tries.
         self._recorder = RunRecorder(start_ns + plan.warmup_ns, plan.window_ns)
         self._end_ns = start_ns + plan.warmup_ns + plan.measured_ns
         self._alarm = create_alarm(self._loop, self._tick, self._now_ns)
         self._emit = emit
         self._emitted_ns = start_ns
         cpu_ns = clock.cpu_ns()
-        counting = asyncio.create_task(self._count_batches(start_ns + plan.warmup_ns))
         try:
-            if not plan.warmup_ns:
-                # Wait for the counters, before the first request may be answered.
-                await asyncio.wait([counting])
             if plan.schedule is not None:
                 self._blocks = plan.schedule.blocks(plan.share, plan.shares)
                 if plan.schedule.expected <= READY_MAX:
@@ -179,17 +170,20 @@ class Runner:
             self._handle.cancel()
             outcome = self._outcome
             outcome.cpu_ns = clock.cpu_ns() - cpu_ns
+            outcome.memory_nbytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             outcome.elapsed_ns = self._now_ns() - start_ns
             outcome.stopped_ns = outcome.elapsed_ns
             if self._stopped_ns is not None:
                 outcome.stopped_ns = self._stopped_ns - start_ns
-            outcome.sent = self._sent
             self._take_steps()
             emit(self._recorder.take())
-            await self._take_batches(counting)
+            # A server that has died has no counters any more, but its answers still count.
+            with contextlib.suppress(Exception):
+                after = await self._target.batches()
+                if after is not None and self._first is not None:
+                    outcome.batches = after.since(self._first)
             return outcome
         finally:
-            counting.cancel()
             if self._handle is not None:
                 self._handle.cancel()
             self._alarm.close()
@@ -300,7 +294,6 @@ class Runner:
     # ---- both
 
     def _send(self, due_ns: int, what: int, now_ns: int) -> None:
-        self._sent += 1
         try:
             future = self._start(self._prepared[what])
         except Exception as error:
@@ -308,9 +301,9 @@ class Runner:
             self._go_on_after_error()
             return
         self._flying[future] = now_ns, due_ns
-        future.add_done_callback(partial(self._answered, due_ns, now_ns, what))
+        future.add_done_callback(partial(self._answered, due_ns, what))
 
-    def _answered(self, due_ns: int, sent_ns: int, what: int, future: "asyncio.Future[Any]") -> None:
+    def _answered(self, due_ns: int, what: int, future: "asyncio.Future[Any]") -> None:
         """Record an answer or an error."""
         now_ns = self._now_ns()
         if self._flying.pop(future, None) is None:
@@ -318,18 +311,16 @@ class Runner:
                 future.exception()
             return
         recorder = self._recorder
-        self._answers += 1
         try:
             answer = future.result()
         except (Exception, asyncio.CancelledError) as error:
-            self._answers -= 1
             recorder.failed(due_ns, *_described(error))
             self._outcome.last_done_ns = now_ns - self._start_ns
             self._go_on_after_error()
             return
+        self._outcome.answered += 1
         if not self._checks or self._is_right(due_ns, what, answer):
             recorder.due_ns.append(due_ns)
-            recorder.sent_ns.append(sent_ns)
             if isinstance(answer, Streamed):
                 recorder.streamed(due_ns, answer.came_ns)
                 recorder.done_ns.append(answer.came_ns[-1])
@@ -444,50 +435,10 @@ class Runner:
         if not self._sending and not self._flying and not self._backlog and not self._ended.done():
             self._ended.set_result(None)
 
-    async def _count_batches(self, from_ns: int) -> None:
-        """Read the target's counters once every request due in the warm-up has ended.
-
-        Without a warm-up, read them at once. When the warm-up time is over, some of its requests may still be
-        in flight or unsent; reading the counters then would count them as measured.
-        """
-        if self._plan.warmup_ns:
-            await self._until(from_ns)
-            while self._owes_before(from_ns):
-                flying = [future for future, (_, due_ns) in self._flying.items() if due_ns < from_ns]
-                if flying:
-                    await asyncio.wait(flying)
-                else:
-                    await asyncio.sleep(LOOK_AGAIN_S)
-        self._answers_before = self._answers
-        self._before = await self._target.batches()
-
-    def _owes_before(self, from_ns: int) -> bool:
-        """Return whether a request that was due before ``from_ns`` is in flight or unsent."""
-        if self._sending and self._due[self._next] < from_ns:
-            return True
-        if self._backlog and self._backlog[0][0] < from_ns:
-            return True
-        return any(due_ns < from_ns for _, due_ns in self._flying.values())
-
     async def _until(self, when_ns: int) -> None:
         """Sleep until the clock reaches ``when_ns``. The event loop's timers alone may fire early."""
         while (delay_ns := when_ns - self._now_ns()) > 0:  # noqa: ASYNC110  (a clock has no event)
             await asyncio.sleep(delay_ns / 1e9)
-
-    async def _take_batches(self, counting: "asyncio.Task[None]") -> None:
-        """Read the target's counters again, and keep the difference."""
-        if not counting.done():
-            return  # Stopped before all requests of the warm-up had ended: there is no first reading.
-        after = None
-        # A server that has died has no counters any more, but its answers still count.
-        with contextlib.suppress(Exception):
-            counting.result()
-            after = await self._target.batches()
-        if self._before is not None and after is not None:
-            self._outcome.batches = after.since(self._before)
-            self._outcome.answered = self._answers - self._answers_before
-            if self._first is not None:
-                self._outcome.requests = after.requests - self._first.requests
 
 
 def _described(error: BaseException) -> tuple[str, str]:
@@ -502,5 +453,5 @@ def _described(error: BaseException) -> tuple[str, str]:
 
 
 def _view(numbers: npt.NDArray[np.int64]) -> "memoryview[int]":
-    """Return a view whose items can be read one by one as fast as those of a list."""
+    """Return a view whose items can be read one by one as fast as from a list."""
     return memoryview(numbers)  # type: ignore[arg-type]  # Before Python 3.12 NumPy's types do not declare the buffer protocol.

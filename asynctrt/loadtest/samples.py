@@ -1,24 +1,21 @@
-"""Makes the requests to send, from random rows, files, or a folder and a reader; and checks answers."""
+"""Makes the requests to send, from random rows or files; and checks answers."""
 
-import importlib
+import csv
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from asynctrt.errors import OptionsError, UsageError
-from asynctrt.loadtest.arrivals import JSON_LINES, read_table
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.tensors import Array, TensorSpec, convert
 
 NBYTES_MAX: Final = 1 << 30
 """Limit on the bytes of all samples. A model with large rows gets fewer samples."""
-KINDS_MAX: Final = 4096
-"""Limit on the kinds of requests in one test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +23,26 @@ class Sample:
     """Hold the content of a request.
 
     :param weight: how often it is sent, relative to the others.
-    :param group: its dimensions, rows and priority, for messages.
+    :param group: its dimensions, for messages.
     :param expected: the expected answer by name; ``None`` if answers are not checked.
     """
 
     inputs: Mapping[str, Array]
     rows: int
-    priority: int = 0
     weight: float = 1.0
     group: str = ""
     expected: Mapping[str, Array] | None = None
 
 
+JSON_LINES: Final = (".jsonl", ".ndjson")
 COLUMNS: Final = (".csv", *JSON_LINES)
 """Suffixes of files that hold a table."""
 
-Reader = Callable[[Path], Any]
-Shape = tuple[tuple[str, int], ...]
 
-
-def make_samples(
-    settings: LoadSettings,
-    specs: Sequence[TensorSpec],
-    shapes: Sequence[tuple[Shape, int, int]] = (),
-) -> list[Sample]:
+def make_samples(settings: LoadSettings, specs: Sequence[TensorSpec]) -> list[Sample]:
     """Make the samples of a test.
 
     :param specs: the inputs of one row; empty if they are unknown.
-    :param shapes: the dimensions, rows and priority of each kind of request in a trace; empty to use the
-        settings.
     :raises OptionsError: for unknown or missing dimensions, or unknown inputs.
     :raises UsageError: for files that cannot be read.
     """
@@ -62,11 +50,7 @@ def make_samples(
         return list(_from_files(settings, specs))
     if not specs:
         raise OptionsError("the inputs of this target are not known: set inputs to what should be sent")
-    if shapes:
-        kinds = [(dict(dims), rows, priority, 1.0) for dims, rows, priority in shapes]
-    else:
-        kinds = [(dims, settings.rows, 0, weight) for dims, weight in read_dims(settings.dims)]
-    return _random(settings, specs, kinds)
+    return _random(settings, specs, read_dims(settings.dims))
 
 
 def read_dims(texts: Sequence[str]) -> list[tuple[dict[str, int], float]]:
@@ -95,19 +79,12 @@ def read_dims(texts: Sequence[str]) -> list[tuple[dict[str, int], float]]:
 
 
 def _random(
-    settings: LoadSettings,
-    specs: Sequence[TensorSpec],
-    kinds: Sequence[tuple[dict[str, int], int, int, float]],
+    settings: LoadSettings, specs: Sequence[TensorSpec], kinds: Sequence[tuple[dict[str, int], float]]
 ) -> list[Sample]:
-    """Make the same number of random samples for each kind."""
-    if len(kinds) > KINDS_MAX:
-        raise OptionsError(
-            f"there are {len(kinds)} kinds of requests, by shape and priority; at most {KINDS_MAX} are "
-            "allowed"
-        )
+    """Make the same number of random samples for each kind, given by its dimensions and its weight."""
     rng = np.random.default_rng((settings.seed, 2))
     names = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
-    for dims, _, _, _ in kinds:
+    for dims, _ in kinds:
         unknown, missing = sorted(dims.keys() - names), sorted(names - dims.keys())
         if unknown or missing:
             example = ",".join(f"{name}=..." for name in sorted(names)) or "none"
@@ -115,7 +92,7 @@ def _random(
                 f"dynamic dimensions of this model: {sorted(names)}; missing: {missing}, unknown: {unknown}. "
                 f"Set dims {example}"
             )
-    nbytes = sum(rows * _row_nbytes(spec, dims) for dims, rows, _, _ in kinds for spec in specs)
+    nbytes = settings.rows * sum(_row_nbytes(spec, dims) for dims, _ in kinds for spec in specs)
     if nbytes > NBYTES_MAX:
         raise OptionsError(
             f"one request of each kind takes {nbytes:,} bytes in all, and the limit is {NBYTES_MAX:,}: set "
@@ -125,13 +102,12 @@ def _random(
     each = max(1, min(settings.samples // len(kinds), NBYTES_MAX // max(nbytes, 1)))
     return [
         Sample(
-            random_inputs(specs, dims, rows, rng),
-            rows,
-            priority,
+            random_inputs(specs, dims, settings.rows, rng),
+            settings.rows,
             weight,
-            _group(tuple(dims.items()), rows, priority),
+            ", ".join(f"{name}={size}" for name, size in dims.items()),
         )
-        for dims, rows, priority, weight in kinds
+        for dims, weight in kinds
         for _ in range(each)
     ]
 
@@ -145,13 +121,9 @@ def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator
     given: Any = path
     if not isinstance(path, Path):
         path = Path("inputs")  # The name in messages for arrays without a file.
-    elif settings.reader is not None:
-        yield from _read_folder(path, find_reader(settings.reader), settings, specs)
-        return
     elif path.suffix not in (".npy", ".npz", *COLUMNS):
         raise UsageError(
-            f"{str(path)!r} is neither .npz nor .npy, .csv nor .jsonl: set a reader, module:function, which "
-            "turns a file into arrays"
+            f"{str(path)!r} is neither .npz nor .npy, .csv nor .jsonl: make one of these of what to send"
         )
     arrays = _named(_load(given), specs, str(path))
     expected = _load(settings.expect) if settings.expect is not None else None
@@ -203,7 +175,7 @@ def _load(path: Any) -> Any:
 
 def _columns(path: Path) -> dict[str, Array]:
     """Read a table, whose values of CSV stay text as they are written."""
-    rows = [row for _, row in read_table(path, "table")]
+    rows = _read_table(path)
     names = list(rows[0]) if rows and isinstance(rows[0], dict) else []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or list(row) != names or None in row or None in row.values():
@@ -220,58 +192,32 @@ def _columns(path: Path) -> dict[str, Array]:
         ) from error
 
 
-def find_reader(where: str) -> Reader:
-    """Import the function ``module:name``.
+def _read_table(path: Path) -> list[Any]:
+    """Return the rows of a file, CSV with a header or JSON Lines.
 
-    :raises UsageError: if it cannot be imported, or is not callable.
+    In a row of CSV, missing values are ``None``, and values too many have the name ``None``.
+
+    :raises UsageError: if the file cannot be read.
+    :raises OptionsError: for a line that is not JSON or CSV.
     """
-    module_name, _, name = where.partition(":")
     try:
-        found: Any = attrgetter(name)(importlib.import_module(module_name))
-    except Exception as error:  # Importing a module runs it, which can raise anything.
-        raise UsageError(
-            f"the reader {where!r} cannot be imported ({type(error).__name__}: {error}): write it as "
-            "module:function"
-        ) from error
-    if not callable(found):
-        raise UsageError(f"the reader {where!r} is not a function, but {found!r:.100}")
-    reader: Reader = found
-    return reader
-
-
-def _read_folder(
-    folder: Path, reader: Reader, settings: LoadSettings, specs: Sequence[TensorSpec]
-) -> Iterator[Sample]:
-    """Yield one sample for each file that the reader accepts, in random order."""
-    files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
-    if not files:
-        raise UsageError(f"there are no files in {str(folder)!r}")
-    order = np.random.default_rng((settings.seed, 3)).permutation(len(files))
-    found = 0
-    for number in order.tolist():
-        path = files[number]
+        lines = path.read_bytes().decode("utf-8-sig").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+    if path.suffix not in JSON_LINES:
+        table = csv.DictReader(lines, skipinitialspace=True, strict=True)
         try:
-            made = reader(path)
-        except Exception as error:
-            raise UsageError(
-                f"the reader {settings.reader!r} failed at {str(path)!r}: {type(error).__name__}: {error}"
-            ) from error
-        if made is None:
-            continue
-        inputs = _named(made, specs, str(path))
-        rows = {len(array) for array in inputs.values() if array.ndim}
-        if len(rows) != 1 or 0 in rows:
-            raise UsageError(
-                f"the reader {settings.reader!r} returned arrays of {rows} rows for {str(path)!r}"
-            )
-        yield Sample(inputs, rows.pop())
-        found += 1
-        if found == settings.samples:
-            return
-    if not found:
-        raise UsageError(
-            f"the reader {settings.reader!r} accepted none of the {len(files)} files in {str(folder)!r}"
-        )
+            return list(table)
+        except csv.Error as error:
+            raise OptionsError(f"{str(path)!r}, line {table.line_num + 1} is not CSV: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                rows.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise OptionsError(f"{str(path)!r}, line {number} is not JSON: {error}") from error
+    return rows
 
 
 def _named(made: Any, specs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
@@ -306,12 +252,6 @@ def _with_name(array: Array, dtype: np.dtype[Any]) -> Array:
     return array.view(dtype) if is_same else array
 
 
-def _group(dims: Shape, rows: int, priority: int) -> str:
-    parts = [f"{name}={size}" for name, size in dims]
-    parts += [f"rows={rows}"] * (rows > 1) + [f"priority={priority}"] * (priority > 0)
-    return ", ".join(parts)
-
-
 def differs(
     outputs: Mapping[str, Array], expected: Mapping[str, Array], rtol: float, atol: float
 ) -> str | None:
@@ -321,6 +261,8 @@ def differs(
             return f"output {name!r} is missing"
         given = outputs[name]
         right = _with_name(wanted, given.dtype)
+        if right.shape == (1, *given.shape):
+            right = right[0]  # A server that takes one row may answer without the axis of rows.
         if given.shape != right.shape:
             return f"output {name!r} has shape {given.shape}, not {right.shape}"
         if right.dtype.kind in "fcV":

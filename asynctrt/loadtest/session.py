@@ -1,9 +1,8 @@
 """Performs runs one after another: opens the target, monitors the run, and keeps its result."""
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -12,18 +11,13 @@ from asynctrt._util.validation import check_names
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.figures import Counted, make_run
 from asynctrt.loadtest.local import Local
-from asynctrt.loadtest.machine import ResourceMonitor, gpu_of
 from asynctrt.loadtest.plans import WINDOWS_MAX, ProcessPlan
 from asynctrt.loadtest.processes import Fleet
 from asynctrt.loadtest.recorder import Windows, coarser, merge
 from asynctrt.loadtest.report import Run
-from asynctrt.loadtest.runner import ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.options import Options
-
-LOOK_S: Final = 0.5
-"""Polling interval for memory and the GPU during a run."""
 
 WINDOWS_HELD_MAX: Final = 2 * WINDOWS_MAX
 """Beyond this number, windows are merged in pairs: a run of any length takes a bounded amount of memory."""
@@ -85,8 +79,8 @@ class Progress:
     count: int | None = None
     """Number of runs; ``None`` if it is unknown."""
     label: str = ""
-    seconds: float | None = None
-    """Length of the current run including its warm-up; ``None`` if the run ends with the last answer."""
+    seconds: float = 0.0
+    """Length of the current run including its warm-up."""
     started_ns: int = 0
     windows: Windows = dataclasses.field(default_factory=dict)
     window_ns: int = 250_000_000
@@ -156,53 +150,34 @@ class LoadSession:
         progress.label = case.label
         progress.windows, progress.pairs = {}, 1
         progress.started_ns = clock.now_ns()
-        monitor = ResourceMonitor(sender.pids, gpu_of(case.target))
         self._current = sender
         try:
-            plan, outcomes = await self._looked_at(sender, case, monitor)
+            plan, outcomes = await sender.perform(case.settings, self._emit, self._planned)
         finally:
             self._current = None
-        cores = sum(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes)
         is_server = isinstance(case.target, TargetSpec) and case.target.is_server
         plan = replace(plan, window_ns=plan.window_ns * progress.pairs)
-        counted = Counted(progress.windows, outcomes, monitor.close(cores), is_server)
+        counted = Counted(progress.windows, outcomes, is_server)
         run = make_run(case.settings, plan, counted, label=case.label, parameters=case.parameters)
         if run is not None:
             progress.runs.append(run)
         return run
 
-    async def _looked_at(
-        self, sender: Local | Fleet, case: LoadCase, monitor: ResourceMonitor
-    ) -> tuple[ProcessPlan, list[ProcessResult]]:
-        """Perform the run itself, and poll its resources."""
+    def _planned(self, plan: ProcessPlan) -> None:
+        """Note how long the run takes, before anything is sent."""
+        self.progress.window_ns = plan.window_ns
+        self.progress.seconds = (plan.warmup_ns + plan.measured_ns) / 1e9
+
+    def _emit(self, windows: Windows) -> None:
+        """Add windows counted since the last call to the progress, and show it."""
         progress = self.progress
-
-        def planned(plan: ProcessPlan) -> None:
-            progress.window_ns = plan.window_ns
-            progress.seconds = (plan.warmup_ns + plan.measured_ns) / 1e9 if plan.is_timed else None
-
-        def emit(windows: Windows) -> None:
-            for number, window in windows.items():
-                merge(progress.windows, {number // progress.pairs: window})
-            if len(progress.windows) > WINDOWS_HELD_MAX:
-                progress.windows = coarser(progress.windows)
-                progress.pairs *= 2
-            if self._watch is not None:
-                self._watch(progress)
-
-        async def look() -> None:
-            while True:
-                monitor.look()
-                await asyncio.sleep(LOOK_S)
-
-        looking = asyncio.create_task(look())
-        try:
-            return await sender.perform(case.settings, emit, planned)
-        finally:
-            looking.cancel()
-            monitor.look()
-            with suppress(asyncio.CancelledError):
-                await looking
+        for number, window in windows.items():
+            merge(progress.windows, {number // progress.pairs: window})
+        if len(progress.windows) > WINDOWS_HELD_MAX:
+            progress.windows = coarser(progress.windows)
+            progress.pairs *= 2
+        if self._watch is not None:
+            self._watch(progress)
 
     async def _sender(self, case: LoadCase) -> Local | Fleet:
         """Return the sender for a case: an open one if the cases differ only in ``RUN_ONLY`` settings."""

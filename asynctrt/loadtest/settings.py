@@ -1,6 +1,6 @@
 """The settings of a load test. The command's flags have the same names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -9,7 +9,6 @@ import numpy as np
 
 from asynctrt._util.validation import (
     PATH,
-    TEXT,
     TEXTS,
     Check,
     changed_repr,
@@ -22,33 +21,11 @@ from asynctrt._util.validation import (
     validate,
 )
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import LoadProfile, stages_seconds
+from asynctrt.loadtest.arrivals import LoadProfile, levels_of, stages_seconds
 from asynctrt.loadtest.criteria import Criterion, latency_target_ms, parse_slo
 from asynctrt.tensors import Array
 
 Arrivals = Literal["poisson", "constant"]
-
-SYNONYMS: Final = {
-    "users": "callers",
-    "vus": "callers",
-    "clients": "callers",
-    "concurrency": "callers",
-    "connections": "callers",
-    "duration": "seconds",
-    "run_time": "seconds",
-    "time": "seconds",
-    "rps": "rate",
-    "qps": "rate",
-    "request_rate": "rate",
-    "iterations": "requests",
-    "num_requests": "requests",
-    "number_of_requests": "requests",
-    "timeout": "answer_timeout",
-    "threads": "processes",
-    "workers": "processes",
-    "batch_size": "rows",
-}
-"""Names that other load testers (k6, Locust, wrk, hey, ab, vegeta, perf_analyzer) use for the settings."""
 
 CALLERS_DEFAULT: Final = 64
 CALLERS_MAX: Final = 100_000
@@ -110,23 +87,10 @@ class LoadSettings:
         check=choice(*get_args(Arrivals)),
         doc="How an open loop's requests are spaced.",
     )
-    trace: Path | None = setting(
-        default=None,
-        check=PATH.or_none,
-        doc="""Replay a recorded trace: CSV or JSON Lines with time, and optionally rows, sizes of dynamic
-        dimensions, and priority as the target counts it: the largest is the most urgent for an engine, and 1
-        for a server.""",
-    )
-    trace_speed: float = setting(
-        default=1.0,
-        check=number(0, 1e6, above=True),
-        doc="How many times faster than recorded.",
-    )
-
     seconds: float | None = setting(
         default=None,
         check=duration(0, 1e6, above=True).or_none,
-        doc="How long to measure. Default: 10; for a trace, or stages with lengths, their own length.",
+        doc="How long to measure. Default: 10; for stages with lengths, their own length.",
     )
     warmup: float = setting(
         default=1.0,
@@ -176,14 +140,8 @@ class LoadSettings:
     inputs: Path | None = setting(
         default=None,
         check=PATH_OR_ARRAYS.or_none,
-        doc="""What to send: an .npz with an array for each input, an .npy, a .csv or .jsonl with a column for
-        each, or a folder whose files a reader takes. Default: random values.""",
-    )
-    reader: str | None = setting(
-        default=None,
-        check=TEXT.or_none,
-        doc="""A function module:name that makes one request of a file: path -> arrays by name, one array, or
-        None.""",
+        doc="""What to send: an .npz with an array for each input, an .npy, or a .csv or .jsonl with a
+        column for each. Default: random values.""",
     )
     samples: int = setting(
         default=64,
@@ -194,11 +152,6 @@ class LoadSettings:
         default=None,
         check=PATH_OR_ARRAYS.or_none,
         doc="An .npz with what the model should answer to the rows of inputs; each answer is checked.",
-    )
-    reference: str | None = setting(
-        default=None,
-        check=TEXT.or_none,
-        doc="A target whose answers count as right; each answer is checked against them.",
     )
     rtol: float = setting(
         default=1e-3,
@@ -231,7 +184,7 @@ class LoadSettings:
     @property
     def is_open(self) -> bool:
         """Whether requests are sent on a schedule, independently of answers."""
-        return self.rate is not None or self.trace is not None
+        return self.rate is not None
 
     @property
     def criteria(self) -> tuple[Criterion, ...]:
@@ -241,8 +194,6 @@ class LoadSettings:
     @property
     def stages_s(self) -> float | None:
         """The total length of stages with lengths, in seconds; ``None`` for others."""
-        if self.trace is not None:
-            return None
         return stages_seconds(_text((self.rate if self.is_open else self.callers) or CALLERS_DEFAULT))
 
     def profile(self, seconds: float) -> LoadProfile:
@@ -252,9 +203,10 @@ class LoadSettings:
         """
         if self.is_open:
             return LoadProfile.parse(_text(self.rate), seconds)
-        profile = LoadProfile.parse(_text(CALLERS_DEFAULT if self.callers is None else self.callers), seconds)
-        if not 1 <= profile.largest <= CALLERS_MAX:
-            raise OptionsError(f"callers must be 1 to {CALLERS_MAX}, not {self.callers}")
+        text = _text(CALLERS_DEFAULT if self.callers is None else self.callers)
+        profile = LoadProfile.parse(text, seconds)
+        if not 1 <= profile.largest <= CALLERS_MAX or not all(map(float.is_integer, levels_of(text))):
+            raise OptionsError(f"callers must be whole numbers up to {CALLERS_MAX:,}, not {self.callers}")
         return profile
 
     def _check_together(self) -> None:
@@ -264,20 +216,8 @@ class LoadSettings:
                 "rate is for an open loop and callers for a closed loop: give only one of them",
             ),
             (
-                self.trace is not None and (self.rate is not None or self.callers is not None),
-                "a trace has its own arrivals: leave rate and callers out",
-            ),
-            (
-                self.trace is not None and (self.dims != () or self.inputs is not None),
-                "the columns of a trace say what to send: leave dims and inputs out",
-            ),
-            (
-                self.trace is not None and self.seconds is not None,
-                "a trace has its own length: leave seconds out, or change trace_speed",
-            ),
-            (
                 self.think > 0 and self.is_open,
-                "think is the pause of a caller, and a rate or a trace has no callers",
+                "think is the pause of a caller, and a rate has no callers",
             ),
             (
                 any(item.figure == "goodput" for item in parse_slo(self.slo))
@@ -285,57 +225,47 @@ class LoadSettings:
                 "goodput counts answers in time: add to slo what that is, as p99<20ms",
             ),
             (
-                self.expect is not None and self.reference is not None,
-                "expect and reference both say which answers are right: give only one of them",
-            ),
-            (
                 self.expect is not None and self.inputs is None,
                 "expect has the answers to the rows of inputs: give inputs too",
-            ),
-            (
-                self.reader is not None and self.inputs is None,
-                "reader reads the files of inputs: give inputs too",
             ),
         )
         for is_wrong, why in at_odds:
             if is_wrong:
                 raise OptionsError(why)
-        if self.trace is None:
-            self.profile(1.0)
+        self.profile(1.0)
         if self.seconds is not None and self.stages_s is not None:
             raise OptionsError("the stages have lengths: leave seconds out")
         parse_slo(self.slo)
 
 
-SHAPED: Final = "give the rate as stages and ramps, such as 100@9s,500@1s, or replay a trace"
-GATED: Final = "save both reports, and run asynctrt compare A.json B.json --fail-if 'p99>+10%'"
+SHAPED: Final = "give the rate as stages and ramps, such as 100@9s,500@1s"
+GATED: Final = (
+    "give an slo, as p99<20ms; for a change, save both reports, and run asynctrt compare A.json B.json "
+    "--fail-if 'p99>+10%'"
+)
 REMOVED: Final = {
     "scenario": "single-stream is --callers 1, multi-stream --callers 1 --rows 8, server --rate 500 --slo "
     "'p99<15ms', offline --callers 256",
-    **dict.fromkeys(("burst", "burst_share", "swing", "period"), SHAPED),
-    **dict.fromkeys(("baseline", "any_machine"), GATED),
+    **dict.fromkeys(("burst", "burst_share", "swing", "period", "trace", "trace_speed"), SHAPED),
+    **dict.fromkeys(("baseline", "any_machine", "fail_if"), GATED),
     "until": "set seconds or repeats, and look at the report's intervals",
     "pacing": "how the generator waits follows from the target",
+    "reader": "make an .npz, .csv or .jsonl of the files, and give that as inputs",
+    "reference": "save the answers that count as right as an .npz, and give that as expect, with inputs",
+    "uncorrected": "latency always counts from when a request was due",
     "trace_batches": "open the engine yourself, and load it inside of engine.tracing()",
 }
 """Removed settings, with their replacements."""
 
 
-def in_own_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with synonyms replaced by our names.
+def check_not_removed(names: Iterable[str]) -> None:
+    """Refuse settings that were removed.
 
-    :raises OptionsError: for a setting that is given under two names, or was removed.
+    :raises OptionsError: for the first of them; the message names the replacement.
     """
-    for name in given:
+    for name in names:
         if name in REMOVED:
             raise OptionsError(f"{name} was removed: {REMOVED[name]}")
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        own = SYNONYMS.get(name, name)
-        if own in found:
-            raise OptionsError(f"{own} is given twice, as {name!r} too: leave one of them out")
-        found[own] = value
-    return found
 
 
 def _text(level: object) -> str:

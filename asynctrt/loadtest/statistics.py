@@ -10,9 +10,6 @@ import numpy as np
 from asynctrt.loadtest.report import Interval
 
 CONFIDENCE: Final = 0.95
-PIECES: Final = 10
-"""A run's windows are combined into this many pieces for an interval. Neighbouring windows are correlated, so
-an interval over single windows would be too narrow."""
 
 
 def interval(values: Sequence[float]) -> Interval | None:
@@ -35,21 +32,6 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
         return None
     mean, low, high = (float(np.exp(value)) for value in (logs.mean, logs.low, logs.high))
     return Interval(mean, low, high, logs.count)
-
-
-def interval_within(values: Sequence[float], weights: Sequence[float]) -> Interval | None:
-    """Return a run's mean and its confidence interval by batch means; ``None`` for too few windows.
-
-    :param weights: the weight of each window: its requests, or its seconds.
-    """
-    if len(values) < 2 * PIECES:
-        return None
-    given, counts = np.asarray(values, np.float64), np.asarray(weights, np.float64)
-    pieces = np.array_split(np.arange(len(given)), PIECES)
-    means = [
-        float(np.average(given[piece], weights=counts[piece])) for piece in pieces if counts[piece].sum()
-    ]
-    return interval(means)
 
 
 def student_t(freedom: int) -> float:

@@ -1,4 +1,4 @@
-"""Named steps of a coroutine function under load, which get figures of their own."""
+"""Named steps of a coroutine function under load, which get separate figures."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
-from asynctrt.loadtest.report import Interval, Report, Run
+from asynctrt.loadtest.report import Report, Run
 from asynctrt.loadtest.settings import CALLERS_DEFAULT
 from asynctrt.loadtest.views import all_errors, groups, judged, main_run, number, plain_label
 
@@ -113,13 +113,9 @@ def name_of(report: Report) -> str:
 def about(report: Report) -> str:
     """Describe the target and its load in one line."""
     settings = report.settings
-    where = str(report.target.get("where") or "")
-    # A server chooses its own device, so the setting of this process does not apply.
-    device = "" if "://" in where else str(report.target.get("device") or "")
-    parts = [part for part in (where, device) if part and part != name_of(report)]
-    if settings.get("trace"):
-        parts.append("recorded trace")
-    elif settings.get("rate") is not None:
+    target = [str(report.target.get(name) or "") for name in ("where", "device")]
+    parts = [part for part in target if part and part != name_of(report)]
+    if settings.get("rate") is not None:
         rate = settings["rate"]
         shown = number(float(rate)) if str(rate).replace(".", "", 1).isdecimal() else rate
         parts.append(f"open loop, {shown} requests/s, {settings.get('arrivals', 'poisson')}")
@@ -204,6 +200,8 @@ def _missed(report: Report, asked: Sequence[str]) -> tuple[str, ...]:
         known = [value for run in runs if (value := run.figure(criterion.key)) is not None]
         if runs:
             what = f"too many requests took longer, though they are too few to give {criterion.key}"
+            if not any(run.answered for run in runs):
+                what = NO_ANSWER
             if known:
                 worst = max(known) if criterion.sign == "<" else min(known)
                 what = f"{criterion.key} is {_figure(criterion.figure, worst)}"
@@ -234,15 +232,12 @@ def share(value: float) -> str:
 
 
 def tiles(report: Report) -> list[Tile]:
-    """Return the key figures with their intervals, of all repetitions or of the representative run."""
+    """Return the key figures, of all repetitions with their intervals or of the representative run."""
     main = main_run(report)
     if main is None:
         return []
     is_mean = report.kind == "repeats"
     runs, figure = (report.runs, report.figure) if is_mean else ((main,), main.figure)
-    intervals: Mapping[str, Interval | None] = report.intervals
-    if not is_mean:
-        intervals = {"throughput": main.throughput_interval, "mean": main.latency_interval}
     found = []
     for name, title in (
         ("throughput", "Throughput"),
@@ -258,7 +253,7 @@ def tiles(report: Report) -> list[Tile]:
         cell = Cell(DASH, TOO_FEW if main.answered else NO_ANSWER)
         if value is not None:
             cell = Cell(shown(value), level="bad" if name == "errors" and value else "")
-        within = intervals.get(name)
+        within = report.intervals.get(name)
         more = cell.title if within is None else f"95%: {shown(within.low)} to {shown(within.high)}"
         if name == "throughput" and main.rows != 1 and value is not None:
             more = f"{number(value * main.rows)} rows/s" + (f" · {more}" if more else "")
@@ -283,11 +278,6 @@ def tables(report: Report) -> list[Table]:
     return [table for table in made if table is not None]
 
 
-def from_when_sent(report: Report) -> Table | None:
-    """Return the latencies from when the requests were sent, which hide stalls of the target."""
-    return _table("Latency from when a request was sent", _latencies("uncorrected"), report, "In ms.")
-
-
 def _table(title: str, columns: Mapping[str, Column], report: Report, note: str = "") -> Table | None:
     """Return a table with a row for each run, leaving out empty columns."""
     cells = {head: [_cell(column(run)) for run in report.runs] for head, column in columns.items()}
@@ -303,14 +293,13 @@ def _cell(value: Cell | float | None) -> Cell | None:
     return value if value is None or isinstance(value, Cell) else Cell(number(value))
 
 
-def _latencies(part: str, names: Sequence[str] = LATENCIES) -> dict[str, Column]:
+def _latencies() -> dict[str, Column]:
     """Return a column for each latency, which says why one is missing."""
 
     def column(name: str) -> Column:
-        missing = {True: Cell(DASH, TOO_FEW), False: Cell(DASH, NO_ANSWER)}
-        return lambda run: getattr(run, part).get(name, missing[bool(run.answered)])
+        return lambda run: run.latency.get(name, Cell(DASH, TOO_FEW if run.answered else NO_ANSWER))
 
-    return {name: column(name) for name in names}
+    return {name: column(name) for name in LATENCIES}
 
 
 def _runs(report: Report) -> Table | None:
@@ -322,7 +311,7 @@ def _runs(report: Report) -> Table | None:
         "Throughput": lambda run: run.throughput,
         "Goodput": lambda run: run.goodput,
         "Errors": lambda run: Cell(share(run.error_share), level="bad" if run.error_share else ""),
-        **_latencies("latency"),
+        **_latencies(),
     }
     note = "Latencies, p50 to max, are in ms; due, throughput and goodput are in requests/s."
     return _table("Runs", columns, report, note)
@@ -371,20 +360,13 @@ def _steps(report: Report) -> Table | None:
 
 
 def _inside(report: Report) -> Table | None:
-    def column(part: str, name: str, shown: Callable[[float], str] = number) -> Column:
-        def cell(run: Run) -> Cell | None:
-            value = getattr(getattr(run, part), name, None)
-            return None if value is None else Cell(shown(value))
-
-        return cell
+    def column(part: str, name: str) -> Column:
+        return lambda run: getattr(getattr(run, part), name, None)
 
     columns: dict[str, Column] = {
         "Late p99": lambda run: run.lateness.get("p99"),
         "Cores": column("resources", "generator_cores"),
         "Memory": column("resources", "memory_mb"),
-        "GPU busy": column("resources", "gpu_share", share),
-        "GPU memory": column("resources", "gpu_memory_mb"),
-        "GPU power": column("resources", "gpu_watts"),
         "Batches": column("batches", "batches"),
         "Rows each": column("batches", "mean_rows"),
         "Queue": column("batches", "queue"),
@@ -392,10 +374,8 @@ def _inside(report: Report) -> Table | None:
         "Compute": column("batches", "compute"),
         "Copy out": column("batches", "copy_out"),
     }
-    gpus = sorted({run.resources.gpu_name for run in report.runs if run.resources.gpu_name})
-    note = "Times are in ms, memory in MB, power in W. Late p99, cores and memory are of the generator."
-    note += f" The GPU is {', '.join(gpus)}." if gpus else ""
-    return _table("Generator, device and batches", columns, report, note)
+    note = "Times are in ms, memory in MB. Late p99, cores and memory are of the generator."
+    return _table("Generator and batches", columns, report, note)
 
 
 def _search(report: Report) -> Table | None:

@@ -6,7 +6,6 @@
     ws://HOST:PORT/v2/models/NAME/ws        asynctrt's websocket
     http://HOST:PORT/v2/models/NAME         any KServe V2 server over HTTP
     grpc://HOST:PORT/NAME                   any KServe V2 server over gRPC
-    ADDRESS,ADDRESS                         several servers of the same, in turn
     http://HOST:PORT/PATH                   any HTTP server: an optional body, and an answer
     ws://HOST:PORT/PATH                     any websocket: a message, and an answer of one or several
     package.module:coroutine_function       any coroutine function
@@ -15,7 +14,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
@@ -33,9 +32,6 @@ SEND_APART: Final = (
     "several processes can only send to a server or call a coroutine function module:name: serve the engine, "
     "and give its address"
 )
-
-BETWEEN: Final = re.compile(r",(?=\w+://)")
-"""Matches the comma between two addresses."""
 
 PASSWORD: Final = re.compile(r"(://)[^/?#@\s]*@")
 """Matches the user and the password before the host of an address."""
@@ -63,19 +59,13 @@ class BatchCounters:
     by_rows: Mapping[int, int]
     """Batches by their number of rows."""
 
-    def plus(self, other: "BatchCounters", sign: int = 1) -> "BatchCounters":
-        """Return the sum with other counters."""
-        sizes = self.by_rows.keys() | other.by_rows.keys()
-        by_rows = {
-            rows: self.by_rows.get(rows, 0) + sign * other.by_rows.get(rows, 0) for rows in sorted(sizes)
-        }
-        names = [item.name for item in fields(self) if item.name != "by_rows"]
-        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in names}
-        return BatchCounters(**sums, by_rows={rows: count for rows, count in by_rows.items() if count})
-
     def since(self, before: "BatchCounters") -> "BatchCounters":
         """Return the difference from an earlier reading."""
-        return self.plus(before, -1)
+        sizes = sorted(self.by_rows.keys() | before.by_rows.keys())
+        by_rows = {rows: self.by_rows.get(rows, 0) - before.by_rows.get(rows, 0) for rows in sizes}
+        names = [item.name for item in fields(self) if item.name != "by_rows"]
+        grown = {name: getattr(self, name) - getattr(before, name) for name in names}
+        return BatchCounters(**grown, by_rows={rows: count for rows, count in by_rows.items() if count})
 
 
 @runtime_checkable
@@ -93,7 +83,7 @@ class Target(Protocol):
     def in_flight_max(self) -> int | None:
         """Return the limit on rows in flight, such as an engine's queue length; ``None`` if it is unknown."""
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
         """Encode a request as far as possible, because it is sent many times."""
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
@@ -140,11 +130,6 @@ class TargetSpec:
     tls: Tls = field(default_factory=Tls)
 
     @property
-    def parts(self) -> "list[TargetSpec]":
-        """A spec for each of several addresses."""
-        return [replace(self, where=where) for where in BETWEEN.split(self.where)]
-
-    @property
     def scheme(self) -> str:
         """The scheme of the address, such as ``http``; empty for an engine.
 
@@ -153,11 +138,11 @@ class TargetSpec:
         scheme, mark, _ = self.where.partition("://")
         if not mark:
             return ""
-        if scheme not in SCHEMES:
+        if scheme.lower() not in SCHEMES:
             raise UsageError(
                 f"{self.where!r}: unknown scheme {scheme!r}; valid schemes: {', '.join(SCHEMES)}"
             )
-        return scheme
+        return scheme.lower()
 
     @property
     def is_server(self) -> bool:
@@ -184,12 +169,9 @@ class TargetSpec:
             if getattr(self.options, name) != getattr(Options(), name)
         }
         where = without_password(self.where)
-        described: dict[str, Any] = {
-            "where": where,
-            "model": self.model,
-            "device": self.device,
-            "options": options,
-        }
+        described: dict[str, Any] = {"where": where, "model": self.model}
+        if not self.is_server:  # A server has its own.
+            described |= {"device": self.device, "options": options}
         if self.tls.insecure:
             described["insecure"] = True
         if self.is_plain:  # Leave out the headers, which may be secret.

@@ -29,9 +29,8 @@ except ImportError as error:
 REFRESH_S: Final = 0.25
 STYLES: Final = {"bad": "bold red", "warn": "bold yellow", "good": "green", "note": "dim"}
 LEFT_OUT_FIRST: Final = (
-    "p99.99", "p95", "p90", "Seconds", "GPU power", "GPU memory", "Memory", "mean", "Due", "Requests",
-    "p99.9", "Copy in", "Copy out", "Share of requests", "Batches", "Rows each", "Cores", "Goodput",
-    "GPU busy", "A", "B",
+    "p99.99", "p95", "p90", "Seconds", "Memory", "mean", "Due", "Requests", "p99.9", "Copy in", "Copy out",
+    "Share of requests", "Batches", "Rows each", "Cores", "Goodput", "A", "B",
 )  # fmt: skip
 """Columns that a narrow terminal does not show, the least important first."""
 LABEL_COLUMNS: Final = 8
@@ -68,16 +67,11 @@ def progress_view(title: str, progress: Progress, now_ns: int) -> RenderableType
     of = f" of {progress.count}" if progress.count is not None else ""
     head = Text.assemble((title, "bold"), f"  run {progress.number}{of}  {progress.label}")
     parts: list[RenderableType] = [head]
-    if progress.seconds is not None:
-        left_s = max(0.0, progress.seconds - elapsed_s)
-        parts.append(
-            ProgressBar(total=progress.seconds, completed=min(elapsed_s, progress.seconds), width=60)
-        )
-        parts.append(
-            Text(f"{elapsed_s:.0f} s, {left_s:.0f} s to go" if left_s else "waiting for the last answers")
-        )
-    else:
-        parts.append(Text(f"{elapsed_s:.0f} s, runs until the last answer"))
+    left_s = max(0.0, progress.seconds - elapsed_s)
+    parts += [
+        ProgressBar(total=progress.seconds, completed=min(elapsed_s, progress.seconds), width=60),
+        Text(f"{elapsed_s:.0f} s, {left_s:.0f} s to go" if left_s else "waiting for the last answers"),
+    ]
     numbers = sorted(number for number in progress.windows if number >= 0)
     if not numbers:
         return Group(*parts, Text("warming up"))
@@ -99,15 +93,13 @@ def _live_row(whole: Window, seconds: float) -> list[str]:
     return [f"{whole.completed / seconds:,.0f}", *times[:2], f"{whole.failed:,}", times[2]]
 
 
-def show(console: Console, report: Report, *, uncorrected: bool) -> None:
+def show(console: Console, report: Report) -> None:
     """Show the important messages, the tables, the confidence intervals, and the result in one line."""
     for banner in summary.banners(report):
         reasons = "".join(f"\n  {_clean(reason)}" for reason in banner.reasons)
         console.print(f"[{STYLES[banner.level]}]{_clean(banner.title)}[/]{reasons}", highlight=False)
-    sent = summary.from_when_sent(report) if uncorrected else None
-    for table in (*summary.tables(report), sent, *summary.results(report)):
-        if table is not None:
-            console.print(_drawn(table, console.width))
+    for table in (*summary.tables(report), *summary.results(report)):
+        console.print(_drawn(table, console.width))
     for tile in summary.tiles(report) if report.comparison is None else ():
         if "95%" in tile.more:
             figure = f"{tile.name}: {tile.value.text} {tile.unit} ({tile.more})"

@@ -86,16 +86,15 @@ class WebsocketTarget:
         self._growing: asyncio.Task[None] | None = None
         self._create_task = asyncio.get_running_loop().create_task
 
-    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
-        return as_arrays(inputs), priority
+    def prepare(self, inputs: Mapping[str, Array]) -> Any:
+        return as_arrays(inputs)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
-        arrays, priority = prepared
         self._in_flight += 1
         if self._in_flight > REQUESTS_MAX * len(self._clients) and self._growing is None:
             self._growing = self._create_task(self._grow())
         # The address names the model.
-        sent = self._create_task(next(self._turns)("", arrays, priority=priority))
+        sent = self._create_task(next(self._turns)("", prepared))
         sent.add_done_callback(self._ended)
         return sent
 

@@ -55,10 +55,10 @@ def copy_model(dims=(2,), **dtypes):
     )
 
 
-async def answer(target, inputs, priority=0):
+async def answer(target, inputs):
     """The arrays that one request is answered with."""
     async with asyncio.timeout(WAIT_S):
-        return target.outputs(await target.start(target.prepare(inputs, priority)))
+        return target.outputs(await target.start(target.prepare(inputs)))
 
 
 async def fails(future):
@@ -82,7 +82,7 @@ from asynctrt.loadtest.targets import TargetSpec
 
 async def ask():
     async with asyncio.timeout(30), opened(TargetSpec(sys.argv[1])) as target:
-        answer = await target.start(target.prepare({"input": np.ones((1, 4), np.float32)}, 0))
+        answer = await target.start(target.prepare({"input": np.ones((1, 4), np.float32)}))
         print(target.outputs(answer)["output"][0, 0])
 
 asyncio.run(ask())
@@ -183,7 +183,7 @@ class ServerContract:
             assert isinstance(target, Target)
             assert (target.kind, target.name, target.in_flight_max) == (self.kind, "double", None)
             assert target.inputs == (TensorSpec("input", "float32", (4,)),)
-            prepared = target.prepare({"input": rows(1, 2)}, 0)
+            prepared = target.prepare({"input": rows(1, 2)})
             for _ in range(3):
                 outputs = target.outputs(await target.start(prepared))
                 assert outputs["output"].tolist() == rows(2, 4).tolist()
@@ -232,7 +232,7 @@ class ServerContract:
             await answer(target, {"input": rows(1)})
             before = await target.batches()
             assert (before.requests, before.rows, before.batches, dict(before.by_rows)) == (1, 1, 1, {1: 1})
-            prepared = target.prepare({"input": rows(1, 2, 3)}, 0)
+            prepared = target.prepare({"input": rows(1, 2, 3)})
             await asyncio.gather(*[target.start(prepared) for _ in range(20)])
             came = (await target.batches()).since(before)
             assert (came.requests, came.rows) == (20, 60)
@@ -301,7 +301,7 @@ class ServerContract:
 
     async def test_more_requests_at_once_than_a_connection_takes(self):
         async with self.served() as server, self.open(server) as target:
-            prepared = target.prepare({"input": rows(1)}, 0)
+            prepared = target.prepare({"input": rows(1)})
             async with asyncio.timeout(WAIT_S):
                 answers = await asyncio.gather(*[target.start(prepared) for _ in range(700)])
             assert all(target.outputs(item)["output"][0, 0] == 2 for item in answers)
@@ -356,7 +356,7 @@ class ServerContract:
 
     async def test_a_server_that_has_too_much_to_do(self):
         async with self.latched(max_queue_rows=1) as (target, server, device):
-            prepared = target.prepare({"input": rows(1)}, 0)
+            prepared = target.prepare({"input": rows(1)})
             flying = target.start(prepared)
             await until(lambda: device.held == 1)
             queued = target.start(prepared)
@@ -367,25 +367,9 @@ class ServerContract:
             device.open()
             await asyncio.gather(flying, queued)
 
-    async def test_priority(self):
-        order = []
-
-        def record(inputs, outputs):
-            order.append(float(inputs["input"][0, 0]))
-            double(inputs, outputs)
-
-        async with self.latched(record, priorities=2) as (target, server, device):
-            futures = []
-            for value, priority in ((0, 0), (1, 0), (2, 1)):
-                futures.append(target.start(target.prepare({"input": rows(value)}, priority)))
-                await until(lambda: engine_of(server).statistics().submitted == len(futures))
-            device.open()
-            await asyncio.gather(*futures)
-        assert order == [0, 2, 1]
-
     async def test_to_cancel_is_to_give_up(self):
         async with self.latched() as (target, server, device):
-            prepared = target.prepare({"input": rows(1)}, 0)
+            prepared = target.prepare({"input": rows(1)})
             flying = target.start(prepared)
             await until(lambda: device.held == 1)
             queued = target.start(prepared)
@@ -407,7 +391,7 @@ class ServerContract:
             host, port = self.host_port(server)
             where = self.where(server).replace(f"{host}:{port}", f"127.0.0.1:{await relay.start(host, port)}")
             async with target_at(where) as target:
-                prepared = target.prepare({"input": rows(1)}, 0)
+                prepared = target.prepare({"input": rows(1)})
                 futures = [target.start(prepared) for _ in range(5)]
                 await until(lambda: taken(server) == 5)
                 await relay.cut()
@@ -435,7 +419,7 @@ class ServerContract:
 
     async def test_closing_ends_what_is_on_the_way(self):
         async with self.latched() as (_, server, device), self.open(server) as target:
-            future = target.start(target.prepare({"input": rows(1)}, 0))
+            future = target.start(target.prepare({"input": rows(1)}))
             await until(lambda: device.held == 1)
             await target.aclose()
             async with asyncio.timeout(WAIT_S):

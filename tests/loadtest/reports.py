@@ -21,14 +21,7 @@ from asynctrt.loadtest.report import (
 )
 
 XSS = "<script>alert(1)</script> &amp; 'quoted' \"twice\""
-GPU = Resources(
-    generator_cores=0.84,
-    memory_mb=1210.5,
-    gpu_name="NVIDIA H200",
-    gpu_share=0.63,
-    gpu_memory_mb=2311.0,
-    gpu_watts=312.4,
-)
+RESOURCES = Resources(generator_cores=0.84, memory_mb=1210.5)
 MACHINE = {
     "cpu": "AMD EPYC 9554 64-Core Processor",
     "cores": 16,
@@ -113,7 +106,7 @@ def make_run(
     failing=0.0,
     slo=(),
     has_batches=True,
-    resources=GPU,
+    resources=RESOURCES,
     parameters=None,
     **changed,
 ):
@@ -121,15 +114,14 @@ def make_run(
     rng = np.random.default_rng(seed)
     due_s = np.sort(rng.uniform(0, seconds, int(rate * seconds)))
     taken_ns = latencies_ns(rng, due_s, rate, capacity, base_ms)
-    sent_ns = taken_ns.copy()
     if stall_s is not None:
-        # Nothing is answered for a while: what comes meanwhile waits, and is sent late.
+        # Nothing is answered for a while: what comes meanwhile waits.
         start, length = stall_s
         stalled = (due_s >= start) & (due_s < start + length)
         taken_ns[stalled] += ((start + length - due_s[stalled]) * 1e9).astype(np.int64)
     late_ns = (rng.exponential(0.012, len(due_s)) * 1e6).astype(np.int64)
     failed = rng.random(len(due_s)) < failing
-    latency, uncorrected = counted(taken_ns[~failed]), counted(sent_ns[~failed])
+    latency = counted(taken_ns[~failed])
     moments = tuple(moments_of(due_s, taken_ns, late_ns, failed, seconds))
     throughput = float(np.mean([moment.throughput for moment in moments]))
     errors = int(failed.sum())
@@ -151,17 +143,12 @@ def make_run(
         error_share=errors / max(1, len(due_s)),
         errors=kinds,
         latency=found,
-        uncorrected=figures_of(uncorrected),
         lateness=figures_of(counted(late_ns)),
         slo={},
-        throughput_interval=Interval(throughput, throughput * 0.99, throughput * 1.01, 10),
-        latency_interval=Interval(found["mean"], found["mean"] * 0.97, found["mean"] * 1.03, 10)
-        if "mean" in found
-        else None,
         batches=batches_of(rng, len(due_s), found["mean"], base_ms) if has_batches and found else None,
         resources=resources,
         moments=moments,
-        histogram=latency.encoded(),
+        histogram=latency.as_mapping(),
         parameters=parameters or {},
     )
     run = replace(run, **changed)
@@ -191,7 +178,7 @@ def nothing(label="run", **changed):
     """A run that nobody answered."""
     refused = {"ConnectionRefusedError": ErrorCount(500, "[Errno 111] Connect call failed ('10.0.0.7', 80)")}
     empty = make_run(label, rate=50, has_batches=False, failing=2.0)
-    return replace(empty, errors=refused, throughput_interval=None, **changed)
+    return replace(empty, errors=refused, **changed)
 
 
 def make_report(*runs, kind="run", settings=None, **changed):
@@ -299,7 +286,7 @@ def hostile():
         "QueueFullError": ErrorCount(17, "the queue has room for 512 rows, and 512 are in it"),
     }
     run = make_run(label=XSS, failing=0.01, errors=errors, notes=(XSS,))
-    return make_report(run, target={"where": XSS, "name": XSS}, settings={"reader": XSS})
+    return make_report(run, target={"where": XSS, "name": XSS}, settings={"inputs": XSS})
 
 
 def sweep_of_hostile_names():
@@ -312,7 +299,7 @@ def sweep_of_hostile_names():
 def few():
     """So few requests that most percentiles are not known, of a server that does not tell what it does."""
     run = make_run(rate=8, seconds=5, is_open=False, has_batches=False)
-    run = replace(run, resources=Resources(generator_cores=0.02))
+    run = replace(run, resources=Resources(0.02, 67.5))
     return make_report(run, settings={"rate": None, "callers": "4"})
 
 

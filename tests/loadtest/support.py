@@ -36,8 +36,8 @@ class Target:
         self.requests = 0
         self.closed = False
 
-    def prepare(self, inputs, priority):
-        return dict(inputs), priority
+    def prepare(self, inputs):
+        return dict(inputs)
 
     def start(self, prepared):
         future = self.loop.create_future()

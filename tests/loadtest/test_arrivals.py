@@ -4,7 +4,6 @@ Counts of a Poisson process are within 5 of its standard deviations: one in two 
 chance, and with a fixed seed none is.
 """
 
-import json
 import math
 from itertools import pairwise
 
@@ -13,17 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynctrt.errors import OptionsError, UsageError
+from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import (
     BLOCK,
     KNOTS,
     RATE_MAX,
     Arrivals,
-    Fixed,
     LoadProfile,
     Schedule,
-    TraceEntry,
-    read_trace,
     stages_seconds,
 )
 
@@ -302,126 +298,3 @@ def test_as_many_as_the_integral_in_every_piece(process, text):
         assert found.tolist() == pytest.approx(expected, abs=1 + 1e-6)
     else:
         assert_poisson(found, expected)
-
-
-# ---- given arrivals
-
-
-@settings(deadline=None)
-@given(st.integers(0, 3 * BLOCK), st.integers(1, 9))
-def test_given_arrivals_are_shared_as_well(count, shares):
-    fixed = Fixed(np.arange(count) * 10, np.arange(count)[::-1], 1.0)
-    parts = [list(fixed.blocks(share, shares)) for share in range(shares)]
-    assert all(0 < len(block.due_ns) <= BLOCK for blocks in parts for block in blocks)
-    for share, blocks in enumerate(parts):
-        mine = gathered(blocks)
-        assert mine.due_ns.tolist() == fixed.due_ns[share::shares].tolist()
-        assert mine.samples.tolist() == fixed.samples[share::shares].tolist()
-
-
-# ---- traces
-
-ENTRIES = [TraceEntry(0.0, 1, 0, ()), TraceEntry(0.5, 4, 2, (("length", 128),)), TraceEntry(2.0, 1, 0, ())]
-
-
-def trace(tmp_path, text, name="trace"):
-    path = tmp_path / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "time,rows,priority,length\n0,,,\n0.5,4,2,128\n2,1,0,\n",
-        "length,priority,rows,time\n,,,0\n128,2,4,0.5\n,0,1,2\n",  # In any order of columns,
-        "time,rows,priority,length\n12,1,0,\n10,1,0,\n10.5,4,2,128\n",  # of lines, from any time on;
-        "time, rows, priority, length\r\n0, 1, 0,\r\n0.5, 4, 2, 128\r\n2, 1, 0,\r\n",  # of spreadsheets,
-        "\ufefftime,rows,priority,length\n0,,,\n0.5,4,2,128\n2,1,0,\n",
-        "time,rows,priority,length\n\n0,,,\n\n0.5,4,2,128\n2,1,0,\n\n",
-        '{"time": 0}\n{"time": 0.5, "rows": 4, "priority": 2, "length": 128}\n{"time": 2, "rows": 1}\n',
-        '{"time": 12.0}\n\n{"time": 10}\n{"length": 128, "time": 10.5, "rows": 4.0, "priority": 2}',
-    ],
-)
-def test_a_trace(tmp_path, text):
-    assert read_trace(trace(tmp_path, text)) == ENTRIES
-
-
-def test_entries_at_the_same_time_stay_in_order(tmp_path):
-    entries = read_trace(trace(tmp_path, "time,rows\n1,3\n0,9\n1,2\n1,1\n"))
-    assert [entry.rows for entry in entries] == [9, 3, 2, 1]
-
-
-def test_dimensions_are_in_the_order_of_their_names(tmp_path):
-    lines = [json.dumps({"time": 0, "b": 2, "a": 1}), json.dumps({"a": 1, "b": 2, "time": 1})]
-    entries = read_trace(trace(tmp_path, "\n".join(lines)))
-    assert [entry.dims for entry in entries] == [(("a", 1), ("b", 2))] * 2
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "has no entries"),
-        ("\n\n", "has no entries"),
-        ("time,rows\n", "has no entries"),
-        ("rows\n1\n", "line 2: {'rows': '1'} lacks a time in seconds"),
-        ("time\n1\n\n\nx\n", "line 5: {'time': 'x'} lacks a time"),
-        ("0.1\n0.2\n", "line 2"),
-        ("time,rows\n0,x\n", "line 2"),
-        ("time,rows\n0,1.5\n", "line 2"),
-        ("time,rows\n0,0\n", "line 2: {'time': '0', 'rows': '0'} is out of range"),
-        ("time,rows\n0,-1\n", "out of range"),
-        ("time\n-1\n", "out of range"),
-        ("time\nnan\n", "out of range"),
-        ("time\ninf\n", "out of range"),
-        ("time\n1e9\n", "out of range"),
-        ("time,length\n0,-3\n", "out of range"),
-        ("time,length\n0,short\n", "is not a number"),
-        ("time\n0\n1,2,3\n", "line 3"),
-        ('{"time": 0}\n{"time": 1\n', "line 2 is not JSON"),
-        ('{"time": 0}\nnonsense\n', "line 2 is not JSON"),
-        ('{"time": 0}\n[1]\n', "line 2: [1] lacks a time"),
-        ('{"time": 0}\n7\n', "line 2: 7 lacks a time"),
-        ('{"time": null}\n', "line 1"),
-        ('{"rows": 1}\n', "line 1"),
-        ('{"time": [0]}\n', "line 1"),
-        ('{"time": 0, "rows": null}\n', "line 1"),
-        ('{"time": 0, "rows": 2.5}\n', "line 1"),
-        ('{"time": 0, "rows": Infinity}\n', "line 1"),
-        ('{"time": 0, "rows": NaN}\n', "line 1"),
-        ('{"time": NaN}\n', "out of range"),
-        ('{"time": 1' + "0" * 400 + "}\n", "line 1"),
-        ('{"time": 0}\n' + "[" * 100_000 + "\n", "line 2"),
-        ('time,length\n0,"' + "1" * 200_000 + '"\n', "line 2"),
-    ],
-)
-def test_what_is_no_trace(tmp_path, text, says):
-    with pytest.raises(OptionsError) as caught:
-        read_trace(trace(tmp_path, text))
-    assert says in str(caught.value)
-    assert str(tmp_path / "trace") in str(caught.value)
-    assert len(str(caught.value)) < len(str(tmp_path)) + 500
-
-
-@pytest.mark.parametrize("what", ["missing", "folder", "binary"])
-def test_a_trace_that_cannot_be_read(tmp_path, what):
-    path = {
-        "missing": lambda: tmp_path / "none.csv",
-        "folder": lambda: tmp_path,
-        "binary": lambda: trace(tmp_path, b"\x80\x81\xff"),
-    }[what]()
-    with pytest.raises(UsageError, match="cannot be read") as caught:
-        read_trace(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.tier2
-@settings(deadline=None)
-@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_any_file_is_a_trace_or_refused(tmp_path_factory, content):
-    path = trace(tmp_path_factory.getbasetemp(), content)
-    try:
-        entries = read_trace(path)
-    except (OptionsError, UsageError):
-        return
-    assert entries[0].seconds == 0

@@ -7,13 +7,13 @@ import anyio
 import pytest
 
 from asynctrt.loadtest.charts import WORDS, charts
-from asynctrt.loadtest.page import interactive, render
+from asynctrt.loadtest.page import render
 from tests.loadtest.reports import EVERY, XSS, make_report, make_run
 from tests.loadtest.test_page import opened
 
 
 def page_of(kind):
-    return interactive(EVERY[kind]())
+    return render(EVERY[kind]())
 
 
 @pytest.mark.tier2
@@ -39,6 +39,18 @@ def test_what_is_drawn_of_which_report():
     assert drawn["empty"] == []
     compare = {chart.name: chart.data for chart in charts(EVERY["compare"]())}
     assert {one["label"] for one in compare["latency"]["series"]} == {"A, p99", "B, p99"}
+
+
+def test_what_is_one_thing_has_one_colour_in_all_charts():
+    """Each run of a sweep and each side of a comparison, however a chart calls its figures."""
+    for kind, many in (("compare", 2), ("sweep", 8)):
+        colours = {}
+        for chart in charts(EVERY[kind]()):
+            for one in chart.data["series"]:
+                colours.setdefault(one["label"].partition(",")[0].split()[0], set()).add(one["colour"])
+        assert len(colours) >= many
+        assert all(len(found) == 1 for found in colours.values()), colours
+        assert len(set.union(*colours.values())) == len(colours)
 
 
 def test_a_chart_says_the_figures_of_its_report():
@@ -75,7 +87,7 @@ def test_only_its_own_scripts_may_run():
     assert policy.startswith("default-src 'none'; ")
     assert len(re.findall(r"'sha256-[\w+/=]{44}'", policy)) == 2
     assert "unsafe" not in policy.partition("script-src")[2]
-    assert "script" not in render(EVERY["single"]())
+    assert "script" not in render(EVERY["empty"]())
 
 
 @pytest.mark.parametrize("kind", ["search", "compare", "hostile"])
@@ -98,6 +110,12 @@ def test_they_are_drawn_in_a_browser(chromium, tmp_path, kind):
             drawn = [chart.data["series"] for chart in expected][-1]
             shown = await legend.locator(".u-series:visible").count()
             assert shown == 1 + len({one["label"] for one in drawn})
+            name = legend.locator("th[role=button]:visible").first
+            for is_shown in ("false", "true"):
+                await name.press("Enter")
+                assert await name.get_attribute("aria-pressed") == is_shown
+                off = await legend.locator(".u-series.u-off:visible").count()
+                assert off == (is_shown == "false")
             await page.set_viewport_size({"width": 400, "height": 800})
             assert await page.evaluate("document.documentElement.scrollWidth") == 400
             assert await page.evaluate("window.ran") is None

@@ -156,7 +156,7 @@ class TestOthers:
     )
     async def test_statuses(self, code, error):
         async with asked({"ModelInfer": grpc.StatusCode[code]}) as target:
-            failure = await fails(target.start(target.prepare({"x": rows(1)}, 0)))
+            failure = await fails(target.start(target.prepare({"x": rows(1)})))
             assert type(failure) is error
             assert str(failure) == (f"{code}: " if error is TargetError else "") + f"{code} it is"
 

@@ -149,7 +149,7 @@ class TestLimits:
             return web.Response(body=packed, headers={"Content-Encoding": "deflate"})
 
         async with other({"/any": page}) as server, target_at(f"{server.url}/any") as target:
-            error = await fails(target.start(target.prepare({}, 0)))
+            error = await fails(target.start(target.prepare({})))
             assert type(error) is TargetError
             assert "more than 1,048,576 bytes" in str(error)
 
@@ -168,7 +168,7 @@ class TestOthers:
         pages = {"/v2": {"name": "other", "extensions": []}, MODEL + "/infer": said}
         async with asked(pages) as (server, target):
             assert target.inputs == (TensorSpec("x", "float32", (4,)),)
-            given = await answer(target, {"x": rows(1), "words": [["a"]]}, priority=1)
+            given = await answer(target, {"x": rows(1), "words": [["a"]]})
             assert {name: array.dtype.name for name, array in given.items()} == {
                 "words": "object",
                 "flags": "bool",
@@ -189,7 +189,6 @@ class TestOthers:
             assert (method, headers["Content-Type"]) == ("POST", "application/json")
             assert http_target.HEAD_NBYTES not in headers
             assert json.loads(body) == {
-                "parameters": {"priority": 1},
                 "inputs": [
                     {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]},
                     {"name": "words", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]},
@@ -293,7 +292,7 @@ class TestErrors:
     )
     async def test_statuses(self, status, content, error, says):
         async with asked({MODEL + "/infer": (status, content)}) as (server, target):
-            failure = await fails(target.start(target.prepare({"x": rows(1)}, 0)))
+            failure = await fails(target.start(target.prepare({"x": rows(1)})))
             assert type(failure) is error
             with pytest.raises(error, match=says):
                 raise failure
@@ -400,7 +399,7 @@ class TestErrors:
             return response
 
         async with asked({MODEL + "/infer": page}) as (_, target):
-            error = await fails(target.start(target.prepare({"x": rows(1)}, 0)))
+            error = await fails(target.start(target.prepare({"x": rows(1)})))
             assert isinstance(error, ConnectionLostError), error
 
     async def test_a_server_that_says_nothing(self, monkeypatch):
@@ -414,7 +413,7 @@ class TestErrors:
                 left.set()
 
         async with asked({MODEL + "/infer": page, MODEL + "/stats": page}) as (server, target):
-            future = target.start(target.prepare({"x": rows(1)}, 0))
+            future = target.start(target.prepare({"x": rows(1)}))
             await entered.wait()
             future.cancel()
             await left.wait()  # The server was told.

@@ -6,20 +6,17 @@ from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
 
 from asynctrt.loadtest.keywords import RunSettings
-from asynctrt.loadtest.settings import SYNONYMS, LoadSettings
+from asynctrt.loadtest.settings import LoadSettings
 
 
 def test_each_setting_has_one_that_accepts_what_is_kept():
-    """By name and by type: what a field keeps, its keyword accepts; another's word accepts the same."""
+    """By name and by type: what a field keeps, its keyword accepts."""
     given, kept = get_type_hints(RunSettings), get_type_hints(LoadSettings)
-    assert set(given) == {item.name for item in dataclasses.fields(LoadSettings)} | set(SYNONYMS)
-    assert not set(SYNONYMS) & set(kept), "a synonym that is a setting itself would never be looked at"
+    assert set(given) == {item.name for item in dataclasses.fields(LoadSettings)}
     for name, kind in kept.items():
         assert kinds(kind) - {tuple[str, ...]} <= kinds(given[name]), name
         assert (type(None) in kinds(kind)) == (type(None) in kinds(given[name])), name
         assert (tuple[str, ...] == kind) == (Sequence[str] in kinds(given[name])), name
-    for other, own in SYNONYMS.items():
-        assert given[other] == given[own], other
 
 
 def kinds(kind):

@@ -55,18 +55,6 @@ async def test_dims_that_nobody_said(tmp_path):
     assert report.runs[0].answered == report.runs[0].requests > 0
 
 
-async def test_answers_are_checked_against_a_reference(tmp_path):
-    path = double_onnx(tmp_path / "double.onnx")
-    report = await loadtest.run(path, reference=str(path), callers=2, **QUICK)
-    assert report.runs[0].error_share == 0
-    async with asynctrt.open(double_model(lambda inputs, outputs: outputs["output"].fill(9))) as engine:
-        report = await loadtest.run(engine, reference=str(path), callers=2, **QUICK)
-    (run,) = report.runs
-    assert run.error_share == 1.0
-    assert "output 'output' is 9.0 at (0, 0)" in run.errors["WrongAnswer"].example
-    assert run.throughput == 0
-
-
 async def test_answers_are_checked_against_a_file(tmp_path):
     values = np.random.default_rng(0).random((6, 4), np.float32)
     np.savez(tmp_path / "in.npz", input=values)
@@ -85,7 +73,7 @@ async def test_requests_of_every_kind_are_tried():
     asked = []
 
     def refuse_long(target, future):
-        shape = target.prepared[-1][0]["x"].shape
+        shape = target.prepared[-1]["x"].shape
         asked.append(shape)
         if shape[0] == 3:
             future.set_exception(InputError("too many rows"))
@@ -114,9 +102,8 @@ async def test_a_run_in_an_applications_own_tests():
         report = await loadtest.run(engine, rate=400, seconds=0.5, warmup=0.1, slo="errors<1%")
         assert report.holds, report.runs[0]
         (run,) = report.runs
-        assert run.batches.requests <= run.requests
+        assert run.batches.requests >= run.requests
         assert run.resources.memory_mb > 10
-        assert run.resources.gpu_name is None
         assert engine.statistics().state == "open"
 
 
@@ -177,12 +164,10 @@ async def test_a_target_that_is_the_applications_takes_no_options():
         await loadtest.run(Target(at_once), rates=5)
 
 
-async def test_an_engines_queue_bounds_what_is_on_the_way(tmp_path):
-    """All is due within 3 ms; the engine's queue is smaller than that, and nothing is refused."""
-    trace = tmp_path / "trace.csv"
-    trace.write_text("time\n" + "".join(f"{number / 1e6}\n" for number in range(3000)))
+async def test_an_engines_queue_bounds_what_is_on_the_way():
+    """All is due within some 3 ms; the engine's queue is smaller than that, and nothing is refused."""
     async with asynctrt.open(double_model(), max_queue_rows=128, max_rows=16) as engine:
-        report = await loadtest.run(engine, trace=trace)
+        report = await loadtest.run(engine, rate=1e6, requests=3000, warmup=0)
     (run,) = report.runs
     assert run.answered == 3000
     assert not run.errors

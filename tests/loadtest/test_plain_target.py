@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 
 from asynctrt import loadtest
-from asynctrt.errors import OptionsError, TargetError, UsageError
+from asynctrt.errors import ConnectionLostError, OptionsError, TargetError, UsageError
 from asynctrt.loadtest.plain_target import open_plain_target
 from asynctrt.loadtest.targets import TargetSpec
 from tests.loadtest.support import serving_app
@@ -87,7 +87,7 @@ async def test_json_over_http_with_arrays_from_python():
 async def test_any_address_without_a_body():
     application = Application()
     async with running(application.app) as address:
-        report = await loadtest.run(f"http://{address}/double", rps=200, duration="300ms", warmup="0s")
+        report = await loadtest.run(f"http://{address}/double", rate=200, seconds="300ms", warmup="0s")
         assert report.runs[0].answered == report.runs[0].requests > 0
         assert {method for method, _, _ in application.seen} == {"GET"}
         with pytest.raises(Exception, match=r'^status 503: \{"error":"later"\}$'):
@@ -96,7 +96,7 @@ async def test_any_address_without_a_body():
             await loadtest.run(f"http://{address}/none", **QUICK)
         with pytest.raises(OptionsError, match="there are no arrays|inputs"):
             await loadtest.run(f"http://{address}/double", body="${x}", **QUICK)
-    with pytest.raises(TargetError, match="cannot be reached"):
+    with pytest.raises(TargetError, match=r"cannot be reached: Cannot connect to host [\w.]+:\d+ \["):
         await loadtest.run("http://127.0.0.1:9/double", **QUICK)
 
 
@@ -112,14 +112,40 @@ async def test_an_answer_with_many_and_long_headers():
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
-        assert await target.start(target.prepare({}, 0)) == b"{}"
+        assert await target.start(target.prepare({})) == b"{}"
+        await target.aclose()
+
+
+@pytest.mark.parametrize(
+    ("head", "error", "says"),
+    [
+        (
+            "Content-Encoding: gzip\r\nContent-Length: 4",
+            TargetError,
+            "the answer of .* cannot be read: Can not dec",
+        ),
+        ("Content-Length: 100", ConnectionLostError, "was lost: Not enough data to satisfy content length"),
+    ],
+)
+async def test_an_answer_that_cannot_be_read_is_not_a_status(head, error, says):
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\nabcd".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
+        with pytest.raises(error, match=says) as caught:
+            await target.start(target.prepare({}))
+        assert "400" not in str(caught.value)
         await target.aclose()
 
 
 async def test_any_websocket():
     application = Application()
     async with running(application.app) as address:
-        report = await loadtest.run(f"ws://{address}/talk", body="[1, 2]", users=4, **QUICK)
+        report = await loadtest.run(f"ws://{address}/talk", body="[1, 2]", callers=4, **QUICK)
         (run,) = report.runs
         assert run.answered == run.requests > 4
         assert set(application.seen) == {"[1, 2]"}
@@ -135,7 +161,7 @@ async def test_any_websocket():
 @pytest.mark.parametrize(("scheme", "path", "body"), [("http", "double", None), ("ws", "talk", "[1]")])
 async def test_no_connection_is_left_open(scheme, path, body):
     async with running(Application().app) as address:
-        await loadtest.run(f"{scheme}://{address}/{path}", body=body, users=3, seconds=0.05, warmup=0)
+        await loadtest.run(f"{scheme}://{address}/{path}", body=body, callers=3, seconds=0.05, warmup=0)
         left = [one for one in gc.get_objects() if isinstance(one, Connection) and not one.closed]
         assert left == []
 
@@ -252,10 +278,12 @@ async def test_misuse():
             await loadtest.run(wrong, **QUICK)
     with pytest.raises(TargetError, match="http://…@127.0.0.1:9/x cannot be reached"):
         await loadtest.run("http://me:s3cret@127.0.0.1:9/x", **QUICK)
-    with pytest.raises(OptionsError, match="callers is given twice"):
-        await loadtest.run("http://127.0.0.1:9/x", users=1, vus=2)
+    with pytest.raises(OptionsError, match="unknown setting .*; did you mean 'callers'"):
+        await loadtest.run("http://127.0.0.1:9/x", users=1)
+    with pytest.raises(OptionsError, match="trace was removed: give the rate as stages and ramps"):
+        await loadtest.run("http://127.0.0.1:9/x", trace="day.csv")
     with pytest.raises(OptionsError, match="seconds must be"):
-        await loadtest.run("http://127.0.0.1:9/x", duration="soon")
+        await loadtest.run("http://127.0.0.1:9/x", seconds="soon")
     with pytest.raises(OptionsError, match="inputs must be a path, or arrays by name"):
         await loadtest.run("http://127.0.0.1:9/x", inputs=3)
 

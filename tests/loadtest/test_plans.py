@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import BLOCK, Schedule, TraceEntry
+from asynctrt.loadtest.arrivals import BLOCK, Schedule
 from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.plans import (
     WINDOWS_MAX,
     make_plan,
-    resolve,
-    trace_shapes,
 )
 from asynctrt.loadtest.recorder import RunRecorder
 from asynctrt.loadtest.samples import Sample
@@ -37,15 +35,6 @@ def due_and_what(schedule, share=0, shares=1):
     )
 
 
-@pytest.fixture
-def trace(tmp_path):
-    """A trace of two kinds of requests."""
-    path = tmp_path / "trace.csv"
-    lines = [f"{10 + number / 100},{1 + 2 * (number % 3 == 0)}" for number in range(300)]
-    path.write_text("\n".join(["time,rows", *lines]))
-    return path
-
-
 # ---- times
 
 
@@ -58,7 +47,6 @@ def trace(tmp_path):
     ],
 )
 def test_how_long_to_warm_up_and_to_measure(told, warmup, seconds):
-    assert resolve(LoadSettings(**told)) == (warmup, seconds)
     made = plan(**told)
     assert (made.warmup_ns, made.measured_ns) == (warmup * 1e9, seconds * 1e9)
 
@@ -96,7 +84,6 @@ def test_callers_over_the_whole_time():
     assert (made.callers.seconds, made.callers.at(0), made.callers.at(4)) == pytest.approx(
         (4, 1, 9), abs=0.01
     )
-    assert made.is_timed
 
 
 # ---- open loops
@@ -109,7 +96,7 @@ def test_arrivals_over_the_whole_time():
     assert made.schedule.process == "constant"
     assert made.schedule.weights.tolist() == [1.0, 2.5]
     assert made.schedule.seed == made.seed == 5
-    assert (made.callers, made.is_timed) == (None, True)
+    assert made.callers is None
     due_ns, what = due_and_what(made.schedule)
     assert len(due_ns) == 2 * 100 + 2 * 300
     assert set(what) == {0, 1}
@@ -138,70 +125,6 @@ def test_processes_share_one_schedule():
 )
 def test_whether_it_is_meant_to_be_level(told, is_level):
     assert plan(**told).is_level is is_level
-
-
-# ---- traces
-
-
-def test_kinds_of_a_trace_in_the_order_of_their_first():
-    entries = [
-        TraceEntry(0.0, 3, 0, ()),
-        TraceEntry(0.1, 1, 0, (("length", 8),)),
-        TraceEntry(0.2, 3, 0, ()),
-        TraceEntry(0.3, 3, 1, ()),
-        TraceEntry(0.4, 1, 0, (("length", 9),)),
-        TraceEntry(0.5, 1, 0, (("length", 8),)),
-    ]
-    assert trace_shapes(entries) == [
-        ((), 3, 0),
-        ((("length", 8),), 1, 0),
-        ((), 3, 1),
-        ((("length", 9),), 1, 0),
-    ]
-
-
-@pytest.mark.parametrize("each", [1, 2, 5])
-def test_a_trace_sends_samples_of_its_kinds(trace, each):
-    """Every third request has 3 rows; of those that there are of a kind, all are sent."""
-    samples = [sample(3) for _ in range(each)] + [sample(1) for _ in range(each)]
-    made = plan(samples, trace=trace)
-    due_ns, what = due_and_what(made.schedule)
-    assert due_ns == pytest.approx([number * 1e7 for number in range(300)], abs=2)
-    assert [samples[number].rows for number in what] == [3 if number % 3 == 0 else 1 for number in range(300)]
-    assert set(what) == set(range(2 * each))
-    assert (made.is_timed, made.warmup_ns, made.callers) == (False, 0, None)
-
-
-@pytest.mark.parametrize("speed", [0.5, 1, 4])
-def test_a_trace_faster_or_slower(trace, speed):
-    made = plan([sample(3), sample(1)], trace=trace, trace_speed=speed)
-    assert made.measured_ns == pytest.approx(2.99e9 / speed, abs=2)
-    assert np.diff(made.schedule.due_ns).tolist() == pytest.approx([1e7 / speed] * 299, abs=2)
-
-
-def test_processes_share_a_trace(trace):
-    samples = [sample(3), sample(3), sample(1), sample(1)]
-    whole = due_and_what(plan(samples, trace=trace).schedule)
-    for share in range(2):
-        made = plan(samples, trace=trace, share=share, shares=2)
-        part = due_and_what(made.schedule, share, 2)
-        assert part == (whole[0][share::2], whole[1][share::2])
-
-
-@pytest.mark.parametrize("count", [1, 3, 5])
-def test_a_trace_that_has_changed_since(trace, count):
-    """So many samples were not made for its two kinds."""
-    with pytest.raises(OptionsError, match="the trace has changed since its samples were made"):
-        plan([sample()] * count, trace=trace)
-
-
-def test_a_trace_of_one_request(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("time\n5\n")
-    made = plan(trace=path)
-    assert due_and_what(made.schedule) == ([0], [0])
-    assert made.measured_ns == 0
-    assert not made.is_timed
 
 
 # ---- limits
@@ -273,11 +196,8 @@ def test_what_the_settings_say_is_in_the_plan():
     assert (made.share, made.shares) == (0, 1)
 
 
-def test_rows_are_those_that_are_sent(trace, tmp_path):
+def test_rows_are_those_that_are_sent():
     """On average, and not those that the settings have for requests that are made up."""
     mixed = [sample(1, weight=3.0), sample(5)]
     assert plan(mixed, rate=10, rows=7).rows == 2.0
     assert plan(mixed, callers=2).rows == 2.0
-    path = tmp_path / "two.csv"
-    path.write_text("time,rows\n0,3\n1,1\n2,3\n3,3\n")
-    assert plan([sample(3), sample(1)], trace=path).rows == 2.5

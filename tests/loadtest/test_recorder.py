@@ -29,9 +29,8 @@ def recorder():
     return RunRecorder(FROM_NS, WINDOW_NS)
 
 
-def answered(rec, due_ns, sent_ns, done_ns):
+def answered(rec, due_ns, done_ns):
     rec.due_ns.append(due_ns)
-    rec.sent_ns.append(sent_ns)
     rec.done_ns.append(done_ns)
 
 
@@ -82,9 +81,8 @@ def as_plain(window):
         "sent": window.sent,
         "completed": window.completed,
         "latency": as_dict(window.latency),
-        "uncorrected": as_dict(window.uncorrected),
         "lateness": as_dict(window.lateness),
-        "totals": (window.latency.total_ns, window.uncorrected.total_ns, window.lateness.total_ns),
+        "totals": (window.latency.total_ns, window.lateness.total_ns),
         "errors": {kind: error.count for kind, error in window.errors.items()},
     }
 
@@ -114,13 +112,12 @@ def test_a_request_counts_where_it_was_due(due_ns, number):
     """With its latency, its lateness and its error; the answer counts where it came."""
     rec = recorder()
     sent(rec, due_ns, due_ns + 3)
-    answered(rec, due_ns, due_ns + 5, due_ns + 40)
+    answered(rec, due_ns, due_ns + 40)
     rec.failed(due_ns, "Oops", "it went wrong")
     windows = rec.take()
     window = windows[number]
     assert (window.sent, window.answered, window.failed) == (1, 1, 1)
     assert as_dict(window.latency) == {40: 1}
-    assert as_dict(window.uncorrected) == {35: 1}
     assert as_dict(window.lateness) == {3: 1}
     assert windows[window_of(due_ns + 40)].completed == 1
     assert set(windows) == {number, window_of(due_ns + 40)}
@@ -130,7 +127,6 @@ requests = st.lists(
     st.tuples(
         st.integers(0, 2500),  # due
         st.integers(0, 300),  # noticed after that
-        st.integers(0, 50),  # sent after that
         st.integers(0, 1600),  # done after that
         st.sampled_from([None, None, None, "NoAnswer", "Refused"]),
     ),
@@ -141,16 +137,15 @@ requests = st.lists(
 def expected(given_requests):
     """The same, one by one and without a recorder."""
     windows = {}
-    for due_ns, late_ns, wait_ns, took_ns, error in given_requests:
+    for due_ns, late_ns, took_ns, error in given_requests:
         mine = windows.setdefault(window_of(due_ns), Counter())
         mine["sent"] += 1
         mine["lateness", late_ns] += 1
         if error is not None:
             mine["error", error] += 1
             continue
-        mine["latency", late_ns + wait_ns + took_ns] += 1
-        mine["uncorrected", took_ns] += 1
-        windows.setdefault(window_of(due_ns + late_ns + wait_ns + took_ns), Counter())["completed"] += 1
+        mine["latency", late_ns + took_ns] += 1
+        windows.setdefault(window_of(due_ns + late_ns + took_ns), Counter())["completed"] += 1
     return windows
 
 
@@ -159,20 +154,20 @@ def counted(windows):
     for number, window in windows.items():
         mine = found.setdefault(number, Counter())
         mine["sent"], mine["completed"] = window.sent, window.completed
-        for name in ("latency", "uncorrected", "lateness"):
+        for name in ("latency", "lateness"):
             mine.update({(name, value): count for value, count in as_dict(getattr(window, name)).items()})
         mine.update({("error", kind): error.count for kind, error in window.errors.items()})
     return found
 
 
 def given_to(rec, items):
-    for due_ns, late_ns, wait_ns, took_ns, error in items:
+    for due_ns, late_ns, took_ns, error in items:
         noticed_ns = due_ns + late_ns
         sent(rec, due_ns, noticed_ns)
         if error is not None:
             rec.failed(due_ns, error, "example")
         else:
-            answered(rec, due_ns, noticed_ns + wait_ns, noticed_ns + wait_ns + took_ns)
+            answered(rec, due_ns, noticed_ns + took_ns)
 
 
 @settings(deadline=None)
@@ -212,7 +207,7 @@ def test_merging_takes_over_what_is_new_and_leaves_the_rest_as_it_was():
     rec = recorder()
     parts = []
     for _ in range(2):
-        given_to(rec, [(1010, 1, 1, 1, None), (1010, 1, 1, 1, "Oops")])
+        given_to(rec, [(1010, 1, 1, None), (1010, 1, 1, "Oops")])
         parts.append(rec.take())
     before = plain(parts[1])
     windows = {}
@@ -228,15 +223,15 @@ def test_blocks():
     rec = recorder()
     for number in range(BLOCK):
         sent(rec, 1000 + number % 500, 1000 + number % 500)
-        answered(rec, 1000 + number % 500, 1000 + number % 500, 1500 + number % 500)
+        answered(rec, 1000 + number % 500, 1500 + number % 500)
     rec.flush_done()
-    assert (len(rec.due_ns), len(rec.sent_ns), len(rec.done_ns)) == (0, 0, 0)
+    assert (len(rec.due_ns), len(rec.done_ns)) == (0, 0)
     assert len(rec.late_due_ns) == len(rec.noticed_ns) == BLOCK
     rec.flush_sent()
     assert len(rec.late_due_ns) == len(rec.noticed_ns) == 0
     rec.flush_done()
     rec.flush_sent()
-    answered(rec, 1000, 1000, 1001)
+    answered(rec, 1000, 1001)
     windows = rec.take()
     assert sum(window.sent for window in windows.values()) == BLOCK
     assert sum(window.completed for window in windows.values()) == BLOCK + 1
@@ -245,10 +240,10 @@ def test_blocks():
 
 def test_a_clock_that_seems_to_run_backwards_makes_no_negative_times():
     rec = recorder()
-    answered(rec, 1050, 1060, 1040)
+    answered(rec, 1050, 1040)
     sent(rec, 1050, 1049)
     window = rec.take()[0]
-    assert as_dict(window.latency) == as_dict(window.uncorrected) == as_dict(window.lateness) == {0: 1}
+    assert as_dict(window.latency) == as_dict(window.lateness) == {0: 1}
 
 
 def test_kinds_of_errors_are_bounded():
@@ -303,7 +298,7 @@ def test_long_times_are_kept_to_the_histograms_precision():
     took_ns = rng.integers(0, 10**10, 5000)
     rec = recorder()
     for due, took in zip(due_ns.tolist(), took_ns.tolist(), strict=True):
-        answered(rec, due, due, due + took)
+        answered(rec, due, due + took)
     whole = total(rec.take().values())
     assert whole.latency.total_ns == took_ns.sum()
     assert whole.completed == whole.answered == 5000

@@ -7,12 +7,9 @@ import pytest
 
 from asynctrt.errors import QueueFullError
 from asynctrt.loadtest import runner
-from asynctrt.loadtest.local import Local
 from asynctrt.loadtest.recorder import WARM_UP, total
-from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.loadtest.targets import BatchCounters
 from tests.helpers import until
-from tests.loadtest.support import Clock, Target, at_once, run, run_by, sample, turns
+from tests.loadtest.support import Clock, Target, at_once, run, run_by, sample
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +20,7 @@ async def test_an_open_loop_sends_every_arrival_of_its_schedule_and_none_before_
     target.kind = kind
     plan, outcome, _, whole = await run(target, rate=2000, seed=3)
     due_ns = np.concatenate([block.due_ns for block in plan.schedule.blocks()])
-    assert len(target.sent_ns) == len(due_ns) == whole.sent == whole.answered == outcome.sent
+    assert len(target.sent_ns) == len(due_ns) == whole.sent == whole.answered
     assert outcome.exhausted
     assert whole.completed == whole.answered
     # Sent in order, and each at its time or later; so the first shows where the run began.
@@ -67,8 +64,6 @@ async def test_what_waits_for_room_counts_from_when_it_was_due():
     assert whole.answered == whole.sent == target.requests
     # Those that waited were sent late and answered at once: only the first two took long since then.
     long_ns = whole.latency.percentile(100) // 2
-    assert whole.latency.total_ns > 4 * whole.uncorrected.total_ns
-    assert whole.answered - whole.uncorrected.within(long_ns) <= 2
     assert whole.answered - whole.latency.within(long_ns) > 2
 
 
@@ -207,53 +202,11 @@ async def test_the_warm_up_is_apart():
     assert sum(window.sent for window in measured) == (due_ns >= plan.warmup_ns).sum()
 
 
-async def test_batches_are_those_after_the_warm_up():
+async def test_batches_are_those_of_this_run_with_its_warm_up():
     target = Target(at_once)
-    _, outcome, windows, whole = await run(target, rate=2000, warmup=0.2, seconds=0.2)
-    assert 0 < outcome.batches.requests < whole.sent
-    assert abs(outcome.batches.requests - windows[0].sent) < 100
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_what_was_due_in_the_warm_up_is_never_counted_among_the_batches(seed):
-    """Its answers come when the warm-up is over by the clock, and one of it was not even sent by then."""
-    clock = Clock()
-    looks = []
-
-    class Counting(Target):
-        async def batches(self):
-            answered = sum(future.done() for future in self.futures)
-            looks.append(answered)
-            return BatchCounters(answered, answered, answered, 0, 0, 0, 0, {1: answered})
-
-    target = Counting()
-    settings = {"rate": 1000, "seconds": 0.02, "warmup": 0.02, "seed": seed}
-    plan = Local(target, [sample()]).plan(LoadSettings(**settings))
-    due_ns = np.concatenate([block.due_ns for block in plan.schedule.blocks()])
-    warm_up = int((due_ns < plan.warmup_ns).sum())
-
-    async def answer_late(task):
-        # The loop's timers come early: by this clock the warm-up is not over.
-        clock.ns = plan.warmup_ns - 1
-        await until(lambda: target.requests == warm_up)
-        target.futures[0].set_result({})
-        await turns()
-        assert not looks
-        # All that is left is due at once, and what was due in the warm-up is answered first.
-        clock.ns = plan.warmup_ns + plan.measured_ns
-        await until(lambda: target.requests == len(due_ns))
-        await turns()
-        assert not looks
-        for future in target.futures[1:warm_up]:
-            future.set_result({})
-        await until(lambda: looks)
-        for future in target.futures[warm_up:]:
-            future.set_result({})
-
-    outcome, windows = await run_by(clock, target, answer_late, **settings)
-    measured = sum(window.sent for number, window in windows.items() if number != WARM_UP)
-    assert looks == [warm_up, len(due_ns)]
-    assert outcome.batches.requests == measured == len(due_ns) - warm_up
+    target.requests = 1000  # Those of earlier runs.
+    _, outcome, windows, whole = await run(target, rate=2000, warmup=0.1, seconds=0.1)
+    assert outcome.batches.requests == outcome.answered == whole.answered > windows[0].answered
 
 
 async def test_answers_are_checked():
@@ -277,7 +230,7 @@ async def test_samples_are_drawn_by_their_weights():
     for settings in ({"rate": 20_000}, {"callers": 2}):
         target.prepared.clear()
         await run(target, samples, requests=2000, seconds=20, **settings)
-        ones = sum(prepared[0]["x"][0, 0] == 1.0 for prepared in target.prepared)
+        ones = sum(prepared["x"][0, 0] == 1.0 for prepared in target.prepared)
         assert 1350 < ones < 1650  # 1500, and eight standard deviations.
 
 
@@ -306,8 +259,6 @@ async def test_a_loop_that_is_held_up_shows_in_the_latency_and_as_lateness():
     assert 50 <= late <= 150  # A hundred were due in that time, on average.
     assert whole.latency.percentile(100) >= 80e6
     assert whole.lateness.percentile(100) >= 80e6
-    # But for the one whose answer was there and could not be taken.
-    assert whole.answered - whole.uncorrected.within(50e6) <= 1
 
 
 async def test_a_target_that_no_longer_tells_its_batches_costs_nothing_else():

@@ -1,10 +1,7 @@
 """What is sent and what should come back: random rows; files, also damaged and hostile ones; comparisons."""
 
-import itertools
 import os
 import pickle
-import sys
-import textwrap
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
 from asynctrt.loadtest import samples as samples_module
-from asynctrt.loadtest.samples import KINDS_MAX, differs, find_reader, make_samples, read_dims
+from asynctrt.loadtest.samples import differs, make_samples, read_dims
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.tensors import TensorSpec
 
@@ -93,26 +90,13 @@ def test_rows_of_dynamic_dimensions():
     specs = [TensorSpec("ids", np.int64, ("length",)), TensorSpec("mask", np.bool_, ("length", 2, "heads"))]
     made = make_samples(told(samples=7, rows=2, dims=("length=5,heads=3", "length=9, heads=0@2.5")), specs)
     assert [(sample.weight, sample.group) for sample in made] == [
-        *[(1.0, "length=5, heads=3, rows=2")] * 3,
-        *[(2.5, "length=9, heads=0, rows=2")] * 3,
+        *[(1.0, "length=5, heads=3")] * 3,
+        *[(2.5, "length=9, heads=0")] * 3,
     ]
     assert [tuple(array.shape for array in sample.inputs.values()) for sample in made] == [
         *[((2, 5), (2, 5, 2, 3))] * 3,
         *[((2, 9), (2, 9, 2, 0))] * 3,
     ]
-
-
-def test_rows_of_a_traces_kinds():
-    """In the order of the kinds, as many of each: a plan counts on it."""
-    spec = TensorSpec("ids", np.int64, ("length",))
-    shapes = [((("length", 4),), 1, 0), ((("length", 2),), 3, 1)]
-    made = make_samples(told(samples=5, rows=9), [spec], shapes)
-    assert [(sample.inputs["ids"].shape, sample.priority, sample.group) for sample in made] == [
-        *[((1, 4), 0, "length=4")] * 2,
-        *[((3, 2), 1, "length=2, rows=3, priority=1")] * 2,
-    ]
-    assert {sample.weight for sample in made} == {1}
-    assert {sample.rows for sample in made} == {1, 3}
 
 
 def test_more_kinds_than_samples_have_one_each():
@@ -211,14 +195,6 @@ def test_what_is_no_dimension(text):
     assert repr(text) in str(caught.value)
 
 
-def test_kinds_of_requests_are_bounded():
-    spec = TensorSpec("x", np.float32, ("length",))
-    dims = [f"length={size}" for size in range(KINDS_MAX + 1)]
-    assert len(make_samples(LoadSettings(dims=dims[:-1]), (spec,))) == KINDS_MAX
-    with pytest.raises(OptionsError, match=f"{KINDS_MAX + 1} kinds of requests.* at most {KINDS_MAX}"):
-        make_samples(LoadSettings(dims=dims), (spec,))
-
-
 @settings(deadline=None)
 @given(st.text(st.sampled_from("ab=,@.0123-e \x00"), max_size=12))
 def test_any_text_is_dimensions_or_refused(text):
@@ -247,9 +223,7 @@ def test_an_npz_has_an_array_for_each_input(tmp_path):
     assert [sample.rows for sample in made] == [1] * 10
     assert np.concatenate([sample.inputs["x"] for sample in made]).tolist() == ROWS.tolist()
     assert [sample.inputs["mask"].tolist() for sample in made[:3]] == [[True], [False], [True]]
-    assert {(sample.expected, sample.weight, sample.priority, sample.group) for sample in made} == {
-        (None, 1.0, 0, "")
-    }
+    assert {(sample.expected, sample.weight, sample.group) for sample in made} == {(None, 1.0, "")}
 
 
 @pytest.mark.parametrize(
@@ -417,177 +391,10 @@ def test_files_that_are_not_there(tmp_path, place):
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "rows", "rows.npz.gz"])
-def test_other_files_need_a_reader(tmp_path, name):
+def test_other_files_are_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"?")
-    with pytest.raises(UsageError, match="is neither .npz nor .npy, .csv nor .jsonl: set a reader"):
+    with pytest.raises(UsageError, match="is neither .npz nor .npy, .csv nor .jsonl: make one"):
         make_samples(told(inputs=tmp_path / name), [X])
-
-
-# ---- readers
-
-READERS = """
-    import numpy as np
-
-    CONSTANT = 3
-
-    def rows(path):
-        '''Each number in the file, on a row of its own.'''
-        return np.array([[float(word)] * 3 for word in path.read_text().split()], np.float32)
-
-    def by_name(path):
-        return {"x": rows(path), "y": np.zeros(len(rows(path)), np.float32)}
-
-    def lists(path):
-        return rows(path).tolist()
-
-    def lists_by_name(path):
-        return {"x": rows(path).tolist()}
-
-    def texts_only(path):
-        return rows(path) if path.suffix == ".txt" else None
-
-    def never(path):
-        return None
-
-    def fails(path):
-        raise KeyError("the label")
-
-    class Folder:
-        @staticmethod
-        def read(path):
-            return rows(path)
-
-    def ragged(path):
-        return {"x": [[1.0], [1.0, 2.0]]}
-
-    def unequal(path):
-        return {"x": np.zeros((2, 3)), "y": np.zeros(3)}
-
-    def empty(path):
-        return np.zeros((0, 3), np.float32)
-
-    def number(path):
-        return np.float32(3)
-
-    def word(path):
-        return "word"
-
-    def thing(path):
-        return object()
-"""
-NUMBERS = itertools.count()
-
-
-@pytest.fixture
-def readers(tmp_path, monkeypatch):
-    """The name of a module with readers, which can be imported for as long as the test goes on."""
-    name = f"readers_of_test_{next(NUMBERS)}"
-    folder = tmp_path / "modules"
-    folder.mkdir()
-    (folder / f"{name}.py").write_text(textwrap.dedent(READERS))
-    (folder / f"{name}_broken.py").write_text("1 / 0\n")
-    (folder / f"{name}_garbled.py").write_text("def f(:\n")
-    monkeypatch.syspath_prepend(folder)
-    yield name
-    for module in [module for module in sys.modules if module.startswith(name)]:
-        del sys.modules[module]
-
-
-@pytest.fixture
-def files(tmp_path):
-    folder = tmp_path / "files"
-    (folder / "deeper").mkdir(parents=True)
-    for number in range(6):
-        (folder / f"{number}.txt").write_text(f"{number}")
-    (folder / "deeper" / "6.txt").write_text("6 6.5")
-    (folder / "deeper" / "7.log").write_text("7")
-    return folder
-
-
-def sent(made):
-    """The first number of each sample."""
-    return [sample.inputs["x"][0, 0].item() for sample in made]
-
-
-@pytest.mark.parametrize("function", ["rows", "by_name", "Folder.read", "lists", "lists_by_name"])
-def test_a_folder_is_read_file_by_file(readers, files, function):
-    """Deeper folders too; as many rows as the file has."""
-    specs = [X, TensorSpec("y", np.float32)] if function == "by_name" else [X]
-    made = make_samples(told(inputs=files, reader=f"{readers}:{function}", samples=64), specs)
-    assert sorted(sent(made)) == list(range(8))
-    assert sorted(sample.rows for sample in made) == [1] * 7 + [2]
-    assert all(sample.inputs["x"].dtype == np.float32 for sample in made)
-    assert all(len(sample.inputs) == len(specs) for sample in made)
-
-
-def test_some_of_many_files_are_drawn_by_the_seed(readers, files):
-    def drawn(seed):
-        return sent(make_samples(told(inputs=files, reader=f"{readers}:rows", samples=3, seed=seed), [X]))
-
-    assert len(set(drawn(1))) == 3
-    assert drawn(1) == drawn(1)
-    assert len({tuple(drawn(seed)) for seed in range(10)}) > 3
-
-
-def test_files_that_the_reader_leaves_out(readers, files):
-    made = make_samples(told(inputs=files, reader=f"{readers}:texts_only", samples=7), [X])
-    assert sorted(sent(made)) == list(range(7))
-
-
-def test_one_file_for_a_reader(readers, files):
-    made = make_samples(told(inputs=files / "3.txt", reader=f"{readers}:rows"), [X])
-    assert sent(made) == [3]
-
-
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        ("never", "accepted none of the 8 files"),
-        ("fails", r"failed at .*KeyError: 'the label'"),
-        ("ragged", "a value that cannot become an array"),
-        ("unequal", "returned arrays of .2, 3. rows"),
-        ("empty", "returned arrays of .0. rows"),
-        ("number", "returned arrays of set() rows"),
-        ("word", "returned arrays of set() rows"),
-        ("thing", "returned arrays of set() rows"),
-    ],
-)
-def test_what_a_reader_may_not_give(readers, files, function, says):
-    with pytest.raises(UsageError, match=says.replace("()", r"\(\)")) as caught:
-        make_samples(told(inputs=files, reader=f"{readers}:{function}"), [X])
-    assert str(files) in str(caught.value)
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_folder_without_files(tmp_path, readers, is_there):
-    folder = tmp_path / "empty"
-    if is_there:
-        (folder / "deeper").mkdir(parents=True)
-    with pytest.raises(UsageError, match="there are no files in"):
-        make_samples(told(inputs=folder, reader=f"{readers}:rows"), [X])
-
-
-@pytest.mark.parametrize(
-    ("where", "says"),
-    [
-        ("no_such_module:f", "cannot be imported .*no_such_module"),
-        ("{}:no_such_function", "cannot be imported .*no_such_function"),
-        ("{}", "cannot be imported .*write it as module:function"),
-        ("{}:", "cannot be imported"),
-        (":rows", "cannot be imported"),
-        ("", "cannot be imported"),
-        (".:rows", "cannot be imported"),
-        ("..{}:rows", "cannot be imported"),
-        ("{}:rows:more", "cannot be imported"),
-        ("{}_broken:rows", "cannot be imported .*ZeroDivisionError"),
-        ("{}_garbled:rows", "cannot be imported .*SyntaxError"),
-        ("{}:CONSTANT", "is not a function, but 3"),
-    ],
-)
-def test_readers_that_are_not_there(readers, where, says):
-    with pytest.raises(UsageError, match=says) as caught:
-        find_reader(where.format(readers))
-    assert repr(where.format(readers)) in str(caught.value)
 
 
 # ---- comparisons
@@ -639,8 +446,10 @@ def array(values, dtype=np.float32):
         (array([1.5], BFLOAT16), array([1.5], BFLOAT16).view("V2"), None),
         (array([2.5], BFLOAT16), array([1.5], BFLOAT16).view("V2"), "is 2.5 at .* not 1.5"),
         (array([65504.0], np.float16), array([65504.0]), None),
-        # Shapes are what they are.
-        (array([1, 2]), array([[1, 2]]), r"has shape \(2,\), not \(1, 2\)"),
+        # Shapes are what they are, but for one row without its axis.
+        (array([1, 2]), array([[1, 2]]), None),
+        (array([1, 3]), array([[1, 2]]), r"is 3.0 at \(1,\), not 2.0"),
+        (array([1, 2]), array([[1, 2], [1, 2]]), r"has shape \(2,\), not \(2, 2\)"),
         (array([[1], [2]]), array([1, 2]), r"has shape \(2, 1\), not \(2,\)"),
         (array([]), array([]), None),
         (array([]), array([1]), r"has shape \(0,\), not \(1,\)"),

@@ -56,13 +56,10 @@ def test_settings_that_need_nothing_new_are_settings():
         "rows",
         "dims",
         "inputs",
-        "reader",
         "samples",
         "expect",
-        "reference",
         "processes",
         "seed",
-        "trace",
     ):
         assert name not in RUN_ONLY
 

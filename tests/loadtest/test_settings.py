@@ -12,17 +12,36 @@ from hypothesis import strategies as st
 
 from asynctrt._util.validation import docs_of
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.settings import CALLERS_DEFAULT, CALLERS_MAX, PROCESSES_MAX, LoadSettings, in_own_words
+from asynctrt.loadtest.settings import (
+    CALLERS_DEFAULT,
+    CALLERS_MAX,
+    PROCESSES_MAX,
+    LoadSettings,
+    check_not_removed,
+)
 
 NAN, INF = float("nan"), float("inf")
 
 IMPOSSIBLE = {
     "rate": ["0", 0, 0.0, -1, "-1", "1e9", 1e9, NAN, INF, "fast", "", "1..", True, [100], (1, 2), 1j],
-    "callers": ["0", 0, -1, 0.5, "0.5", CALLERS_MAX + 1, f"1..{2 * CALLERS_MAX}", "many", "", True, [3]],
+    "callers": [
+        "0",
+        0,
+        -1,
+        0.5,
+        "0.5",
+        1.5,
+        "2.5",
+        "1.5..4",
+        CALLERS_MAX + 1,
+        f"1..{2 * CALLERS_MAX}",
+        "many",
+        "",
+        True,
+        [3],
+    ],
     "think": [-0.1, 3601, NAN, "1", None, True],
     "arrivals": ["even", None, "Poisson", ["poisson"]],
-    "trace": [5, b"trace.csv"],
-    "trace_speed": [0, -1, 1e6 + 1, NAN, INF, None, "2"],
     "seconds": [0, -1, 1e6 + 1, NAN, INF, "10", True],
     "warmup": [-0.1, 1e5 + 1, NAN, INF, None, "1"],
     "requests": [0, -1, 1.5, "10", True],
@@ -33,10 +52,8 @@ IMPOSSIBLE = {
     "rows": [0, -1, 1.5, "8", None, True],
     "dims": [5, [5], None, b"length=3"],
     "inputs": [5, b"rows.npz", ["rows.npz"]],
-    "reader": [5, b"module:name"],
     "samples": [0, -1, 1.5, "8", None, True],
     "expect": [5, b"answers.npz"],
-    "reference": [5, Path("model.onnx")],
     "rtol": [-0.1, NAN, None, "0.1"],
     "atol": [-0.1, NAN, None, "0.1"],
     "processes": [0, -1, 1.5, "2", None, True, PROCESSES_MAX + 1],
@@ -52,10 +69,6 @@ SAID_SO = {
 }
 """Where the message names it in its own words."""
 
-NEEDS = {
-    "reader": {"inputs": "files"},
-}
-
 
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -67,7 +80,7 @@ NEEDS = {
 )
 def test_an_impossible_value_is_refused_by_the_settings_name(name, value):
     with pytest.raises(OptionsError, match=SAID_SO.get(name, name)):
-        LoadSettings(**{**NEEDS.get(name, {}), name: value})
+        LoadSettings(**{name: value})
 
 
 def test_every_setting_has_an_impossible_value():
@@ -108,16 +121,12 @@ def test_the_usual_settings():
         {"callers": CALLERS_MAX},
         {"callers": "1..500", "think": 0.5},
         {"callers": "10,100"},
-        {"trace": "trace.csv", "trace_speed": 0.5},
-        {"trace": Path("trace.csv"), "max_outstanding": 1},
         {"seconds": 0.1, "warmup": 0},
         {"seconds": 1e6, "warmup": 1e5, "answer_timeout": 3600, "think": 3600},
         {"seconds": np.int64(5), "think": np.float32(0.5)},
         {"requests": 1, "repeats": 7},
         {"repeats": 2, "slo": ["p99<20ms,errors<1%", "throughput>5"]},
         {"inputs": "rows.npz", "expect": "answers.npz", "rtol": 0, "atol": 0},
-        {"inputs": "images", "reader": "module:name"},
-        {"reference": "model.onnx"},
         {"processes": PROCESSES_MAX},
     ],
 )
@@ -130,18 +139,8 @@ def test_what_is_possible(settings):
     ("settings", "says"),
     [
         ({"rate": 1, "callers": 1}, "rate is for an open loop and callers for a closed loop"),
-        ({"trace": "t", "rate": 1}, "a trace has its own arrivals: leave rate and callers out"),
-        ({"trace": "t", "callers": 1}, "a trace has its own arrivals"),
-        ({"trace": "t", "dims": "length=3"}, "the columns of a trace say what to send"),
-        ({"trace": "t", "inputs": "rows.npz"}, "the columns of a trace say what to send"),
         ({"rate": 1, "think": 0.1}, "think is the pause of a caller"),
-        ({"trace": "t", "think": 0.1}, "think is the pause of a caller"),
-        (
-            {"inputs": "i", "expect": "e", "reference": "r"},
-            "expect and reference both say which answers are right",
-        ),
         ({"expect": "e"}, "expect has the answers to the rows of inputs"),
-        ({"reader": "module:name"}, "reader reads the files of inputs"),
     ],
 )
 def test_settings_that_are_at_odds(settings, says):
@@ -156,7 +155,6 @@ def test_settings_that_are_at_odds(settings, says):
         ({}, False),
         ({"callers": 3}, False),
         ({"rate": 3}, True),
-        ({"trace": "t"}, True),
     ],
 )
 def test_which_loop_it_is(settings, is_open):
@@ -166,7 +164,7 @@ def test_which_loop_it_is(settings, is_open):
 def test_texts_and_lists_become_tuples_and_paths():
     made = LoadSettings(slo="p99<20ms", dims=["length=3", "length=4"], inputs="rows.npz", expect="e.npz")
     assert (made.slo, made.dims) == (("p99<20ms",), ("length=3", "length=4"))
-    assert (made.inputs, made.expect, made.trace) == (Path("rows.npz"), Path("e.npz"), None)
+    assert (made.inputs, made.expect) == (Path("rows.npz"), Path("e.npz"))
     assert LoadSettings(dims="length=3").dims == ("length=3",)
     assert LoadSettings(dims=(f"length={size}" for size in (3, 4))).dims == ("length=3", "length=4")
     assert [str(item) for item in made.criteria] == ["p99<20ms"]
@@ -216,9 +214,9 @@ def test_any_value_is_taken_or_refused(name, value):
     [
         ("scenario", "scenario was removed: single-stream is --callers 1,"),
         ("swing", "swing was removed: give the rate as stages"),
-        ("baseline", "baseline was removed: save both reports"),
+        ("baseline", "baseline was removed: give an slo, as p99<20ms; for a change, save both"),
     ],
 )
 def test_a_removed_setting_names_its_replacement(name, says):
     with pytest.raises(OptionsError, match=says):
-        in_own_words({name: 1, "rate": 3})
+        check_not_removed([name, "rate"])

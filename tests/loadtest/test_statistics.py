@@ -11,9 +11,7 @@ from scipy.special import stdtrit
 
 from asynctrt.loadtest.statistics import (
     CONFIDENCE,
-    PIECES,
     interval,
-    interval_within,
     ratio_interval,
     requests_least,
     student_t,
@@ -110,56 +108,6 @@ def test_an_interval_of_ratios_has_the_truth_in_it_as_often_as_it_says():
     rng = np.random.default_rng(1)
     share, reach = coverage(lambda: ratio_interval(rng.lognormal(np.log(1.2), 0.3, 5)), 1.2)
     assert share == pytest.approx(CONFIDENCE, abs=reach)
-
-
-# ---- within one run
-
-
-def drifting(rng, count, memory=0.6):
-    """Windows that resemble their neighbours, as those of a queue do; their mean is 10."""
-    noise = rng.normal(size=count + 50)
-    for place in range(1, len(noise)):
-        noise[place] += memory * noise[place - 1]
-    return noise[50:] + 10
-
-
-@pytest.mark.tier2
-def test_windows_that_resemble_each_other_are_not_taken_for_independent():
-    """The interval of the windows themselves would be far too narrow; that of ten pieces is nearly right.
-
-    Nearly: what is left of the likeness between pieces of 24 windows costs 1 or 2%.
-    """
-    rng = np.random.default_rng(3)
-    share, reach = coverage(lambda: interval_within(drifting(rng, 240), [1.0] * 240), 10, 1000)
-    naive, _ = coverage(lambda: interval(drifting(rng, 240)), 10, 1000)
-    assert CONFIDENCE - 0.02 - reach <= share <= CONFIDENCE + reach
-    assert naive < 0.75
-
-
-@pytest.mark.parametrize(("count", "has_one"), [(0, False), (2 * PIECES - 1, False), (2 * PIECES, True)])
-def test_too_few_windows_have_no_interval(count, has_one):
-    assert (interval_within([1.0] * count, [1.0] * count) is not None) is has_one
-
-
-def test_windows_count_by_their_weights():
-    """A window of many requests counts for more; one of none for nothing, whatever its value."""
-    values = [1.0, 5.0] * PIECES
-    assert interval_within(values, [3.0, 1.0] * PIECES).mean == pytest.approx(2)
-    assert interval_within(values, [0.0, 7.0] * PIECES).mean == pytest.approx(5)
-    some = interval_within(values, [0.0, 0.0] * 4 + [1.0, 1.0] * (PIECES - 4))
-    assert (some.mean, some.count) == (3, PIECES - 4)
-    assert interval_within(values, [0.0] * 2 * PIECES) is None
-
-
-@settings(deadline=None)
-@given(st.integers(2 * PIECES, 500))
-def test_every_window_is_in_one_piece(count):
-    """So that the mean is that of all, if the pieces are of one length; else it may be a window off."""
-    values = np.arange(count, dtype=float)
-    made = interval_within(values, np.ones(count))
-    assert made.count == PIECES
-    assert made.mean == pytest.approx((count - 1) / 2, abs=1.25 if count % PIECES else 1e-9)
-    assert made.low < made.mean < made.high
 
 
 # ---- how many may be over

@@ -10,7 +10,7 @@ from aiohttp import ClientSession, web
 from asynctrt import loadtest
 from asynctrt.errors import OptionsError, TargetError
 from asynctrt.loadtest import step
-from asynctrt.loadtest.page import interactive
+from asynctrt.loadtest.page import render
 from asynctrt.loadtest.recorder import WARM_UP, RunRecorder, merge, total
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.steps import StepTime
@@ -41,7 +41,7 @@ async def test_each_step_has_its_own_figures():
     assert buy.latency["mean"] >= 20
     assert run.latency["mean"] >= 30
     assert report.as_json()["runs"][0]["steps"]["buy"]["count"] == buy.count
-    assert "buy" in interactive(report).partition("<h2>Steps</h2>")[2].partition("</table>")[0]
+    assert "buy" in render(report).partition("<h2>Steps</h2>")[2].partition("</table>")[0]
 
 
 async def test_a_step_that_fails_is_counted_and_not_timed():

@@ -172,7 +172,7 @@ async def test_a_stream_in_pieces_of_a_byte(length):
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         target = await open_plain_target(TargetSpec(f"http://127.0.0.1:{port}/x"))
-        got = await target.start(target.prepare({}, 0))
+        got = await target.start(target.prepare({}))
         assert isinstance(got, Streamed)
         assert (len(got.came_ns), target.outputs(got)["y"]) == (2, 2)
         await target.aclose()

@@ -16,9 +16,9 @@ from asynctrt.loadtest.terminal import LiveView, progress_view, show
 from tests.loadtest import reports
 
 
-def shown(report, *, width=140, uncorrected=False):
+def shown(report, *, width=140):
     console = Console(file=io.StringIO(), width=width)
-    show(console, report, uncorrected=uncorrected)
+    show(console, report)
     return console.file.getvalue()
 
 
@@ -44,7 +44,7 @@ KINDS = ["single", "repeats", "sweep", "search", "compare", "void", "few", "unan
 @pytest.mark.parametrize("kind", [*KINDS, "hostile", "search_in_vain"])
 def test_every_kind_of_report_is_shown(kind, width):
     report = getattr(reports, kind)()
-    text = shown(report, width=width, uncorrected=True)
+    text = shown(report, width=width)
     assert max(map(cell_len, text.split("\n"))) <= width
     assert all(letter.isprintable() or letter == "\n" for letter in text)
     if report.void:
@@ -60,8 +60,6 @@ def test_figures_are_those_of_the_run():
     assert f"{run.throughput:,.0f}" in text
     assert f"{run.latency['p50']:.3g}" in text
     assert "p99<20ms is held" in text
-    assert "from when a request was sent" not in text
-    assert f"{run.uncorrected['p50']:.3g}" in shown(report, uncorrected=True)
 
 
 def test_a_missing_percentile_is_not_made_up():
@@ -123,11 +121,6 @@ def test_how_far_it_is():
     assert rows["now"][1] == "400"  # A hundred each quarter of a second.
     assert rows["now"][4] == "0"
     assert rows["so"][-2] == "1"
-
-
-def test_a_progress_without_an_end():
-    progress = Progress(number=1, label="trace", started_ns=0, windows={0: window([5] * 9)})
-    assert "runs until the last answer" in rendered(progress_view("x", progress, 10**9))
 
 
 def test_the_live_view_is_drawn_now_and_then_and_leaves_nothing():

@@ -40,7 +40,7 @@ class TestOurServer(ServerContract):
         device = LatchDevice()
         served = self.served(engine={"device": device}, max_requests_per_connection=2)
         async with served as server, self.open(server) as target:
-            prepared = target.prepare({"input": rows(1)}, 0)
+            prepared = target.prepare({"input": rows(1)})
             futures = [target.start(prepared) for _ in range(20)]
             await until(lambda: taken(server) == 8)
             device.open()
@@ -49,7 +49,7 @@ class TestOurServer(ServerContract):
 
     async def test_one_of_its_connections_is_lost(self):
         async with self.latched() as (target, server, device):
-            prepared = target.prepare({"input": rows(1)}, 0)
+            prepared = target.prepare({"input": rows(1)})
             futures = [target.start(prepared) for _ in range(8)]
             await until(lambda: taken(server) == 8)
             sockets = [one for one in server._hub.connections if "SocketConnection" in repr(one)]
