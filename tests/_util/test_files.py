@@ -161,4 +161,12 @@ def test_a_cancellation_calls_once_and_only_while_it_is_asked_to():
 def test_text_that_is_not_toml_is_an_error_with_its_path(content, tmp_path):
     (tmp_path / "a.toml").write_text(content)
     with pytest.raises(OptionsError, match=r"a\.toml' is not valid TOML: "):
-        files.read_toml(tmp_path / "a.toml", 1 << 20, "the file")
+        files.read_toml(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "[[{}]]", "x = {{{} = 1}}"])
+def test_a_key_of_many_parts_is_refused(line, tmp_path):
+    """`tomllib` would need 8 bytes for each pair of them."""
+    (tmp_path / "a.toml").write_text(line.format(".".join("a" * 10**5)))
+    with pytest.raises(OptionsError, match="has more than 100 dots in one key or value"):
+        files.read_toml(tmp_path / "a.toml")
