@@ -1,6 +1,7 @@
 """Read untrusted files, write files completely or not at all, and lock files."""
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -215,9 +216,6 @@ def _try_lock(descriptor: int) -> bool | None:
 
     Return false if it is locked elsewhere, and ``None`` if its file system has no locks.
     """
-    # Imported only here, because Windows does not have it.
-    import fcntl  # noqa: PLC0415
-
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

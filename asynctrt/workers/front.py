@@ -719,11 +719,11 @@ class Dispatcher:
         """Move the groups that a link has not begun to others. Its worker may still begin them, in vain."""
         for group in link.not_begun() if self._options.idempotent else ():
             try:
-                copy = group.moved(self._heap, self._memory)
+                copies = group.parts(self._heap, self._memory, len(group.requests))
             except MemoryError:
                 break
             link.cancel(group)
-            self._held.append(copy)
+            self._held.extend(copies)
         self.send_held()
 
     def hold(self, groups: Iterable[RequestGroup]) -> None:
@@ -739,11 +739,13 @@ class Dispatcher:
         if len(group.requests) == 1:
             return [group]
         try:
-            return group.singles(self._heap, self._memory)
+            singles = group.parts(self._heap, self._memory, 1)
         except MemoryError:
             self._fail_groups([group], error)
             self.tell_if_idle()
             return []
+        group.free(self._heap)
+        return singles
 
     def poisoned(self, group: RequestGroup, how: str) -> None:
         """Fail the request that ended every worker it was given to."""
