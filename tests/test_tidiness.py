@@ -274,6 +274,7 @@ STUMBLES = {
 PLAIN = (
     "__init__.py",
     "__main__.py",
+    "_util",
     "batching.py",
     "client",
     "engine.py",
@@ -290,6 +291,7 @@ PLAIN = (
     "statistics.py",
     "tensors.py",
     "testing",
+    "workers",
 )
 """The packages without any; add yours."""
 

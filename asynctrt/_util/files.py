@@ -61,7 +61,7 @@ def open_regular(
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(status.st_mode):
-            raise SpecialFileError(errno.EINVAL, "it is no regular file", os.fspath(path))
+            raise SpecialFileError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         if within is not None:
             # Links may change at any time, so check the file that is open.
             real = check_within(path, within)
@@ -107,7 +107,7 @@ def foreign_access(path: Path, status: os.stat_result) -> str | None:
     mode = stat.S_IMODE(status.st_mode)
     if not mode & 0o022 and status.st_uid in (os.getuid(), 0):
         return None
-    return f"{str(path)!r} belongs to somebody else, or can be written by others (mode {mode:o})"
+    return f"{str(path)!r} belongs to another user, or can be written by others (mode {mode:o})"
 
 
 def make_private(folder: Path) -> None:
@@ -248,7 +248,7 @@ def locked(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[
                 waiting()
                 waiting = None
             if cancellation.wait(WAIT_S):
-                raise UsageError(f"waiting for whoever has locked {str(path)!r} was interrupted")
+                raise UsageError(f"the wait for the lock on {str(path)!r} was interrupted")
         yield
     finally:
         os.close(descriptor)

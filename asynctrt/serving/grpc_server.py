@@ -114,8 +114,8 @@ FIELD_NBYTES: Final = 32
 """Bytes that HTTP/2 counts for a header besides its name and value."""
 HEADERS_FACTOR: Final = 4
 HEADERS_NBYTES: Final = 16 << 10
-"""Once a client has acknowledged the limit on headers, gRPC truncates them at 1.25 times the limit, or at this
-number of bytes. A client that sends ``HEADERS_FACTOR`` times more ignores it, so its connection is closed."""
+"""Once a client has acknowledged the limit on headers, gRPC truncates them at 1.25 times the limit, or at
+this number of bytes. A client that sends ``HEADERS_FACTOR`` times more ignores it: it is cut off."""
 
 PENDING_MAX: Final = 1000
 """Calls that gRPC holds until they are taken. It does so with all their headers: a client that has not

@@ -634,7 +634,7 @@ class Dispatcher:
     # Groups whose worker died.
 
     def returned(self, groups: list[RequestGroup], how: str) -> list[list[RequestGroup]]:
-        """Take back the groups of a worker that died; hold those that may be retried.
+        """Take back the groups of a worker that died; hold the ones to retry.
 
         :returns: for each group that was in a batch for the second time, or hung, its requests one by one.
         """

@@ -212,7 +212,7 @@ class RequestGroup:
         return [request for request in self.requests if request.state is QUEUED]
 
     def parts(self, heap: Heap, memory: SharedMemory, requests_max: int) -> "list[RequestGroup]":
-        """Move the waiting requests to new groups, with blocks of their own. The old block stays as it is.
+        """Move the waiting requests to new groups, each with its own block. The old block stays as it is.
 
         :param requests_max: the maximum number of requests of a new group.
         :raises MemoryError: if there is no room; then nothing has changed.
