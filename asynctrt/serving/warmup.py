@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from asynctrt.tensors import Array, TensorSpec, cast
 WARMUP: Final = count(0)
 """Validates a number of rounds."""
 
-FILE_NBYTES_MAX: Final = 1 << 30
+TENSOR_NBYTES_MAX: Final = 1 << 30
 """The most bytes of one input of a warm-up request."""
 
 WAVE_MAX: Final = 8
@@ -52,10 +53,15 @@ class WarmUpTensor:
         shape = stated_shape(spec, self.dims, rows)
         if shape is None:
             raise ModelError(f"{row_text('input', spec)}, not {list(self.dims)}")
+        nbytes = math.prod(shape) * spec.dtype.itemsize
+        if nbytes > TENSOR_NBYTES_MAX:
+            raise ModelError(
+                f"input {spec.name!r} has {nbytes} bytes; at most {TENSOR_NBYTES_MAX} are accepted"
+            )
         if self.path is None:
             return filled(spec, shape, is_random=self.is_random)
         try:
-            raw = read_regular(self.path, FILE_NBYTES_MAX, within=self.within)
+            raw = read_regular(self.path, TENSOR_NBYTES_MAX, within=self.within)
         except OSError as error:
             raise ModelError(
                 f"the values of input {spec.name!r} cannot be read from {self.path.name!r}: {error.strerror}"
