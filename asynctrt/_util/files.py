@@ -23,7 +23,8 @@ CONFIG_NBYTES_MAX: Final = 1 << 20
 """The size limit of files written by hand: settings, tokens, certificates."""
 
 KEY_PARTS_MAX: Final = 100
-"""The largest number of parts of a dotted key in a configuration."""
+LONG_KEY: Final = re.compile(rf"(?<![\w-])(?:[\w-]++\.){{{KEY_PARTS_MAX}}}")
+"""A key in TOML with more parts than any needs."""
 
 GROWTH_NBYTES: Final = 1 << 20
 """Bytes to read at a time if a file has grown while it was read."""
@@ -73,20 +74,20 @@ def open_regular(
         raise
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a configuration in TOML.
+def read_toml(path: Path, nbytes_max: int, what: str) -> dict[str, Any]:
+    """Read a TOML file of at most ``nbytes_max`` bytes.
 
+    :param what: what it is, for messages.
     :raises UsageError: if it cannot be read.
     :raises OptionsError: if it is not valid TOML.
     """
     try:
-        text = read_regular(path, CONFIG_NBYTES_MAX).decode()
-        # For a key of 100,000 parts, tomllib would need 20 GB.
-        if any(part.count(".") > KEY_PARTS_MAX for part in re.split("[,=\n]", text)):
-            raise OptionsError(f"{str(path)!r} has more than {KEY_PARTS_MAX} dots in one key or value")
+        text = read_regular(path, nbytes_max).decode()
+        if LONG_KEY.search(text):  # For one of 100,000 parts, tomllib would need 20 GB.
+            raise OptionsError(f"{str(path)!r} has a key of more than {KEY_PARTS_MAX} parts")
         return tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the configuration {str(path)!r}: {error}") from error
+        raise UsageError(f"cannot read {what} {str(path)!r}: {error}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise OptionsError(f"{str(path)!r} is not valid TOML: {error}") from error
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt._util.cgroup import memory_nbytes
-from asynctrt._util.files import read_toml
+from asynctrt._util.files import CONFIG_NBYTES_MAX, read_toml
 from asynctrt._util.process import (
     DEVICE_LOST,
     add_cwd_to_path,
@@ -98,7 +98,7 @@ def read_config(path: Path) -> dict[str, Any]:
     :raises UsageError: if it cannot be read.
     :raises OptionsError: if it is not valid TOML, or has an unknown setting.
     """
-    content = read_toml(path)
+    content = read_toml(path, CONFIG_NBYTES_MAX, "the configuration")
     names = [*SERVER_NAMES, *ENGINE_NAMES, "device", "models"]
     check_names(content, names, f"setting in {path}", synonyms=ALL_SYNONYMS)
     tables = content.get("models")
