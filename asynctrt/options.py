@@ -28,6 +28,10 @@ from asynctrt.errors import OptionsError, show
 
 MAX_ROWS_DEFAULT: Final = 64
 
+CONTEXTS_MAX: Final = 4096
+PRIORITIES_MAX: Final = 256
+"""Far more than are useful. Each takes memory at once, and a model's folder may ask for any number."""
+
 BATCH_NBYTES_MAX: Final = 256 << 20
 """Bytes of inputs and outputs that one batch of rows of any size holds at most, unless a single row has more.
 Each context keeps memory for its largest batch so far. 64 images for a detector, of 1.2 MB each, fit."""
@@ -201,7 +205,7 @@ class Options:
     )
     priorities: int = setting(
         default=3,
-        check=count(1),
+        check=count(1, PRIORITIES_MAX),
         doc="""Priority levels. A request's ``priority`` goes from 0, the default, to ``priorities - 1``, the
         most urgent. A more urgent request is launched first, and of equals the one with the earliest
         deadline; but one batch in 8 starts with what has waited longest, if that is over a second.""",
@@ -216,20 +220,20 @@ class Options:
     )
     contexts: int | None = setting(
         default=None,
-        check=count(1).or_none,
+        check=count(1, CONTEXTS_MAX).or_none,
         doc="""Execution contexts, each with a stream and a slab. Default: what the device advises (host: two
         for each core of the process, up to 32). On a GPU use at least two: with one, nothing is copied while
         a batch computes. Two in one arena need no more enqueue memory.""",
     )
     arenas: int | None = setting(
         default=None,
-        check=count(1).or_none,
+        check=count(1, CONTEXTS_MAX).or_none,
         doc="""Blocks of enqueue memory that the contexts share. Default: one per context. A model that brings
         its own working memory, as ONNX Runtime does, needs none and gets none.""",
     )
     lanes: int | None = setting(
         default=None,
-        check=count(1).or_none,
+        check=count(1, CONTEXTS_MAX).or_none,
         doc="""How many batches compute side by side on a GPU, while others are copied in. Default: as many as
         pay off, which is measured when the engine opens.""",
     )

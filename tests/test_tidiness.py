@@ -274,6 +274,7 @@ STUMBLES = {
 PLAIN = (
     "__init__.py",
     "__main__.py",
+    "_util",
     "batching.py",
     "cli",
     "client",
@@ -292,6 +293,7 @@ PLAIN = (
     "statistics.py",
     "tensors.py",
     "testing",
+    "workers",
 )
 """The packages without any; add yours."""
 

@@ -1,6 +1,7 @@
 """Read untrusted files, write files completely or not at all, and lock files."""
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -20,6 +21,10 @@ TEMPORARY: Final = ".tmp"
 
 CONFIG_NBYTES_MAX: Final = 1 << 20
 """The size limit of files written by hand: settings, tokens, certificates."""
+
+KEY_PARTS_MAX: Final = 100
+LONG_KEY: Final = re.compile(rf"(?<![\w-])(?:[\w-]++\.){{{KEY_PARTS_MAX}}}")
+"""A key in TOML with more parts than any needs."""
 
 GROWTH_NBYTES: Final = 1 << 20
 """Bytes to read at a time if a file has grown while it was read."""
@@ -57,7 +62,7 @@ def open_regular(
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(status.st_mode):
-            raise SpecialFileError(errno.EINVAL, "it is no regular file", os.fspath(path))
+            raise SpecialFileError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         if within is not None:
             # Links may change at any time, so check the file that is open.
             real = check_within(path, within)
@@ -77,7 +82,10 @@ def read_toml(path: Path, nbytes_max: int, what: str) -> dict[str, Any]:
     :raises OptionsError: if it is not valid TOML.
     """
     try:
-        return tomllib.loads(read_regular(path, nbytes_max).decode())
+        text = read_regular(path, nbytes_max).decode()
+        if LONG_KEY.search(text):  # For one of 100,000 parts, tomllib would need 20 GB.
+            raise OptionsError(f"{str(path)!r} has a key of more than {KEY_PARTS_MAX} parts")
+        return tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {what} {str(path)!r}: {error}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -100,7 +108,7 @@ def foreign_access(path: Path, status: os.stat_result) -> str | None:
     mode = stat.S_IMODE(status.st_mode)
     if not mode & 0o022 and status.st_uid in (os.getuid(), 0):
         return None
-    return f"{str(path)!r} belongs to somebody else, or can be written by others (mode {mode:o})"
+    return f"{str(path)!r} belongs to another user, or can be written by others (mode {mode:o})"
 
 
 def make_private(folder: Path) -> None:
@@ -209,9 +217,6 @@ def _try_lock(descriptor: int) -> bool | None:
 
     Return false if it is locked elsewhere, and ``None`` if its file system has no locks.
     """
-    # Imported only here, because Windows does not have it.
-    import fcntl  # noqa: PLC0415
-
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -244,7 +249,7 @@ def locked(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[
                 waiting()
                 waiting = None
             if cancellation.wait(WAIT_S):
-                raise UsageError(f"waiting for whoever has locked {str(path)!r} was interrupted")
+                raise UsageError(f"the wait for the lock on {str(path)!r} was interrupted")
         yield
     finally:
         os.close(descriptor)

@@ -91,7 +91,7 @@ async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | Non
     """Run a blocking function in a thread that ends with it.
 
     A cancelled caller asks the function to end (:func:`asynctrt._util.cancellation.current`) and still waits
-    for it. If the function returns a result all the same, ``undo`` gets it, so that nothing leaks.
+    for it. If the function returns a result despite that, ``undo`` gets it, so that nothing leaks.
     """
     cancellation, loop = Cancellation(), asyncio.get_running_loop()
 

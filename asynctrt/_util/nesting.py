@@ -70,7 +70,7 @@ class NestedRun:
             f"this call of {asked.name!r} would wait for itself ({names}): it comes from within a run that "
             "ends only when it has the answer, and that has to end first. Call the function without its "
             "engine (of @asynctrt.batch: its __wrapped__), or after the run. A task that the run does not "
-            "wait for may call it in a context of its own: "
+            "wait for may call it in a separate context: "
             "asyncio.create_task(call, context=contextvars.Context())"
         )
 

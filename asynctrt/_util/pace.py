@@ -44,7 +44,7 @@ class InlinePolicy:
             self._holding -= 1
         if in_place:
             if duration_ns > 4 * self._short_ns:
-                # It held up the loop. Each time this happens, it stays in the thread for twice as many runs.
+                # It held up the loop. Each time, it stays in the thread for twice the number of runs.
                 self._recent.clear()
                 self._hold = self._holding = min(2 * self._hold, HOLD_MAX)
                 self._in_place = 0

@@ -20,8 +20,8 @@ SWITCH_INTERVAL_S: Final = 0.0005
 server."""
 
 GC_THRESHOLDS: Final = (10_000, 10, 10)
-"""Thresholds of the garbage collector in our processes. Python's defaults, of which the first is 700, make
-it scan hundreds of requests in flight again and again, which took a fifth of a worker's CPU time."""
+"""Thresholds of the garbage collector in our processes. Python's first default, 700, makes it scan
+hundreds of requests in flight again and again, which took a fifth of a worker's CPU time."""
 
 
 IN_WORKER: Final = "_ASYNCTRT_IN_WORKER"
@@ -152,7 +152,7 @@ def freeze_gc() -> None:
 
 
 def calm_gc() -> None:
-    """Collect garbage rarely in one of our own processes, and exempt existing objects: :func:`freeze_gc`."""
+    """Collect garbage rarely in one of our processes, and exempt existing objects: :func:`freeze_gc`."""
     freeze_gc()
     gc.set_threshold(*GC_THRESHOLDS)
 

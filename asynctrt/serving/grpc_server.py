@@ -55,6 +55,9 @@ from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import pause
 
+# gRPC's core would write a line to standard error for each malformed call, and wait if nothing reads it. It
+# looks at this variable when it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 try:
     import grpc
 except ImportError as error:
@@ -97,6 +100,17 @@ MESSAGE_NBYTES_MAX: Final = 16 << 20
 """Bounds of the default message size: gRPC copies such messages in 1 ms and in 4 ms."""
 HEAD_NBYTES: Final = 64 << 10
 """Room in a message for names and parameters, besides tensors."""
+
+FIELD_NBYTES: Final = 32
+"""Bytes that HTTP/2 counts for a header besides its name and value."""
+HEADERS_FACTOR: Final = 4
+HEADERS_NBYTES: Final = 16 << 10
+"""Once a client has acknowledged the limit on headers, gRPC truncates them at 1.25 times the limit, or at
+this number of bytes. A client that sends ``HEADERS_FACTOR`` times more ignores it: it is cut off."""
+
+PENDING_MAX: Final = 1000
+"""Calls that gRPC holds until they are taken. It does so with all their headers: a client that has not
+acknowledged the limits may have sent 16 MiB of them in 4 KiB, which take 0.3 MB here."""
 
 NBYTES_MAX: Final = 2**31 - 1
 """gRPC's own limit for a message. In an option that is a time, it means that there is none."""
@@ -147,6 +161,8 @@ class GrpcServer:
         self._places: Places[_Stream] = Places(max(STRANGERS_MAX, memory_nbytes // self.message_nbytes_max))
         self._reading: set[_Reading] = set()
         """Messages being read."""
+        self._shut: set[str] = set()
+        """Peers whose connections were closed since the last sweep."""
         self._sending: dict[Any, _Sending] = {}
         """Answers that clients have not taken yet."""
         self._tokens_version = api.tokens_version
@@ -180,6 +196,7 @@ class GrpcServer:
         )
         server.add_generic_rpc_handlers(
             (
+                _HeaderLimit(self._settings.max_headers, self._close_connection),
                 grpc.method_handlers_generic_handler(SERVICE, self._methods()),
                 grpc.method_handlers_generic_handler(HEALTH_SERVICE, self._health_methods()),
                 *[grpc.method_handlers_generic_handler(name, self._reflection()) for name in REFLECTION],
@@ -214,6 +231,7 @@ class GrpcServer:
     def _sweep(self) -> None:
         """Give up calls whose clients send or receive too slowly, or whose token was revoked."""
         self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+        self._shut.clear()
         now_ns = clock.now_ns()
         limit_ns = int(self._settings.request_timeout * 1e9)
         if self._api.memory.is_short(now_ns):
@@ -226,6 +244,14 @@ class GrpcServer:
             self._tokens_version = self._api.tokens_version
             for stream in list(self._streams):
                 stream.check_token()
+
+    async def _close_connection(self, _: Any, context: Any) -> None:
+        """Answer a call whose client ignores the limit on headers."""
+        peer = context.peer()
+        if peer not in self._shut:
+            self._shut.add(peer)
+            shut_down(peer)
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the call has too many headers")
 
     def _look_at_answers(self, now_ns: int) -> None:
         """Close connections whose clients do not take their answers, if others need the room.
@@ -290,7 +316,13 @@ class GrpcServer:
             ("grpc.max_receive_message_length", self.message_nbytes_max),
             ("grpc.per_message_decompression", 0),
             ("grpc.max_send_message_length", -1),
+            # Limits apply only once the client has acknowledged them.
+            ("grpc.http2.settings_timeout", HANDSHAKE_MS),
             ("grpc.max_metadata_size", min(settings.max_headers, NBYTES_MAX)),
+            # Without a table of earlier headers, a byte cannot stand for one of 4 KiB.
+            ("grpc.http2.hpack_table_size.decoder", 0),
+            ("grpc.server.max_pending_requests", PENDING_MAX),
+            ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX + 1),
             ("grpc.max_connection_idle_ms", idle_ms),
             # Connections beyond these are closed; further calls on one connection wait at the client.
             ("grpc.max_allowed_incoming_connections", min(settings.max_connections, NBYTES_MAX)),
@@ -678,6 +710,23 @@ class GrpcServer:
         else:
             return
         await self._abort(context, failure)
+
+
+class _HeaderLimit:
+    """A generic handler, asked first, for calls whose headers exceed the limit by far.
+
+    :param limit_nbytes: the limit, as HTTP/2 counts the bytes of headers.
+    :param refuse: answers such a call.
+    """
+
+    def __init__(self, limit_nbytes: int, refuse: Callable[[Any, Any], Awaitable[None]]) -> None:
+        self._nbytes_max = HEADERS_FACTOR * max(limit_nbytes, HEADERS_NBYTES)
+        self._refusal = grpc.stream_stream_rpc_method_handler(refuse)
+
+    def service(self, call: Any) -> Any:
+        """Return the handler of a call with too many headers, otherwise ``None``."""
+        nbytes = sum([len(name) + len(value) + FIELD_NBYTES for name, value in call.invocation_metadata])
+        return self._refusal if nbytes > self._nbytes_max else None
 
 
 class _Stream:

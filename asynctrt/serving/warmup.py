@@ -1,5 +1,6 @@
 """Run requests through an engine before clients may, so that the first client's is not slow."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from asynctrt.errors import AsynctrtError, ModelError
 from asynctrt.kserve.datatypes import TEXT, check_nbytes, datatype_of, read_tensor
 from asynctrt.tensors import Array, TensorSpec, cast
 
-FILE_NBYTES_MAX: Final = 1 << 30
+TENSOR_NBYTES_MAX: Final = 1 << 30
 """The most bytes of one input of a warm-up request."""
 
 
@@ -41,10 +42,15 @@ class WarmUpTensor:
         shape = stated_shape(spec, self.dims, rows)
         if shape is None:
             raise ModelError(f"{row_text('input', spec)}, not {list(self.dims)}")
+        nbytes = math.prod(shape) * spec.dtype.itemsize
+        if nbytes > TENSOR_NBYTES_MAX:
+            raise ModelError(
+                f"input {spec.name!r} has {nbytes} bytes; at most {TENSOR_NBYTES_MAX} are accepted"
+            )
         if self.path is None:
             return filled(spec, shape, is_random=self.is_random)
         try:
-            raw = read_regular(self.path, FILE_NBYTES_MAX, within=self.within)
+            raw = read_regular(self.path, TENSOR_NBYTES_MAX, within=self.within)
         except OSError as error:
             raise ModelError(
                 f"the values of input {spec.name!r} cannot be read from {self.path.name!r}: {error.strerror}"

@@ -640,7 +640,7 @@ class Dispatcher:
     # Groups whose worker died.
 
     def returned(self, groups: list[RequestGroup], how: str) -> list[list[RequestGroup]]:
-        """Take back the groups of a worker that died; hold those that may be retried.
+        """Take back the groups of a worker that died; hold the ones to retry.
 
         :returns: for each group that was in a batch for the second time, or hung, its requests one by one.
         """
@@ -725,11 +725,11 @@ class Dispatcher:
         """Move the groups that a link has not begun to others. Its worker may still begin them, in vain."""
         for group in link.not_begun() if self._options.idempotent else ():
             try:
-                copy = group.moved(self._heap, self._memory)
+                copies = group.parts(self._heap, self._memory, len(group.requests))
             except MemoryError:
                 break
             link.cancel(group)
-            self._held.append(copy)
+            self._held.extend(copies)
         self.send_held()
 
     def hold(self, groups: Iterable[RequestGroup]) -> None:
@@ -745,11 +745,13 @@ class Dispatcher:
         if len(group.requests) == 1:
             return [group]
         try:
-            return group.singles(self._heap, self._memory)
+            singles = group.parts(self._heap, self._memory, 1)
         except MemoryError:
             self._fail_groups([group], error)
             self.tell_if_idle()
             return []
+        group.free(self._heap)
+        return singles
 
     def poisoned(self, group: RequestGroup, how: str) -> None:
         """Fail the request that ended every worker it was given to."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import compress
 from typing import Any, Final
 
 import numpy as np
@@ -212,55 +211,37 @@ class RequestGroup:
         """Return the requests whose callers still wait."""
         return [request for request in self.requests if request.state is QUEUED]
 
-    def singles(self, heap: Heap, memory: SharedMemory) -> "list[RequestGroup]":
-        """Move each waiting request to its own group and block; free this group's block.
+    def parts(self, heap: Heap, memory: SharedMemory, requests_max: int) -> "list[RequestGroup]":
+        """Move the waiting requests to new groups, each with its own block. The old block stays as it is.
 
+        :param requests_max: the maximum number of requests of a new group.
         :raises MemoryError: if there is no room; then nothing has changed.
         """
-        made = [RequestGroup([request], self.layout) for request in self.waiting()]
+        waiting = self.waiting()
+        made = [
+            RequestGroup(waiting[first : first + requests_max], self.layout)
+            for first in range(0, len(waiting), requests_max)
+        ]
         done = []
         try:
-            for single in made:
-                single.allocate(heap, memory)
-                done.append(single)
+            for part in made:
+                part.allocate(heap, memory)
+                done.append(part)
         except MemoryError:
-            for single in done:
-                single.free(heap)
+            for part in done:
+                part.free(heap)
             raise
-        starts = dict(zip(map(id, self.requests), starts_of(self.requests), strict=True))
-        sources = None
-        if self.sources is not None:
-            sources = dict(zip(map(id, self.requests), self.sources, strict=True))
+        spans = dict(zip(map(id, self.requests), spans_of(self.requests), strict=True))
+        sources = dict(zip(map(id, self.requests), self.sources or self.requests, strict=True))
         whole = self.inputs(memory)
-        for single in made:
-            (request,) = single.requests
-            request.payload = single
-            single.deaths, single.hangs = self.deaths, self.hangs
-            if sources is not None:
-                single.sources = [sources[id(request)]]
-            start = starts[id(request)]
-            for name, view in single.inputs(memory).items():
-                view[...] = whole[name][start : start + request.rows]
-        self.free(heap)
-        return made
-
-    def moved(self, heap: Heap, memory: SharedMemory) -> "RequestGroup":
-        """Move the waiting requests to a new group and block. The old block stays with its worker.
-
-        :raises MemoryError: if there is no room; then nothing has changed.
-        """
-        made = RequestGroup(self.waiting(), self.layout)
-        made.allocate(heap, memory)
-        left = [request.state is QUEUED for request in self.requests]
-        kept = np.repeat(left, [request.rows for request in self.requests])
-        whole = self.inputs(memory)
-        for name, view in made.inputs(memory).items():
-            view[...] = whole[name][kept]
-        if self.sources is not None:
-            made.sources = list(compress(self.sources, left))
-        made.deaths, made.hangs = self.deaths, self.hangs
-        for request in made.requests:
-            request.payload = made
+        for part in made:
+            part.deaths, part.hangs = self.deaths, self.hangs
+            for request in part.requests:
+                request.payload = part
+            if self.sources is not None:
+                part.sources = [sources[id(request)] for request in part.requests]
+            for name, view in part.inputs(memory).items():
+                np.concatenate([whole[name][spans[id(request)]] for request in part.requests], out=view)
         self.requests, self.left = [], 0
         return made
 

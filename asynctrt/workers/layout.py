@@ -87,8 +87,7 @@ class GroupLayout:
         known = [(spec.name, spec.dtype, spec.resolve(symbols)) for spec in outputs]
         self._outputs = [(name, dtype, dims) for name, dtype, dims in known if dims is not None]
         self.has_outputs = places_outputs and len(self._outputs) == len(known)
-        """Whether the shapes of the outputs follow from those of the inputs, so that the block has room for
-        them."""
+        """Whether the inputs' shapes determine the outputs' shapes, so that the block has room for them."""
         if not self.has_outputs:
             self._outputs.clear()
         self._row_nbytes = [

@@ -22,9 +22,8 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.workers.tether import beyond_std
 
 MESSAGE_NBYTES_MAX: Final = 128 << 10
-FDS_MAX: Final = 8
 ATTACH_FDS: Final = 4
-"""The number of descriptors sent with an :class:`Attach`."""
+"""The number of descriptors sent with an :class:`Attach`. Other messages have none."""
 
 
 class Kind(IntEnum):
@@ -305,7 +304,7 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[Any, list[int]]:
     :raises BlockingIOError: if there is none, and the socket does not block.
     """
     try:
-        text, fds, _, _ = socket.recv_fds(end, MESSAGE_NBYTES_MAX, FDS_MAX, flags)
+        text, fds, _, _ = socket.recv_fds(end, MESSAGE_NBYTES_MAX, ATTACH_FDS, flags)
     except ConnectionError:
         return None, []
     if not text:

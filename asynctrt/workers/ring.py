@@ -98,7 +98,7 @@ class Sender:
 
 
 class Receiver:
-    """The consumer's end; the parameters are those of :class:`Sender`."""
+    """The consumer's end, with the same parameters as :class:`Sender`."""
 
     def __init__(self, memory: SharedMemory, start: int, capacity: int, eventfd: int) -> None:
         self._buffer: mmap | bytearray = memory.buffer

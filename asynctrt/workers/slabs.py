@@ -1,4 +1,4 @@
-"""Blocks that groups of large rows share, each group's rows after those of the one before."""
+"""Blocks that groups of large rows share, one after the other."""
 
 from typing import Final
 

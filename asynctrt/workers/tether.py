@@ -18,7 +18,7 @@ STDERR_FILENO: Final = 2
 
 
 def beyond_std(fd: int) -> int:
-    """Return a descriptor above those of the standard streams; a lower one is replaced by a copy and closed.
+    """Return a descriptor above the standard streams; a lower one is replaced by a copy and closed.
 
     A process that began without standard streams (a daemon) may use descriptors 0 to 2 for anything.
 

@@ -4,18 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from asynctrt.core.intake import Intake
 from asynctrt.runtime.shared import SharedRows
 from asynctrt.scheduling.request import Request, State
 from asynctrt.tensors import InferResult
 from asynctrt.workers.blocks import Where
 from asynctrt.workers.layout import BlockArrays, GroupLayout
-
-
-class RequestRunner(Protocol):
-    """What runs the requests of the engine."""
-
-    def cancel(self, request: Request) -> None:
-        """Drop a request whose caller has gone."""
 
 
 class Desk(Protocol):
@@ -43,7 +37,7 @@ class Work:
 
     __slots__ = (
         "_desk",
-        "_driver",
+        "_intake",
         "arrays",
         "id",
         "is_over",
@@ -60,7 +54,7 @@ class Work:
 
     def __init__(self, desk: Desk, id_: int, where: Where, layout: GroupLayout) -> None:
         self._desk = desk
-        self._driver: RequestRunner | None = None
+        self._intake: Intake | None = None
         self.id = id_
         self.where = where
         self.layout = layout
@@ -75,9 +69,9 @@ class Work:
         self.shared: SharedRows | None = None
         """The payload of large rows, which batches may use in place."""
 
-    def queued(self, driver: RequestRunner, request: Request) -> None:
-        """Record its request and the driver that runs it."""
-        self._driver = driver
+    def queued(self, intake: Intake, request: Request) -> None:
+        """Record its request and the intake that took it."""
+        self._intake = intake
         self.requests = (request,)
 
     def on_launch(self) -> None:
@@ -93,8 +87,8 @@ class Work:
         self.is_over = True
         if self.task is not None:
             self.task.cancel()
-        elif self._driver is not None:
-            self._driver.cancel(self.requests[0])
+        elif self._intake is not None:
+            self._intake.cancel(self.requests[0])
 
     # The methods of a request's future that a driver calls.
 

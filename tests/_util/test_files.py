@@ -162,3 +162,18 @@ def test_text_that_is_not_toml_is_an_error_with_its_path(content, tmp_path):
     (tmp_path / "a.toml").write_text(content)
     with pytest.raises(OptionsError, match=r"a\.toml' is not valid TOML: "):
         files.read_toml(tmp_path / "a.toml", 1 << 20, "the file")
+
+
+@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "[[{}]]", "x = {{{} = 1}}"])
+def test_a_key_of_many_parts_is_refused(line, tmp_path):
+    """`tomllib` would need 8 bytes for each pair of them."""
+    (tmp_path / "a.toml").write_text(line.format(".".join("a" * 10**5)))
+    with pytest.raises(OptionsError, match="has a key of more than 100 parts"):
+        files.read_toml(tmp_path / "a.toml", 1 << 20, "the file")
+
+
+def test_long_texts_are_no_keys(tmp_path):
+    prose, word = "A sentence. " * 200, "x" * 500_000
+    (tmp_path / "a.toml").write_text(f'prose = "{prose}"\nword = "{word}"\nmany = [{"1.5," * 200}]\n')
+    content = files.read_toml(tmp_path / "a.toml", 1 << 20, "the file")
+    assert content == {"prose": prose, "word": word, "many": [1.5] * 200}

@@ -131,9 +131,9 @@ def test_weights_that_change_while_the_plan_is_built(tmp_path, monkeypatch):
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
     for read in (read_source, read_plan, digest_of, read_plan_file):
-        with pytest.raises(ModelError, match="no regular file"):
+        with pytest.raises(ModelError, match="not a regular file"):
             read(tmp_path / name)
-    with pytest.raises(ModelError, match="no regular file"):
+    with pytest.raises(ModelError, match="not a regular file"):
         read_plan(Path("/dev/zero"))
 
 

@@ -229,6 +229,8 @@ class Http2:
     def __init__(self, reader, writer):
         self._reader = reader
         self.send = writer.write
+        self.acknowledges = True
+        """Whether it acknowledges the server's settings."""
         self.credit = {}
         """Bytes that the server lets a stream send, by its number; 0 is the connection."""
 
@@ -239,7 +241,7 @@ class Http2:
                 head = await self._reader.readexactly(9)
                 payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
                 number = int.from_bytes(head[5:], "big")
-                if head[3] == 4 and not head[4] & 1:
+                if head[3] == 4 and not head[4] & 1 and self.acknowledges:
                     self.send(frame(4, 1, 0))
                 elif head[3] == 6 and not head[4] & 1:
                     self.send(frame(6, 1, 0, payload))
@@ -276,6 +278,32 @@ class TestGrpc:
             assert fails(grpc.StatusCode.UNAUTHENTICATED) in await raw.until(1, 1, has_ended=True)
             assert raw.credit.get(1, 0) < 64 << 10
             assert not server.api.memory.nbytes
+
+    async def test_one_byte_does_not_stand_for_an_earlier_header(self):
+        """Otherwise 3,000 bytes would be headers of 1 MB: clients that acknowledge the limits are cut off."""
+        async with serving(grpc=True, tokens=(TOKEN,)) as server, by_hand(server) as raw:
+            await raw.until(4, 0)  # It is acknowledged in passing.
+            indexed = b"\x40" + literal(b"x", b"a" * 100)[1:]
+            raw.send(frame(1, 5, 1, call("ModelInfer") + indexed))
+            raw.send(frame(1, 5, 3, call("ModelInfer") + b"\xbe" * 3000))
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await raw.until(1, 3)
+
+    async def test_a_client_that_ignores_the_limit_on_headers_is_cut_off(self):
+        """One that acknowledges it is told what is wrong, and keeps its connection."""
+        entry = b"\x40" + literal(b"x", b"a" * 100)[1:]
+        async with serving(grpc=True, tokens=(TOKEN,)) as server, by_hand(server) as raw:
+            raw.acknowledges = False
+            bomb = frame(1, 5, 3, call("ModelInfer") + b"\xbe" * 3000)
+            raw.send(frame(1, 5, 1, call("ModelInfer") + entry) + bomb)
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await raw.until("no frame", None)
+        async with serving(grpc=True, tokens=(TOKEN,), max_headers=1024) as server, by_hand(server) as raw:
+            await raw.until(4, 0)
+            raw.send(frame(1, 5, 1, call("ModelInfer", *[(b"x", b"a" * 100)] * 120)))
+            assert fails(grpc.StatusCode.RESOURCE_EXHAUSTED) in await raw.until(1, 1, has_ended=True)
+            raw.send(frame(1, 5, 3, call("ServerLive")))
+            assert fails(grpc.StatusCode.OK) in await raw.until(1, 3, has_ended=True)
 
     async def test_health_is_told_without_reading_anything(self):
         async with serving(grpc=True, tokens=(TOKEN,)) as server, by_hand(server) as raw:

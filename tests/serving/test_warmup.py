@@ -68,6 +68,14 @@ async def test_requests_that_the_model_does_not_take(tmp_path, tensors, says):
             await WarmUp("w", 1, 1, placed).run(engine)
 
 
+@pytest.mark.parametrize("is_random", [False, True])
+async def test_a_request_for_more_memory_than_there_may_be_is_refused(is_random):
+    async with asynctrt.open(double_model()) as engine:
+        tensor = WarmUpTensor("FP32", (4,), is_random=is_random)
+        with pytest.raises(ModelError, match="input 'input' has 68719476720 bytes; at most 1073741824 are"):
+            await WarmUp("w", 2**32 - 1, 1, {"input": tensor}).run(engine)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint64", "bool", "S4", "object"])
 def test_random_values_are_of_every_dtype(dtype):
     values = filled(TensorSpec("x", dtype, (50,)), (2, 50), is_random=True)

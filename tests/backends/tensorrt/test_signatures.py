@@ -150,7 +150,7 @@ def test_a_plan_without_a_signature(signed):
     with pytest.raises(UntrustedError, match=r"is not signed.*ssh-keygen -Y sign -n asynctrt -f KEY PLAN"):
         signed.check()
     os.mkfifo(signed.signature)  # Whoever can write the folder of a plan could make a server wait.
-    with pytest.raises(UntrustedError, match="no regular file"):
+    with pytest.raises(UntrustedError, match="not a regular file"):
         signed.check()
 
 
@@ -250,7 +250,7 @@ def test_allowed_signers_that_others_can_write_are_not_used(signed, mode):
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
 def test_allowed_signers_in_a_folder_that_others_can_write_are_not_used(signed, mode):
     signed.signers.parent.chmod(mode)
-    with pytest.raises(UsageError, match="asynctrt' belongs to somebody else, or can be written by others"):
+    with pytest.raises(UsageError, match="asynctrt' belongs to another user, or can be written by others"):
         signed.check()
 
 
@@ -270,7 +270,7 @@ def test_a_link_to_allowed_signers_counts_as_they_do(signed, tmp_path):
     real, signed.signers = signed.signers, link
     assert signed.check() == "me@here"
     link.parent.chmod(0o777)
-    with pytest.raises(UsageError, match="links' belongs to somebody else, or can be written"):
+    with pytest.raises(UsageError, match="links' belongs to another user, or can be written"):
         signed.check()
     link.parent.chmod(0o700)
     real.chmod(0o666)
@@ -285,7 +285,7 @@ def test_allowed_signers_of_somebody_else_are_not_used(signed, monkeypatch, whic
         os.chown(path, 12345, 12345)
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(UsageError, match="belongs to somebody else"):
+    with pytest.raises(UsageError, match="belongs to another user"):
         signed.check()
 
 
