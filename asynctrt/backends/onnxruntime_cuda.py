@@ -58,6 +58,9 @@ CUDA_MEMORY: Final = "Cuda"
 
 LOG_ERRORS: Final = 3
 
+SHRINKAGE: Final = "memory.enable_memory_arena_shrinkage"
+"""The entry of a run's options that makes it free unused memory at its end."""
+
 NAMED_MAX: Final = 6
 """The maximum number of nodes on the CPU that a warning names."""
 
@@ -225,7 +228,13 @@ class OnnxCudaModel(StreamedOnnxModel):
             session = self._load_on_gpu(settings, sizes)
             taken_nbytes = max(before.free_nbytes - device.memory().free_nbytes, 0)
             return CudaSession(
-                session, device, stream, name=self.name, nbytes=taken_nbytes, random=self._random
+                session,
+                device,
+                stream,
+                name=self.name,
+                nbytes=taken_nbytes,
+                random=self._random,
+                has_one_size=bool(sizes),
             )
         except AsynctrtError as error:
             failed = error
@@ -378,6 +387,7 @@ class CudaSession(StreamSession):
 
     :param nbytes: the GPU memory that loading it took.
     :param random: the operators of the model that draw random numbers.
+    :param has_one_size: whether all its batches have one size.
     """
 
     def __init__(
@@ -389,6 +399,7 @@ class CudaSession(StreamSession):
         name: str,
         nbytes: int,
         random: Sequence[str] = (),
+        has_one_size: bool = False,
     ) -> None:
         device.count_in(nbytes)
         super().__init__(session, stream, memory="cuda", ordinal=device.ordinal, name=name)
@@ -399,6 +410,12 @@ class CudaSession(StreamSession):
         self._nbytes = nbytes
         self._random = random
         self._options, self._waiting = _run_options(waits=False), _run_options(waits=True)
+        self._first = self._options
+        if has_one_size:
+            # The first run allocates each tensor by itself. Later ones put all into one block, whose size the
+            # first has shown, so that the memory of the first is only needed once.
+            self._first = _run_options(waits=True)
+            self._first.add_run_config_entry(SHRINKAGE, f"gpu:{device.ordinal}")
         self._runs = 0
         self._left: Batch | None = None
         """The latest batch since the session was last settled."""
@@ -412,9 +429,11 @@ class CudaSession(StreamSession):
         if stream.is_capturing:
             self._put_in_graph(binding)
             return
+        options = self._options if self._runs else self._first
         self._runs += 1
-        waits = self.left_on_cpu or self._runs % SETTLE_EVERY == 0
-        self.run(binding, self._waiting if waits else self._options)
+        if self.left_on_cpu or self._runs % SETTLE_EVERY == 0:
+            options = self._waiting
+        self.run(binding, options)
 
     def _put_in_graph(self, binding: Any) -> None:
         if self._random:

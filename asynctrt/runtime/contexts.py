@@ -46,6 +46,10 @@ from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Captured
 from asynctrt.scheduling.request import Request
 
+SLAB_NBYTES_MIN: Final = 1 << 20
+"""The memory for slabs that a context has from the start, where shapes vary and staging memory is pinned. To
+allocate and free such memory later waits for the batches on the device, once for each context and shape."""
+
 SLABS_MAX: Final = 64
 """The most slabs, and bindings, that a context keeps: one for each shape, and one for each slab of slots."""
 
@@ -135,6 +139,11 @@ class PooledContext:
         self._told: dict[Hashable, Site] = {}
 
     @property
+    def slab_nbytes(self) -> int:
+        """The bytes for a slab that is not of a specialised shape."""
+        return 0 if self._buffers is None else self._buffers.staging.nbytes
+
+    @property
     def nbytes(self) -> int:
         """The bytes of staging memory and its counterpart on the device."""
         told = sum(site.nbytes for site in tuple(self._told.values()))
@@ -184,15 +193,25 @@ class PooledContext:
 
     def missing_nbytes(self, layout: Layout) -> int:
         """Return the bytes to allocate for a layout; 0 if there is enough memory."""
-        held = 0 if self._buffers is None else self._buffers.staging.nbytes
-        return layout.nbytes if held < layout.nbytes else 0
+        return layout.nbytes if self.slab_nbytes < layout.nbytes else 0
 
-    def grow(self, layout: Layout) -> None:
+    def reserve(self, nbytes: int) -> None:
+        """Allocate memory for slabs of shapes that are not known yet."""
+        self._buffers = StagingBuffers(self._device, nbytes)
+
+    def grow(self, layout: Layout, nbytes: int) -> None:
         """Allocate memory for a slab of this layout, in any thread; :meth:`slab` then frees the old memory.
 
         Freeing it here would wait for all work on the device, unless this thread runs the event loop.
+
+        :param nbytes: allocate this much if that is more and there is room.
         """
-        self._grown = StagingBuffers(self._device, layout.nbytes)
+        try:
+            self._grown = StagingBuffers(self._device, max(layout.nbytes, nbytes))
+        except DeviceMemoryError:
+            if nbytes <= layout.nbytes:
+                raise
+            self._grown = StagingBuffers(self._device, layout.nbytes)
 
     def is_captured(self, shape: Hashable, rows: int) -> bool:
         """Return whether batches of ``rows`` rows of this shape were captured."""
@@ -353,8 +372,10 @@ class PooledContext:
         return self.stream.close(timeout_s)
 
     def forget_slabs(self) -> None:
-        """Free the memory of its slabs, so that the next batch allocates what it needs. It must be idle."""
-        self._forget()
+        """Free the memory that slabs needed beyond what it has from the start. It must be idle."""
+        if self.slab_nbytes > SLAB_NBYTES_MIN:
+            self._forget()
+            self.reserve(SLAB_NBYTES_MIN)
 
     def _forget(self) -> None:
         self.forget_captured()
@@ -421,7 +442,10 @@ class ContextPool:
             arenas.join(model.capabilities.enqueue_nbytes)
         try:
             self._make_contexts(contexts)
-            if not self.may_grow:
+            if self.may_grow and not device.unified:
+                for context in self.contexts:
+                    context.reserve(SLAB_NBYTES_MIN)
+            elif not self.may_grow:
                 # The shapes are known, and so is the memory of a batch: allocate it or fail now.
                 self._make_slabs()
                 if graphs and model.capabilities.is_capturable and self._may_capture:
@@ -499,8 +523,12 @@ class ContextPool:
         return self.specialised.pop(shape)
 
     def growth(self, batch: Batch) -> Callable[[], object]:
-        """Return a function that allocates the missing memory of a batch's slab, in any thread."""
-        return partial(self.contexts[batch.context].grow, self.layout(batch.key.shape))
+        """Return a function that allocates the missing memory of a batch's slab, in any thread.
+
+        It allocates as much as any other context has, since a shape that needs that will come here too.
+        """
+        largest = max(context.slab_nbytes for context in self.contexts)
+        return partial(self.contexts[batch.context].grow, self.layout(batch.key.shape), largest)
 
     def source(self, batch: Batch, ahead: AheadRows | None = None) -> RowSource:
         """Return the source of a batch's rows, with the slab of its context.
