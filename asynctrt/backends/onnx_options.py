@@ -1,6 +1,5 @@
 """The options of an ONNX model: ONNX Runtime's own, frozen, and checked when they are made."""
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,9 +50,6 @@ PATHS: Final = ("custom_ops", "provider_libraries", "profile_file_prefix")
 
 GraphOptimizationLevel = Literal["disable_all", "basic", "extended", "all"]
 ExecutionMode = Literal["sequential", "parallel"]
-
-Launch = Literal["threads", "thread", "loop"]
-"""Where batches are put on streams: a thread for each context, one after another in a thread, the loop."""
 
 
 def relative_to(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -302,14 +298,6 @@ class OnnxOptions:
         Default: 4, since errors are in the exceptions as well.""",
     )
 
-    launch: Launch = setting(
-        default="threads",
-        check=choice(*get_args(Launch)),
-        doc="""On a GPU, which thread puts a batch there. With ONNX Runtime that takes from 0.6 to 3 ms of the
-        CPU's time, one kernel after the other, and it does not hold the GIL meanwhile: so ``threads``, up to
-        one for each context. ``thread`` puts one batch after the other there, ``loop`` holds the loop up.""",
-    )
-
     batch_sizes: tuple[int, ...] | None = setting(
         default=None,
         check=BATCH_SIZES.or_none,
@@ -361,10 +349,6 @@ class OnnxOptions:
         """Return whether any option besides these differs from its default."""
         others = (item for item in fields(self) if item.name not in names)
         return any(getattr(self, item.name) != item.default for item in others)
-
-    def with_threads(self, threads: int | None) -> "OnnxOptions":
-        """Return these options with this number of threads for a batch; unchanged for ``None``."""
-        return self if threads is None else dataclasses.replace(self, intra_op_num_threads=threads)
 
     def of_provider(self, name: str) -> dict[str, str]:
         """Return the options of a provider; none if it is not named."""

@@ -11,7 +11,6 @@ with an illegal instruction. ONNX Runtime was not designed for capture by others
 graph are checked, and its results are compared with those of its session.
 """
 
-import ctypes
 import dataclasses
 import logging
 import os
@@ -167,7 +166,6 @@ class OnnxCudaModel(StreamedOnnxModel):
             settings = dataclasses.replace(
                 self.options,
                 providers=(),
-                launch="threads",
                 batch_sizes=None,
                 session_config={name: value for name, value in config if name != NO_FALLBACK},
                 intra_op_num_threads=cores(),
@@ -354,32 +352,6 @@ class OnnxCudaModel(StreamedOnnxModel):
             on_cpu = [(kind, name) for place, kind, name in nodes if place == "CPUExecutionProvider"]
             if on_cpu:
                 logger.warning("%r: %s", self.name, describe_fallback(on_cpu))
-
-
-class RawModel:
-    """A session of the CUDA provider for ``session.run``, as a baseline to measure the engine against.
-
-    It is kept alive until the process ends, because ending it could end the process: see
-    :class:`CudaSession`.
-
-    :raises MissingExtraError: if the installed ONNX Runtime lacks the provider.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], device: Device, options: OnnxOptions | None = None
-    ) -> None:
-        assert isinstance(device, CudaDevice)
-        check_provider()
-        given = options or OnnxOptions()
-        ours = session_options(given)
-        if given.intra_op_num_threads is None:
-            ours.intra_op_num_threads = 0  # ONNX Runtime's own default.
-        settings = {"device_id": str(device.ordinal), "cudnn_conv_algo_search": "HEURISTIC"}
-        providers = [(CUDA, settings | given.of_provider(CUDA))]
-        if given.allows_cpu:
-            providers.append((CPU, given.of_provider(CPU)))
-        self.session = ort.InferenceSession(os.fspath(path), ours, providers=providers, enable_fallback=0)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.session))
 
 
 class CudaSession(StreamSession):

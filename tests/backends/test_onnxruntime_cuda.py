@@ -372,9 +372,12 @@ def test_what_is_no_path_is_told_of_by_its_name(model, path):
     ("options", "says"),
     [
         (8, "^options must be an asynctrt.OnnxOptions"),
-        ("launch=thread", "^options must be an asynctrt.OnnxOptions"),
-        ({"launch": "process"}, "^launch must be 'threads', 'thread' or 'loop'"),
-        ({"lanch": "thread"}, "^unknown option 'lanch' of ONNX Runtime; did you mean 'launch'"),
+        ("execution_mode=parallel", "^options must be an asynctrt.OnnxOptions"),
+        ({"execution_mode": "both"}, "^execution_mode must be 'sequential' or 'parallel'"),
+        (
+            {"execution_mod": 1},
+            "^unknown option 'execution_mod' of ONNX Runtime; did you mean 'execution_mode'",
+        ),
     ],
 )
 def test_options_of_a_wrong_kind_are_told_of(tmp_path, model, options, says):
