@@ -382,12 +382,11 @@ class CudaSession(StreamSession):
         self._nbytes = nbytes
         self._random = random
         self._options, self._waiting = _run_options(waits=False), _run_options(waits=True)
-        self._first = self._options
-        if has_one_size:
-            # The first run allocates each tensor by itself. Later ones put all into one block, whose size the
-            # first has shown, so that the memory of the first is only needed once.
-            self._first = _run_options(waits=True)
-            self._first.add_run_config_entry(SHRINKAGE, f"gpu:{device.ordinal}")
+        self._freeing = _run_options(waits=True)
+        self._freeing.add_run_config_entry(SHRINKAGE, f"gpu:{device.ordinal}")
+        # The first run allocates each tensor by itself. Later ones put all into one block, whose size the
+        # first has shown, so that the memory of the first is only needed once.
+        self._first = self._freeing if has_one_size else self._options
         self._runs = 0
         self._left: Batch | None = None
         """The latest batch since the session was last settled."""
@@ -463,7 +462,7 @@ class CudaSession(StreamSession):
             self._device.activate()
             settled = (
                 self._stream.drain(SETTLE_S)
-                and (self._run_zeros(self._left) if binding is None else self._ends(binding))
+                and (self._run_zeros(self._left) if binding is None else self._ends(binding, self._waiting))
                 and self._stream.drain(SETTLE_S)
             )
         except Exception:
@@ -473,7 +472,10 @@ class CudaSession(StreamSession):
         return settled
 
     def _run_zeros(self, batch: Batch) -> bool:
-        """Run a batch of zeros like this one, or of one row if there is no room; return whether it ended."""
+        """Run a batch of zeros like this one, or of one row if there is no room; return whether it ended.
+
+        Its memory is freed as well: when the session ends, ONNX Runtime would hold the GIL meanwhile.
+        """
         assert self._session is not None
         for rows in (batch.rows, 1):
             binding = self.io_binding()
@@ -481,11 +483,11 @@ class CudaSession(StreamSession):
                 binding.bind_cpu_input(name, zeros)
             for output in self._session.get_outputs():
                 binding.bind_output(output.name, self.memory, self.ordinal)
-            if self._ends(binding):
+            if self._ends(binding, self._freeing):
                 return True
         return False
 
-    def _ends(self, binding: Any) -> bool:
+    def _ends(self, binding: Any, options: Any) -> bool:
         """Run, wait, and return whether the run succeeded.
 
         An earlier capture error, which the CUDA runtime keeps for the thread, may be reported first, once.
@@ -493,7 +495,7 @@ class CudaSession(StreamSession):
         assert self._session is not None
         for _ in range(SETTLE_TRIES):
             with suppress(Exception):
-                self._session.run_with_iobinding(binding, self._waiting)
+                self._session.run_with_iobinding(binding, options)
                 return True
         return False
 
