@@ -190,7 +190,7 @@ class OnnxOptions:
         doc="""Execution providers, in the order in which they are asked: names, or pairs of a name and its
         options; a mapping of names to options says the same in TOML. On the host device: any that takes and
         gives CPU memory. On a GPU: ``TensorrtExecutionProvider``, ``CUDAExecutionProvider`` and
-        ``CPUExecutionProvider``, of which the second is always there. ``device_id``, ``user_compute_stream``
+        ``CPUExecutionProvider``; the second is always there. ``device_id``, ``user_compute_stream``
         and graphs are the engine's. One that is not here, or that does not load, is an error. Default:
         ``CPUExecutionProvider`` and, on a GPU, ``CUDAExecutionProvider`` before it.""",
     )
@@ -277,7 +277,7 @@ class OnnxOptions:
     use_per_session_threads: bool | None = setting(
         default=None,
         check=FLAG.or_none,
-        doc="""Whether each session has threads of its own. ``False``: all share those of
+        doc="""Whether each session has separate threads. ``False``: all share the threads of
         ``onnxruntime.set_global_thread_pool_sizes``, which you call before.""",
     )
 
@@ -301,7 +301,7 @@ class OnnxOptions:
     batch_sizes: tuple[int, ...] | None = setting(
         default=None,
         check=BATCH_SIZES.or_none,
-        doc="""On a GPU, the batch sizes to run, each with a session of its own in each context, to which
+        doc="""On a GPU, the batch sizes to run, each with a separate session in each context, to which
         others are padded; ``()``: all sizes, with one session and no graphs. Default: powers of two and one
         between any two of them, captured as CUDA graphs; without graphs only if a batch of another size than
         the one before takes much longer, as with convolutions, which cuDNN plans anew then (since ONNX

@@ -8,7 +8,7 @@ The engine captures batch sizes as CUDA graphs, as for any model, but each from 
 else. A graph refers to memory in the session's arena, which the next run reuses, and to kernels that cuDNN
 created for that batch size and drops when the size changes. Replaying such a graph has ended a GPU's context
 with an illegal instruction. ONNX Runtime was not designed for capture by others, so the contents of each
-graph are checked, and its results are compared with those of its session.
+graph are checked, and its results are compared with the results of its session.
 """
 
 import dataclasses
@@ -112,8 +112,8 @@ class OnnxCudaModel(StreamedOnnxModel):
         _check_providers(options)
         if not isinstance(device, CudaDevice):
             raise DeviceUnavailableError(
-                f"{shown(path)} was to run on ONNX Runtime's CUDA provider, and {device!r} is no GPU. Open "
-                "it with device='cuda:0'"
+                f"{shown(path)} was to run on ONNX Runtime's CUDA provider, but {device!r} is not a GPU. "
+                "Open it with device='cuda:0'"
             )
         check_provider()
         check_available([name for name, _ in options.providers])
@@ -137,7 +137,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         # Copies to the host are only known once the batch is enqueued, and TensorRT's operations on a
         # capturing stream are not known at all.
         can_capture = not self.capabilities.brings_outputs and not self._has_tensorrt
-        # The sizes of outputs must be known: from those of inputs, or from a session that was told all sizes.
+        # The sizes of outputs must be known: from the inputs, or from a session with fixed sizes.
         symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
         is_known = symbols.issuperset(
             dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
@@ -323,8 +323,8 @@ class OnnxCudaModel(StreamedOnnxModel):
             return known
         if "LoadLibrary" in str(error) or "cannot open shared object" in str(error):
             return DeviceUnavailableError(
-                f"ONNX Runtime {ort.__version__} could not load its CUDA provider: {meaning.said}. It brings "
-                "no CUDA libraries of its own: pip install 'asynctrt[gpu]', or import torch before"
+                f"ONNX Runtime {ort.__version__} could not load its CUDA provider: {meaning.said}. It does "
+                "not contain the CUDA libraries: pip install 'asynctrt[gpu]', or import torch before"
             )
         return ModelError(
             f"{self.source} cannot be loaded by ONNX Runtime {ort.__version__} on {device.name}: "
@@ -589,7 +589,7 @@ def describe_fallback(nodes: list[tuple[str, str]]) -> str:
     names = ", ".join(repr(name) for _, name in nodes[:NAMED_MAX])
     more = f" and {len(nodes) - NAMED_MAX} more" if len(nodes) > NAMED_MAX else ""
     return (
-        f"{len(nodes)} nodes run on the CPU ({kinds}): {names}{more}. Those that work on shapes cost little; "
+        f"{len(nodes)} nodes run on the CPU ({kinds}): {names}{more}. Nodes that work on shapes cost little; "
         "others make batches wait for copies to the host and back (session_config={'"
         f"{NO_FALLBACK}': '1'}} refuses such models)"
     )

@@ -209,7 +209,7 @@ class StreamSession:
 
     @property
     def output_shapes(self) -> tuple[tuple[int | str | None, ...], ...]:
-        """The shapes of the outputs, as far as they follow from the sizes that the session was told."""
+        """The shapes of the outputs, as far as they follow from the sizes that are fixed in the session."""
         assert self._session is not None, "a closed session tells nothing"
         return tuple(tuple(output.shape or ()) for output in self._session.get_outputs())
 

@@ -284,7 +284,7 @@ class _Bench:
         return clock.now_ns() - start_ns
 
     def _fill(self, lanes: Sequence[list[InFlight]], repeats: int) -> None:
-        """Enqueue ``repeats`` batches in each lane, of which at most ``DEPTH`` are unfinished at any time."""
+        """Enqueue ``repeats`` batches in each lane, with at most ``DEPTH`` of them unfinished at any time."""
         for number in range(repeats):
             for flights in lanes:
                 flight = flights[number % DEPTH]

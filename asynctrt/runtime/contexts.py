@@ -150,7 +150,7 @@ class PooledContext:
         return told + (self._buffers.nbytes if self._buffers else 0)
 
     def adopt(self, shape: Hashable, site: Site) -> None:
-        """Run later batches of a shape in contexts of its own. A batch in flight keeps its slab."""
+        """Run later batches of a shape in its separate contexts. A batch in flight keeps its slab."""
         self._told[shape] = site
 
     def release(self, shape: Hashable) -> None:
@@ -396,7 +396,7 @@ class ContextPool:
     :param rows_held: the rows that a slab of a shape holds. Default: ``rows_max``.
     :param prepares: whether to run batches of some sizes beforehand, for a model that asks for it.
     :param padding: the dimensions and inputs to pad.
-    :param shapes: all shapes of batches, each with ``rows_max`` rows, if graphs of them are to be captured.
+    :param shapes: all shapes of batches, each with ``rows_max`` rows, to capture graphs of them.
     :raises DeviceMemoryError: if they do not fit; everything created until then is released.
     """
 
@@ -435,7 +435,7 @@ class ContextPool:
         self.captured = Captured()
         """The captured batch sizes, and the CPU time to launch one."""
         self.specialised: dict[Hashable, Specialised] = {}
-        """The shapes with contexts of their own."""
+        """The shapes with separate contexts."""
         self.prepared: tuple[int, ...] = ()
         """The only batch sizes that are run, if changing the size takes long; empty if any size is run."""
         if arenas is not None:
@@ -511,7 +511,7 @@ class ContextPool:
         return 0 if context.has_own_slab(shape) else context.missing_nbytes(self.layout(shape))
 
     def adopt(self, made: Specialised) -> None:
-        """Run later batches of a shape in contexts of its own, which the pool closes."""
+        """Run later batches of a shape in its separate contexts, which the pool closes."""
         for context, site in zip(self.contexts, made.sites, strict=True):
             context.adopt(made.shape, site)
         self.specialised[made.shape] = made

@@ -35,7 +35,7 @@ CAPTURE_S: Final = 60.0
 class CallByCall:
     """What is launched like a graph, where none can be captured: a binding enqueued call by call.
 
-    Its context works on a stream of its own, so the two streams wait for one another.
+    Its context works on a separate stream, so the two streams wait for one another.
     """
 
     def __init__(self, device: Device, binding: Binding, rows: int, stream: Stream) -> None:
@@ -89,7 +89,7 @@ class Capture:
     :param slab: the slab of the batches, laid out for ``shape``, the sizes of dynamic dimensions.
     :param end: an event of the stream to wait with.
     :param scratch: enqueue memory that nothing else uses meanwhile.
-    :param expected: the expected outputs of the trial. Default: those of its own batches.
+    :param expected: the expected outputs of the trial. Default: what its own batches compute.
     :param is_direct: whether :meth:`finish` leaves the batch to be enqueued call by call.
     """
 

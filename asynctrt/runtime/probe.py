@@ -146,7 +146,7 @@ class Probe:
             self._first_that_runs(other for other in self.samples() if other.symbols != sample.symbols)
         except NoRowsError as error:
             return Verdict(is_independent=False, what=said_of(error))
-        return Verdict(is_independent=True, what="each row is a batch of its own")
+        return Verdict(is_independent=True, what="each row is a separate batch")
 
     def compare_again(self, ran: Ran) -> Verdict:
         """Run rows that ran on another device, alone and together, and return whether their answers agree."""

@@ -1,9 +1,9 @@
-"""Shapes with contexts of their own: each is told all sizes of one batch, and captured if possible.
+"""Shapes with separate contexts: each knows all sizes of one batch, and is captured if possible.
 
-A library that is told the sizes of all dimensions computes what depends on them alone when it loads a model,
+A library that knows the sizes of all dimensions computes what depends on them alone when it loads a model,
 instead of on the CPU in each batch, and plans its kernels once. So a model whose dimensions are all symbolic
 runs like one whose shapes are fixed. Each batch size of each shape takes a context, beside each context of
-the engine. Its answers are compared with those of a context that was told nothing.
+the engine. Its answers are compared with the answers of a context for any size.
 """
 
 import logging
@@ -102,13 +102,13 @@ def least_ns(launch: Callable[[], object], site: Site) -> int:
 
 
 class Specialised(NamedTuple):
-    """A shape with contexts of its own."""
+    """A shape with separate contexts."""
 
     shape: Hashable
     sites: tuple[Site, ...]
     """One beside each context of the engine."""
     statistics: ShapeStatistics
-    """What they took and gained."""
+    """Their cost and their gain."""
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Release all sites. Blocks. No batch may still use them."""
@@ -117,7 +117,7 @@ class Specialised(NamedTuple):
 
 
 class NoGainError(ExecutionError):
-    """The model would not run faster in contexts that were told their sizes."""
+    """The model would not run faster in contexts that know their sizes."""
 
 
 class Deadline(Cancellation):
@@ -138,7 +138,7 @@ class Deadline(Cancellation):
 
 
 class Reference:
-    """A context that was told nothing, to compare answers and times with."""
+    """A context for any size, to compare answers and times with."""
 
     def __init__(self, device: Device, model: SpecialisableModel, site: Site, slab: Slab) -> None:
         self._device, self._site, self._slab = device, site, slab
@@ -241,7 +241,7 @@ class Builder:
         return Specialised(shape, tuple(sites), statistics)
 
     def _layout(self, shape: Hashable, rows: int, site: Site) -> Layout:
-        """Return the layout of the slabs, with outputs whose sizes follow only from those of the inputs."""
+        """Return the layout of the slabs, with outputs whose sizes follow only from the inputs."""
         model, given = self._model, symbols_of(shape)
         context = cast("ToldContext", model.create_context_for(self._device, site.stream, given, rows))
         try:
@@ -258,7 +258,7 @@ class Builder:
         if not self._device.unified and taken_nbytes > limit_nbytes:
             raise DeviceMemoryError(
                 f"slabs for {layout.rows_max} rows take {mib(taken_nbytes)} in {self._contexts} contexts, "
-                f"and {mib(limit_nbytes)} are left to shapes with contexts of their own"
+                f"and {mib(limit_nbytes)} are left to shapes with separate contexts"
             )
 
     def _fit(

@@ -203,7 +203,7 @@ def test_what_other_shapes_hold_counts(tmp_path, device):
     builder = Builder(device, model, 2, captures=True)
     share_nbytes = device.memory().room_nbytes // 2
     given = {"threads_max": 1, "cancellation": Cancellation()}
-    with pytest.raises(DeviceMemoryError, match="left to shapes with contexts of their own"):
+    with pytest.raises(DeviceMemoryError, match="left to shapes with separate contexts"):
         builder.build(SHAPE, SIZES, held_nbytes=share_nbytes - 1000, **given)
     assert model.alive == 0
     builder.build(SHAPE, SIZES, held_nbytes=share_nbytes - (1 << 30), **given).close()

@@ -1,4 +1,4 @@
-"""Shapes that recur get contexts of their own while an engine serves, and no request waits for it."""
+"""Shapes that recur get separate contexts while an engine serves, and no request waits for it."""
 
 import asyncio
 import logging
@@ -138,7 +138,7 @@ async def test_what_cannot_be_built_is_not_tried_for_ever(path, way, said, caplo
     async with opened(model) as engine:
         length = 2
         async with asyncio.timeout(WAIT_S):
-            while "nor will those of other shapes" not in caplog.text:
+            while "nor will other shapes" not in caplog.text:
                 length += 1
                 for _ in range(2 * OFTEN):
                     await check(engine, length)
@@ -148,10 +148,10 @@ async def test_what_cannot_be_built_is_not_tried_for_ever(path, way, said, caplo
         assert model.told == told
         assert engine.statistics().specialised == ()
         assert engine.statistics().failed == 0
-        found = [text for text in caplog.messages if "have no contexts of their own" in text]
+        found = [text for text in caplog.messages if "have no separate contexts" in text]
         assert 1 <= len(found) <= 3
         assert said in found[0]
-        assert "nor will those of other shapes" in found[-1]
+        assert "nor will other shapes" in found[-1]
         assert model.alive == 2
     assert model.alive == 0
 
