@@ -6,6 +6,7 @@ This module puts a batch on a stream, in this order: copy in, wait for the arena
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, cast
 
@@ -196,8 +197,9 @@ class PooledContext:
         return layout.nbytes if self.slab_nbytes < layout.nbytes else 0
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate memory for slabs of shapes that are not known yet."""
-        self._buffers = StagingBuffers(self._device, nbytes)
+        """Allocate memory for slabs of shapes that are not known yet, if there is room."""
+        with suppress(DeviceMemoryError):
+            self._buffers = StagingBuffers(self._device, nbytes)
 
     def grow(self, layout: Layout, nbytes: int) -> None:
         """Allocate memory for a slab of this layout, in any thread; :meth:`slab` then frees the old memory.
