@@ -258,9 +258,16 @@ class TracedModel(Model, Protocol):
 class SpecialisableModel(TracedModel, Protocol):
     """A model that may run faster in contexts that know the sizes of all its dimensions.
 
-    Its :meth:`create_context_for` returns a :class:`ToldContext`; its other contexts are each a
-    :class:`PreparedContext`.
+    Its :meth:`create_context_for` returns a :class:`ToldContext`; its other contexts are each an
+    :class:`UntoldContext`.
     """
+
+
+class UntoldContext(PreparedContext, Protocol):
+    """A context for batches of any size."""
+
+    def settle(self) -> None:
+        """Finish what its runs have left to do, and free their memory. Blocks."""
 
 
 class ToldContext(ExecutionContext, Protocol):

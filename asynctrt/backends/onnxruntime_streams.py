@@ -296,6 +296,11 @@ class StreamContext:
             found |= {dim: size for dim, size in pairs if isinstance(dim, str) and isinstance(size, int)}
         return found
 
+    def settle(self) -> None:
+        """Finish what runs have left to do, and free their memory. Blocks."""
+        for session in self._sessions.values():
+            session.settle()
+
     def keep_apart(self, sizes: Sequence[int]) -> None:
         """Give batches of each of these sizes a separate session. Call this while nothing runs.
 

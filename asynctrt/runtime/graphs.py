@@ -91,6 +91,7 @@ class Capture:
     :param scratch: enqueue memory that nothing else uses meanwhile.
     :param expected: the expected outputs of the trial. Default: what its own batches compute.
     :param is_direct: whether :meth:`finish` leaves the batch to be enqueued call by call.
+    :param context: the context to capture from, for batches of this size only. Default: a new one.
     """
 
     def __init__(
@@ -108,13 +109,16 @@ class Capture:
         scratch: Buffer | None,
         expected: Expected | None = None,
         is_direct: bool = False,
+        context: ExecutionContext | None = None,
     ) -> None:
         self._device, self._is_direct = device, is_direct
         self._rows, self._profile = rows, profile
         self._stream, self._end = stream, end
         self._arena, self._scratch = arena, scratch
         self._is_traced = model.capabilities.is_traced
-        if self._is_traced:
+        if context is not None:
+            self._context = context
+        elif self._is_traced:
             self._context = cast("TracedModel", model).create_context_for(device, stream, shape, rows)
         else:
             self._context = create_context_on(model, device, stream)
