@@ -386,8 +386,8 @@ class Padding:
         dim = self._dim_of_length(value)
         if dim not in self._dims:
             raise OptionsError(
-                f"pad_with says that {spec.name!r} is a {value}, but not of which padded "
-                f"dimension. Write 'length:NAME', with one of: {', '.join(self._dims)}"
+                f"pad_with says that {spec.name!r} is a {value}, but not which padded "
+                f"dimension has it. Write 'length:NAME', with one of: {', '.join(self._dims)}"
             )
         if not all(size == 1 for size in spec.dims):
             raise OptionsError(

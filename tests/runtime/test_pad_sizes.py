@@ -80,7 +80,7 @@ def test_values_may_be_written_in_several_ways():
         ({"length": (4, 2**31)}, {"count": "length"}, "up to 2147483648, and its dtype int32"),
         ({"length": 4}, {"count": "mask"}, "none of its dimensions"),
         ({"length": 4}, {"mask": "length"}, "one for each row"),
-        ({"length": 4}, {"count": "length:width"}, "not of which padded dimension"),
+        ({"length": 4}, {"count": "length:width"}, "not which padded dimension has it"),
         ({"length": 4}, {"ids": "mask", "mask": "mask"}, "the size of 'length' is not known"),
     ],
 )
