@@ -60,7 +60,7 @@ def test_values_may_be_written_in_several_ways():
     assert str(found) == "{'a': -1, 'b': 0.5, 'c': 'mask', 'd': 'length:n', 'e': nan, 'f': 1000.0}"
     with pytest.raises(OptionsError, match="pad_with must be numbers, 'mask' or 'length'"):
         Options(pad={"n": 4}, pad_with={"a": "ones"})
-    with pytest.raises(OptionsError, match="there is no pad"):
+    with pytest.raises(OptionsError, match="pad is missing"):
         Options(pad_with={"a": 1})
 
 
