@@ -51,8 +51,8 @@ class TensorMemory:
 class Capabilities:
     """What a model accepts, needs and can do.
 
-    The defaults are those of a model that runs batches of any size, needs no enqueue memory, and is not
-    captured into graphs. Some capabilities say that the model has methods beyond those of :class:`Model`.
+    The defaults describe a model that runs batches of any size, needs no enqueue memory, and is not
+    captured into graphs. Some capabilities say that the model has more methods than a :class:`Model`.
     """
 
     rows_fixed: int | None = None
@@ -91,14 +91,14 @@ class Capabilities:
     """Whether a binding calls :meth:`GrowingBuffer.reserve` of its arena before it enqueues a batch, so that
     arenas can be sized by shapes."""
     grows_arenas: bool = False
-    """Whether its arenas are to be sized by shapes, rather than by the largest batch of any profile."""
+    """Whether to size its arenas by shapes, rather than by the largest batch of any profile."""
     is_capturable: bool = False
     """Whether batches can be captured into CUDA graphs, as far as can be known without trying."""
     is_traced: bool = False
     """Whether its library was not designed for capture, so that graphs are compared with batches: see
     :class:`TracedModel`."""
     is_specialisable: bool = False
-    """Whether shapes that recur are worth contexts of their own: see :class:`SpecialisableModel`."""
+    """Whether shapes that recur are worth separate contexts: see :class:`SpecialisableModel`."""
     changes_slowly: bool = False
     """Whether a batch of another size than the previous one is known to be slow, as with convolutions, which
     cuDNN plans anew. Some models know this once a context has run."""
@@ -197,7 +197,7 @@ class Model(Protocol):
 
 
 class ProfiledModel(Model, Protocol):
-    """A model with optimisation profiles, each of which accepts a range of shapes and batch sizes."""
+    """A model with optimisation profiles. Each profile accepts a range of shapes and batch sizes."""
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
         """Return the index of the profile to run a batch with.
@@ -256,18 +256,25 @@ class TracedModel(Model, Protocol):
 
 
 class SpecialisableModel(TracedModel, Protocol):
-    """A model that may run faster in contexts that were told the sizes of all its dimensions.
+    """A model that may run faster in contexts that know the sizes of all its dimensions.
 
-    Its :meth:`create_context_for` returns a :class:`ToldContext`; its other contexts are each a
-    :class:`PreparedContext`.
+    Its :meth:`create_context_for` returns a :class:`ToldContext`; its other contexts are each an
+    :class:`UntoldContext`.
     """
+
+
+class UntoldContext(PreparedContext, Protocol):
+    """A context for batches of any size."""
+
+    def settle(self) -> None:
+        """Finish what its runs have left to do, and free their memory. Blocks."""
 
 
 class ToldContext(ExecutionContext, Protocol):
     """A context for batches of one size."""
 
     def told_sizes(self) -> Mapping[str, int]:
-        """Return the sizes of those dimensions of the outputs that follow from what it was told."""
+        """Return the sizes of the dimensions of outputs that follow from its own sizes."""
 
 
 class TracedBinding(Binding, Protocol):

@@ -50,7 +50,7 @@ class BatchAxis:
             if _size(shape) not in (None, rows):
                 raise ModelError(
                     f"output {name!r} of {self.model!r} has the fixed first axis {shape[0]}, so its rows "
-                    f"cannot be told apart. {self.fix} with a first axis that counts rows on every output"
+                    f"cannot be separated. {self.fix} with a first axis that counts rows on every output"
                 )
         return rows
 

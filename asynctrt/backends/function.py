@@ -612,7 +612,7 @@ class OutputMemory:
         self.mark = b""
         if found.size % rows == 0 and self._row_nbytes >= self.places.itemsize:
             return int(found.reshape(rows, -1).any(axis=1).sum())
-        # A mark spans several rows, none of which was written.
+        # A mark spans several rows. None of them was written.
         found = np.repeat(found, self.places.itemsize)
         return int(np.logical_or.reduceat(found, range(0, found.size, self._row_nbytes)).sum())
 

@@ -1,6 +1,5 @@
 """The options of an ONNX model: ONNX Runtime's own, frozen, and checked when they are made."""
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,9 +50,6 @@ PATHS: Final = ("custom_ops", "provider_libraries", "profile_file_prefix")
 
 GraphOptimizationLevel = Literal["disable_all", "basic", "extended", "all"]
 ExecutionMode = Literal["sequential", "parallel"]
-
-Launch = Literal["threads", "thread", "loop"]
-"""Where batches are put on streams: a thread for each context, one after another in a thread, the loop."""
 
 
 def relative_to(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -194,7 +190,7 @@ class OnnxOptions:
         doc="""Execution providers, in the order in which they are asked: names, or pairs of a name and its
         options; a mapping of names to options says the same in TOML. On the host device: any that takes and
         gives CPU memory. On a GPU: ``TensorrtExecutionProvider``, ``CUDAExecutionProvider`` and
-        ``CPUExecutionProvider``, of which the second is always there. ``device_id``, ``user_compute_stream``
+        ``CPUExecutionProvider``; the second is always there. ``device_id``, ``user_compute_stream``
         and graphs are the engine's. One that is not here, or that does not load, is an error. Default:
         ``CPUExecutionProvider`` and, on a GPU, ``CUDAExecutionProvider`` before it.""",
     )
@@ -281,7 +277,7 @@ class OnnxOptions:
     use_per_session_threads: bool | None = setting(
         default=None,
         check=FLAG.or_none,
-        doc="""Whether each session has threads of its own. ``False``: all share those of
+        doc="""Whether each session has separate threads. ``False``: all share the threads of
         ``onnxruntime.set_global_thread_pool_sizes``, which you call before.""",
     )
 
@@ -302,18 +298,10 @@ class OnnxOptions:
         Default: 4, since errors are in the exceptions as well.""",
     )
 
-    launch: Launch = setting(
-        default="threads",
-        check=choice(*get_args(Launch)),
-        doc="""On a GPU, which thread puts a batch there. With ONNX Runtime that takes from 0.6 to 3 ms of the
-        CPU's time, one kernel after the other, and it does not hold the GIL meanwhile: so ``threads``, up to
-        one for each context. ``thread`` puts one batch after the other there, ``loop`` holds the loop up.""",
-    )
-
     batch_sizes: tuple[int, ...] | None = setting(
         default=None,
         check=BATCH_SIZES.or_none,
-        doc="""On a GPU, the batch sizes to run, each with a session of its own in each context, to which
+        doc="""On a GPU, the batch sizes to run, each with a separate session in each context, to which
         others are padded; ``()``: all sizes, with one session and no graphs. Default: powers of two and one
         between any two of them, captured as CUDA graphs; without graphs only if a batch of another size than
         the one before takes much longer, as with convolutions, which cuDNN plans anew then (since ONNX
@@ -361,10 +349,6 @@ class OnnxOptions:
         """Return whether any option besides these differs from its default."""
         others = (item for item in fields(self) if item.name not in names)
         return any(getattr(self, item.name) != item.default for item in others)
-
-    def with_threads(self, threads: int | None) -> "OnnxOptions":
-        """Return these options with this number of threads for a batch; unchanged for ``None``."""
-        return self if threads is None else dataclasses.replace(self, intra_op_num_threads=threads)
 
     def of_provider(self, name: str) -> dict[str, str]:
         """Return the options of a provider; none if it is not named."""

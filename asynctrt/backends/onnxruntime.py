@@ -114,8 +114,8 @@ class OnnxModel(ModelBase):
     def _adopt(self, axes: Axes) -> None:
         """Take over what the axes say: the tensors, and which rows share a batch.
 
-        Outputs are bound to our memory, but not those of requests that run alone, nor strings: the declared
-        shapes may be wrong, and the outputs of a single request need not be in a slab.
+        Outputs are bound to our memory, except strings and the outputs of requests that run alone: the
+        declared shapes may be wrong, and the outputs of a single request need not be in a slab.
         """
         self.inputs, self.outputs, rows_fixed, alone, doubt = axes
         specs = (*self.inputs, *self.outputs)

@@ -8,10 +8,9 @@ The engine captures batch sizes as CUDA graphs, as for any model, but each from 
 else. A graph refers to memory in the session's arena, which the next run reuses, and to kernels that cuDNN
 created for that batch size and drops when the size changes. Replaying such a graph has ended a GPU's context
 with an illegal instruction. ONNX Runtime was not designed for capture by others, so the contents of each
-graph are checked, and its results are compared with those of its session.
+graph are checked, and its results are compared with the results of its session.
 """
 
-import ctypes
 import dataclasses
 import logging
 import os
@@ -57,6 +56,9 @@ CUDA_MEMORY: Final = "Cuda"
 """ONNX Runtime's name for GPU memory."""
 
 LOG_ERRORS: Final = 3
+
+SHRINKAGE: Final = "memory.enable_memory_arena_shrinkage"
+"""The entry of a run's options that makes it free unused memory at its end."""
 
 NAMED_MAX: Final = 6
 """The maximum number of nodes on the CPU that a warning names."""
@@ -110,8 +112,8 @@ class OnnxCudaModel(StreamedOnnxModel):
         _check_providers(options)
         if not isinstance(device, CudaDevice):
             raise DeviceUnavailableError(
-                f"{shown(path)} was to run on ONNX Runtime's CUDA provider, and {device!r} is no GPU. Open "
-                "it with device='cuda:0'"
+                f"{shown(path)} was to run on ONNX Runtime's CUDA provider, but {device!r} is not a GPU. "
+                "Open it with device='cuda:0'"
             )
         check_provider()
         check_available([name for name, _ in options.providers])
@@ -135,7 +137,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         # Copies to the host are only known once the batch is enqueued, and TensorRT's operations on a
         # capturing stream are not known at all.
         can_capture = not self.capabilities.brings_outputs and not self._has_tensorrt
-        # The sizes of outputs must be known: from those of inputs, or from a session that was told all sizes.
+        # The sizes of outputs must be known: from the inputs, or from a session with fixed sizes.
         symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
         is_known = symbols.issuperset(
             dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
@@ -164,7 +166,6 @@ class OnnxCudaModel(StreamedOnnxModel):
             settings = dataclasses.replace(
                 self.options,
                 providers=(),
-                launch="threads",
                 batch_sizes=None,
                 session_config={name: value for name, value in config if name != NO_FALLBACK},
                 intra_op_num_threads=cores(),
@@ -225,7 +226,13 @@ class OnnxCudaModel(StreamedOnnxModel):
             session = self._load_on_gpu(settings, sizes)
             taken_nbytes = max(before.free_nbytes - device.memory().free_nbytes, 0)
             return CudaSession(
-                session, device, stream, name=self.name, nbytes=taken_nbytes, random=self._random
+                session,
+                device,
+                stream,
+                name=self.name,
+                nbytes=taken_nbytes,
+                random=self._random,
+                has_one_size=bool(sizes),
             )
         except AsynctrtError as error:
             failed = error
@@ -316,8 +323,8 @@ class OnnxCudaModel(StreamedOnnxModel):
             return known
         if "LoadLibrary" in str(error) or "cannot open shared object" in str(error):
             return DeviceUnavailableError(
-                f"ONNX Runtime {ort.__version__} could not load its CUDA provider: {meaning.said}. It brings "
-                "no CUDA libraries of its own: pip install 'asynctrt[gpu]', or import torch before"
+                f"ONNX Runtime {ort.__version__} could not load its CUDA provider: {meaning.said}. It does "
+                "not contain the CUDA libraries: pip install 'asynctrt[gpu]', or import torch before"
             )
         return ModelError(
             f"{self.source} cannot be loaded by ONNX Runtime {ort.__version__} on {device.name}: "
@@ -347,37 +354,12 @@ class OnnxCudaModel(StreamedOnnxModel):
                 logger.warning("%r: %s", self.name, describe_fallback(on_cpu))
 
 
-class RawModel:
-    """A session of the CUDA provider for ``session.run``, as a baseline to measure the engine against.
-
-    It is kept alive until the process ends, because ending it could end the process: see
-    :class:`CudaSession`.
-
-    :raises MissingExtraError: if the installed ONNX Runtime lacks the provider.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], device: Device, options: OnnxOptions | None = None
-    ) -> None:
-        assert isinstance(device, CudaDevice)
-        check_provider()
-        given = options or OnnxOptions()
-        ours = session_options(given)
-        if given.intra_op_num_threads is None:
-            ours.intra_op_num_threads = 0  # ONNX Runtime's own default.
-        settings = {"device_id": str(device.ordinal), "cudnn_conv_algo_search": "HEURISTIC"}
-        providers = [(CUDA, settings | given.of_provider(CUDA))]
-        if given.allows_cpu:
-            providers.append((CPU, given.of_provider(CPU)))
-        self.session = ort.InferenceSession(os.fspath(path), ours, providers=providers, enable_fallback=0)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.session))
-
-
 class CudaSession(StreamSession):
     """A session of the CUDA provider. Its memory counts towards the device's budget.
 
     :param nbytes: the GPU memory that loading it took.
     :param random: the operators of the model that draw random numbers.
+    :param has_one_size: whether all its batches have one size.
     """
 
     def __init__(
@@ -389,6 +371,7 @@ class CudaSession(StreamSession):
         name: str,
         nbytes: int,
         random: Sequence[str] = (),
+        has_one_size: bool = False,
     ) -> None:
         device.count_in(nbytes)
         super().__init__(session, stream, memory="cuda", ordinal=device.ordinal, name=name)
@@ -399,6 +382,11 @@ class CudaSession(StreamSession):
         self._nbytes = nbytes
         self._random = random
         self._options, self._waiting = _run_options(waits=False), _run_options(waits=True)
+        self._freeing = _run_options(waits=True)
+        self._freeing.add_run_config_entry(SHRINKAGE, f"gpu:{device.ordinal}")
+        # The first run allocates each tensor by itself. Later ones put all into one block, whose size the
+        # first has shown, so that the memory of the first is only needed once.
+        self._first = self._freeing if has_one_size else self._options
         self._runs = 0
         self._left: Batch | None = None
         """The latest batch since the session was last settled."""
@@ -412,9 +400,11 @@ class CudaSession(StreamSession):
         if stream.is_capturing:
             self._put_in_graph(binding)
             return
+        options = self._options if self._runs else self._first
         self._runs += 1
-        waits = self.left_on_cpu or self._runs % SETTLE_EVERY == 0
-        self.run(binding, self._waiting if waits else self._options)
+        if self.left_on_cpu or self._runs % SETTLE_EVERY == 0:
+            options = self._waiting
+        self.run(binding, options)
 
     def _put_in_graph(self, binding: Any) -> None:
         if self._random:
@@ -472,7 +462,7 @@ class CudaSession(StreamSession):
             self._device.activate()
             settled = (
                 self._stream.drain(SETTLE_S)
-                and (self._run_zeros(self._left) if binding is None else self._ends(binding))
+                and (self._run_zeros(self._left) if binding is None else self._ends(binding, self._waiting))
                 and self._stream.drain(SETTLE_S)
             )
         except Exception:
@@ -482,7 +472,10 @@ class CudaSession(StreamSession):
         return settled
 
     def _run_zeros(self, batch: Batch) -> bool:
-        """Run a batch of zeros like this one, or of one row if there is no room; return whether it ended."""
+        """Run a batch of zeros like this one, or of one row if there is no room; return whether it ended.
+
+        Its memory is freed as well: when the session ends, ONNX Runtime would hold the GIL meanwhile.
+        """
         assert self._session is not None
         for rows in (batch.rows, 1):
             binding = self.io_binding()
@@ -490,11 +483,11 @@ class CudaSession(StreamSession):
                 binding.bind_cpu_input(name, zeros)
             for output in self._session.get_outputs():
                 binding.bind_output(output.name, self.memory, self.ordinal)
-            if self._ends(binding):
+            if self._ends(binding, self._freeing):
                 return True
         return False
 
-    def _ends(self, binding: Any) -> bool:
+    def _ends(self, binding: Any, options: Any) -> bool:
         """Run, wait, and return whether the run succeeded.
 
         An earlier capture error, which the CUDA runtime keeps for the thread, may be reported first, once.
@@ -502,7 +495,7 @@ class CudaSession(StreamSession):
         assert self._session is not None
         for _ in range(SETTLE_TRIES):
             with suppress(Exception):
-                self._session.run_with_iobinding(binding, self._waiting)
+                self._session.run_with_iobinding(binding, options)
                 return True
         return False
 
@@ -596,7 +589,7 @@ def describe_fallback(nodes: list[tuple[str, str]]) -> str:
     names = ", ".join(repr(name) for _, name in nodes[:NAMED_MAX])
     more = f" and {len(nodes) - NAMED_MAX} more" if len(nodes) > NAMED_MAX else ""
     return (
-        f"{len(nodes)} nodes run on the CPU ({kinds}): {names}{more}. Those that work on shapes cost little; "
+        f"{len(nodes)} nodes run on the CPU ({kinds}): {names}{more}. Nodes that work on shapes cost little; "
         "others make batches wait for copies to the host and back (session_config={'"
         f"{NO_FALLBACK}': '1'}} refuses such models)"
     )

@@ -157,7 +157,7 @@ class Source:
         if "not a registered function/op" in said:
             fix = (
                 "Name the library that has the operator: onnx={'custom_ops': path}, or "
-                "'onnxruntime_extensions' for those of that package"
+                "'onnxruntime_extensions' for the operators of that package"
             )
         elif options != OnnxOptions():
             fix = f"It was loaded with {options!r}: try it without"

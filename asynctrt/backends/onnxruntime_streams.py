@@ -20,7 +20,6 @@ import os
 import threading
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -56,14 +55,8 @@ class StreamedOnnxModel(OnnxModel):
         # That session was only needed to read names and types.
         super().close()
         self.capabilities = replace(
-            self.capabilities,
-            batch_sizes=self.options.batch_sizes,
-            enqueue_may_block=self.options.launch != "loop",
+            self.capabilities, batch_sizes=self.options.batch_sizes, enqueue_may_block=True
         )
-        self.turn: AbstractContextManager[object] = (
-            threading.Lock() if self.options.launch == "thread" else nullcontext()
-        )
-        """Held while a batch is enqueued."""
         self._sessions: WeakSet[StreamSession] = WeakSet()
         # Sessions load one at a time, so that each can measure the device memory that it took.
         self._loading = threading.Lock()
@@ -216,7 +209,7 @@ class StreamSession:
 
     @property
     def output_shapes(self) -> tuple[tuple[int | str | None, ...], ...]:
-        """The shapes of the outputs, as far as they follow from the sizes that the session was told."""
+        """The shapes of the outputs, as far as they follow from the sizes that are fixed in the session."""
         assert self._session is not None, "a closed session tells nothing"
         return tuple(tuple(output.shape or ()) for output in self._session.get_outputs())
 
@@ -303,6 +296,11 @@ class StreamContext:
             found |= {dim: size for dim, size in pairs if isinstance(dim, str) and isinstance(size, int)}
         return found
 
+    def settle(self) -> None:
+        """Finish what runs have left to do, and free their memory. Blocks."""
+        for session in self._sessions.values():
+            session.settle()
+
     def keep_apart(self, sizes: Sequence[int]) -> None:
         """Give batches of each of these sizes a separate session. Call this while nothing runs.
 
@@ -316,11 +314,6 @@ class StreamContext:
             binding.forget()
         for number in [number for number in self._sessions if number not in kept]:
             self._sessions.pop(number).close()
-
-    @property
-    def turn(self) -> AbstractContextManager[object]:
-        """The lock held while a batch is enqueued."""
-        return self._model.turn
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
@@ -361,8 +354,7 @@ class StreamBinding:
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         failed: Exception | None = None
         try:
-            with self._context.turn:
-                self._enqueue(rows, stream)
+            self._enqueue(rows, stream)
         except Exception as error:
             # Callers may keep the error after the session is closed, but frames below refer to the session.
             failed = error.with_traceback(None)

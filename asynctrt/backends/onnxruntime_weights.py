@@ -142,7 +142,7 @@ def share_weights(
     :raises DeviceLostError: if the device is lost meanwhile.
     """
     if find_spec("onnx") is None:
-        logger.info("%r: each session has weights of its own, as onnx is not installed", name)
+        logger.info("%r: each session has separate weights, as onnx is not installed", name)
         return None
     folder = optimising(options)
     try:
@@ -152,7 +152,7 @@ def share_weights(
         folder.cleanup()
         raise
     except Exception as error:
-        logger.info("%r: each session has weights of its own: %s", name, error)
+        logger.info("%r: each session has separate weights: %s", name, error)
         folder.cleanup()
         return None
     if not shared.nbytes:

@@ -361,6 +361,8 @@ class EngineParts:
         if abandoned:
             # A running batch still uses the weights and the memory, so keep them too.
             return abandoned
+        if self.builder is not None:
+            self.builder.close()
         if slots is not None:
             slots()
         for part in self.owned:

@@ -15,12 +15,11 @@ import numpy as np
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import current
-from asynctrt.devices.arenas import GrowingBuffer
 from asynctrt.devices.base import Buffer
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
 from asynctrt.runtime.inflight import InFlight
-from asynctrt.runtime.probe import Probe, Sample, Stage
+from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of
 from asynctrt.scheduling.batch import trial_batch
 from asynctrt.scheduling.concurrency import ONE_LANE, Lanes, Rate, choose_lanes
 from asynctrt.scheduling.key import BatchKey
@@ -126,19 +125,14 @@ class _Bench:
         self._threads = ThreadPoolExecutor(lanes_max, "asynctrt-calibrate")
         # Contexts in other arenas than one another: batches in one arena never compute side by side.
         self._contexts = stage.pool.contexts[:lanes_max]
-        self._scratch: list[Buffer | None] = [None] * lanes_max
+        self._scratch: list[Buffer | None] = []
         # For each lane, batches to run in turn, and their events.
         self._lanes: list[list[InFlight]] = []
         self._events: list[list[BatchEvents]] = []
         self._is_warm = False
-        arenas = stage.arenas
         try:
-            if arenas is not None and arenas.by_shapes:
-                self._scratch = [GrowingBuffer(stage.device) for _ in self._contexts]
-            elif arenas is not None and arenas.is_shared:
-                nbytes = arenas.arenas[0].memory.nbytes
-                for index in range(len(self._contexts)):
-                    self._scratch[index] = stage.device.allocate(nbytes)
+            for _ in self._contexts:
+                self._scratch.append(scratch_of(stage))
             self._sample = self._find_sample()
         except BaseException:
             self.close()
@@ -284,7 +278,7 @@ class _Bench:
         return clock.now_ns() - start_ns
 
     def _fill(self, lanes: Sequence[list[InFlight]], repeats: int) -> None:
-        """Enqueue ``repeats`` batches in each lane, of which at most ``DEPTH`` are unfinished at any time."""
+        """Enqueue ``repeats`` batches in each lane, with at most ``DEPTH`` of them unfinished at any time."""
         for number in range(repeats):
             for flights in lanes:
                 flight = flights[number % DEPTH]

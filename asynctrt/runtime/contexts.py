@@ -6,6 +6,7 @@ This module puts a batch on a stream, in this order: copy in, wait for the arena
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, cast
 
@@ -45,6 +46,10 @@ from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Captured
 from asynctrt.scheduling.request import Request
+
+SLAB_NBYTES_MIN: Final = 1 << 20
+"""The memory for slabs that a context has from the start, where shapes vary and staging memory is pinned. To
+allocate and free such memory later waits for the batches on the device, once for each context and shape."""
 
 SLABS_MAX: Final = 64
 """The most slabs, and bindings, that a context keeps: one for each shape, and one for each slab of slots."""
@@ -135,13 +140,18 @@ class PooledContext:
         self._told: dict[Hashable, Site] = {}
 
     @property
+    def slab_nbytes(self) -> int:
+        """The bytes for a slab that is not of a specialised shape."""
+        return 0 if self._buffers is None else self._buffers.staging.nbytes
+
+    @property
     def nbytes(self) -> int:
         """The bytes of staging memory and its counterpart on the device."""
         told = sum(site.nbytes for site in tuple(self._told.values()))
         return told + (self._buffers.nbytes if self._buffers else 0)
 
     def adopt(self, shape: Hashable, site: Site) -> None:
-        """Run later batches of a shape in contexts of its own. A batch in flight keeps its slab."""
+        """Run later batches of a shape in its separate contexts. A batch in flight keeps its slab."""
         self._told[shape] = site
 
     def release(self, shape: Hashable) -> None:
@@ -184,15 +194,26 @@ class PooledContext:
 
     def missing_nbytes(self, layout: Layout) -> int:
         """Return the bytes to allocate for a layout; 0 if there is enough memory."""
-        held = 0 if self._buffers is None else self._buffers.staging.nbytes
-        return layout.nbytes if held < layout.nbytes else 0
+        return layout.nbytes if self.slab_nbytes < layout.nbytes else 0
 
-    def grow(self, layout: Layout) -> None:
+    def reserve(self, nbytes: int) -> None:
+        """Allocate memory for slabs of shapes that are not known yet, if there is room."""
+        with suppress(DeviceMemoryError):
+            self._buffers = StagingBuffers(self._device, nbytes)
+
+    def grow(self, layout: Layout, nbytes: int) -> None:
         """Allocate memory for a slab of this layout, in any thread; :meth:`slab` then frees the old memory.
 
         Freeing it here would wait for all work on the device, unless this thread runs the event loop.
+
+        :param nbytes: allocate this much if that is more and there is room.
         """
-        self._grown = StagingBuffers(self._device, layout.nbytes)
+        try:
+            self._grown = StagingBuffers(self._device, max(layout.nbytes, nbytes))
+        except DeviceMemoryError:
+            if nbytes <= layout.nbytes:
+                raise
+            self._grown = StagingBuffers(self._device, layout.nbytes)
 
     def is_captured(self, shape: Hashable, rows: int) -> bool:
         """Return whether batches of ``rows`` rows of this shape were captured."""
@@ -353,8 +374,10 @@ class PooledContext:
         return self.stream.close(timeout_s)
 
     def forget_slabs(self) -> None:
-        """Free the memory of its slabs, so that the next batch allocates what it needs. It must be idle."""
-        self._forget()
+        """Free the memory that slabs needed beyond what it has from the start. It must be idle."""
+        if self.slab_nbytes > SLAB_NBYTES_MIN:
+            self._forget()
+            self.reserve(SLAB_NBYTES_MIN)
 
     def _forget(self) -> None:
         self.forget_captured()
@@ -375,7 +398,7 @@ class ContextPool:
     :param rows_held: the rows that a slab of a shape holds. Default: ``rows_max``.
     :param prepares: whether to run batches of some sizes beforehand, for a model that asks for it.
     :param padding: the dimensions and inputs to pad.
-    :param shapes: all shapes of batches, each with ``rows_max`` rows, if graphs of them are to be captured.
+    :param shapes: all shapes of batches, each with ``rows_max`` rows, to capture graphs of them.
     :raises DeviceMemoryError: if they do not fit; everything created until then is released.
     """
 
@@ -414,14 +437,17 @@ class ContextPool:
         self.captured = Captured()
         """The captured batch sizes, and the CPU time to launch one."""
         self.specialised: dict[Hashable, Specialised] = {}
-        """The shapes with contexts of their own."""
+        """The shapes with separate contexts."""
         self.prepared: tuple[int, ...] = ()
         """The only batch sizes that are run, if changing the size takes long; empty if any size is run."""
         if arenas is not None:
             arenas.join(model.capabilities.enqueue_nbytes)
         try:
             self._make_contexts(contexts)
-            if not self.may_grow:
+            if self.may_grow and not device.unified:
+                for context in self.contexts:
+                    context.reserve(SLAB_NBYTES_MIN)
+            elif not self.may_grow:
                 # The shapes are known, and so is the memory of a batch: allocate it or fail now.
                 self._make_slabs()
                 if graphs and model.capabilities.is_capturable and self._may_capture:
@@ -487,7 +513,7 @@ class ContextPool:
         return 0 if context.has_own_slab(shape) else context.missing_nbytes(self.layout(shape))
 
     def adopt(self, made: Specialised) -> None:
-        """Run later batches of a shape in contexts of its own, which the pool closes."""
+        """Run later batches of a shape in its separate contexts, which the pool closes."""
         for context, site in zip(self.contexts, made.sites, strict=True):
             context.adopt(made.shape, site)
         self.specialised[made.shape] = made
@@ -499,8 +525,12 @@ class ContextPool:
         return self.specialised.pop(shape)
 
     def growth(self, batch: Batch) -> Callable[[], object]:
-        """Return a function that allocates the missing memory of a batch's slab, in any thread."""
-        return partial(self.contexts[batch.context].grow, self.layout(batch.key.shape))
+        """Return a function that allocates the missing memory of a batch's slab, in any thread.
+
+        It allocates as much as any other context has, since a shape that needs that will come here too.
+        """
+        largest = max(context.slab_nbytes for context in self.contexts)
+        return partial(self.contexts[batch.context].grow, self.layout(batch.key.shape), largest)
 
     def source(self, batch: Batch, ahead: AheadRows | None = None) -> RowSource:
         """Return the source of a batch's rows, with the slab of its context.

@@ -35,7 +35,7 @@ CAPTURE_S: Final = 60.0
 class CallByCall:
     """What is launched like a graph, where none can be captured: a binding enqueued call by call.
 
-    Its context works on a stream of its own, so the two streams wait for one another.
+    Its context works on a separate stream, so the two streams wait for one another.
     """
 
     def __init__(self, device: Device, binding: Binding, rows: int, stream: Stream) -> None:
@@ -89,8 +89,9 @@ class Capture:
     :param slab: the slab of the batches, laid out for ``shape``, the sizes of dynamic dimensions.
     :param end: an event of the stream to wait with.
     :param scratch: enqueue memory that nothing else uses meanwhile.
-    :param expected: the expected outputs of the trial. Default: those of its own batches.
+    :param expected: the expected outputs of the trial. Default: what its own batches compute.
     :param is_direct: whether :meth:`finish` leaves the batch to be enqueued call by call.
+    :param context: the context to capture from, for batches of this size only. Default: a new one.
     """
 
     def __init__(
@@ -108,13 +109,16 @@ class Capture:
         scratch: Buffer | None,
         expected: Expected | None = None,
         is_direct: bool = False,
+        context: ExecutionContext | None = None,
     ) -> None:
         self._device, self._is_direct = device, is_direct
         self._rows, self._profile = rows, profile
         self._stream, self._end = stream, end
         self._arena, self._scratch = arena, scratch
         self._is_traced = model.capabilities.is_traced
-        if self._is_traced:
+        if context is not None:
+            self._context = context
+        elif self._is_traced:
             self._context = cast("TracedModel", model).create_context_for(device, stream, shape, rows)
         else:
             self._context = create_context_on(model, device, stream)

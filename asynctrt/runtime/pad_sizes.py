@@ -45,7 +45,7 @@ class Filled:
 
 
 class Fit(NamedTuple):
-    """How the rows of one request fit into those of a batch."""
+    """How the rows of one request fit into a batch."""
 
     dims: tuple[Dims, ...]
     """The dimensions of one row of each input."""
@@ -105,14 +105,14 @@ class Padding:
         unknown = [dim for dim in self._dims if dim not in varying]
         if unknown:
             raise OptionsError(
-                f"pad names the dimension {unknown[0]!r}, and those that vary in the inputs of {name!r} are: "
+                f"pad names the dimension {unknown[0]!r}, but the dimensions of {name!r} that vary are: "
                 f"{', '.join(map(repr, varying)) or 'none'}. asynctrt inspect shows a model's dimensions"
             )
         by_name = {spec.name: spec for spec in inputs}
         unknown = [input_ for input_ in pad_with if input_ not in by_name]
         if unknown:
             raise OptionsError(
-                f"pad_with names the input {unknown[0]!r}, and those of {name!r} are: "
+                f"pad_with names the input {unknown[0]!r}, but the inputs of {name!r} are: "
                 f"{', '.join(map(repr, by_name))}"
             )
         self.chosen = {
@@ -223,7 +223,7 @@ class Padding:
     def knows(self, shape: Hashable) -> bool:
         """Return whether a batch's shape has the dimensions that the model names, each with one size.
 
-        Rows of another shape run as they are, and so do rows of which nothing would be left without padding.
+        Rows of another shape run as they are, and so do rows that are empty without padding.
         """
         assert isinstance(shape, tuple)
         sizes = dict(shape)
@@ -264,7 +264,7 @@ class Padding:
         return prod([size for dim, size in shape if dim not in self._repeated])
 
     def fit(self, dims: tuple[Dims, ...]) -> Fit | None:
-        """Return how rows fit into those of a batch, given the dimensions of one row of each input.
+        """Return how rows fit into a batch, given the dimensions of one row of each input.
 
         :returns: ``None`` if the inputs contradict each other.
         """
@@ -359,7 +359,7 @@ class Padding:
             )
             if not ranges:
                 raise OptionsError(
-                    f"pad is {given!r} for {'='.join(dims)!r}, of which {self._name!r} takes "
+                    f"pad is {given!r} for {'='.join(dims)!r}, and {self._name!r} takes "
                     f"{' and '.join(f'{least} to {largest}' for least, largest in taken) or 'nothing'}"
                 )
         return Sizes(ranges, limits.steps)
@@ -386,12 +386,12 @@ class Padding:
         dim = self._dim_of_length(value)
         if dim not in self._dims:
             raise OptionsError(
-                f"pad_with says that {spec.name!r} is a {value}, and does not say of which of the dimensions "
-                f"that are padded. Write 'length:NAME', with one of: {', '.join(self._dims)}"
+                f"pad_with says that {spec.name!r} is a {value}, but not which padded "
+                f"dimension has it. Write 'length:NAME', with one of: {', '.join(self._dims)}"
             )
         if not all(size == 1 for size in spec.dims):
             raise OptionsError(
-                f"pad_with says that {spec.name!r} is a length, of which a row has one; its rows have the "
+                f"pad_with says that {spec.name!r} is a length, one for each row, but its rows have the "
                 f"shape {spec.dims}"
             )
         longest = self._largest(dim)

@@ -22,7 +22,7 @@ class PaddedSource(RowSource):
         self.fits = [
             padding.fit(tuple([array.shape[1:] for array in request.payload])) for request in batch.requests
         ]
-        """How the rows of each request fit into those of the batch; ``None`` if they do not."""
+        """How the rows of each request fit into the batch; ``None`` if they do not."""
         dims = tuple([span.dims for span in slab.layout.inputs])
         self.is_cut = any(fit is None or fit.dims != dims for fit in self.fits)
 

@@ -92,6 +92,17 @@ class Ran(NamedTuple):
     rows: str
 
 
+def scratch_of(stage: Stage) -> Buffer | None:
+    """Return enqueue memory for made-up batches; ``None`` if they may use the arenas."""
+    arenas = stage.arenas
+    if arenas is not None and arenas.by_shapes:
+        return GrowingBuffer(stage.device)  # Only callers' batches should grow the arenas.
+    if arenas is not None and arenas.is_shared:
+        # Other engines may use these arenas at any time.
+        return stage.device.allocate(arenas.arenas[0].memory.nbytes)
+    return None
+
+
 class Probe:
     """Runs made-up batches on the first context of an engine that is not open yet."""
 
@@ -104,13 +115,7 @@ class Probe:
         """The samples that did not run, with their errors."""
         self.ran: Ran | None = None
         """The rows that ran in one batch."""
-        self._scratch: Buffer | None = None
-        arenas = stage.arenas
-        if arenas is not None and arenas.by_shapes:
-            self._scratch = GrowingBuffer(stage.device)  # Only callers' batches should grow the arenas.
-        elif arenas is not None and arenas.is_shared:
-            # Other engines may use these arenas at any time.
-            self._scratch = stage.device.allocate(arenas.arenas[0].memory.nbytes)
+        self._scratch = scratch_of(stage)
         stage.device.activate()
 
     def close(self) -> None:
@@ -146,7 +151,7 @@ class Probe:
             self._first_that_runs(other for other in self.samples() if other.symbols != sample.symbols)
         except NoRowsError as error:
             return Verdict(is_independent=False, what=said_of(error))
-        return Verdict(is_independent=True, what="each row is a batch of its own")
+        return Verdict(is_independent=True, what="each row is a separate batch")
 
     def compare_again(self, ran: Ran) -> Verdict:
         """Run rows that ran on another device, alone and together, and return whether their answers agree."""

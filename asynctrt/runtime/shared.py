@@ -82,7 +82,7 @@ class SharedBlock:
         return slab
 
 
-class SharedRows(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclasses may have no slots of their own)
+class SharedRows(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclasses may not have slots)
     """The payload of a request whose arrays are in a block."""
 
     block: SharedBlock

@@ -1,12 +1,13 @@
-"""Shapes with contexts of their own: each is told all sizes of one batch, and captured if possible.
+"""Shapes with separate contexts: each knows all sizes of one batch, and is captured if possible.
 
-A library that is told the sizes of all dimensions computes what depends on them alone when it loads a model,
+A library that knows the sizes of all dimensions computes what depends on them alone when it loads a model,
 instead of on the CPU in each batch, and plans its kernels once. So a model whose dimensions are all symbolic
 runs like one whose shapes are fixed. Each batch size of each shape takes a context, beside each context of
-the engine. Its answers are compared with those of a context that was told nothing.
+the engine. Its answers are compared with the answers of a context for any size.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,12 +16,13 @@ from typing import Final, NamedTuple, cast
 from asynctrt._util import clock
 from asynctrt._util.cancellation import Cancellation, cancelled_by, current
 from asynctrt.backends.base import (
-    PreparedContext,
+    ExecutionContext,
     SpecialisableModel,
     ToldContext,
+    UntoldContext,
     create_context_on,
 )
-from asynctrt.devices.base import Device, mib
+from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError
 from asynctrt.runtime.capturing import Capturing
 from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, wait_for
@@ -76,7 +78,7 @@ class Site:
     def timed_ns(self, rows: int) -> int:
         """Return how long it takes to launch a batch of what is in the slab, and to compute it."""
         captured = self.captured[rows]
-        return least_ns(lambda: captured.graph.launch(stream=self.stream), self)
+        return least_ns(lambda: captured.graph.launch(stream=self.stream), self.stream, self.end)
 
     def close(self, timeout_s: float) -> bool:
         """Release everything; if the stream's work does not end in time, keep it and return False."""
@@ -90,25 +92,25 @@ class Site:
         return self.stream.close(timeout_s)
 
 
-def least_ns(launch: Callable[[], object], site: Site) -> int:
+def least_ns(launch: Callable[[], object], stream: Stream, end: Event) -> int:
     """Return the least time of several launches on an idle stream, with the work that they launch."""
     taken_ns = []
     for _ in range(ROUNDS):
         start_ns = clock.now_ns()
         launch()
-        wait_for(site.stream, site.end, "a batch")
+        wait_for(stream, end, "a batch")
         taken_ns.append(clock.now_ns() - start_ns)
     return min(taken_ns)
 
 
 class Specialised(NamedTuple):
-    """A shape with contexts of its own."""
+    """A shape with separate contexts."""
 
     shape: Hashable
     sites: tuple[Site, ...]
     """One beside each context of the engine."""
     statistics: ShapeStatistics
-    """What they took and gained."""
+    """Their cost and their gain."""
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Release all sites. Blocks. No batch may still use them."""
@@ -117,7 +119,7 @@ class Specialised(NamedTuple):
 
 
 class NoGainError(ExecutionError):
-    """The model would not run faster in contexts that were told their sizes."""
+    """The model would not run faster in contexts that know their sizes."""
 
 
 class Deadline(Cancellation):
@@ -138,49 +140,70 @@ class Deadline(Cancellation):
 
 
 class Reference:
-    """A context that was told nothing, to compare answers and times with."""
+    """A context for any size, to compare answers and times with, on a separate stream."""
 
-    def __init__(self, device: Device, model: SpecialisableModel, site: Site, slab: Slab) -> None:
-        self._device, self._site, self._slab = device, site, slab
-        self._context = create_context_on(model, device, site.stream)
-        self._binding = self._context.bind(slab.input_memory(), slab.output_memory())
+    def __init__(self, device: Device, model: SpecialisableModel) -> None:
+        self._device, self._model = device, model
+        self._stream = device.create_stream()
+        self._end = device.create_event(is_timed=False)
+        try:
+            self._context = cast("UntoldContext", create_context_on(model, device, self._stream))
+        except BaseException:
+            self._stream.close(0.0)
+            raise
+        self._slab: Slab | None = None
         self._expected: dict[int, Expected] = {}
         self.times_ns: dict[int, int] = {}
         """How long a batch of some rows took, run several times in a row."""
+
+    def bind(self, slab: Slab) -> None:
+        """Run batches of another shape in its slab from now on."""
+        self._slab = slab
+        self._binding = self._context.bind(slab.input_memory(), slab.output_memory())
+        self._expected, self.times_ns = {}, {}
 
     def expected(self, rows: int) -> Expected:
         """Return the answers to the rows of a trial with ``rows`` rows."""
         found = self._expected.get(rows)
         if found is None:
-            trial = Trial(self._slab, rows, self._site.stream)
+            assert self._slab is not None, "it is bound first"
+            trial = Trial(self._slab, rows, self._stream)
             for number in range(SAMPLES):
                 trial.put_in(number)
                 self._run(rows)
                 trial.put_out()
-                wait_for(self._site.stream, self._site.end, "a batch")
+                wait_for(self._stream, self._end, "a batch")
                 trial.note(number)
             found = self._expected[rows] = trial.expected
-            self.times_ns[rows] = least_ns(partial(self._run, rows), self._site)
+            self.times_ns[rows] = least_ns(partial(self._run, rows), self._stream, self._end)
         return found
 
-    def sizes_that_pay(self, model: SpecialisableModel, rows_max: int) -> tuple[int, ...]:
+    def sizes_that_pay(self, rows_max: int) -> tuple[int, ...]:
         """Return the sizes to keep apart; empty if changes of the size are fast."""
-        owner = cast("PreparedContext", self._context)
-        place = Place(owner, self._binding, self._site.stream, self._site.end, current())
-        return sizes_that_pay(model, place, rows_max)
+        place = Place(self._context, self._binding, self._stream, self._end, current())
+        return sizes_that_pay(self._model, place, rows_max)
+
+    def rest(self) -> None:
+        """Free the memory of its runs, and forget the slab. Blocks."""
+        self._context.settle()
+        del self._binding
+        self._slab, self._expected = None, {}
 
     def close(self) -> None:
         """Close the context. Blocks until its work has ended."""
         with suppress(Exception):
-            self._site.stream.drain(CLOSE_S)
+            self._stream.drain(CLOSE_S)
         self._context.close()
+        self._stream.close(CLOSE_S)
 
     def _run(self, rows: int) -> None:
-        self._binding.enqueue(rows, profile=None, stream=self._site.stream, arena=None)
+        self._binding.enqueue(rows, profile=None, stream=self._stream, arena=None)
 
 
 class Builder:
     """Builds the contexts of a shape, in the calling thread. It touches nothing that batches use.
+
+    It keeps its reference: a library may hold the GIL while it ends a context.
 
     :param contexts: how many contexts the engine has.
     :param captures: whether to capture CUDA graphs where that can be done.
@@ -191,6 +214,10 @@ class Builder:
         self._device, self._model = device, model
         self._contexts = contexts
         self._captures = captures
+        self._reference: Reference | None = None
+        # Created to lay out the slabs, and captured first.
+        self._first: ExecutionContext | None = None
+        self._lock = threading.Lock()
 
     def build(
         self,
@@ -213,42 +240,53 @@ class Builder:
         """
         start_ns = clock.now_ns()
         self._device.activate()
-        room_nbytes = self._device.memory().room_nbytes
-        limit_nbytes = min(self._share_nbytes - held_nbytes, room_nbytes)
         sites: list[Site] = []
-        reference: Reference | None = None
-        try:
-            with cancelled_by(cancellation):
-                sites += [Site(self._device) for _ in range(self._contexts)]
-                layout = self._layout(shape, sizes[-1], sites[0])
-                self._check_slabs(layout, limit_nbytes)
-                slabs = [site.lay_out(layout) for site in sites]
-                reference = Reference(self._device, self._model, sites[0], slabs[0])
-                fit = partial(self._fit, shape, sites, reference, threads_max, limit_nbytes)
-                taken, is_captured = self._fill(shape, sizes, reference, fit)
-            before_ns = {rows: reference.times_ns[rows] for rows in sorted({taken[0], taken[-1]})}
-            after_ns = {rows: sites[0].timed_ns(rows) for rows in taken}
-            reference.close()
-        except BaseException:
-            if reference is not None:
-                reference.close()
-            for site in sites:
-                site.close(CLOSE_S)
-            raise
+        with self._lock:
+            try:
+                reference = self._reference = self._reference or Reference(self._device, self._model)
+                room_nbytes = self._device.memory().room_nbytes
+                limit_nbytes = min(self._share_nbytes - held_nbytes, room_nbytes)
+                with cancelled_by(cancellation):
+                    sites += [Site(self._device) for _ in range(self._contexts)]
+                    layout = self._layout(shape, sizes[-1], sites[0])
+                    self._check_slabs(layout, limit_nbytes)
+                    slabs = [site.lay_out(layout) for site in sites]
+                    reference.bind(slabs[0])
+                    fit = partial(self._fit, shape, sites, reference, threads_max, limit_nbytes)
+                    taken, is_captured = self._fill(shape, sizes, reference, fit)
+                before_ns = {rows: reference.times_ns[rows] for rows in sorted({taken[0], taken[-1]})}
+                after_ns = {rows: sites[0].timed_ns(rows) for rows in taken}
+                reference.rest()
+            except BaseException:
+                self._close_reference()
+                if self._first is not None:
+                    self._first.close()
+                    self._first = None
+                for site in sites:
+                    site.close(CLOSE_S)
+                raise
         built_ns = clock.now_ns() - start_ns
         nbytes = max(room_nbytes - self._device.memory().room_nbytes, 0)
         statistics = ShapeStatistics(named(shape), taken, is_captured, built_ns, nbytes, before_ns, after_ns)
         return Specialised(shape, tuple(sites), statistics)
 
+    def close(self) -> None:
+        """Close the reference. Blocks. Does nothing while a thread builds, which should have been joined."""
+        if self._lock.acquire(blocking=False):
+            self._close_reference()
+            self._lock.release()
+
+    def _close_reference(self) -> None:
+        reference, self._reference = self._reference, None
+        if reference is not None:
+            reference.close()
+
     def _layout(self, shape: Hashable, rows: int, site: Site) -> Layout:
-        """Return the layout of the slabs, with outputs whose sizes follow only from those of the inputs."""
+        """Return the layout of the slabs, with outputs whose sizes follow only from the inputs."""
         model, given = self._model, symbols_of(shape)
         context = cast("ToldContext", model.create_context_for(self._device, site.stream, given, rows))
-        try:
-            told = context.told_sizes()
-        finally:
-            context.close()
-        layout = lay_out(model.inputs, model.outputs, {**told, **given}, rows)
+        self._first = context
+        layout = lay_out(model.inputs, model.outputs, {**context.told_sizes(), **given}, rows)
         if None in layout.outputs:
             raise NoGainError("the shape of an output depends on the data")
         return layout
@@ -258,7 +296,7 @@ class Builder:
         if not self._device.unified and taken_nbytes > limit_nbytes:
             raise DeviceMemoryError(
                 f"slabs for {layout.rows_max} rows take {mib(taken_nbytes)} in {self._contexts} contexts, "
-                f"and {mib(limit_nbytes)} are left to shapes with contexts of their own"
+                f"and {mib(limit_nbytes)} are left to shapes with separate contexts"
             )
 
     def _fit(
@@ -298,7 +336,7 @@ class Builder:
                 if current().is_cancelled:
                     raise
                 logger.debug("%r: %s is not captured: %s", self._model.name, named(shape), error)
-        if not reference.sizes_that_pay(self._model, sizes[-1]):
+        if not reference.sizes_that_pay(sizes[-1]):
             raise NoGainError(
                 "it cannot be captured as a CUDA graph, and changes of the batch size take no time"
             )
@@ -308,8 +346,10 @@ class Builder:
         self, reference: Reference, site: Site, shape: Hashable, rows: int, *, is_direct: bool
     ) -> Capture:
         assert site.slab is not None
-        # The first site, whose slab the reference uses as well, captures each size before any other does.
+        # The first site, whose slab the reference uses as well, captures each size before any other does,
+        # and the largest size before all others.
         expected = reference.expected(rows)
+        context, self._first = self._first, None
         return Capture(
             self._device,
             self._model,
@@ -323,6 +363,7 @@ class Builder:
             scratch=None,
             expected=expected,
             is_direct=is_direct,
+            context=context,
         )
 
 

@@ -36,7 +36,7 @@ logger = logging.getLogger("asynctrt")
 
 
 class Specialiser:
-    """Gives shapes that recur contexts of their own, one shape at a time.
+    """Gives shapes that recur separate contexts, one shape at a time.
 
     :param uses: whether a batch in flight, or rows copied ahead of one, use a slab.
     :param sizes_of: the batch sizes to build for a shape, rising.
@@ -147,7 +147,7 @@ class Specialiser:
         if isinstance(error, DeviceMemoryError) and self._pool.specialised:
             # It is tried again once another shape has given way.
             self._recurring.limit(len(self._pool.specialised))
-            logger.info("%s: no more shapes have contexts of their own: %s", self._name, error)
+            logger.info("%s: no more shapes get separate contexts: %s", self._name, error)
             return
         is_late = deadline.is_over
         self._recurring.refuse(shape)
@@ -196,7 +196,7 @@ class Specialiser:
 
 
 def held_nbytes(pool: ContextPool) -> int:
-    """Return the device memory that shapes with contexts of their own hold."""
+    """Return the device memory that shapes with separate contexts hold."""
     return sum(made.statistics.nbytes for made in tuple(pool.specialised.values()))
 
 
@@ -204,17 +204,17 @@ def adopt(name: str, pool: ContextPool, shapes: Shapes, made: Specialised) -> No
     """Run batches of a shape in the contexts that were built for it from now on."""
     shapes.specialise(made.shape, made.statistics.batch_sizes)
     pool.adopt(made)
-    logger.info("%s: batches of a shape that recurs have contexts of their own: %s", name, made.statistics)
+    logger.info("%s: batches of a shape that recurs have separate contexts: %s", name, made.statistics)
 
 
 def log_refusal(name: str, shape: Hashable, error: Exception, said: str, *, is_over: bool) -> None:
-    """Log why a shape has no contexts of its own."""
+    """Log why a shape has no separate contexts."""
     is_usual = isinstance(error, NoGainError | DeviceMemoryError | UsageError)
     logger.log(
         logging.INFO if is_usual else logging.WARNING,
-        "%s: batches of %s have no contexts of their own%s: %s",
+        "%s: batches of %s have no separate contexts%s: %s",
         name,
         named(shape),
-        ", nor will those of other shapes" if is_over else "",
+        ", nor will other shapes" if is_over else "",
         said,
     )

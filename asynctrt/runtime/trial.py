@@ -92,7 +92,7 @@ class Trial(NoTrial):
         :raises ExecutionError: if they are not as expected.
         """
         if self._is_told:
-            self._compare(number, f"a session that was told its sizes, with {self._rows} rows,")
+            self._compare(number, f"a session with fixed sizes, with {self._rows} rows,")
             return
         self.expected[number] = {
             name: array[: self._rows].copy() for name, array in self._slab.output_views(self._rows).items()

@@ -105,7 +105,7 @@ def test_options_are_given_in_each_way_that_others_are():
     ):
         assert Options(onnx=given).onnx == made
     assert asynctrt.OnnxOptions is OnnxOptions
-    assert repr(OnnxOptions(launch="loop")) == "OnnxOptions(launch='loop')"
+    assert repr(OnnxOptions(shared={"sr"})) == "OnnxOptions(shared=('sr',))"
     again = pickle.loads(pickle.dumps(Options(onnx=made)))
     assert again == Options(onnx=made)
     assert len({again, Options(onnx=made), Options(onnx={})}) == 2
@@ -121,7 +121,7 @@ def test_options_are_given_in_each_way_that_others_are():
 )
 def test_providers_are_given_as_pairs_or_by_their_names(given):
     assert OnnxOptions(providers=given).providers == (("A", {"x": "1", "y": "True"}), ("B", {}))
-    again = dataclasses.replace(OnnxOptions(providers=given), launch="loop")
+    again = dataclasses.replace(OnnxOptions(providers=given), enable_mem_reuse=False)
     assert again.providers == OnnxOptions(providers=given).providers
 
 
@@ -166,7 +166,7 @@ def test_what_is_wrong_is_refused_at_once(given, says):
 
 def test_options_of_another_runtime_are_refused(tmp_path, model):
     with pytest.raises(OptionsError, match="runtime is 'tensorrt'"):
-        asynctrt.open(model, runtime="tensorrt", onnx={"launch": "loop"})
+        asynctrt.open(model, runtime="tensorrt", onnx={"execution_mode": "parallel"})
     device = HostDevice()
     for other in (tmp_path / "m.plan", "tests.models:double_model", OnnxModel(model)):
         with pytest.raises(OptionsError, match="the option onnx says how ONNX Runtime loads a model"):
@@ -498,7 +498,7 @@ def test_a_session_cannot_go_to_a_gpu_or_be_given_options(model):
     with pytest.raises(UsageError, match="each context needs a session that works on its own stream"):
         OnnxCudaModel(session, device=HostDevice())
     with pytest.raises(OptionsError, match="onnx says how ONNX Runtime loads a model"):
-        load_model(session, HostDevice(), onnx=OnnxOptions(launch="loop"))
+        load_model(session, HostDevice(), onnx=OnnxOptions(execution_mode="parallel"))
 
 
 def test_a_model_that_protobuf_cannot_write(model):
@@ -519,12 +519,12 @@ def test_paths_in_a_file_are_taken_from_its_folder():
     given = {
         "custom_ops": ["lib/a.so", "onnxruntime_extensions", "/b.so"],
         "profile_file_prefix": "p",
-        "launch": "loop",
+        "execution_mode": "parallel",
     }
     assert relative_to(given, Path("conf")) == {
         "custom_ops": ["conf/lib/a.so", "onnxruntime_extensions", "/b.so"],
         "profile_file_prefix": "conf/p",
-        "launch": "loop",
+        "execution_mode": "parallel",
     }
 
 

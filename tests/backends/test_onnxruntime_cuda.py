@@ -14,6 +14,7 @@ from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.backends.onnxruntime_cuda import (
     SETTLE_EVERY,
     SETTLE_TRIES,
+    SHRINKAGE,
     CudaSession,
     OnnxCudaModel,
     check_provider,
@@ -132,6 +133,8 @@ class DeferringSession:
         self.stale = stale
         self.state = {"left": 0, "left_most": 0}
         self.ran = []
+        self.frees = []
+        """Whether each run freed at its end what no tensor needs."""
         weakref.finalize(self, self._end, self.stream, self.state)
 
     def get_inputs(self):
@@ -160,6 +163,11 @@ class DeferringSession:
         with suppress(RuntimeError):  # So it tells of an entry that is not there.
             waits = options.get_run_config_entry("disable_synchronize_execution_providers") != "1"
         self.ran.append((binding.rows, waits))
+        frees = ""
+        with suppress(RuntimeError):
+            frees = options.get_run_config_entry(SHRINKAGE)
+        assert waits or not frees, "memory would be freed that the batch still uses"
+        self.frees.append(frees == "gpu:0")
         self.state["left"] += 1
         self.state["left_most"] = max(self.state.values())
         if self.fails and binding.rows == 8:
@@ -282,6 +290,29 @@ def test_a_session_ends_once_what_its_runs_left_is_freed(runs):
     assert stream.counted == 0
 
 
+def test_memory_is_freed_without_the_gil():
+    """By the last run, as ONNX Runtime holds it while a session ends."""
+    stream = DeferringStream()
+    inner = DeferringSession(stream)
+    frees = inner.frees
+    session = CudaSession(inner, stream, stream, name="m", nbytes=5)
+    session.put(SomeBinding(4), stream, batch_of(4))
+    del inner
+    session.close()
+    assert frees == [False, True]
+
+
+def test_what_only_the_first_run_of_the_only_size_needs_is_freed():
+    stream = DeferringStream()
+    inner = DeferringSession(stream)
+    session = CudaSession(inner, stream, stream, name="m", nbytes=5, has_one_size=True)
+    bound = SomeBinding(4)
+    for _ in range(3):
+        session.put(bound, stream, batch_of(4))
+    assert session.settle(bound)
+    assert inner.frees == [True, False, False, False], "a graph would refer to memory that is freed"
+
+
 def test_a_session_whose_batches_fail_is_settled_by_a_row():
     """There may be no room for such a batch, and what a failed run has left stays there."""
     stream = DeferringStream()
@@ -372,9 +403,12 @@ def test_what_is_no_path_is_told_of_by_its_name(model, path):
     ("options", "says"),
     [
         (8, "^options must be an asynctrt.OnnxOptions"),
-        ("launch=thread", "^options must be an asynctrt.OnnxOptions"),
-        ({"launch": "process"}, "^launch must be 'threads', 'thread' or 'loop'"),
-        ({"lanch": "thread"}, "^unknown option 'lanch' of ONNX Runtime; did you mean 'launch'"),
+        ("execution_mode=parallel", "^options must be an asynctrt.OnnxOptions"),
+        ({"execution_mode": "both"}, "^execution_mode must be 'sequential' or 'parallel'"),
+        (
+            {"execution_mod": 1},
+            "^unknown option 'execution_mod' of ONNX Runtime; did you mean 'execution_mode'",
+        ),
     ],
 )
 def test_options_of_a_wrong_kind_are_told_of(tmp_path, model, options, says):

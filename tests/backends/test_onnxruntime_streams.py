@@ -324,14 +324,7 @@ def test_a_closed_model_loads_no_session(model):
         model.session
 
 
-def test_an_unknown_way_to_launch(tmp_path):
-    with pytest.raises(OptionsError, match="'threads', 'thread' or 'loop'"):
-        HostSessions(double_onnx(tmp_path / "double.onnx"), launch="process")
-
-
-@pytest.mark.parametrize(("launch", "is_loop"), [("threads", False), ("thread", False), ("loop", True)])
-async def test_batches_are_put_on_streams_where_it_was_said(tmp_path, launch, is_loop):
-    model = HostSessions(double_onnx(tmp_path / "double.onnx"), launch=launch)
+async def test_threads_put_batches_on_streams(model):
     seen = set()
     load = model.load_session
 
@@ -340,7 +333,7 @@ async def test_batches_are_put_on_streams_where_it_was_said(tmp_path, launch, is
         put = session.put
 
         def noted(*arguments):
-            seen.add((threading.get_ident() == loop_thread, getattr(model.turn, "locked", bool)()))
+            seen.add(threading.get_ident() == loop_thread)
             put(*arguments)
 
         session.put = noted
@@ -351,7 +344,7 @@ async def test_batches_are_put_on_streams_where_it_was_said(tmp_path, launch, is
     async with asynctrt.open(model, device=HostDevice(in_place="never"), contexts=3) as engine:
         seen.clear()  # What was run beforehand, wherever the engine was opened.
         await asyncio.gather(*(engine.infer(rows(n)) for n in range(1, 20)))
-    assert seen == {(is_loop, launch == "thread")}
+    assert seen == {False}
 
 
 @pytest.mark.parametrize("count", [1, 3, 60])

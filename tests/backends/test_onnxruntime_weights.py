@@ -193,7 +193,7 @@ def test_what_goes_wrong_leaves_each_session_its_own(tmp_path, device, monkeypat
     load = fail if where == "load" else Loader(path)
     with caplog.at_level(logging.INFO, "asynctrt"):
         assert share_weights(load, options(), device, stream, CPU, "mixed") is None
-    assert f"each session has weights of its own: {error}" in caplog.text
+    assert f"each session has separate weights: {error}" in caplog.text
     check_nothing_is_left(device, folders)
 
 

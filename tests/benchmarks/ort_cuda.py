@@ -46,7 +46,6 @@ def options():
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="0.35 s a run, once")
-    parser.add_argument("--launch", default="threads", choices=("threads", "thread", "loop"))
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--deadline", type=float, default=1e9, help="begin no model after so many seconds")
     parser.add_argument("--host", action="store_true")
@@ -178,7 +177,7 @@ def load(device, subject, given):
         return HostSessions(path)
     from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel
 
-    return OnnxCudaModel(path, {"launch": given.launch}, device=device)
+    return OnnxCudaModel(path, device=device)
 
 
 def bare(runners, answers, subject, seconds):

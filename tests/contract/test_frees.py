@@ -8,6 +8,7 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import DeviceLostError
+from asynctrt.runtime import contexts
 from tests.contract.devices import WAIT_S, Subject, TensorRTModel
 from tests.contract.waiting import BYTES, WaitingDevice
 from tests.doubles.support import until
@@ -81,8 +82,9 @@ async def test_a_free_on_the_loop_is_found(device):
     device.violations.clear()
 
 
-async def test_batches_go_on_while_memory_waits_for_one_that_hangs(device):
+async def test_batches_go_on_while_memory_waits_for_one_that_hangs(device, monkeypatch):
     """Other shapes, and outputs that grow, free what they had; the batch that hangs is not given up yet."""
+    monkeypatch.setattr(contexts, "SLAB_NBYTES_MIN", 1)
     double = StrictTensorRT(device)
     model = TensorRTModel(double_plan(SEQUENCE), device=device, flavour=double)
     options = {"contexts": 2, "arenas": 2, "batch_timeout": None}

@@ -105,11 +105,10 @@ async def check_all(engine, path, numbers):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("launch", ["threads", "thread", "loop"])
 @pytest.mark.parametrize("graphs", ["off", "auto", "1,16"])
-async def test_answers_are_those_of_the_cpu(tmp_path, device, launch, graphs):
+async def test_answers_are_those_of_the_cpu(tmp_path, device, graphs):
     path = mlp_onnx(tmp_path / "mlp.onnx")
-    model = model_on(device, path, launch=launch)
+    model = model_on(device, path)
     async with asynctrt.open(model, device=device, contexts=3, max_rows=16, graphs=graphs) as engine:
         expected = {"off": (), "auto": (1, 2, 3, 4, 6, 8, 12, 16), "1,16": (1, 16)}[graphs]
         assert engine.statistics().graphs == expected

@@ -10,7 +10,7 @@ import asynctrt
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostBuffer, HostDevice, HostStream
 from asynctrt.errors import DeviceError, DeviceMemoryError, ExecutionError, OptionsError, UsageError
-from asynctrt.runtime.contexts import SLABS_MAX, BatchEvents, PooledContext
+from asynctrt.runtime.contexts import SLAB_NBYTES_MIN, SLABS_MAX, BatchEvents, PooledContext
 from asynctrt.runtime.slots import SlotSlab
 from asynctrt.runtime.staging import DeviceSource, SlotRows, SlotSource, StagingBuffers
 from asynctrt.scheduling.key import BatchKey
@@ -296,6 +296,53 @@ def test_memory_grows_with_the_shapes_and_the_last_one_stays(tmp_path):
         sizes.append(made.nbytes)
     assert sizes[0] < sizes[1] == sizes[2]
     made.close(WAIT_S)
+
+
+class TestPinnedMemory:
+    """To allocate and free it waits for the batches on the device, so it is done seldom."""
+
+    def pool(self, tmp_path, **settings):
+        from asynctrt.backends.onnxruntime import OnnxModel
+
+        device = HostDevice(unified=False, **settings)
+        return make_pool(OnnxModel(sequence_onnx(tmp_path / "m.onnx")), device, contexts=2)
+
+    def batch(self, length, context):
+        key = BatchKey((("length", length),))
+        return make_batch(make_request(np.ones((1, length), np.float32)), key=key, context=context)
+
+    def grow(self, pool, length, context):
+        """Make room for a batch as the driver does, and return the memory of its context."""
+        batch = self.batch(length, context)
+        if pool.missing_nbytes(batch):
+            pool.growth(batch)()
+        pool.source(batch)
+        return pool.contexts[context].slab_nbytes
+
+    def test_small_shapes_need_none_but_what_there_is_from_the_start(self, tmp_path):
+        made = self.pool(tmp_path)
+        nbytes = made.nbytes
+        for length in (1, 1000, 10, 30_000):
+            assert not made.missing_nbytes(self.batch(length, 0))
+            assert self.grow(made, length, 0) == SLAB_NBYTES_MIN
+        assert made.nbytes == nbytes == 2 * 2 * SLAB_NBYTES_MIN
+        assert made.missing_nbytes(self.batch(40_000, 0))
+        made.close(WAIT_S)
+
+    def test_a_context_gets_as_much_as_another_one_needed_before(self, tmp_path):
+        made = self.pool(tmp_path)
+        largest = self.grow(made, 400_000, 0)
+        assert self.grow(made, 300_000, 1) == largest
+        assert not made.missing_nbytes(self.batch(400_000, 1))
+        made.close(WAIT_S)
+
+    def test_it_gets_only_what_it_needs_if_there_is_no_room_for_more(self, tmp_path):
+        made = self.pool(tmp_path, memory_nbytes=60 << 20)
+        assert self.grow(made, 700_000, 0) > 20 << 20
+        assert self.grow(made, 100_000, 1) < 5 << 20
+        with pytest.raises(DeviceMemoryError):
+            self.grow(made, 400_000, 1)
+        made.close(WAIT_S)
 
 
 def test_what_is_remembered_of_shapes_is_bounded(tmp_path):

@@ -60,7 +60,7 @@ def test_values_may_be_written_in_several_ways():
     assert str(found) == "{'a': -1, 'b': 0.5, 'c': 'mask', 'd': 'length:n', 'e': nan, 'f': 1000.0}"
     with pytest.raises(OptionsError, match="pad_with must be numbers, 'mask' or 'length'"):
         Options(pad={"n": 4}, pad_with={"a": "ones"})
-    with pytest.raises(OptionsError, match="there is no pad"):
+    with pytest.raises(OptionsError, match="pad is missing"):
         Options(pad_with={"a": 1})
 
 
@@ -70,17 +70,17 @@ def test_values_may_be_written_in_several_ways():
         (
             {"lenght": 4},
             None,
-            "the dimension 'lenght', and those that vary in the inputs of 'model' are: 'length'",
+            "the dimension 'lenght', but the dimensions of 'model' that vary are: 'length'",
         ),
-        ({"length": 4}, {"idz": 1}, "the input 'idz', and those of 'model' are: 'ids', 'mask', 'count'"),
+        ({"length": 4}, {"idz": 1}, "the input 'idz', but the inputs of 'model' are: 'ids', 'mask', 'count'"),
         ({"length": 4}, {"ids": 0.5}, "'ids', whose dtype int64 does not hold it"),
         ({"length": 4}, {"count": 2**40}, "'count', whose dtype int32 does not hold it"),
         ({"length": 4}, {"ids": 10**400}, "'ids', whose dtype int64 does not hold it"),
         ({"length": 4, "length=other": 8}, None, "the dimension 'length' twice"),
         ({"length": (4, 2**31)}, {"count": "length"}, "up to 2147483648, and its dtype int32"),
         ({"length": 4}, {"count": "mask"}, "none of its dimensions"),
-        ({"length": 4}, {"mask": "length"}, "a row has one"),
-        ({"length": 4}, {"count": "length:width"}, "does not say of which"),
+        ({"length": 4}, {"mask": "length"}, "one for each row"),
+        ({"length": 4}, {"count": "length:width"}, "not which padded dimension has it"),
         ({"length": 4}, {"ids": "mask", "mask": "mask"}, "the size of 'length' is not known"),
     ],
 )
