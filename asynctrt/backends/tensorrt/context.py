@@ -48,9 +48,6 @@ ENQUEUE_NS: Final = 250_000
 """The event loop does enqueues that take less than this. A thread for an enqueue costs 50 µs. Four times this
 limit is as long as a pump may block the loop."""
 
-NVTX: Final = {"none": "NONE", "names": "LAYER_NAMES_ONLY", "detailed": "DETAILED"}
-"""The option's values, as members of ``ProfilingVerbosity``."""
-
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
@@ -73,8 +70,6 @@ class Loaded:
     abilities: Abilities
     cache: KernelCache | None = None
     """The store for kernels that TensorRT for RTX compiles."""
-    is_streaming: bool = False
-    """Whether some of its weights are streamed from the host for each batch."""
     paces: tuple[InlinePolicy, InlinePolicy] = field(
         default_factory=lambda: (InlinePolicy(ENQUEUE_NS), InlinePolicy(ENQUEUE_NS))
     )
@@ -170,9 +165,8 @@ class TensorRTContext:
         self._by_profile: dict[int, _State] = {}
         try:
             self._configure(self._trt)
-            if loaded.options.aux_streams == "ours":
-                for _ in range(int(loaded.engine.num_aux_streams)):
-                    self._streams.append(device.create_stream())
+            for _ in range(int(loaded.engine.num_aux_streams)):
+                self._streams.append(device.create_stream())
         except BaseException:
             self._on_close = None  # The caller never had this context.
             self.close()
@@ -265,11 +259,10 @@ class TensorRTContext:
     def may_block(self, binding: "TensorRTBinding", rows: int, profile: int | None) -> bool:
         """Return whether to enqueue a batch in a thread, because that blocks or was measured to be slow.
 
-        An enqueue blocks for outputs whose size depends on the data, and for streamed weights ("How TensorRT
-        works", Weight Streaming). After a change of shapes or profile, TensorRT updates the state of its
-        layers. The behaviour of plugins is unknown.
+        An enqueue blocks for outputs whose size depends on the data. After a change of shapes or profile,
+        TensorRT updates the state of its layers. The behaviour of plugins is unknown.
         """
-        if binding.unbound or self._loaded.is_streaming:
+        if binding.unbound:
             blocks = True
         else:
             chosen = binding.profile_for(rows, profile)
@@ -293,14 +286,10 @@ class TensorRTContext:
 
     def _configure(self, trt: Any) -> None:
         """Configure a new native context."""
-        loaded, options = self._loaded, self._loaded.options
+        loaded = self._loaded
         trt.name = self._signature.model
         if loaded.temporary_allocator is not None:
             trt.temporary_allocator = loaded.temporary_allocator
-        if options.persistent_cache_limit is not None:
-            trt.persistent_cache_limit = options.persistent_cache_limit
-        if options.nvtx is not None:
-            trt.nvtx_verbosity = getattr(loaded.flavour.module.ProfilingVerbosity, NVTX[options.nvtx])
         errors = self._recorder.take()
         if errors:
             raise loaded.failed(f"configuring a context of {self._signature.model!r}", errors)
@@ -525,7 +514,7 @@ def create_trt_context(loaded: Loaded) -> Any:
 
 def _create_trt_context(loaded: Loaded) -> tuple[Any, Any]:
     """Return a new native context, or ``None``, and the configuration that it was created with."""
-    config = create_config(loaded.engine, loaded.flavour, loaded.options)
+    config = create_config(loaded.engine, loaded.flavour)
     if config is None:
         return loaded.abilities.create_context(loaded.engine, loaded.flavour.module), None
     if loaded.cache is not None:
