@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 from asynctrt._util.validation import (
     FLAG,
@@ -29,8 +29,6 @@ FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_r
 
 TRUSTED: Final = re.compile(r"signed|built-here|sha256:[0-9a-fA-F]{64}")
 """How a way to be trusted is written."""
-
-ArenaSize = Literal["profile", "shapes"]
 
 
 def _ways(value: Any) -> tuple[str, ...]:
@@ -109,14 +107,6 @@ class TensorRTOptions:
         doc="""Bytes of device memory that TensorRT may hold at most for this model: weights, what contexts
         keep, and outputs whose size depends on the data. Allocations beyond it are refused. Arenas do not
         count: they are the engine's.""",
-    )
-
-    arena_size: ArenaSize = setting(
-        default="profile",
-        check=choice(*get_args(ArenaSize)),
-        doc="""How large arenas are. ``profile``: as the largest batch of any profile needs them, from the
-        start, so that none fails later for want of memory. ``shapes``: as the batches so far needed them;
-        they grow when a larger one comes. For plans with wide profiles, of TensorRT 10.1 and later.""",
     )
 
     build: BuildOptions | Mapping[str, Any] | None = setting(

@@ -15,7 +15,6 @@ import numpy as np
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import current
-from asynctrt.devices.arenas import GrowingBuffer
 from asynctrt.devices.base import Buffer
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
@@ -133,9 +132,7 @@ class _Bench:
         self._is_warm = False
         arenas = stage.arenas
         try:
-            if arenas is not None and arenas.by_shapes:
-                self._scratch = [GrowingBuffer(stage.device) for _ in self._contexts]
-            elif arenas is not None and arenas.is_shared:
+            if arenas is not None and arenas.is_shared:
                 nbytes = arenas.arenas[0].memory.nbytes
                 for index in range(len(self._contexts)):
                     self._scratch[index] = stage.device.allocate(nbytes)

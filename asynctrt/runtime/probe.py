@@ -7,7 +7,7 @@ import numpy as np
 
 from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model, ranged_model
-from asynctrt.devices.arenas import Arenas, GrowingBuffer
+from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Buffer, Device
 from asynctrt.errors import DeviceLostError, ExecutionError, UsageError
 from asynctrt.runtime.contexts import ContextPool
@@ -106,9 +106,7 @@ class Probe:
         """The rows that ran in one batch."""
         self._scratch: Buffer | None = None
         arenas = stage.arenas
-        if arenas is not None and arenas.by_shapes:
-            self._scratch = GrowingBuffer(stage.device)  # Only callers' batches should grow the arenas.
-        elif arenas is not None and arenas.is_shared:
+        if arenas is not None and arenas.is_shared:
             # Other engines may use these arenas at any time.
             self._scratch = stage.device.allocate(arenas.arenas[0].memory.nbytes)
         stage.device.activate()

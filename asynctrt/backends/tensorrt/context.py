@@ -29,7 +29,6 @@ from asynctrt.backends.tensorrt.messages import (
 )
 from asynctrt.backends.tensorrt.outputs import UnboundOutput, make_output_allocator
 from asynctrt.backends.tensorrt_options import TensorRTOptions
-from asynctrt.devices.arenas import GrowingBuffer
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.errors import (
     DeviceError,
@@ -328,7 +327,7 @@ class TensorRTContext:
             state.is_warm = False
             self._set_shapes(binding, rows)
             state.shapes = binding.dims, rows
-        self._set_arena(state, profile, arena, stream, is_other_shape=is_other_shape)
+        self._set_arena(state, profile, arena)
         if self._streams:
             # TensorRT only promises to use them for the next enqueue.
             self._trt.set_aux_streams([aux.handle for aux in self._streams])
@@ -386,39 +385,21 @@ class TensorRTContext:
                     "opened"
                 )
 
-    def _set_arena(
-        self, state: _State, profile: Profile, arena: Buffer | None, stream: Stream, *, is_other_shape: bool
-    ) -> None:
+    def _set_arena(self, state: _State, profile: Profile, arena: Buffer | None) -> None:
         """Set the enqueue memory for this batch, unless it is already set."""
         if arena is None:
             if profile.enqueue_nbytes:
                 raise InternalError(f"{self!r} was given no arena, but needs {profile.enqueue_nbytes} bytes")
             return
-        memory, abilities = (arena.address, arena.nbytes), self._loaded.abilities
-        if arena.nbytes < profile.enqueue_nbytes and not abilities.sizes_memory:
+        if arena.nbytes < profile.enqueue_nbytes:
             raise InternalError(
                 f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {profile.enqueue_nbytes}"
             )
-        if arena.nbytes < profile.enqueue_nbytes and (is_other_shape or memory != state.memory):
-            # Too small for every batch of the profile, so let TensorRT compute the size for this one.
-            before = self._recorder.num_errors()
-            needed = int(self._trt.update_device_memory_size_for_shapes())
-            # 0 means an error, or that these shapes need no memory.
-            if self._recorder.num_errors() > before:
-                raise self._failed("update_device_memory_size_for_shapes()")
-            if isinstance(arena, GrowingBuffer):
-                # TensorRT rejects empty memory, even if it needs none.
-                arena.reserve(max(needed, 1), stream=stream)
-                memory = arena.address, arena.nbytes
-            if needed > arena.nbytes:
-                raise InternalError(
-                    f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {needed}"
-                )
-            state.memory = None
+        memory = arena.address, arena.nbytes
         if memory != state.memory:
             # This returns nothing: on failure TensorRT reports an error and keeps using its previous memory.
             before = self._recorder.num_errors()
-            abilities.set_memory(self._trt, *memory)
+            self._loaded.abilities.set_memory(self._trt, *memory)
             if self._recorder.num_errors() > before:
                 raise self._failed(f"set_device_memory({memory[0]:#x}, {memory[1]})")
             state.memory = memory

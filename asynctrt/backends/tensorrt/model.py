@@ -110,7 +110,7 @@ class TensorRTModel:
             self._loaded.cache = _create_cache(self._loaded)
             found_out = _examine(self.name, self._loaded, _names_of_dims(read))
             self.signature = found_out.signature
-            self.capabilities = _capabilities(found_out, self._loaded, options)
+            self.capabilities = _capabilities(found_out)
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
             loaded, self._loaded = self._loaded, None
@@ -365,7 +365,7 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
     return _Examined(signature, is_capturable, shares_profiles)
 
 
-def _capabilities(examined: _Examined, loaded: Loaded, options: TensorRTOptions) -> Capabilities:
+def _capabilities(examined: _Examined) -> Capabilities:
     """Return the capabilities of a plan.
 
     Batches cannot be captured if TensorRT must wait for an output's size, or if the graph's separate context
@@ -383,9 +383,6 @@ def _capabilities(examined: _Examined, loaded: Loaded, options: TensorRTOptions)
         # How long an engine takes to enqueue a batch is only known once measured.
         enqueue_may_block=True,
         enqueue_nbytes=signature.enqueue_nbytes,
-        # With `update_device_memory_size_for_shapes` it knows what a batch needs.
-        reserves_arenas=loaded.abilities.sizes_memory,
-        grows_arenas=options.arena_size == "shapes",
         is_capturable=is_capturable,
         has_profiles=True,
         has_ranges=True,

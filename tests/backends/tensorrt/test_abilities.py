@@ -18,7 +18,6 @@ from asynctrt.errors import (
     ExecutionError,
     InternalError,
     ModelError,
-    OptionsError,
     UsageError,
 )
 from tests.backends.tensorrt.helpers import WAIT_S, header
@@ -259,12 +258,6 @@ def test_an_older_engine_is_not_given_less_than_it_needs(old):
         binding.enqueue(4, profile=0, stream=made.stream, arena=made.arena(256))
     made.run(binding, 4, made.arena())
     context.close()
-
-
-async def test_arenas_of_an_older_engine_are_not_sized_by_shapes(old):
-    made = old(arena_size="shapes")
-    with pytest.raises(OptionsError, match="for plans of TensorRT 10.1 and later"):
-        await asynctrt.open(made.model, device=made.device)
 
 
 async def test_an_older_engine_whose_profiles_are_not_shared(old):

@@ -343,18 +343,13 @@ def test_an_arena_that_tensorrt_refuses_is_never_taken_for_set(bench):
     context.close()
 
 
-def test_a_small_arena_is_enough_for_small_batches(bench):
+def test_an_arena_too_small_for_its_profile_is_refused(bench):
     made = bench()
     context = made.model.create_context(made.device)
     binding = made.bind(context)
-    arena = made.arena(made.spec.enqueue_nbytes({"input": (4, 16)}))
-    for rows in (4, 2, 4):
-        made.run(binding, rows, arena)
-    with pytest.raises(InternalError, match="needs"):
-        binding.enqueue(64, profile=None, stream=made.stream, arena=arena)
-    made.run(binding, 3, arena)
-    made.run(binding, 64, made.arena())
-    made.run(binding, 4, arena)
+    with pytest.raises(InternalError, match="was given an arena of 256 bytes, but needs"):
+        binding.enqueue(4, profile=None, stream=made.stream, arena=made.arena(256))
+    made.run(binding, 4, made.arena())
     context.close()
 
 
@@ -563,37 +558,6 @@ def test_memory_for_an_output_that_is_refused_in_the_middle_of_an_enqueue(bench)
     assert made.finish() is None
     made.run(binding, 2, arena)
     context.close()
-
-
-def test_a_batch_that_needs_no_enqueue_memory_in_an_arena_too_small_for_others(bench):
-    """TensorRT answers 0 both for that and after an error, which it reports."""
-    spec = EngineSpec(
-        function=lambda inputs: 3 * inputs["input"],
-        function_outputs=(TensorIO("output"),),
-        rows_without_memory=8,
-    )
-    made = bench(spec)
-    context, arena = made.model.create_context(made.device), made.arena(256)
-    binding = made.bind(context)
-    made.run(binding, 8, arena)
-    made.run(binding, 1, arena)
-    with pytest.raises(InternalError, match="was given an arena of 256 bytes, but needs"):
-        binding.enqueue(9, profile=None, stream=made.stream, arena=arena)
-    made.run(binding, 3, arena)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IExecutionContext, "_fits_together", refused)
-        with pytest.raises(ExecutionError, match="update_device_memory_size_for_shapes"):
-            binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
-    made.run(binding, 4, arena)
-    context.close()
-
-
-def refused(context, where):
-    """Report an error to whoever asks for the size of enqueue memory."""
-    is_asked = "updateDeviceMemorySizeForShapes" in where
-    if is_asked:
-        context._report_usage(where, "refused on demand")
-    return not is_asked
 
 
 def test_outputs_whose_shape_depends_on_the_data_are_not_captured(bench):

@@ -23,8 +23,8 @@ def test_the_defaults_are_safe():
 
 
 def test_its_repr_shows_what_was_chosen():
-    shown = repr(TensorRTOptions(memory_budget=2, arena_size="shapes"))
-    assert shown == "TensorRTOptions(memory_budget=2, arena_size='shapes')"
+    shown = repr(TensorRTOptions(memory_budget=2, trust="signed"))
+    assert shown == "TensorRTOptions(trust=('signed',), memory_budget=2)"
 
 
 def test_it_is_frozen_and_has_keywords_alone():
@@ -42,8 +42,7 @@ def test_it_is_frozen_and_has_keywords_alone():
         {"memory_budget": 0},
         {"memory_budget": 1.5},
         {"memory_budget": True},
-        {"arena_size": "mine"},
-        {"arena_size": None},
+        {"trust": "me"},
         {"verbosity": None},
         {"runtime_cache": 7},
     ],
@@ -67,12 +66,12 @@ def test_a_plugin_has_to_be_there(tmp_path):
 
 
 def test_they_are_an_option_of_an_engine():
-    options = TensorRTOptions(memory_budget=1 << 30, arena_size="shapes", verbosity=20)
-    mapping = {"memory_budget": 1 << 30, "arena_size": "shapes", "verbosity": 20}
-    lines = ["memory_budget=1073741824", "arena_size=shapes", "verbosity = 20"]
+    options = TensorRTOptions(memory_budget=1 << 30, trust="signed", verbosity=20)
+    mapping = {"memory_budget": 1 << 30, "trust": "signed", "verbosity": 20}
+    lines = ["memory_budget=1073741824", "trust=signed", "verbosity = 20"]
     assert Options(tensorrt=mapping).tensorrt == Options(tensorrt=lines).tensorrt == options
-    lines = ["allow_host_code=true", 'arena_size = "shapes"']
-    assert Options(tensorrt=lines).tensorrt == TensorRTOptions(allow_host_code=True, arena_size="shapes")
+    lines = ["allow_host_code=true", 'trust = "signed"']
+    assert Options(tensorrt=lines).tensorrt == TensorRTOptions(allow_host_code=True, trust="signed")
     with pytest.raises(OptionsError, match="the option 'suspendable' was removed: close the engine"):
         Options(tensorrt={"suspendable": True})
     assert Options().tensorrt is None
