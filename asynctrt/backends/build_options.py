@@ -120,8 +120,8 @@ class BuildOptions:
     max_rows: int = setting(
         default=64,
         check=count(1),
-        doc="""Rows of the largest batch, for the profile that is proposed. It takes 1 to so many rows, and is
-        tuned for the most, which is what full batches have.""",
+        doc="""Rows of the largest batch, for the profile that is proposed. The plan takes up to this
+        many rows, and is tuned for the most, which is what full batches have.""",
     )
     dims: tuple[tuple[str, tuple[int, int, int]], ...] = setting(
         default=(),
@@ -196,7 +196,7 @@ class BuildOptions:
         default=None,
         check=choice(*get_args(Refit)).or_none,
         doc="""Let weights be replaced later: ``all``; ``identical``, by the same values, as stripped plans
-        need it; ``individual``, those that the network marks.""",
+        need it; ``individual``, the weights that the network marks.""",
     )
     strip: bool = setting(
         default=False,

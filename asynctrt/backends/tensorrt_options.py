@@ -138,7 +138,7 @@ class TensorRTOptions:
         (``IRuntimeCache``), so that the next process need not compile them. It is read when the plan is
         loaded, and replaced when the model is closed, if there is more in it; of several processes that
         share it, the last to close wins. What cannot be used is a warning. The kernels run on the GPU: trust
-        the file, and whoever can write it, as you trust the plan.""",
+        the file, and everyone who can write it, as you trust the plan.""",
     )
 
     def __post_init__(self) -> None:

@@ -33,8 +33,8 @@ ASKS_PARSER: Final = (8, 6, 1)
 Under the bindings of 8.6.1, both crash 8.6.0."""
 
 RAISES: Final = (10, 0)
-"""The first library whose bindings hold the GIL where they raise an error. In ``infer_shapes``, those of 8.6
-do not, which ends the process."""
+"""The first library whose bindings hold the GIL where they raise an error. In ``infer_shapes``, the bindings
+of 8.6 do not, which ends the process."""
 
 TELLS_WEIGHTS: Final = (10, 14)
 """The first version whose engines report the size of their weights."""
@@ -177,9 +177,10 @@ def check_lean_runtime(flavour: Flavour, path: Path) -> None:
     if flavour.tag == TAG_RTX or here is None or found is None or oldest <= found <= here[0]:
         return
     raise ModelError(
-        f"the lean runtime {str(path)!r} is of TensorRT {found}, and {flavour.title} loads those of TensorRT "
-        f"{oldest} to {here[0]}. Pass the libnvinfer_lean of the version that built the plan; the last "
-        "version that runs plans of TensorRT 8 is TensorRT 10. It was refused before the library loaded it"
+        f"the lean runtime {str(path)!r} is of TensorRT {found}, and {flavour.title} loads lean runtimes of "
+        f"TensorRT {oldest} to {here[0]}. Pass the libnvinfer_lean of the version that built the plan; the "
+        "last version that runs plans of TensorRT 8 is TensorRT 10. It was refused before the library loaded "
+        "it"
     )
 
 

@@ -34,7 +34,7 @@ def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
         if getattr(options, name) and not is_there:
             packages = "tensorrt or tensorrt_rtx" if name == "refit_from" else "tensorrt_rtx"
             raise OptionsError(
-                f"{name} is {getattr(options, name)!r}, and {flavour.title} does not have what it takes. "
+                f"{name} is {getattr(options, name)!r}, and {flavour.title} does not support it. "
                 f"Leave the option out, or install one that has it: a new {packages}"
             )
 

@@ -135,7 +135,7 @@ class TensorRTModel:
         return self._weights_nbytes
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
-        """Return the profile with the least enqueue memory among those that accept a batch.
+        """Return the profile with the least enqueue memory that accepts a batch.
 
         :param dims: the dimensions of one row of each input.
         :raises InputError: if none accepts it; the message lists the shapes that the profiles accept.

@@ -323,7 +323,7 @@ def _initialise(ordinal: int) -> Any:
 
 
 def _is_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether strides, in elements, are those of an array in C order."""
+    """Return whether strides, in elements, match an array in C order."""
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size > 1 and stride != expected:

@@ -173,7 +173,7 @@ def test_files_that_are_no_models(tmp_path, content):
         ({"precision": "fp16"}, "computes in the types that the model has.*Convert the ONNX model to fp16"),
         ({"compute_capabilities": "9.0"}, "not build for compute capability 9.0, but for 7.5, 8.0"),
         ({"version_compatible": True}, "Set exclude_lean_runtime too"),
-        ({"profiles": "wrong=1x4"}, "names .'wrong'., which is no input"),
+        ({"profiles": "wrong=1x4"}, "names .'wrong'., which is not an input"),
         ({"dims": "length=4"}, "dims names .'length'."),
     ],
 )

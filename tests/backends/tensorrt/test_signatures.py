@@ -184,7 +184,7 @@ def test_a_list_of_revoked_keys_that_cannot_be_used_allows_nothing(signed):
         signed.check()
     signed.revoked.unlink()
     signed.revoked.symlink_to("gone")
-    with pytest.raises(UsageError, match="the revoked keys are to be read from"):
+    with pytest.raises(UsageError, match="the revoked keys cannot be read from"):
         signed.check()
     signed.revoked.unlink()
     signed.revoked.touch()
