@@ -233,10 +233,10 @@ class TensorRTContext:
         :raises ExecutionError: if TensorRT refuses; the next batch is not affected.
         :raises DeviceLostError: if the device is lost.
         """
-        begun_ns, begun_cpu_ns = clock.now_ns(), clock.own_cpu_ns()
+        in_place, self._in_place = self._in_place, True
+        begun_ns, begun_cpu_ns = clock.now_ns(), 0 if in_place else clock.own_cpu_ns()
         chosen = binding.profile_for(rows, profile)
-        is_change, in_place = self._is_change(binding, chosen, rows), self._in_place
-        self._in_place = True
+        is_change = self._is_change(binding, chosen, rows)
         if not self._guard.acquire(blocking=False):
             raise InternalError(f"{self!r} was used by two threads at once")
         done = False
