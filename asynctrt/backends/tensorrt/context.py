@@ -47,10 +47,6 @@ ENQUEUE_NS: Final = 250_000
 """The event loop does enqueues that take less than this. A thread for an enqueue costs 50 µs. Four times this
 limit is as long as a pump may block the loop."""
 
-GIL_WAITS: Final = 4
-"""An enqueue in a thread may take this many times as long as on the loop: beside a busy loop, most of that is
-a wait for the GIL. The thread's CPU time is a lower bound."""
-
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
@@ -233,10 +229,10 @@ class TensorRTContext:
         :raises ExecutionError: if TensorRT refuses; the next batch is not affected.
         :raises DeviceLostError: if the device is lost.
         """
-        in_place, self._in_place = self._in_place, True
-        begun_ns, begun_cpu_ns = clock.now_ns(), 0 if in_place else clock.own_cpu_ns()
+        begun_ns = clock.now_ns()
         chosen = binding.profile_for(rows, profile)
-        is_change = self._is_change(binding, chosen, rows)
+        is_change, in_place = self._is_change(binding, chosen, rows), self._in_place
+        self._in_place = True
         if not self._guard.acquire(blocking=False):
             raise InternalError(f"{self!r} was used by two threads at once")
         done = False
@@ -250,10 +246,7 @@ class TensorRTContext:
                 output.collect(rows, stream)
             assert self._now is not None
             self._now.is_warm = self._now.is_warm or not stream.is_capturing
-            taken_ns = clock.now_ns() - begun_ns
-            if not in_place:
-                taken_ns = max(taken_ns // GIL_WAITS, clock.own_cpu_ns() - begun_cpu_ns)
-            self._loaded.paces[is_change].observe(taken_ns, in_place=in_place)
+            self._loaded.paces[is_change].observe(clock.now_ns() - begun_ns, in_place=in_place)
             done = True
         finally:
             if not done:

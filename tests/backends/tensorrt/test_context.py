@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from asynctrt._util.pace import HOLD_MIN
 from asynctrt.backends.tensorrt import context as context_module
-from asynctrt.backends.tensorrt.context import ENQUEUE_NS, TensorRTContext
 from asynctrt.backends.tensorrt.memory import RESERVE_NBYTES
 from asynctrt.backends.tensorrt.outputs import UnboundOutput
 from asynctrt.devices.base import MemoryFigures
@@ -342,33 +340,6 @@ def test_an_arena_that_tensorrt_refuses_is_never_taken_for_set(bench):
         ):
             binding.enqueue(4, profile=None, stream=made.stream, arena=shifted)
     made.run(binding, 4, other)
-    context.close()
-
-
-@pytest.mark.parametrize(("wall", "cpu", "is_short"), [(3, 0.5, True), (5, 0.5, False), (3, 2, False)])
-def test_waits_for_the_gil_do_not_make_an_enqueue_slow(bench, monkeypatch, wall, cpu, is_short):
-    """Times in units of the limit: a thread may wait, but neither long each time nor compute for so long."""
-    made = bench()
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
-    made.run(binding, 4, arena)
-    clocks = [0, 0]
-    call = TensorRTContext._call
-
-    def slow(self, name, *args):
-        clocks[0] += int(wall * ENQUEUE_NS)
-        clocks[1] += int(cpu * ENQUEUE_NS)
-        return call(self, name, *args)
-
-    monkeypatch.setattr(TensorRTContext, "_call", slow)
-    monkeypatch.setattr("asynctrt._util.clock.now_ns", lambda: clocks[0])
-    monkeypatch.setattr("asynctrt._util.clock.own_cpu_ns", lambda: clocks[1])
-    for _ in range(HOLD_MIN):
-        assert binding.may_block(4, profile=0)
-        binding.enqueue(4, profile=0, stream=made.stream, arena=arena)
-        assert made.finish() is None
-    assert made.model._loaded.paces[False].is_short == is_short
-    monkeypatch.undo()
     context.close()
 
 
