@@ -43,7 +43,7 @@ PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 REMOVED_OPTIONS: Final = {
-    "arena_size": "tensorrt={'arena_size': 'shapes'} says so of a plan",
+    "arena_size": "every arena has room for the largest batch of any profile",
     "batch_axis": "onnx={'batch_axis': {...}} says so of an ONNX model",
     "batch_sizes": "give them to FunctionModel or @asynctrt.batch; for an ONNX model write "
     "onnx={'batch_sizes': (1, 4)}, and for a plan graphs=(1, 4)",

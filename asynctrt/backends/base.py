@@ -87,11 +87,6 @@ class Capabilities:
     """
     enqueue_nbytes: int = 0
     """Bytes of enqueue memory that the largest batch needs in its arena; 0 for none."""
-    reserves_arenas: bool = False
-    """Whether a binding calls :meth:`GrowingBuffer.reserve` of its arena before it enqueues a batch, so that
-    arenas can be sized by shapes."""
-    grows_arenas: bool = False
-    """Whether to size its arenas by shapes, rather than by the largest batch of any profile."""
     is_capturable: bool = False
     """Whether batches can be captured into CUDA graphs, as far as can be known without trying."""
     is_traced: bool = False

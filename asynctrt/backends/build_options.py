@@ -120,8 +120,8 @@ class BuildOptions:
     max_rows: int = setting(
         default=64,
         check=count(1),
-        doc="""Rows of the largest batch, for the profile that is proposed. It takes 1 to so many rows, and is
-        tuned for the most, which is what full batches have.""",
+        doc="""Rows of the largest batch, for the profile that is proposed. The plan takes up to this
+        many rows, and is tuned for the most, which is what full batches have.""",
     )
     dims: tuple[tuple[str, tuple[int, int, int]], ...] = setting(
         default=(),
@@ -162,14 +162,6 @@ class BuildOptions:
         check=count(0, 5).or_none,
         doc="How long the builder searches: 0, the least, to 5. Default: TensorRT's own, 3.",
     )
-    max_aux_streams: int | None = setting(
-        default=None,
-        check=count(0).or_none,
-        doc="Streams beside the batch's own that the plan may use at most. Default: TensorRT decides.",
-    )
-    max_threads: int | None = setting(
-        default=None, check=count(1).or_none, doc="Threads that the builder may use."
-    )
     timing_cache: str | os.PathLike[str] | None = setting(
         default=None,
         check=PATH.or_none,
@@ -200,21 +192,11 @@ class BuildOptions:
         doc="""GPUs to build for, by their compute capability, such as ``8.9``. Only ``tensorrt_rtx`` has it;
         its default are all that it supports.""",
     )
-    weight_streaming: bool = setting(
-        default=False,
-        check=FLAG,
-        doc="Let weights that do not fit on the GPU stay on the host, and be streamed for each batch.",
-    )
-    distributive_independence: bool = setting(
-        default=False,
-        check=FLAG,
-        doc="Let rows of a batch be computed alike, to the last bit, wherever in the batch they are.",
-    )
     refit: Refit | None = setting(
         default=None,
         check=choice(*get_args(Refit)).or_none,
         doc="""Let weights be replaced later: ``all``; ``identical``, by the same values, as stripped plans
-        need it; ``individual``, those that the network marks.""",
+        need it; ``individual``, the weights that the network marks.""",
     )
     strip: bool = setting(
         default=False,
@@ -226,11 +208,6 @@ class BuildOptions:
         check=PATHS,
         doc="""Shared libraries with plugins that the model uses. They are loaded into this process, and stay:
         name only libraries that you trust as you trust a program.""",
-    )
-    pack_plugins: bool = setting(
-        default=False,
-        check=FLAG,
-        doc="Pack the libraries of ``plugins`` into the plan, whose code then runs where it is opened.",
     )
     profiling: Profiling = setting(
         default="names",
@@ -252,13 +229,11 @@ class BuildOptions:
                 raise OptionsError(
                     f"plugins: there is no file {path!r}. Give the path of each shared library"
                 )
-        needed = (
-            ("exclude_lean_runtime", "version_compatible", self.version_compatible),
-            ("pack_plugins", "plugins", bool(self.plugins)),
-        )
-        for name, other, is_there in needed:
-            if getattr(self, name) and not is_there:
-                raise OptionsError(f"{name} says nothing without {other}. Set both, or leave {name} out")
+        if self.exclude_lean_runtime and not self.version_compatible:
+            raise OptionsError(
+                "exclude_lean_runtime says nothing without version_compatible. Set both, or leave "
+                "exclude_lean_runtime out"
+            )
         if self.profiles and self.dims:
             raise OptionsError(
                 "profiles give the sizes of all dimensions, and dims are for the profile that is proposed "

@@ -6,14 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 from asynctrt._util.validation import (
     FLAG,
     PATH,
     PATHS,
     Check,
-    as_int,
     changed_repr,
     check_names,
     choice,
@@ -31,25 +30,6 @@ FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_r
 TRUSTED: Final = re.compile(r"signed|built-here|sha256:[0-9a-fA-F]{64}")
 """How a way to be trusted is written."""
 
-ArenaSize = Literal["profile", "shapes"]
-AuxStreams = Literal["ours", "library"]
-Nvtx = Literal["none", "names", "detailed"]
-KernelSpecialization = Literal["lazy", "eager", "none"]
-
-
-def _watermark(value: Any) -> float | int:
-    if isinstance(value, float):
-        if 0.0 < value <= 1.0:
-            return value
-    elif (nbytes := as_int(value)) > 0:
-        return nbytes
-    raise ValueError
-
-
-WATERMARK: Final = Check(
-    "a fraction of the device's memory (a float > 0.0 and ≤ 1.0) or bytes (an int > 0)", _watermark
-)
-
 
 def _ways(value: Any) -> tuple[str, ...]:
     ways = (value,) if isinstance(value, str) else tuple(value)
@@ -61,14 +41,6 @@ def _ways(value: Any) -> tuple[str, ...]:
 TRUST: Final = Check("'signed', 'built-here', 'sha256:' and 64 hexadecimal digits, or a list of these", _ways)
 
 
-def _streaming(value: Any) -> int | str:
-    if value == "auto":
-        return "auto"
-    if (nbytes := as_int(value)) < 0:
-        raise ValueError
-    return nbytes
-
-
 def _build(value: Any) -> BuildOptions:
     return value if isinstance(value, BuildOptions) else BuildOptions.from_settings(None, dict(value))
 
@@ -76,7 +48,6 @@ def _build(value: Any) -> BuildOptions:
 BUILD: Final = Check(
     "an asynctrt.BuildOptions, or a mapping such as {'dims': {'length': '1:128:512'}}", _build
 )
-STREAMING: Final = Check("'auto' or a whole number ≥ 0", _streaming)
 
 
 @documented
@@ -138,40 +109,11 @@ class TensorRTOptions:
         count: they are the engine's.""",
     )
 
-    memory_watermark: float | int | None = setting(
-        default=None,
-        check=WATERMARK.or_none,
-        doc="""Refuse TensorRT memory when that would take the use of the device, by all processes, beyond
-        this: a fraction of its memory (a float up to 1.0) or bytes (an int).""",
-    )
-
-    arena_size: ArenaSize = setting(
-        default="profile",
-        check=choice(*get_args(ArenaSize)),
-        doc="""How large arenas are. ``profile``: as the largest batch of any profile needs them, from the
-        start, so that none fails later for want of memory. ``shapes``: as the batches so far needed them;
-        they grow when a larger one comes. For plans with wide profiles, of TensorRT 10.1 and later.""",
-    )
-
     build: BuildOptions | Mapping[str, Any] | None = setting(
         default=None,
         check=BUILD.or_none,
         doc="""How a plan is built from an ``.onnx`` file with ``runtime="tensorrt"``: ``BuildOptions``, or a
         mapping of its names, such as ``{"dims": {"length": "1:128:512"}}``.""",
-    )
-
-    persistent_cache_limit: int | None = setting(
-        default=None,
-        check=count(0).or_none,
-        doc="""Bytes of the L2 cache that one context may keep activations in. All contexts together must not
-        exceed what the GPU sets aside for that ("How TensorRT works", L2 Persistent Cache Management).""",
-    )
-
-    weight_streaming_budget: int | str | None = setting(
-        default=None,
-        check=STREAMING.or_none,
-        doc="""Bytes of weights to keep on the device, for a plan that was built to stream the rest from the
-        host. ``auto``: as many as TensorRT advises for the memory that is free. Default: TensorRT's own.""",
     )
 
     plugins: tuple[str, ...] = setting(
@@ -182,37 +124,11 @@ class TensorRTOptions:
         TensorRT's own plugins are registered in any case, if the package has them.""",
     )
 
-    temporary_directory: str | os.PathLike[str] | None = setting(
-        default=None,
-        check=PATH.or_none,
-        doc="""Where TensorRT may put files that it needs for a moment (``Runtime.temporary_directory``), such
-        as the code of a version-compatible plan.""",
-    )
-
-    aux_streams: AuxStreams = setting(
-        default="ours",
-        check=choice(*get_args(AuxStreams)),
-        doc="""Whose auxiliary streams a plan uses that works on several at once: ``ours``, made with the
-        context, or the ``library``'s own.""",
-    )
-
-    max_threads: int | None = setting(
-        default=None,
-        check=count(1).or_none,
-        doc="Threads that TensorRT may use to load the plan.",
-    )
-
     verbosity: int = setting(
         default=logging.WARNING,
         check=count(0),
         doc="""Which messages of TensorRT go to the logger ``asynctrt.tensorrt``: a level of :mod:`logging`.
         What TensorRT reports as an error of a call is in the exception, whatever this says.""",
-    )
-
-    nvtx: Nvtx | None = setting(
-        default=None,
-        check=choice(*get_args(Nvtx)).or_none,
-        doc="How much contexts tell a profiler about their layers. Not more than the plan was built with.",
     )
 
     runtime_cache: str | os.PathLike[str] | None = setting(
@@ -222,16 +138,7 @@ class TensorRTOptions:
         (``IRuntimeCache``), so that the next process need not compile them. It is read when the plan is
         loaded, and replaced when the model is closed, if there is more in it; of several processes that
         share it, the last to close wins. What cannot be used is a warning. The kernels run on the GPU: trust
-        the file, and whoever can write it, as you trust the plan.""",
-    )
-
-    kernel_specialization: KernelSpecialization | None = setting(
-        default=None,
-        check=choice(*get_args(KernelSpecialization)).or_none,
-        doc="""When TensorRT for RTX compiles kernels for the shapes that it meets: ``lazy``, beside the
-        batches, which run with general kernels until then; ``eager``, before the first batch of a shape;
-        ``none``, never. A CUDA graph goes on with the kernels that it was captured with, so ``eager`` is what
-        goes with graphs. Default: TensorRT's own, ``lazy``.""",
+        the file, and everyone who can write it, as you trust the plan.""",
     )
 
     def __post_init__(self) -> None:
@@ -252,10 +159,6 @@ class TensorRTOptions:
                 raise OptionsError(
                     f"plugins: there is no file {path!r}. Give the path of each shared library"
                 )
-        if self.temporary_directory is not None and not Path(self.temporary_directory).is_dir():
-            raise OptionsError(
-                f"temporary_directory: there is no folder {str(self.temporary_directory)!r}. Create it first"
-            )
 
     def _check_cache(self) -> None:
         if self.runtime_cache is None:

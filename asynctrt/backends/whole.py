@@ -49,8 +49,6 @@ class WholeModel(ModelBase):
             occupies_device=its.occupies_device,
             enqueue_may_block=its.enqueue_may_block,
             enqueue_nbytes=its.enqueue_nbytes,
-            reserves_arenas=its.reserves_arenas,
-            grows_arenas=its.grows_arenas,
             # Only with a fixed shape is it known in advance what to capture.
             is_capturable=its.is_capturable and its.rows_fixed is not None,
             has_profiles=its.has_profiles,

@@ -592,14 +592,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:
-            by_shapes = model.capabilities.grows_arenas
-            arenas = shared or Arenas(device, capacity.arenas, by_shapes=by_shapes)
-            if arenas.by_shapes and not model.capabilities.reserves_arenas:
-                raise OptionsError(
-                    "arenas can be sized by shapes for plans of TensorRT 10.1 and later, and "
-                    f"{model.name!r} is none: it does not say what a batch of a shape needs. Leave out "
-                    "arena_size, or by_shapes of the arenas that it shares"
-                )
+            arenas = shared or Arenas(device, capacity.arenas)
         shapes = Shapes(
             rows_max=capacity.rows_max,
             rows_fixed=model.capabilities.rows_fixed,

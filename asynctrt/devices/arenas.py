@@ -12,76 +12,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from asynctrt._util.forks import Origin
-from asynctrt.devices.base import Buffer, Device, Event, Stream, aligned, check_room
-from asynctrt.errors import InternalError, OptionsError, UsageError
-
-
-class GrowingBuffer:
-    """Enqueue memory that grows to the size of the largest batch so far. Its address changes as it grows.
-
-    It grows in stream order, on the stream of the batch that needs more, which has already waited for the
-    previous batch. So the CPU never waits, and no memory in use is freed.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._buffer: Buffer | None = None
-        self._is_kept = False
-        self._outgrown: list[Buffer] = []
-
-    def __repr__(self) -> str:
-        return f"<GrowingBuffer {self._device.name} nbytes={self.nbytes}>"
-
-    @property
-    def address(self) -> int:
-        return 0 if self._buffer is None else self._buffer.address
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.nbytes
-
-    @property
-    def held_nbytes(self) -> int:
-        """Return the number of bytes held, including outgrown blocks that are kept."""
-        return self.nbytes + sum(buffer.nbytes for buffer in self._outgrown)
-
-    @property
-    def is_host_visible(self) -> bool:
-        return self._buffer is not None and self._buffer.is_host_visible
-
-    def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
-        assert self._buffer is not None, "there is nothing in it yet"
-        return self._buffer.array(dtype, shape, offset)
-
-    def reserve(self, nbytes: int, *, stream: Stream) -> None:
-        """Grow to at least ``nbytes`` for work on ``stream``, which must be ordered after all earlier work.
-
-        :raises DeviceMemoryError: if that does not fit; the buffer is then unchanged.
-        """
-        if nbytes <= self.nbytes:
-            return
-        if stream.is_capturing:
-            raise InternalError(f"{self!r} cannot grow to {nbytes} bytes while {stream!r} captures")
-        grown = self._device.allocate_ordered(aligned(nbytes), stream=stream.handle)
-        outgrown, self._buffer = self._buffer, grown
-        if outgrown is not None and self._is_kept:
-            self._outgrown.append(outgrown)
-        elif outgrown is not None:
-            self._device.free_ordered(outgrown, stream=stream.handle)
-
-    def keep(self) -> None:
-        """Keep blocks that are outgrown from now on, because captured graphs use them."""
-        self._is_kept = True
-
-    def close(self) -> None:
-        """Free the block and all kept blocks. Idempotent."""
-        for buffer in (*self._outgrown, *([] if self._buffer is None else [self._buffer])):
-            buffer.close()
-        self._outgrown.clear()
-        self._buffer = None
+from asynctrt.devices.base import Buffer, Device, Event, aligned, check_room
+from asynctrt.errors import OptionsError, UsageError
 
 
 class Arena:
@@ -132,24 +65,15 @@ class Arenas:
     :param device: the device object that the engines are opened on.
     :param count: how many batches may compute side by side.
     :param nbytes: the initial size of each arena.
-    :param by_shapes: size each arena to its largest batch so far, and grow on demand, rather than to the
-        largest batch of any profile. Engines with such arenas capture no graphs.
     :raises OptionsError: if ``count`` is less than 1, or ``nbytes`` negative.
     :raises DeviceMemoryError: if they do not fit.
     """
 
-    def __init__(self, device: Device, count: int, *, nbytes: int = 0, by_shapes: bool = False) -> None:
+    def __init__(self, device: Device, count: int, *, nbytes: int = 0) -> None:
         if count < 1 or nbytes < 0:
             raise OptionsError(f"count must be at least 1 and nbytes at least 0, not {count} and {nbytes}")
-        if by_shapes and nbytes:
-            raise OptionsError(f"arenas that are sized by shapes begin empty, so leave out nbytes={nbytes}")
         self.device = device
-        self.by_shapes = by_shapes
-        """Whether each arena grows to the size of its largest batch so far."""
         self.arenas = [Arena() for _ in range(count)]
-        if by_shapes:
-            for arena in self.arenas:
-                arena.buffer = GrowingBuffer(device)
         self.users = [0] * count
         """The number of batches in flight in each arena, across all engines."""
         self.engines = 0
@@ -166,8 +90,7 @@ class Arenas:
             self.reserve(nbytes)
 
     def __repr__(self) -> str:
-        size = "by shapes" if self.by_shapes else f"nbytes={self._nbytes} of each"
-        return f"<Arenas {self.device.name} count={len(self.arenas)} {size}>"
+        return f"<Arenas {self.device.name} count={len(self.arenas)} nbytes={self._nbytes} of each>"
 
     def __len__(self) -> int:
         return len(self.arenas)
@@ -187,10 +110,7 @@ class Arenas:
     @property
     def nbytes(self) -> int:
         """Return the total number of bytes held."""
-        grown = sum(
-            arena.buffer.held_nbytes for arena in self.arenas if isinstance(arena.buffer, GrowingBuffer)
-        )
-        return len(self.arenas) * self._nbytes + sum(buffer.nbytes for buffer in self._retired) + grown
+        return len(self.arenas) * self._nbytes + sum(buffer.nbytes for buffer in self._retired)
 
     def claim(self, thread: int) -> None:
         """Allow use by engines whose event loop runs in the thread with this id.
@@ -228,7 +148,7 @@ class Arenas:
             self._grow(aligned(nbytes))
 
     def _grow(self, nbytes: int) -> None:
-        if nbytes <= self._nbytes or self.by_shapes:
+        if nbytes <= self._nbytes:
             return
         check_room(
             self.device,
@@ -261,8 +181,7 @@ class Arenas:
         for arena in self.arenas:
             if arena.buffer is not None:
                 arena.buffer.close()
-                # A growing buffer can be used again after it was closed.
-                arena.buffer = arena.buffer if self.by_shapes else None
+                arena.buffer = None
             arena.last_use = None
         for buffer in self._retired:
             buffer.close()

@@ -198,10 +198,6 @@ class Device(Protocol):
         """Return the GPU's compute capability, ``(9, 0)``, or ``None`` on a device that is not a GPU."""
 
     @property
-    def l2_persisting_nbytes(self) -> int | None:
-        """Return how much of the L2 cache can be set aside for persisting data, or ``None`` if unknown."""
-
-    @property
     def is_integrated(self) -> bool:
         """Return whether it is a GPU that shares the host's memory instead of having separate memory."""
 
@@ -291,15 +287,6 @@ class Device(Protocol):
 
         :raises DeviceMemoryError: if it does not fit.
         """
-
-    def reserve_l2(self, nbytes: int) -> None:
-        """Set part of the L2 cache aside for persisting data, in addition to earlier reservations.
-
-        :raises DeviceMemoryError: if the total of the process would exceed what the device can set aside.
-        """
-
-    def release_l2(self, nbytes: int) -> None:
-        """Release what :meth:`reserve_l2` set aside."""
 
     def import_array(self, value: object) -> "DeviceArray | None":
         """Return an array of any library on this device without copying it, or ``None`` for any other value.

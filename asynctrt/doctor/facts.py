@@ -19,7 +19,7 @@ CHILDREN_MAX: Final = 4
 """The maximum number of probes that run at once."""
 
 PACKAGES: Final = ("onnxruntime", "cuda.bindings.driver", "uvloop")
-"""The packages whose import is tried, besides those of TensorRT."""
+"""The packages whose import is tried, besides TensorRT's own."""
 
 Ask = Callable[..., ProbeOutcome]
 

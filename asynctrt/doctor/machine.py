@@ -28,8 +28,6 @@ class Machine:
     """The memory that the container uses, without cached files that could be dropped."""
     oom_kills: int | None
     """Processes of the container that were killed because its memory was used up."""
-    memlock_nbytes: int | None
-    """The maximum memory that a process may lock."""
     descriptors: int | None
     """The maximum number of open files of a process."""
     gpu_signs: tuple[str, ...]
@@ -49,8 +47,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         memory_limit_nbytes=cgroup.memory_limit(),
         memory_used_nbytes=cgroup.memory_used(),
         oom_kills=cgroup.oom_kills(),
-        memlock_nbytes=_limit(resource.RLIMIT_MEMLOCK),
-        descriptors=_limit(resource.RLIMIT_NOFILE),
+        descriptors=_descriptors(),
         gpu_signs=tuple(f"/{path.relative_to(root)}" for path in _gpu_signs(root)),
     )
 
@@ -64,6 +61,6 @@ def _gpu_signs(root: Path) -> Iterator[Path]:
             yield device
 
 
-def _limit(kind: int) -> int | None:
-    soft, _ = resource.getrlimit(kind)
+def _descriptors() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft

@@ -225,7 +225,7 @@ def _facts(source: OnnxContent, device: Device, flavour: str | None, options: Bu
     chosen, version = _builder(flavour or options.flavour)
     settings = replace(options, flavour=chosen).as_json()
     # The plan does not depend on the options for the build's speed and logging.
-    for name in ("timing_cache", "max_threads", "verbosity"):
+    for name in ("timing_cache", "verbosity"):
         settings.pop(name)
     settings["plugins"] = {path: digest_of(Path(path)) for path in options.plugins}
     capability = device.compute_capability

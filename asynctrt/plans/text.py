@@ -185,8 +185,6 @@ def _weights(opened: Opened) -> str:
     said = [mib(total) if total is not None else "unknown"]
     if engine.stripped_nbytes:
         said.append(f"{mib(engine.stripped_nbytes)} stripped")
-    if engine.streamable_nbytes:
-        said.append(f"{mib(engine.streamable_nbytes)} can be streamed")
     said.append("can be refitted" if engine.is_refittable else "cannot be refitted")
     return ", ".join(said)
 

@@ -450,7 +450,7 @@ class ContextPool:
             elif not self.may_grow:
                 # The shapes are known, and so is the memory of a batch: allocate it or fail now.
                 self._make_slabs()
-                if graphs and model.capabilities.is_capturable and self._may_capture:
+                if graphs and model.capabilities.is_capturable:
                     self._capture(graphs)
             if prepares and model.capabilities.rows_fixed is None and model.capabilities.keeps_sizes_apart:
                 self._restrict(model, rows_max, is_fixed=is_fixed)
@@ -728,18 +728,6 @@ class ContextPool:
         finally:
             if own is not None:
                 own.close()
-
-    @property
-    def _may_capture(self) -> bool:
-        """Whether the arenas keep their addresses, as graphs require."""
-        arenas = self._arenas
-        if arenas is None or not (arenas.by_shapes and arenas.is_shared):
-            return True
-        logger.warning(
-            "%r captures no CUDA graphs, since other engines may let its arenas grow at any time",
-            self._model.name,
-        )
-        return False
 
     def _sizes_taken(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes that a profile supports: there may be gaps between profiles."""

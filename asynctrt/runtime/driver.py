@@ -48,8 +48,12 @@ GROW_ON_LOOP_NBYTES_MAX: Final = 256 << 10
 the least, and 29 ms for 64 MiB (H200)."""
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
-"""A batch with more bytes than this is copied in another thread, in or out: larger copies would hold the loop
-for longer than the hand-over to a thread and back (``tests/benchmarks/copies.py``)."""
+"""A batch with more bytes than this is copied out in another thread: larger copies would hold the loop for
+longer than the hand-over to a thread and back (``tests/benchmarks/copies.py``)."""
+
+GATHER_ON_LOOP_NBYTES_MAX: Final = 16 << 20
+"""The same for copies of rows into a batch, which release the GIL for a few µs per row: threads that wait for
+it again and again hold the loop for longer than the copy (1.5 ms for 16 MiB) would."""
 
 STAGE_ON_LOOP_NBYTES_MAX: Final = 128 << 10
 """The same for a batch that a thread puts on its stream, and can as well stage."""
@@ -414,7 +418,7 @@ class Driver:
             nbytes = source.staged_nbytes
             if nbytes > STAGE_ON_LOOP_NBYTES_MAX and self._hand_over_unstaged(flight):
                 return
-            if nbytes > COPY_ON_LOOP_NBYTES_MAX:
+            if nbytes > GATHER_ON_LOOP_NBYTES_MAX:
                 parts = source.parts(self._copiers.parts_max)
                 done = partial(self._staged_off_loop, flight, len(parts))
                 self._copiers.copy_in_parts(parts, nbytes, done, flight.hold)

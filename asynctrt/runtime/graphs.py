@@ -22,7 +22,7 @@ from asynctrt.backends.base import (
     TracedModel,
     create_context_on,
 )
-from asynctrt.devices.arenas import Arena, GrowingBuffer
+from asynctrt.devices.arenas import Arena
 from asynctrt.devices.base import Buffer, Device, Event, Graph, Stream
 from asynctrt.errors import DeviceError, DeviceLostError
 from asynctrt.runtime.staging import Slab
@@ -161,8 +161,6 @@ class Capture:
         graph: Graph | None = None
         try:
             memory = None if self._arena is None else self._arena.memory
-            if isinstance(memory, GrowingBuffer):
-                memory.keep()
             graph = _captured(
                 self._binding, self._rows, profile=self._profile, stream=self._stream, arena=memory
             )

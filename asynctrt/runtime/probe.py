@@ -7,7 +7,7 @@ import numpy as np
 
 from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model, ranged_model
-from asynctrt.devices.arenas import Arenas, GrowingBuffer
+from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Buffer, Device
 from asynctrt.errors import DeviceLostError, ExecutionError, UsageError
 from asynctrt.runtime.contexts import ContextPool
@@ -95,8 +95,6 @@ class Ran(NamedTuple):
 def scratch_of(stage: Stage) -> Buffer | None:
     """Return enqueue memory for made-up batches; ``None`` if they may use the arenas."""
     arenas = stage.arenas
-    if arenas is not None and arenas.by_shapes:
-        return GrowingBuffer(stage.device)  # Only callers' batches should grow the arenas.
     if arenas is not None and arenas.is_shared:
         # Other engines may use these arenas at any time.
         return stage.device.allocate(arenas.arenas[0].memory.nbytes)

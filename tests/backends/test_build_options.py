@@ -35,7 +35,6 @@ def test_limits_of_memory_are_always_set():
         ({"workspace": 0}, "workspace must be a whole number"),
         ({"profiles": "x=1", "dims": "a=1"}, "Leave one of the two out"),
         ({"exclude_lean_runtime": True}, "says nothing without version_compatible"),
-        ({"pack_plugins": True}, "says nothing without plugins"),
         ({"plugins": "missing.so"}, "plugins: there is no file 'missing.so'"),
         ({"timing_cache": "/missing/cache"}, "not the path of a file in a folder that is there"),
         ({"max_row": 3}, "unknown option 'max_row' of a build; did you mean 'max_rows'"),

@@ -67,7 +67,7 @@ def copying_model(floats):
 
 async def longest_stop(nbytes, *, off_loop, batches):
     """Return the loop's longest stop and the batch's latency in µs, as medians over batches of this size."""
-    before, driver.COPY_ON_LOOP_NBYTES_MAX = driver.COPY_ON_LOOP_NBYTES_MAX, 0 if off_loop else 1 << 60
+    before, driver.GATHER_ON_LOOP_NBYTES_MAX = driver.GATHER_ON_LOOP_NBYTES_MAX, 0 if off_loop else 1 << 60
     floats = nbytes // 4 // 8
     stops, latencies = [], []
     try:
@@ -85,7 +85,7 @@ async def longest_stop(nbytes, *, off_loop, batches):
                 stops.append(stop_ns / 1000)
                 latencies.append((clock.now_ns() - start_ns) / 1000)
     finally:
-        driver.COPY_ON_LOOP_NBYTES_MAX = before
+        driver.GATHER_ON_LOOP_NBYTES_MAX = before
     return float(np.median(stops)), float(np.median(latencies))
 
 

@@ -18,6 +18,13 @@ from tests.gpu.differential import setting_from_environment
 from tests.gpu.support import gpu_is_here
 
 SETTING = setting_from_environment()
+PERCEPTRON = Path(SETTING.plans) / "mlp-vcx.plan"
+OPTIONS = {
+    "flavour": SETTING.flavour or None,
+    "lean_runtime": SETTING.lean_runtime or None,
+    "allow_host_code": bool(SETTING.lean_runtime),
+}
+"""For ``tensorrt`` of :func:`asynctrt.open`."""
 LAYERS = (64, 256, 256, 16)
 WAIT_S = 30
 TOLERANCE = 3e-3
@@ -142,13 +149,7 @@ class RealSubject:
 
     def load(self):
         """Open the plan once more."""
-        lean = SETTING.lean_runtime or None
-        return TensorRTModel(
-            Path(SETTING.plans) / "mlp-vcx.plan",
-            device=self.device,
-            flavour=SETTING.flavour,
-            options=TensorRTOptions(lean_runtime=lean, allow_host_code=lean is not None),
-        )
+        return TensorRTModel(PERCEPTRON, device=self.device, options=TensorRTOptions(**OPTIONS))
 
     def open(self, **kw):
         kw = {"contexts": 3, "arenas": 3, "max_rows": 4, "graphs": "off", **kw}
@@ -165,10 +166,11 @@ class RealSubject:
         async with asyncio.timeout(WAIT_S):
             self.compare(await engine.infer(sent), sent)
 
-    def compare(self, result, sent):
+    @classmethod
+    def compare(cls, result, sent):
         """Check an answer."""
-        expected = self.computes(sent)
-        answer = result[self.output]
+        expected = cls.computes(sent)
+        answer = result[cls.output]
         assert answer.shape == expected.shape
         np.testing.assert_allclose(answer, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
 

@@ -17,12 +17,8 @@ from tests.models import rows
 
 pytestmark = pytest.mark.anyio
 WAITING = {
-    "an output that depends on the data": ({"data_dependent": True}, None),
-    "streamed weights": (
-        {"weights_nbytes": 64 << 10, "streamable_weights_nbytes": 32 << 10},
-        TensorRTOptions(weight_streaming_budget=0),
-    ),
-    "a plugin": ({"waits": True}, None),
+    "an output that depends on the data": {"data_dependent": True},
+    "a plugin": {"waits": True},
 }
 
 
@@ -55,8 +51,7 @@ async def answers(task, subject, number):
 
 @pytest.mark.parametrize("why", WAITING)
 async def test_the_loop_and_other_batches_go_on_while_an_enqueue_waits(subject_of, why):
-    spec, options = WAITING[why]
-    subject = subject_of(options=options, **spec)
+    subject = subject_of(**WAITING[why])
     async with subject.open(contexts=2, arenas=2, lanes=1, batch_timeout=None) as engine:
         subject.double.fail_next("hang")
         held = asyncio.create_task(engine.infer(rows(7)))

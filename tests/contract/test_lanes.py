@@ -51,7 +51,7 @@ def slow_subject(request):
 @pytest.mark.parametrize("graphs", ["off", "auto"])
 async def test_answers_are_right_and_batches_are_launched_ahead_of_time(slow_subject, graphs):
     subject = slow_subject
-    async with subject.open(contexts=4, arenas=4, graphs=graphs) as engine, asyncio.timeout(WAIT_S):
+    async with subject.open(contexts=4, arenas=4, lanes=1, graphs=graphs) as engine, asyncio.timeout(WAIT_S):
         for _ in range(WARM_UP):
             await subject.check(engine)
         rounds = 0

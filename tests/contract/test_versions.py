@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions
+from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from tests.contract.devices import WAIT_S
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
@@ -15,32 +15,25 @@ pytestmark = pytest.mark.anyio
 VERSIONS = ("10.9.0.34", "10.13.3.9", "10.14.1.48", "11.0.0.114", "11.4.0.106")
 SEQUENCE = (TensorIO("input", dims=(-1, -1)),)
 SPECS = {
-    "rows of one shape": (EngineSpec(), None),
-    "two profiles": (
-        EngineSpec(
-            inputs=SEQUENCE,
-            profiles=({"input": ((1, 1), (4, 4), (8, 8))}, {"input": ((1, 1), (16, 8), (64, 32))}),
-        ),
-        None,
+    "rows of one shape": EngineSpec(),
+    "two profiles": EngineSpec(
+        inputs=SEQUENCE,
+        profiles=({"input": ((1, 1), (4, 4), (8, 8))}, {"input": ((1, 1), (16, 8), (64, 32))}),
     ),
-    "an output that depends on the data": (EngineSpec(inputs=SEQUENCE, data_dependent=True), None),
-    "streamed weights": (
-        EngineSpec(weights_nbytes=64 << 10, streamable_weights_nbytes=32 << 10),
-        TensorRTOptions(weight_streaming_budget=8 << 10),
-    ),
-    "auxiliary streams": (EngineSpec(aux_streams=2), None),
-    "plugins": (EngineSpec(plugins=("ROIAlign_TRT",)), None),
+    "an output that depends on the data": EngineSpec(inputs=SEQUENCE, data_dependent=True),
+    "auxiliary streams": EngineSpec(aux_streams=2),
+    "plugins": EngineSpec(plugins=("ROIAlign_TRT",)),
 }
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", SPECS)
 async def test_every_kind_of_engine_runs_on_every_version(kind, version):
-    spec, options = SPECS[kind]
+    spec = SPECS[kind]
     device = HostDevice(in_place="never", unified=False)
     double = StrictTensorRT(device, version=version)
     plan = double_plan(spec, version=version)
-    model = TensorRTModel(plan, device=device, flavour=double, options=options)
+    model = TensorRTModel(plan, device=device, flavour=double)
     async with asynctrt.open(model, device=device, contexts=3, arenas=2) as engine, asyncio.timeout(WAIT_S):
         length = 16 if -1 not in spec.inputs[0].dims[1:] else None
         random = np.random.default_rng(1)

@@ -592,24 +592,6 @@ class TestMemory:
             with pytest.raises(OptionsError, match="at least 1 byte"):
                 limit_memory(wrong)
 
-    def test_cache_is_set_aside_over_all_devices_of_the_process(self, device, driver):
-        limits = []
-        driver.do_cuCtxGetLimit = lambda limit: (limits[-1] if limits else 100,)
-        driver.do_cuCtxSetLimit = lambda limit, nbytes: limits.append(nbytes) or ()
-        driver.do_cuDeviceGetAttribute = lambda attribute, cuda_device: (1000,)
-        first, second = CudaDevice(0), CudaDevice(0)
-        first.reserve_l2(80)
-        assert limits == [], "there is as much already"
-        second.reserve_l2(500)
-        assert limits == [580]
-        with pytest.raises(
-            DeviceMemoryError, match="at most 1,000 bytes .* 580 bytes are taken .* 421 bytes"
-        ):
-            first.reserve_l2(421)
-        second.release_l2(500)
-        first.reserve_l2(421)
-        assert limits == [580], "what other libraries have set aside is not lowered"
-
     @pytest.mark.parametrize("mode", ["lazy", "eager"])
     def test_when_kernels_are_loaded(self, driver, caplog, mode):
         modes = REAL.CUmoduleLoadingMode

@@ -19,7 +19,6 @@ MACHINE = Machine(
     memory_limit_nbytes=64 * GIB,
     memory_used_nbytes=8 * GIB,
     oom_kills=0,
-    memlock_nbytes=None,
     descriptors=1 << 20,
     gpu_signs=("/dev/nvidia0", "/dev/nvidiactl"),
 )

@@ -141,8 +141,6 @@ FAULTS = [
     ("container.oom", W, with_machine(oom_kills=1)),
     ("container.memory", W, with_machine(memory_used_nbytes=60 * GIB)),
     ("container.cpu", W, with_machine(quota_cores=2.5)),
-    ("system.memlock", W, lambda: report(machine={"memlock_nbytes": 65536}, engines={"cuda:0": failed("x")})),
-    ("system.memlock", N, lambda: without_gpu(machine={"memlock_nbytes": 65536})),
     ("system.descriptors", N, with_machine(descriptors=1024)),
     # Engines.
     ("engine.failed", E, lambda: report(engines={"cuda:0": failed("DeviceMemoryError: ...")})),
@@ -180,7 +178,6 @@ def test_a_driver_that_is_too_old_names_the_packages_that_need_more():
 
 def test_what_is_right_in_spite_of_appearances():
     assert not report(env={"CUDA_VISIBLE_DEVICES": "0"}).find("driver.hidden")
-    assert report(machine={"memlock_nbytes": 65536}).find("system.memlock")[0].level is Level.OK
     assert not report(distributions={"tensorrt-cu13": "11.4.0.106.post1"}).find("tensorrt.parts")
     assert not report(distributions={"rapidocr-onnxruntime": "1.4.4"}).find("onnxruntime.several")
     assert report(packages={"tensorrt": package("11.4.0.106", told="11.4.0")}).find("tensorrt")

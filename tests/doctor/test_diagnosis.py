@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -71,7 +70,7 @@ def test_a_gpu_is_used_by_one_process_at_a_time_and_only_if_it_is_there():
     assert {("engine", "host"), ("engine", "worker"), ("package", "onnxruntime")} <= set(asked)
 
 
-def doctor(*arguments, limit=None, **env):
+def doctor(*arguments, **env):
     """Run the command; return its status and its report."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "asynctrt", "doctor", "--json", *arguments],
@@ -81,7 +80,6 @@ def doctor(*arguments, limit=None, **env):
         timeout=WAIT_S,
         cwd=ROOT,
         env={**os.environ, **env},
-        preexec_fn=limit,
     )
     assert "Traceback" not in done.stderr
     report = json.loads(done.stdout)
@@ -145,27 +143,22 @@ def test_a_gpu_that_a_variable_hides(tmp_path):
 
 @no_gpu
 @pytest.mark.tier2
-def test_a_driver_that_hangs_and_little_memory_to_lock(tmp_path):
+def test_a_driver_that_hangs(tmp_path):
     compiled(
         tmp_path,
         "libcuda.so.1",
         "#include <unistd.h>\n" + DRIVER.replace("return INIT;", "for (;;) pause();"),
     )
 
-    def limit():
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-
     status, found = doctor(
         "--device",
         "cuda:0",
         "--timeout",
         "8",
-        limit=limit,
         LD_LIBRARY_PATH=str(tmp_path),
     )
     assert status == SICK
     assert "it did not end within 8 s" in found["driver.broken"]["what"]
-    assert "64 KiB" in found["system.memlock"]["what"]
 
 
 MEMFD = """

@@ -1,16 +1,6 @@
 """What the operating system tells, from made-up folders, and the real one."""
 
-import json
-import resource
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
 from asynctrt.doctor.machine import read_machine
-
-ROOT = Path(__file__).parents[2]
 
 
 def write(root, path, content):
@@ -83,18 +73,3 @@ def test_files_that_are_not_as_expected(tmp_path):
     write(tmp_path, "proc/meminfo", "MemTotal: many\n")
     machine = read_machine(tmp_path)
     assert machine.quota_cores is machine.memory_limit_nbytes is machine.memory_nbytes is None
-
-
-@pytest.mark.tier2
-def test_the_limit_of_locked_memory_is_that_of_the_process():
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    program = (
-        "import json, resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536));"
-        "from asynctrt.doctor.machine import read_machine; print(json.dumps(read_machine().memlock_nbytes))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30, cwd=ROOT
-    )
-    assert json.loads(done.stdout) == 65536
-    here = read_machine().memlock_nbytes
-    assert here == (None if soft == resource.RLIM_INFINITY else soft)

@@ -57,28 +57,6 @@ def violated(bench, match):
 # What works
 
 
-def test_shapes_are_known_as_far_as_they_are_set(bench):
-    made = bench(EngineSpec(inputs=(TensorIO("a", dims=(-1, -1, 4)), TensorIO("b"))))
-    context = made.user().context
-    assert tuple(context.get_tensor_shape("a")) == (-1, -1, 4)
-    assert context.infer_shapes() == ["a", "b"]
-    assert not context.all_binding_shapes_specified
-    assert context.get_max_output_size("output_a") == -1
-    assert context.set_input_shape("a", [2, 3, 4])
-    assert tuple(context.get_tensor_shape("output_a")) == (2, 3, 4)
-    assert tuple(context.get_tensor_shape("output_b")) == (-1, 16)
-    assert tuple(context.get_tensor_strides("a")) == (12, 4, 1)
-    assert tuple(context.get_tensor_strides("b")) == (-1, -1)
-    assert context.infer_shapes() == ["b"]
-    assert context.set_input_shape("b", made.trt.Dims((2, 16)))
-    with pytest.raises(RuntimeError, match="at most 8 dimensions"):
-        context.set_input_shape("b", (1,) * 9)
-    assert context.infer_shapes() == []
-    assert context.get_max_output_size("output_a") == 2 * 3 * 4 * 4
-    assert context.get_max_output_size("a") == -1
-    assert context.engine is made.engine
-
-
 def test_a_profile_is_not_switched_while_a_batch_is_pending(bench):
     """Not on the batch's own stream either: the library asks for it, and looks at nothing."""
     made = bench(two_profiles(), device=LatchDevice())
@@ -95,12 +73,6 @@ def test_a_profile_is_not_switched_while_a_batch_is_pending(bench):
     for index in (0, 1):
         assert user.context.set_optimization_profile_async(index, stream.handle)
     made.device.open()
-
-
-def test_without_shapes_nothing_can_be_sized(bench):
-    made = bench()
-    assert made.user().context.update_device_memory_size_for_shapes() == 0
-    assert "Missing: input" in made.recorder.last()[1]
 
 
 TWO_INPUTS = EngineSpec(inputs=(TensorIO("a"), TensorIO("b", dims=(-1, 4))))
@@ -204,54 +176,6 @@ def test_an_output_allocator_of_which_nobody_hears(bench, method, does, said):
     assert wait(made.device, stream) is None
 
 
-@pytest.mark.parametrize("there", [None, 1 << 20])
-def test_a_limit_for_the_l2_cache_beyond_what_there_is(bench, monkeypatch, there):
-    made = bench()
-    context = made.user().context
-    monkeypatch.setattr(type(made.device), "l2_persisting_nbytes", there)
-    most = there or 32 << 20
-    context.persistent_cache_limit = most
-    context.persistent_cache_limit = most + 1
-    assert context.persistent_cache_limit == most
-    code, said = made.recorder.last()
-    assert code == made.trt.ErrorCodeTRT.INVALID_ARGUMENT
-    assert said.startswith("IExecutionContext::setPersistentCacheLimit: Error Code 3: API Usage Error ")
-    assert f"size({most + 1} bytes) is larger than cudaDeviceProp.persistingL2CacheMaxSize({most} b" in said
-    with pytest.raises(TypeError):
-        context.persistent_cache_limit = -1
-
-
-def test_addresses_are_kept_and_unset(bench):
-    made = bench()
-    context = made.user().context
-    assert context.get_tensor_address("input") == 0
-    assert context.set_tensor_address("input", 4096)
-    assert context.get_tensor_address("input") == 4096
-    assert context.set_tensor_address("input", 0)
-    assert context.get_tensor_address("input") == 0
-    assert not context.set_tensor_address("nothing", 4096)
-    with pytest.raises(TypeError):
-        context.set_tensor_address("input", None)
-
-
-def refused(made, context, said):
-    """Check that an enqueue is refused and reported."""
-    assert not context.execute_async_v3(made.stream().handle)
-    code, message = made.recorder.last()
-    assert code == made.trt.ErrorCodeTRT.INVALID_ARGUMENT
-    assert said in message
-    assert made.trt.violations() == ()
-
-
-def test_an_enqueue_without_shapes(bench):
-    made = bench(EngineSpec(profiles=TWO_PROFILES))
-    user = made.user().give(rows(4, 16))
-    user.run(stream := made.stream())
-    assert user.context.set_optimization_profile_async(1, stream.handle)
-    assert wait(made.device, stream) is None
-    refused(made, user.context, "allInputDimensionsSpecified(routine). Missing: input")
-
-
 # What raises
 
 
@@ -272,16 +196,6 @@ def test_an_output_allocator_that_is_gone(bench):
     gc.collect()
     with violated(made, "output allocator of 'positives' was destroyed"):
         user.context.execute_async_v3(made.stream().handle)
-
-
-@pytest.mark.parametrize("off", [1, 64, 128])
-def test_an_address_that_is_not_aligned(bench, off):
-    made = bench()
-    user = made.user()
-    with violated(made, "not aligned to 256"):
-        user.context.set_tensor_address("input", user.arena.address + off)
-    user.context.set_device_memory(user.arena.address + off, user.arena.nbytes - 256)
-    assert "The provided address must be aligned to 256 bytes" in made.recorder.last()[1]
 
 
 def test_enqueue_memory_that_is_too_small(bench):

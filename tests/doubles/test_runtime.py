@@ -1,6 +1,5 @@
 """Plans, runtimes and engines of the double: refusals, their wording, and where they are reported."""
 
-import dataclasses
 import gc
 
 import pytest
@@ -158,39 +157,6 @@ def test_the_first_logger_is_that_of_the_library():
         runtime.deserialize_cuda_engine(double_plan(EngineSpec()))
 
 
-def test_names_and_profiles_that_are_not_there_are_reported():
-    bench = Bench()
-    engine = bench.engine
-    assert tuple(engine.get_tensor_shape("nothing")) == ()
-    assert engine.get_tensor_mode("nothing") == bench.trt.TensorIOMode.NONE
-    for name, profile in (("input", 1), ("output", 0), ("nothing", 0)):
-        assert list(map(tuple, engine.get_tensor_profile_shape(name, profile))) == [(), (), ()]
-    assert engine.get_tensor_name(2) is None
-    assert engine.get_device_memory_size_for_profile_v2(3) == 0
-    codes = {code for code, _ in bench.recorder.errors}
-    assert codes == {bench.trt.ErrorCodeTRT.INVALID_ARGUMENT}
-    assert "invalid tensor name: nothing" in bench.recorder.errors[0][1]
-
-
-def test_a_runtime_takes_interfaces_and_bytes_only():
-    bench = Bench()
-    with pytest.raises(TypeError, match="ILogger is expected"):
-        bench.trt.Runtime(print)
-    with pytest.raises(TypeError, match="IGpuAllocator is expected"):
-        bench.runtime.gpu_allocator = bench.logger
-    with pytest.raises(TypeError, match="IErrorRecorder is expected"):
-        bench.runtime.error_recorder = bench.logger
-    with pytest.raises(TypeError, match="accepts a plan as bytes"):
-        bench.runtime.deserialize_cuda_engine("model.plan")
-    bench.runtime.max_threads = 0
-    assert "maxThreads > 0" in bench.recorder.last()[1]
-    assert bench.runtime.max_threads == 1
-    bench.runtime.max_threads = 4
-    assert bench.runtime.max_threads == 4
-    assert bench.runtime.logger is bench.logger
-    assert bench.runtime.num_DLA_cores == 0
-
-
 def test_a_runtime_config_says_the_strategy():
     bench = Bench()
     config = bench.engine.create_runtime_config()
@@ -214,26 +180,6 @@ def test_memory_can_be_refused_on_demand(what, where):
         assert "Error Code 2: OutOfMemory" in bench.recorder.last()[1]
     assert bench.load(EngineSpec())
     assert bench.engine.create_execution_context()
-
-
-def old_engine(spec=None, **kw):
-    """An engine of 8.6 under 10.16, with its own lean runtime."""
-    bench = Bench(start=False, version="10.16.1.11", **kw)
-    bench.runtime.engine_host_code_allowed = True
-    spec = dataclasses.replace(spec or EngineSpec(), version_compatible=True)
-    bench.engine, bench.spec = bench.load(spec, version="8.6.1.6"), spec
-    return bench
-
-
-def test_an_older_engine_crashes_in_the_call_that_the_later_one_replaced():
-    bench = old_engine()
-    with pytest.raises(
-        ViolationError, match=r"for_profile of 'double', which TensorRT 8\.6\.1\.6 built, crashes"
-    ):
-        bench.engine.get_device_memory_size_for_profile(0)
-    later = Bench(version="10.16.1.11", start=False)
-    engine = later.load(EngineSpec(), version="10.16.1.11")
-    assert engine.get_device_memory_size_for_profile(0) == engine.device_memory_size > 0
 
 
 def test_the_newest_library_has_the_older_calls_no_more_and_crashes_on_a_lean_runtime_of_8(tmp_path):

@@ -5,12 +5,15 @@ GPU to others, whatever has become of the process.
 """
 
 import os
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from asynctrt.backends.base import Capabilities, ModelBase
 from asynctrt.errors import DeviceError
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.gpu.kernels import Arguments, compiled
+from tests.contract.plans import PERCEPTRON, SETTING, RealFaults
 
 ILLEGAL, HANG = -1.0, -2.0
 GATE = "ASYNCTRT_TEST_FAULT"
@@ -135,3 +138,22 @@ def steady():
 def large():
     """A model of rows of 588 KiB, of which it doubles 16 values."""
     return FallibleModel(150_528, 0, kept=16)
+
+
+class GatedFaults(RealFaults):
+    """Faults of a real plan: the next batch does what the file at :data:`GATE` says, and removes it."""
+
+    def _before(self, context, handle, enqueue):
+        gate = Path(os.environ[GATE])
+        with suppress(FileNotFoundError):
+            self.fail_next(gate.read_text())
+            gate.unlink()
+        return super()._before(context, handle, enqueue)
+
+
+def plan():
+    """The perceptron's plan, under the package that the environment names, with :class:`GatedFaults`."""
+    from asynctrt.devices.cuda import find_cuda_device
+
+    GatedFaults(find_cuda_device("cuda:0"), import_module(SETTING.flavour))
+    return PERCEPTRON

@@ -1,10 +1,10 @@
 """Opens, captures and swaps models while another process fills the GPU, and must not end by it.
 
-usage: python -m tests.gpu.full PLAN
+usage: python -m tests.gpu.full PLAN [MIB,...]
 
-For each number of MiB that are left: what opening with many graphs came to, and loading the model again
-while it is served. Each line of the output is an outcome; the last one is ``survived``. The environment
-names the package and the lean runtime: see :mod:`tests.gpu.differential`.
+For each number of MiB that are left (by default for a small plan): what opening with many graphs came to, and
+loading the model again while it is served. Each line of the output is an outcome; the last one is
+``survived``. The environment names the package and the lean runtime: see :mod:`tests.gpu.differential`.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ import numpy as np
 import asynctrt
 from asynctrt.errors import AsynctrtError
 from asynctrt.serving.repository import Repository
-from tests.gpu.differential import setting_from_environment
+from tests.contract.plans import OPTIONS
 
-LEFT_MIB = (2000, 200, 60, 42, 20, 3)
+LEFT_MIB = "2000,200,60,42,20,3"
 SIZES = (1000 << 20, 64 << 20, 4 << 20, 1 << 20)
 CALLERS = 64
 WAIT_S = 60
@@ -70,14 +70,8 @@ class Subject:
     """A plan with as many contexts and graphs as make it take memory in many places."""
 
     def __init__(self, path):
-        setting = setting_from_environment()
-        lean = setting.lean_runtime or None
         self.path = path
-        self.options = {
-            "device": "cuda:0",
-            "flavour": setting.flavour,
-            "tensorrt": {"lean_runtime": lean, "allow_host_code": lean is not None},
-        }
+        self.options = {"device": "cuda:0", "tensorrt": OPTIONS}
 
     def open(self, **kw):
         settings = {"contexts": 8, "arenas": 2, "graphs": "1,2,4,8,16,32,64", "max_rows": 64}
@@ -145,10 +139,10 @@ async def swap(subject, filler, mib):
     filler.leave(0)
 
 
-async def main(path):
+async def main(path, left_mib=LEFT_MIB):
     subject, filler = Subject(path), Filler()
     try:
-        for mib in LEFT_MIB:
+        for mib in map(int, left_mib.split(",")):
             await capture(subject, filler, mib)
             await swap(subject, filler, mib)
     finally:
@@ -161,4 +155,4 @@ if __name__ == "__main__":
     if sys.argv[1] == FILL:
         fill()
     else:
-        asyncio.run(main(sys.argv[1]))
+        asyncio.run(main(*sys.argv[1:]))

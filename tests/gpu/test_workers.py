@@ -9,7 +9,8 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import DeviceMemoryError, PoisonError
-from tests.gpu.fallible import HANG, ILLEGAL
+from tests.contract.plans import OPTIONS, RealSubject, plans_are_here
+from tests.gpu.fallible import GATE, HANG, ILLEGAL
 from tests.gpu.support import gpu_count, gpu_is_here, processes_on
 from tests.helpers import until
 from tests.models import double_onnx
@@ -135,6 +136,38 @@ async def test_an_onnx_model_in_a_worker(tmp_path):
             for one, answer in zip(expected, answers, strict=True):
                 np.testing.assert_array_equal(next(iter(answer.values())), 2 * one)
             os.kill(engine.workers[0].pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not plans_are_here(), reason="needs what ASYNCTRT_TEST_FLAVOUR and _PLANS name")
+@pytest.mark.parametrize("isolation", ["process", "spare"])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP, "hang", "illegal-address"])
+async def test_a_real_plan_survives_what_ends_its_worker(fault, isolation, tmp_path, monkeypatch):
+    """Every caller is answered, and the GPU's memory is free in the end."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(GATE, str(gate))
+    before = used_nbytes()
+    async with opened(
+        "tests.gpu.fallible:plan",
+        device="cuda:0",
+        tensorrt=OPTIONS,
+        isolation=isolation,
+        batch_timeout=2.0,
+        contexts=2,
+        max_rows=16,
+        graphs="off",
+    ) as engine:
+        RealSubject.compare(await engine.infer(RealSubject.rows(1)), RealSubject.rows(1))
+        sent = [RealSubject.rows(number) for number in range(400)]
+        asked = [engine.submit(one) for one in sent]
+        if isinstance(fault, str):
+            gate.write_text(fault)
+        else:
+            os.kill(engine.workers[0].pid, fault)
+        for one, answer in zip(sent, await asyncio.gather(*asked), strict=True):
+            RealSubject.compare(answer, one)
+        assert engine.workers[0].deaths >= 1
+        RealSubject.compare(await engine.infer(sent[5]), sent[5])
+    await until(lambda: used_nbytes() < before + FREED_NBYTES)
 
 
 @pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")

@@ -141,7 +141,7 @@ def test_whatever_it_depends_on_makes_another_plan_and_is_said(
 
 def test_what_changes_nothing_about_a_plan_finds_it(find, model, tmp_path):
     assert not find()
-    assert find(max_threads=1, verbosity=10)
+    assert find(verbosity=10)
     copied = tmp_path / "copy.onnx"
     copied.write_bytes(model.read_bytes())
     assert find(model=copied), "it is known by its content"

@@ -80,11 +80,10 @@ def test_an_engine_whose_outputs_depend_on_the_data(opened):
     assert "with an arena for each context" not in shown
 
 
-def test_an_engine_that_can_be_refitted_or_streamed(opened):
-    found = opened(EngineSpec(refittable=True, streamable_weights_nbytes=2048))
+def test_an_engine_that_can_be_refitted(opened):
+    found = opened(EngineSpec(refittable=True))
     assert "can be refitted" in text(found)
-    assert "2,048 bytes can be streamed" in text(found)
-    assert (found.engine.streamable_nbytes, found.engine.is_refittable) == (2048, True)
+    assert found.engine.is_refittable
 
 
 def test_how_many_batches_compute_side_by_side(tmp_path, opened):

@@ -174,21 +174,16 @@ async def test_a_model_that_fails_has_one_lane(device, caplog):
     assert "no batches were run side by side" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["shared", "shapes"])
-async def test_arenas_that_others_use_or_that_grow_are_left_alone(device, how):
-    grows = how == "shapes"
-    model = Sleeping(enqueue_nbytes=1024, reserves_arenas=grows, grows_arenas=grows)
+async def test_arenas_that_others_use_are_left_alone(device):
+    model = Sleeping(enqueue_nbytes=1024)
     before = device.memory().held_nbytes
-    arenas = Arenas(device, 4) if how == "shared" else None
-    settings = {"shared_arenas": arenas} if how == "shared" else {"arenas": 4}
-    async with open_engine(model, device, **settings) as engine:
-        assert engine.statistics().lane_rates
-        used = {id(arena) for arena in model.arenas}
-        own = {id(arena.buffer) for arena in engine._pool.arenas}
-        assert used
-        assert not used & own
-    if arenas is not None:
-        arenas.close()
+    with Arenas(device, 4) as arenas:
+        async with open_engine(model, device, shared_arenas=arenas) as engine:
+            assert engine.statistics().lane_rates
+            used = {id(arena) for arena in model.arenas}
+            own = {id(arena.buffer) for arena in engine._pool.arenas}
+            assert used
+            assert not used & own
     assert device.memory().held_nbytes == before
 
 

@@ -15,7 +15,7 @@ from asynctrt._util import clock
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError, EngineClosedError
-from asynctrt.runtime.driver import COPY_ON_LOOP_NBYTES_MAX
+from asynctrt.runtime.driver import GATHER_ON_LOOP_NBYTES_MAX
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double, double_model, rows
@@ -216,7 +216,7 @@ class TestABatchThatHangs:
             hanging.go.set()
 
     async def test_large_batches_that_are_copied_off_the_loop_are_given_up_too(self, skip):
-        model, dims = Hanging(), (COPY_ON_LOOP_NBYTES_MAX // 4 + 1,)
+        model, dims = Hanging(), (GATHER_ON_LOOP_NBYTES_MAX // 4 + 1,)
         async with opening(double_model(model, dims=dims)) as engine:
             hung = asyncio.create_task(engine.infer(rows(-1, dims=dims)))
             await until(lambda: model.hung)

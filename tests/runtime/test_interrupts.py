@@ -132,7 +132,7 @@ class Gate:
 @pytest.mark.parametrize("how", ["_hand_over_unstaged", "copied"])
 def test_a_thread_that_has_begun_keeps_its_context(monkeypatch, how):
     """The interrupt comes between the hand-over of a batch to a thread and the return from it."""
-    name = "STAGE_ON_LOOP_NBYTES_MAX" if how == "_hand_over_unstaged" else "COPY_ON_LOOP_NBYTES_MAX"
+    name = "STAGE_ON_LOOP_NBYTES_MAX" if how == "_hand_over_unstaged" else "GATHER_ON_LOOP_NBYTES_MAX"
     monkeypatch.setattr(driver, name, 0)
     gate, slabs = Gate(monkeypatch), Slabs(monkeypatch)
     schedule, interrupts = StreamThreads.schedule, [KeyboardInterrupt]
@@ -190,7 +190,7 @@ async def test_what_cannot_be_waited_for_is_not_begun(monkeypatch):
 @pytest.mark.anyio
 async def test_a_slab_outlives_the_thread_that_writes_it(monkeypatch):
     """Although its engine is closed meanwhile, and waits for it no longer."""
-    monkeypatch.setattr(driver, "COPY_ON_LOOP_NBYTES_MAX", 0)
+    monkeypatch.setattr(driver, "GATHER_ON_LOOP_NBYTES_MAX", 0)
     gate = Gate(monkeypatch)
     closed = []
     close = StagingBuffers.close
@@ -279,7 +279,11 @@ HOW = {
     },
     "copied by threads": {
         "in_place": "never",
-        "patched": {(driver, "COPY_ON_LOOP_NBYTES_MAX"): 0, (spans, "PART_NBYTES_MIN"): 1},
+        "patched": {
+            (driver, "GATHER_ON_LOOP_NBYTES_MAX"): 0,
+            (driver, "COPY_ON_LOOP_NBYTES_MAX"): 0,
+            (spans, "PART_NBYTES_MIN"): 1,
+        },
     },
 }
 

@@ -400,7 +400,7 @@ async def test_a_model_that_fails_to_say_what_it_takes_refuses_the_slot():
 
 async def test_no_slot_joins_a_slab_whose_rows_are_being_copied_off_the_loop(monkeypatch):
     """The batch is decided by then: another one from the same slab would run beside it."""
-    monkeypatch.setattr("asynctrt.runtime.driver.COPY_ON_LOOP_NBYTES_MAX", 0)
+    monkeypatch.setattr("asynctrt.runtime.driver.GATHER_ON_LOOP_NBYTES_MAX", 0)
     staging, go_on = threading.Event(), threading.Event()
     stage = SlotSource.stage
 

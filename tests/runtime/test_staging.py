@@ -286,7 +286,7 @@ class TestArraysThatChanged:
     @pytest.mark.anyio
     @pytest.mark.parametrize("parts", [1, 3])
     async def test_what_threads_read_cannot_be_freed(self, monkeypatch, parts):
-        monkeypatch.setattr(driver, "COPY_ON_LOOP_NBYTES_MAX", 0)
+        monkeypatch.setattr(driver, "GATHER_ON_LOOP_NBYTES_MAX", 0)
         monkeypatch.setattr(spans, "PART_NBYTES_MIN", 1)
         begun, go = threading.Event(), threading.Event()
         stage = RowSource.stage if parts == 1 else RowSource._stage_part

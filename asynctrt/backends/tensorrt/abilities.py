@@ -33,11 +33,8 @@ ASKS_PARSER: Final = (8, 6, 1)
 Under the bindings of 8.6.1, both crash 8.6.0."""
 
 RAISES: Final = (10, 0)
-"""The first library whose bindings hold the GIL where they raise an error. In ``infer_shapes``, those of 8.6
-do not, which ends the process."""
-
-STREAMS_WEIGHTS: Final = (10, 1)
-"""The first version with the budget for streamed weights in the form used here: that of 10.0 differs."""
+"""The first library whose bindings hold the GIL where they raise an error. In ``infer_shapes``, the bindings
+of 8.6 do not, which ends the process."""
 
 TELLS_WEIGHTS: Final = (10, 14)
 """The first version whose engines report the size of their weights."""
@@ -75,8 +72,6 @@ class Abilities:
     """Whether enqueue memory is set with its size, and the library tells the needs of a batch's shapes."""
     tells_formats_by_profile: bool
     """Whether the library reports the format of a tensor for each profile."""
-    streams_weights: bool
-    """Whether weights can be streamed, and the engine reports how many."""
     tells_weights: bool
     """Whether the engine reports the size of its weights."""
     tells_aliases: bool
@@ -94,7 +89,6 @@ class Abilities:
                 shares_profiles=True,
                 sizes_memory=True,
                 tells_formats_by_profile=True,
-                streams_weights=True,
                 tells_weights=True,
                 tells_aliases=True,
                 allocates_outputs=True,
@@ -107,7 +101,6 @@ class Abilities:
             shares_profiles=True if version >= SHARES_PROFILES else None,
             sizes_memory=version >= SIZES_MEMORY or here >= LACKS_UNSIZED,
             tells_formats_by_profile=here >= TELLS_FORMATS_BY_PROFILE,
-            streams_weights=version >= STREAMS_WEIGHTS,
             tells_weights=version >= TELLS_WEIGHTS,
             tells_aliases=version >= TELLS_ALIASES,
             allocates_outputs=built >= CALLS_AS_LATER or here < CALLS_AS_LATER,
@@ -123,10 +116,6 @@ class Abilities:
             # TensorRT 10 calls it deprecated; where warnings are errors, its bindings raise SystemError.
             warnings.simplefilter("ignore", DeprecationWarning)
             return int(engine.device_memory_size)
-
-    def streamable_nbytes(self, engine: Any) -> int:
-        """Return how many bytes of weights can be streamed."""
-        return int(engine.streamable_weights_size) if self.streams_weights else 0
 
     def stat(self, engine: Any, module: Any, name: str) -> int | None:
         """Return one of the engine's figures, a member of ``EngineStat``; ``None`` if it is not available."""
@@ -188,9 +177,10 @@ def check_lean_runtime(flavour: Flavour, path: Path) -> None:
     if flavour.tag == TAG_RTX or here is None or found is None or oldest <= found <= here[0]:
         return
     raise ModelError(
-        f"the lean runtime {str(path)!r} is of TensorRT {found}, and {flavour.title} loads those of TensorRT "
-        f"{oldest} to {here[0]}. Pass the libnvinfer_lean of the version that built the plan; the last "
-        "version that runs plans of TensorRT 8 is TensorRT 10. It was refused before the library loaded it"
+        f"the lean runtime {str(path)!r} is of TensorRT {found}, and {flavour.title} loads lean runtimes of "
+        f"TensorRT {oldest} to {here[0]}. Pass the libnvinfer_lean of the version that built the plan; the "
+        "last version that runs plans of TensorRT 8 is TensorRT 10. It was refused before the library loaded "
+        "it"
     )
 
 

@@ -269,8 +269,6 @@ def _flags(options: BuildOptions) -> list[str]:
     chosen = {
         "VERSION_COMPATIBLE": options.version_compatible,
         "EXCLUDE_LEAN_RUNTIME": options.exclude_lean_runtime,
-        "WEIGHT_STREAMING": options.weight_streaming,
-        "DISTRIBUTIVE_INDEPENDENCE": options.distributive_independence,
         "REFIT": options.refit == "all",
         "REFIT_IDENTICAL": options.refit == "identical",
         "REFIT_INDIVIDUAL": options.refit == "individual",
@@ -293,8 +291,6 @@ def _create(made: _Build) -> None:
             "Only tensorrt_rtx builds without one. "
             f"{TensorRTErrors(tuple(('', text) for text in said))}{describe_runtimes(cuda_runtimes())}"
         )
-    if options.max_threads is not None:
-        made.builder.max_threads = options.max_threads
     made.network = made.builder.create_network(_network_flags(module, options))
     # With an error recorder, destroying a network that a parser has filled crashes the process.
     made.network.error_recorder = None
@@ -311,8 +307,7 @@ def _network_flags(module: Any, options: BuildOptions) -> int:
     # Before TensorRT 10, the parser refuses a network without it.
     if hasattr(known, "EXPLICIT_BATCH"):
         flags |= 1 << int(known.EXPLICIT_BATCH)
-    # Streamed weights require it in versions where it is a choice.
-    if hasattr(known, "STRONGLY_TYPED") and (options.strongly_typed or options.weight_streaming):
+    if hasattr(known, "STRONGLY_TYPED") and options.strongly_typed:
         flags |= 1 << int(known.STRONGLY_TYPED)
     return flags
 
@@ -389,8 +384,6 @@ def _configure(made: _Build) -> None:
         config.clear_flag(module.BuilderFlag.TF32)
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
-    if options.max_aux_streams is not None:
-        config.max_aux_streams = options.max_aux_streams
     verbosity = {"names": "LAYER_NAMES_ONLY", "detailed": "DETAILED", "none": "NONE"}[options.profiling]
     config.profiling_verbosity = getattr(module.ProfilingVerbosity, verbosity)
     if options.hardware_compatibility != "none":
@@ -399,9 +392,8 @@ def _configure(made: _Build) -> None:
     _set_compute_capabilities(made)
     if options.version_compatible and asks_parser(made.flavour):
         made.plugins += list(made.parser.get_used_vc_plugin_libraries())
-    packed = [*made.plugins, *(options.plugins if options.pack_plugins else ())]
-    if packed:
-        config.plugins_to_serialize = packed
+    if made.plugins:
+        config.plugins_to_serialize = made.plugins
 
 
 def _set_compute_capabilities(made: _Build) -> None:

@@ -29,7 +29,6 @@ from asynctrt.backends.tensorrt.messages import (
 )
 from asynctrt.backends.tensorrt.outputs import UnboundOutput, make_output_allocator
 from asynctrt.backends.tensorrt_options import TensorRTOptions
-from asynctrt.devices.arenas import GrowingBuffer
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.errors import (
     DeviceError,
@@ -47,9 +46,6 @@ CLOSE_S: Final = 5.0
 ENQUEUE_NS: Final = 250_000
 """The event loop does enqueues that take less than this. A thread for an enqueue costs 50 µs. Four times this
 limit is as long as a pump may block the loop."""
-
-NVTX: Final = {"none": "NONE", "names": "LAYER_NAMES_ONLY", "detailed": "DETAILED"}
-"""The option's values, as members of ``ProfilingVerbosity``."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -73,8 +69,6 @@ class Loaded:
     abilities: Abilities
     cache: KernelCache | None = None
     """The store for kernels that TensorRT for RTX compiles."""
-    is_streaming: bool = False
-    """Whether some of its weights are streamed from the host for each batch."""
     paces: tuple[InlinePolicy, InlinePolicy] = field(
         default_factory=lambda: (InlinePolicy(ENQUEUE_NS), InlinePolicy(ENQUEUE_NS))
     )
@@ -170,9 +164,8 @@ class TensorRTContext:
         self._by_profile: dict[int, _State] = {}
         try:
             self._configure(self._trt)
-            if loaded.options.aux_streams == "ours":
-                for _ in range(int(loaded.engine.num_aux_streams)):
-                    self._streams.append(device.create_stream())
+            for _ in range(int(loaded.engine.num_aux_streams)):
+                self._streams.append(device.create_stream())
         except BaseException:
             self._on_close = None  # The caller never had this context.
             self.close()
@@ -265,11 +258,10 @@ class TensorRTContext:
     def may_block(self, binding: "TensorRTBinding", rows: int, profile: int | None) -> bool:
         """Return whether to enqueue a batch in a thread, because that blocks or was measured to be slow.
 
-        An enqueue blocks for outputs whose size depends on the data, and for streamed weights ("How TensorRT
-        works", Weight Streaming). After a change of shapes or profile, TensorRT updates the state of its
-        layers. The behaviour of plugins is unknown.
+        An enqueue blocks for outputs whose size depends on the data. After a change of shapes or profile,
+        TensorRT updates the state of its layers. The behaviour of plugins is unknown.
         """
-        if binding.unbound or self._loaded.is_streaming:
+        if binding.unbound:
             blocks = True
         else:
             chosen = binding.profile_for(rows, profile)
@@ -293,14 +285,10 @@ class TensorRTContext:
 
     def _configure(self, trt: Any) -> None:
         """Configure a new native context."""
-        loaded, options = self._loaded, self._loaded.options
+        loaded = self._loaded
         trt.name = self._signature.model
         if loaded.temporary_allocator is not None:
             trt.temporary_allocator = loaded.temporary_allocator
-        if options.persistent_cache_limit is not None:
-            trt.persistent_cache_limit = options.persistent_cache_limit
-        if options.nvtx is not None:
-            trt.nvtx_verbosity = getattr(loaded.flavour.module.ProfilingVerbosity, NVTX[options.nvtx])
         errors = self._recorder.take()
         if errors:
             raise loaded.failed(f"configuring a context of {self._signature.model!r}", errors)
@@ -339,7 +327,7 @@ class TensorRTContext:
             state.is_warm = False
             self._set_shapes(binding, rows)
             state.shapes = binding.dims, rows
-        self._set_arena(state, profile, arena, stream, is_other_shape=is_other_shape)
+        self._set_arena(state, profile, arena)
         if self._streams:
             # TensorRT only promises to use them for the next enqueue.
             self._trt.set_aux_streams([aux.handle for aux in self._streams])
@@ -397,39 +385,21 @@ class TensorRTContext:
                     "opened"
                 )
 
-    def _set_arena(
-        self, state: _State, profile: Profile, arena: Buffer | None, stream: Stream, *, is_other_shape: bool
-    ) -> None:
+    def _set_arena(self, state: _State, profile: Profile, arena: Buffer | None) -> None:
         """Set the enqueue memory for this batch, unless it is already set."""
         if arena is None:
             if profile.enqueue_nbytes:
                 raise InternalError(f"{self!r} was given no arena, but needs {profile.enqueue_nbytes} bytes")
             return
-        memory, abilities = (arena.address, arena.nbytes), self._loaded.abilities
-        if arena.nbytes < profile.enqueue_nbytes and not abilities.sizes_memory:
+        if arena.nbytes < profile.enqueue_nbytes:
             raise InternalError(
                 f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {profile.enqueue_nbytes}"
             )
-        if arena.nbytes < profile.enqueue_nbytes and (is_other_shape or memory != state.memory):
-            # Too small for every batch of the profile, so let TensorRT compute the size for this one.
-            before = self._recorder.num_errors()
-            needed = int(self._trt.update_device_memory_size_for_shapes())
-            # 0 means an error, or that these shapes need no memory.
-            if self._recorder.num_errors() > before:
-                raise self._failed("update_device_memory_size_for_shapes()")
-            if isinstance(arena, GrowingBuffer):
-                # TensorRT rejects empty memory, even if it needs none.
-                arena.reserve(max(needed, 1), stream=stream)
-                memory = arena.address, arena.nbytes
-            if needed > arena.nbytes:
-                raise InternalError(
-                    f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {needed}"
-                )
-            state.memory = None
+        memory = arena.address, arena.nbytes
         if memory != state.memory:
             # This returns nothing: on failure TensorRT reports an error and keeps using its previous memory.
             before = self._recorder.num_errors()
-            abilities.set_memory(self._trt, *memory)
+            self._loaded.abilities.set_memory(self._trt, *memory)
             if self._recorder.num_errors() > before:
                 raise self._failed(f"set_device_memory({memory[0]:#x}, {memory[1]})")
             state.memory = memory
@@ -525,7 +495,7 @@ def create_trt_context(loaded: Loaded) -> Any:
 
 def _create_trt_context(loaded: Loaded) -> tuple[Any, Any]:
     """Return a new native context, or ``None``, and the configuration that it was created with."""
-    config = create_config(loaded.engine, loaded.flavour, loaded.options)
+    config = create_config(loaded.engine, loaded.flavour)
     if config is None:
         return loaded.abilities.create_context(loaded.engine, loaded.flavour.module), None
     if loaded.cache is not None:

@@ -23,8 +23,6 @@ class EngineDetails:
     """All weights, including those not on the device."""
     stripped_nbytes: int | None
     """Weights that the plan was built without: 0 unless it is stripped."""
-    streamable_nbytes: int
-    """Weights that can stay on the host and be streamed for each batch."""
     is_refittable: bool
     aux_streams: int
     hardware_compatibility: str
@@ -46,7 +44,6 @@ def read_details(module: Any, engine: Any, abilities: Abilities) -> EngineDetail
         weights_nbytes=abilities.stat(engine, module, "TOTAL_WEIGHTS_SIZE"),
         # A complete engine returns -1.
         stripped_nbytes=None if stripped is None else max(0, stripped),
-        streamable_nbytes=abilities.streamable_nbytes(engine),
         is_refittable=bool(engine.refittable),
         aux_streams=int(engine.num_aux_streams),
         hardware_compatibility=_name(engine.hardware_compatibility_level),

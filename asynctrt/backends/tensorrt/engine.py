@@ -109,7 +109,7 @@ class Signature:
         )
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> Profile:
-        """Return the profile with the least enqueue memory among those that accept a batch.
+        """Return the profile with the least enqueue memory that accepts a batch.
 
         If several need the same, return the one optimised for the nearest batch size.
 

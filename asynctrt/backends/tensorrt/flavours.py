@@ -209,7 +209,7 @@ def fix_of_import(name: str, said: str) -> str:
         )
     if "nvinfer" in said or "tensorrt" in said.split(":", maxsplit=1)[0]:
         return (
-            "That is TensorRT's own library, which has a wheel of its own beside the bindings: "
+            "That is TensorRT's own library, which comes in another wheel than the bindings: "
             f"pip install --force-reinstall 'asynctrt[{extra}]'"
         )
     return (

@@ -15,7 +15,6 @@ from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.errors import ExecutionError, OptionsError
 
 CACHE_NBYTES_MAX: Final = 4 << 30
-SPECIALIZATION: Final = "dynamic_shapes_kernel_specialization_strategy"
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -30,13 +29,12 @@ def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
     has = {
         "refit_from": hasattr(module, "OnnxParserRefitter"),
         "runtime_cache": hasattr(config, "create_runtime_cache"),
-        "kernel_specialization": hasattr(config, SPECIALIZATION),
     }
     for name, is_there in has.items():
         if getattr(options, name) and not is_there:
             packages = "tensorrt or tensorrt_rtx" if name == "refit_from" else "tensorrt_rtx"
             raise OptionsError(
-                f"{name} is {getattr(options, name)!r}, and {flavour.title} does not have what it takes. "
+                f"{name} is {getattr(options, name)!r}, and {flavour.title} does not support it. "
                 f"Leave the option out, or install one that has it: a new {packages}"
             )
 
@@ -97,7 +95,7 @@ class KernelCache:
             return None
 
 
-def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions) -> Any | None:
+def create_config(engine: Any, flavour: Flavour) -> Any | None:
     """Return a runtime config for one context without enqueue memory; ``None`` if the package never compiles.
 
     :raises ExecutionError: if the config does not accept a setting.
@@ -110,10 +108,12 @@ def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions) -> An
         raise ExecutionError(f"{flavour.title} could not create a runtime config")
     config.set_execution_context_allocation_strategy(module.ExecutionContextAllocationStrategy.USER_MANAGED)
     # The engine captures batches itself, and captures cannot be nested.
-    _set(config, "cuda_graph_strategy", module.CudaGraphStrategy.DISABLED)
-    if options.kernel_specialization is not None:
-        kinds = module.DynamicShapesKernelSpecializationStrategy
-        _set(config, SPECIALIZATION, getattr(kinds, options.kernel_specialization.upper()))
+    config.cuda_graph_strategy = module.CudaGraphStrategy.DISABLED
+    # The bindings drop the setter's return value, so a failure is silent.
+    if config.cuda_graph_strategy != module.CudaGraphStrategy.DISABLED:
+        raise ExecutionError(
+            f"cuda_graph_strategy is {config.cuda_graph_strategy}, and TensorRT did not take DISABLED"
+        )
     return config
 
 
@@ -121,13 +121,6 @@ def attach_cache(config: Any, cache: KernelCache) -> None:
     """Make the config's context use the cache. Without it, the context compiles its own kernels."""
     if cache.trt is None or not config.set_runtime_cache(cache.trt):
         logger.warning("%r is not used: TensorRT refused it", cache)
-
-
-def _set(config: Any, name: str, wanted: Any) -> None:
-    setattr(config, name, wanted)
-    # The bindings drop the setter's return value, so a failure is silent.
-    if getattr(config, name) != wanted:
-        raise ExecutionError(f"{name} is {getattr(config, name)}, and TensorRT did not take {wanted}")
 
 
 def _digest(content: bytes) -> bytes:

@@ -49,16 +49,10 @@ class MemoryRefusal:
     held_nbytes: int
     """Memory that TensorRT held for the model at the time."""
     budget_nbytes: int | None
-    watermark_nbytes: int | None
     reason: str
 
     def __str__(self) -> str:
-        limits = [
-            f"{what} {mib(nbytes)}"
-            for what, nbytes in (("budget", self.budget_nbytes), ("watermark", self.watermark_nbytes))
-            if nbytes is not None
-        ]
-        bounds = f" ({', '.join(limits)})" if limits else ""
+        bounds = "" if self.budget_nbytes is None else f" (budget {mib(self.budget_nbytes)})"
         return (
             f"TensorRT asked for {mib(self.asked_nbytes)} while it held {mib(self.held_nbytes)} for this "
             f"model{bounds}: {self.reason}"
@@ -77,22 +71,17 @@ class MemoryStatistics:
     """The number of allocations granted since the model was loaded."""
     refusals: int
     budget_nbytes: int | None
-    watermark_nbytes: int | None
 
 
 class DeviceMemory:
     """All memory that TensorRT holds for one model. Thread-safe.
 
     :param budget: the maximum number of bytes that it may hold.
-    :param watermark: refuse memory if the use of the device, by all processes, would exceed this limit: a
-        fraction of its memory, or a number of bytes.
     """
 
-    def __init__(self, device: Device, *, budget: int | None, watermark: float | None) -> None:
+    def __init__(self, device: Device, *, budget: int | None) -> None:
         self._device = device
         self._budget = budget
-        total = device.memory().total_nbytes if isinstance(watermark, float) else 0
-        self._watermark = int(total * watermark) if isinstance(watermark, float) else watermark
         # Reentrant, because any allocation may start the garbage collector, which may free a TensorRT object.
         self._lock = threading.RLock()
         self._blocks: dict[int, Buffer] = {}
@@ -119,7 +108,6 @@ class DeviceMemory:
                 self._allocations,
                 self._refused,
                 self._budget,
-                self._watermark,
             )
 
     @contextmanager
@@ -241,22 +229,14 @@ class DeviceMemory:
         return self._device.allocate_ordered(nbytes, stream=stream)
 
     def _why_not(self, nbytes: int) -> str | None:
-        """Return why ``nbytes`` more must be refused regardless of the device's memory; ``None`` if not."""
-        if self._budget is not None and self._held + nbytes > self._budget:
-            return "that would exceed the budget. Raise memory_budget or lower contexts"
-        if self._watermark is not None:
-            memory = self._device.memory()
-            used = memory.total_nbytes - memory.free_nbytes
-            if used + nbytes > self._watermark:
-                return (
-                    f"{mib(used)} of {self._device.name} are in use, so that would exceed the watermark. "
-                    "Raise memory_watermark, lower contexts, or stop other processes that use the device"
-                )
-        return None
+        """Return why the budget refuses ``nbytes`` more; ``None`` if it does not."""
+        if self._budget is None or self._held + nbytes <= self._budget:
+            return None
+        return "that would exceed the budget. Raise memory_budget or lower contexts"
 
     def _record(self, nbytes: int, reason: str) -> MemoryRefusal:
         with self._lock:
-            refusal = MemoryRefusal(nbytes, self._held, self._budget, self._watermark, reason)
+            refusal = MemoryRefusal(nbytes, self._held, self._budget, reason)
             self._refused += 1
             self._refusals.append(refusal)
         return refusal

@@ -40,10 +40,8 @@ from asynctrt.backends.tensorrt.refusals import Refused
 from asynctrt.backends.tensorrt.trust import check_trust
 from asynctrt.backends.tensorrt_options import TensorRTOptions
 from asynctrt.devices.base import Device
-from asynctrt.errors import DeviceMemoryError, DeviceUnavailableError, ModelError, OptionsError, UsageError
+from asynctrt.errors import DeviceMemoryError, DeviceUnavailableError, ModelError, UsageError
 from asynctrt.tensors import Dims, TensorSpec
-
-INT32_MAX: Final = 2**31 - 1
 
 EXCLUSIVE: Final = "it was built so that an optimization profile belongs to one execution context at a time"
 SHARING: Final = (
@@ -110,10 +108,9 @@ class TensorRTModel:
         try:
             refit(read, self._loaded)
             self._loaded.cache = _create_cache(self._loaded)
-            self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
             found_out = _examine(self.name, self._loaded, _names_of_dims(read))
             self.signature = found_out.signature
-            self.capabilities = _capabilities(found_out, self._loaded, options)
+            self.capabilities = _capabilities(found_out)
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
             loaded, self._loaded = self._loaded, None
@@ -134,11 +131,11 @@ class TensorRTModel:
 
     @property
     def weights_nbytes(self) -> int:
-        """Bytes of weights on the device; with weight streaming, the maximum there."""
+        """Bytes of weights on the device."""
         return self._weights_nbytes
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
-        """Return the profile with the least enqueue memory among those that accept a batch.
+        """Return the profile with the least enqueue memory that accepts a batch.
 
         :param dims: the dimensions of one row of each input.
         :raises InputError: if none accepts it; the message lists the shapes that the profiles accept.
@@ -182,11 +179,6 @@ class TensorRTModel:
                 f"{self!r} has its weights on {self.device!r}, so its contexts cannot run on {device!r}. "
                 "Open the plan once for each device"
             )
-        if device.whole is not device and self.options.aux_streams == "library":
-            raise OptionsError(
-                f"{self.name!r} is to run on {device!r}, but the streams that TensorRT makes itself are not "
-                "confined to a part of a GPU. Leave aux_streams='library' out"
-            )
         with self._lock:
             if self._contexts >= (self.capabilities.contexts_max or math.inf):
                 raise UsageError(
@@ -194,7 +186,6 @@ class TensorRTModel:
                     f"plan once more; for several contexts, {SHARING}"
                 )
             self._contexts += 1
-        device.reserve_l2(self.options.persistent_cache_limit or 0)
         try:
             return TensorRTContext(loaded, self.signature, device, lambda: self._closed_context(loaded))
         except BaseException:
@@ -219,7 +210,6 @@ class TensorRTModel:
         return self._loaded
 
     def _closed_context(self, loaded: Loaded) -> None:
-        loaded.device.release_l2(self.options.persistent_cache_limit or 0)
         with self._lock:
             self._contexts -= 1
             is_last = self._loaded is None and not self._contexts
@@ -233,7 +223,7 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     device.activate()
     log = log_of(module).subscribe(options.verbosity)
     recorder = make_recorder(module)
-    memory = DeviceMemory(device, budget=options.memory_budget, watermark=options.memory_watermark)
+    memory = DeviceMemory(device, budget=options.memory_budget)
     allocator = make_allocator(module, memory)
     runtimes: tuple[Any, ...] = (_create_runtime(flavour, device, log),)
     register_plugins(flavour, options.plugins, log)
@@ -311,53 +301,6 @@ def _configure_runtime(runtime: Any, recorder: Any, allocator: Any, options: Ten
     runtime.error_recorder = recorder
     runtime.gpu_allocator = allocator
     runtime.engine_host_code_allowed = options.allow_host_code
-    if options.temporary_directory is not None:
-        runtime.temporary_directory = os.fspath(options.temporary_directory)
-    if options.max_threads is not None:
-        runtime.max_threads = options.max_threads
-        # The bindings drop the setter's return value, so a failure is silent.
-        if int(runtime.max_threads) != options.max_threads:
-            raise OptionsError(
-                f"max_threads is {options.max_threads}, and TensorRT keeps {runtime.max_threads}. Choose "
-                f"another number, or leave the option out. {recorder.take()}"
-            )
-
-
-def _stream_weights(name: str, loaded: Loaded) -> bool:
-    """Set the budget for weight streaming, if one is given; return whether weights are streamed."""
-    budget, engine = loaded.options.weight_streaming_budget, loaded.engine
-    streamable = loaded.abilities.streamable_nbytes(engine)
-    if budget is None:
-        return streamable > 0 and int(engine.weight_streaming_budget_v2) < streamable
-    if not streamable:
-        raise OptionsError(
-            f"weight_streaming_budget is {budget}, but {name!r} was not built to stream weights. Build it "
-            "with BuilderFlag.WEIGHT_STREAMING, or leave the option out"
-        )
-    if budget == "auto":
-        budget = _advised_budget(loaded, streamable)
-    assert isinstance(budget, int)
-    engine.weight_streaming_budget_v2 = budget
-    # The bindings drop the setter's return value, so a failure is silent.
-    if loaded.recorder.has_errors or int(engine.weight_streaming_budget_v2) != min(budget, streamable):
-        what = f"setting the weight streaming budget of {name!r} to {budget} bytes"
-        raise loaded.failed(what, loaded.recorder.take())
-    return budget < streamable
-
-
-def _advised_budget(loaded: Loaded, streamable: int) -> int:
-    """Return how many bytes of weights to keep on the device, following TensorRT's advice if available.
-
-    Its bindings cut the advice to 32 bits. For more weights, this is three quarters of the free memory.
-    """
-    if streamable <= INT32_MAX:
-        return int(loaded.engine.get_weight_streaming_automatic_budget())
-    kept = int(loaded.engine.weight_streaming_budget_v2)
-    free = loaded.device.memory().room_nbytes + kept
-    limit = loaded.options.memory_budget
-    if limit is not None:
-        free = min(free, limit - loaded.memory.statistics().held_nbytes + kept)
-    return min(streamable, max(free, 0) * 3 // 4)
 
 
 def _names_of_dims(plan: Plan) -> Mapping[tuple[str, int], str]:
@@ -422,14 +365,14 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
     return _Examined(signature, is_capturable, shares_profiles)
 
 
-def _capabilities(examined: _Examined, loaded: Loaded, options: TensorRTOptions) -> Capabilities:
+def _capabilities(examined: _Examined) -> Capabilities:
     """Return the capabilities of a plan.
 
     Batches cannot be captured if TensorRT must wait for an output's size, or if the graph's separate context
-    cannot have the profile. Streamed weights are excluded because capturing them is untested.
+    cannot have the profile.
     """
     signature, shares = examined.signature, examined.shares_profiles
-    is_capturable = examined.is_capturable and shares and not loaded.is_streaming and not signature.unbound
+    is_capturable = examined.is_capturable and shares and not signature.unbound
     return Capabilities(
         rows_fixed=signature.rows_fixed,
         rows_min=signature.rows_min,
@@ -440,9 +383,6 @@ def _capabilities(examined: _Examined, loaded: Loaded, options: TensorRTOptions)
         # How long an engine takes to enqueue a batch is only known once measured.
         enqueue_may_block=True,
         enqueue_nbytes=signature.enqueue_nbytes,
-        # With `update_device_memory_size_for_shapes` it knows what a batch needs.
-        reserves_arenas=loaded.abilities.sizes_memory,
-        grows_arenas=options.arena_size == "shapes",
         is_capturable=is_capturable,
         has_profiles=True,
         has_ranges=True,
@@ -476,10 +416,7 @@ def _weights_nbytes(loaded: Loaded) -> int:
     if total is None or total < 0:
         # Before it has a context, it holds only its weights.
         return loaded.memory.statistics().held_nbytes
-    streamable = loaded.abilities.streamable_nbytes(engine)
-    return (
-        max(0, total - max(0, streamable - int(engine.weight_streaming_budget_v2))) if streamable else total
-    )
+    return total
 
 
 def _release(name: str, loaded: Loaded) -> None:

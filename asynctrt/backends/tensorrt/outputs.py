@@ -79,7 +79,7 @@ class UnboundOutput:
                 f"TensorRT enqueued a batch without reporting the shape of output {self._spec.name!r}"
             )
         nbytes = self._nbytes(shape)
-        # Rows beyond those of this batch, or bytes beyond those requested, would belong to another batch.
+        # Rows beyond this batch, or bytes beyond the requested ones, would belong to another batch.
         if not self._is_expected(shape, rows) or nbytes > buffer.nbytes:
             raise ExecutionError(
                 f"TensorRT reported shape {shape} ({nbytes} bytes) for output {self._spec}, after a batch of "

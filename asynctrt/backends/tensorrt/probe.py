@@ -35,7 +35,7 @@ class OutputProbe:
     def observe(
         self, context: Any, stream_handle: int, abilities: Abilities, recorder: ErrorRecorder
     ) -> None:
-        """Try shapes of every profile, skipping those that the engine refuses.
+        """Try shapes of every profile, skipping the shapes that the engine refuses.
 
         :param recorder: the context's error recorder. Its errors are taken.
         """
@@ -79,7 +79,7 @@ class OutputProbe:
         if self._seen and ROWS not in followed[0]:
             raise ModelError(
                 f"the first axis of output {spec.name!r} of {model!r} does not count rows: it is "
-                f"{self._example(spec)}, so its rows cannot be told apart. {REBUILD} with a first axis that "
+                f"{self._example(spec)}, so its rows cannot be separated. {REBUILD} with a first axis that "
                 "counts rows on every output; results found in a row belong on the second axis"
             )
         dims: list[int | str] = []

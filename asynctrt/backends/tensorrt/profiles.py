@@ -118,7 +118,7 @@ def _checked(profile: dict[str, Range], text: str, inputs: Sequence[NetworkTenso
     unknown = [name for name in profile if name not in known]
     missing = [one.name for one in inputs if one.is_dynamic and one.name not in profile]
     if unknown or missing:
-        fault = f"names {unknown}, which is no input" if unknown else f"lacks {missing}"
+        fault = f"names {unknown}, which is not an input" if unknown else f"lacks {missing}"
         raise OptionsError(f"the profile {text[:200]!r} {fault}. The model has {_named(inputs)}")
     for name, shapes in profile.items():
         shape = known[name].shape

@@ -61,8 +61,6 @@ def _refit_from(path: str, plan: Plan, loaded: Loaded) -> None:
     # With an error recorder, TensorRT's ONNX parsers crash when the object that they fill is destroyed.
     # Without one, errors are logged.
     refitter.error_recorder = None
-    if loaded.options.max_threads is not None:
-        refitter.max_threads = loaded.options.max_threads
     parser = module.OnnxParserRefitter(refitter, log)
     # The refitter reads the weights in the parser's memory.
     keep_alive(parser, refitter)

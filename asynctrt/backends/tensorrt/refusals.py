@@ -145,7 +145,7 @@ class Refused:
         if errors.search(NO_PLUGIN):
             return (
                 "it uses a plugin that is not registered in this process. Name the library that has it, "
-                "TensorRTOptions(plugins=[path]), or pack the plugin into the plan when building it"
+                "TensorRTOptions(plugins=[path])"
             )
         if self._is_of_other_version():
             return self._other_version()

@@ -175,7 +175,7 @@ def _read_own(path: Path, what: str) -> bytes:
             _check_above(one.parent)
     except OSError as error:
         raise UsageError(
-            f"{what} are to be read from {str(path)!r}: {error.strerror}. Write a line for each key there, "
+            f"{what} cannot be read from {str(path)!r}: {error.strerror}. Write a line for each key there, "
             f'NAME namespaces="{NAMESPACE}" ssh-ed25519 AAAA..., or name another file in {VARIABLE}'
         ) from error
     if len(content) > FILE_NBYTES_MAX:
@@ -191,8 +191,8 @@ def _check_own(path: Path, status: os.stat_result) -> None:
     access = foreign_access(path, status)
     if access is not None:
         raise UsageError(
-            f"{access}, who could put their own key there: chmod go-w {path}, or copy it to a place of "
-            "your own"
+            f"{access}, who could put their own key there: chmod go-w {path}, or copy it to a "
+            "folder that only you can write"
         )
 
 

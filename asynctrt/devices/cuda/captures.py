@@ -107,7 +107,7 @@ def _nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
 def _copy_of(node: Any) -> Any:
     code, copy = driver.cuGraphMemcpyNodeGetParams(node)
     if code != _OK:
-        raise DeviceError(f"what a graph copies cannot be told ({code.name})")
+        raise DeviceError(f"CUDA does not say what a graph copies ({code.name})")
     return copy
 
 

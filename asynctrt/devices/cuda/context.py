@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from asynctrt._util.forks import Origin
-from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream, mib
+from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream
 from asynctrt.devices.cuda.bindings import driver
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError, copy_for, show
 
@@ -49,7 +49,6 @@ LEGACY_STREAM: Final = 1
 """``CU_STREAM_LEGACY``: the default stream, which PyTorch and others use by default."""
 
 _OK: Final = driver.CUresult.CUDA_SUCCESS
-_L2_LIMIT: Final = driver.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 
 logger = logging.getLogger("asynctrt")
 
@@ -66,8 +65,6 @@ class Gpu:
         """Operations postponed because they would wait for that work. They run if it ends after all."""
         self.held_nbytes = 0
         """Bytes of memory that buffers of this process hold, across all its device objects."""
-        self.l2_nbytes = 0
-        """How much of its L2 cache is set aside for data that persists there."""
         # Reentrant, because garbage collection in the thread that holds it may free memory.
         self.lock = threading.RLock()
         self._to_free: deque[Callable[[], None]] = deque()
@@ -342,35 +339,6 @@ class CudaContext:
         driver.cuMemFreeAsync(address, stream)
         driver.cuCtxPopCurrent()
         self._let_go(nbytes)
-
-    def set_l2_aside(self, nbytes: int, *, most_nbytes: int) -> None:
-        """Set part of the L2 cache aside for persisting data, in addition to earlier reservations.
-
-        This raises, and never lowers, the limit of the context, which other libraries in the process share
-        (``CU_LIMIT_PERSISTING_L2_CACHE_SIZE``).
-
-        :param most_nbytes: the maximum that the GPU can set aside.
-        :raises DeviceMemoryError: if the GPU cannot set that much aside.
-        """
-        self.activate()
-        with self._gpu.lock:
-            wanted = self._gpu.l2_nbytes + nbytes
-            if wanted > most_nbytes:
-                raise DeviceMemoryError(
-                    f"{self.name} sets at most {mib(most_nbytes)} of its L2 cache aside for data that "
-                    f"persists; {mib(self._gpu.l2_nbytes)} are taken by contexts of this process, and "
-                    f"{mib(nbytes)} more were asked for. Lower persistent_cache_limit, or open fewer contexts"
-                )
-            code, limit = driver.cuCtxGetLimit(_L2_LIMIT)
-            self.check(code, "asking for the limit of persisting L2 cache")
-            if wanted > int(limit):
-                self.check(driver.cuCtxSetLimit(_L2_LIMIT, wanted)[0], "raising the persisting L2 cache")
-            self._gpu.l2_nbytes = wanted
-
-    def give_l2_back(self, nbytes: int) -> None:
-        """Release what :meth:`set_l2_aside` took."""
-        with self._gpu.lock:
-            self._gpu.l2_nbytes -= nbytes
 
     def check(self, code: Any, what: str) -> None:
         """Raise the error for a status other than success."""

@@ -60,17 +60,15 @@ class CudaDevice(CudaContext):
         self._cuda_device = cuda_device
         self._concurrency = concurrency
         self._model = text_of(driver.cuDeviceGetName(128, cuda_device)[1])
-        major, minor, l2_nbytes, is_integrated = (
+        major, minor, is_integrated = (
             int(driver.cuDeviceGetAttribute(attribute, cuda_device)[1])
             for attribute in (
                 driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE,
                 driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED,
             )
         )
         self._compute_capability = major, minor
-        self._l2_nbytes = l2_nbytes
         self._is_integrated = bool(is_integrated)
         code, mode = driver.cuModuleGetLoadingMode()
         self.check(code, "asking how kernels are loaded")
@@ -95,10 +93,6 @@ class CudaDevice(CudaContext):
     @property
     def compute_capability(self) -> tuple[int, int]:
         return self._compute_capability
-
-    @property
-    def l2_persisting_nbytes(self) -> int:
-        return self._l2_nbytes
 
     @property
     def is_integrated(self) -> bool:
@@ -187,12 +181,6 @@ class CudaDevice(CudaContext):
 
     def allocate(self, nbytes: int) -> CudaBuffer:
         return CudaBuffer(self, nbytes, zeroed_on=self._own_stream.handle)
-
-    def reserve_l2(self, nbytes: int) -> None:
-        self.set_l2_aside(nbytes, most_nbytes=self._l2_nbytes)
-
-    def release_l2(self, nbytes: int) -> None:
-        self.give_l2_back(nbytes)
 
     def close(self) -> None:
         """Destroy its private stream. The context stays for other libraries in the process."""
@@ -335,7 +323,7 @@ def _initialise(ordinal: int) -> Any:
 
 
 def _is_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether strides, in elements, are those of an array in C order."""
+    """Return whether strides, in elements, match an array in C order."""
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size > 1 and stride != expected:

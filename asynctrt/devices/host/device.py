@@ -86,10 +86,6 @@ class HostDevice:
         return None
 
     @property
-    def l2_persisting_nbytes(self) -> int | None:
-        return None
-
-    @property
     def is_integrated(self) -> bool:
         return False
 
@@ -194,12 +190,6 @@ class HostDevice:
         except BaseException:
             self._gave_back(nbytes)
             raise
-
-    def reserve_l2(self, nbytes: int) -> None:
-        """Do nothing: caches of the CPU cannot be set aside."""
-
-    def release_l2(self, nbytes: int) -> None:
-        """Do nothing, as :meth:`reserve_l2` does."""
 
     def import_array(self, value: object) -> DeviceArray | None:
         return value if isinstance(value, DeviceArray) and value.device.whole is self.whole else None

@@ -1,4 +1,4 @@
-"""The operating system: memory and cores of the container, locked memory, open files."""
+"""The operating system: memory and cores of the container, open files."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -9,8 +9,6 @@ from asynctrt.doctor.machine import Machine
 
 MEMORY_SHARE: Final = 0.1
 """With a smaller share of memory left, the next model may not fit."""
-
-MEMLOCK_NBYTES: Final = 64 << 20
 
 DESCRIPTORS: Final = 4096
 """Each connection of a server takes one descriptor, each worker about ten."""
@@ -29,7 +27,6 @@ def check(facts: Facts) -> Iterator[Finding]:
             f"{cores}, but a CPU quota of {quota:g}: when it is used up, threads stop for up to 100 ms",
             "Pin the container to whole cores (cpuset) and lift the quota, or use HostDevice(threads=...)",
         )
-    yield _locked(facts)
     if machine.descriptors is not None and machine.descriptors < DESCRIPTORS:
         yield note(
             "system.descriptors",
@@ -52,20 +49,6 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield ok("container.memory", said)
     else:
         yield warning("container.memory", f"{said}. Beyond the limit the kernel kills the process", fix)
-
-
-def _locked(facts: Facts) -> Finding:
-    limit = facts.machine.memlock_nbytes
-    said = f"A process may lock {'any amount' if limit is None else _mib(limit)} of memory (RLIMIT_MEMLOCK)"
-    if limit is None or limit >= MEMLOCK_NBYTES:
-        return ok("system.memlock", said)
-    if any(one.has_answered for name, one in facts.engines.items() if name.startswith("cuda")):
-        return ok("system.memlock", f"{said}, and CUDA could lock more")
-    return (warning if facts.expects_gpu else note)(
-        "system.memlock",
-        f"{said}. Copies to a GPU need more; NVIDIA's driver mostly gets it, but not with RDMA",
-        "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in systemd",
-    )
 
 
 def _mib(nbytes: int) -> str:

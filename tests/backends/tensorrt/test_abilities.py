@@ -18,7 +18,6 @@ from asynctrt.errors import (
     ExecutionError,
     InternalError,
     ModelError,
-    OptionsError,
     UsageError,
 )
 from tests.backends.tensorrt.helpers import WAIT_S, header
@@ -127,7 +126,7 @@ async def test_it_works_in_arenas_that_are_shared(load):
 
 @pytest.mark.parametrize("kind", SPECS)
 async def test_the_first_8_6_is_not_asked_what_ends_the_process(load, kind):
-    """A format in a profile, streamed weights, a profile of another context."""
+    """A format in a profile, a profile of another context."""
     model = load(SPECS[kind], version="8.6.0.12")
     async with asynctrt.open(model, device=model.device, max_rows=4) as engine:
         await check(engine, SPECS[kind])
@@ -158,15 +157,6 @@ async def test_shapes_that_do_not_fit_together_do_not_end_the_process(load, vers
             await engine.infer({"ids": ones[:1], "mask": ones[:1, :4]})
         result = await engine.infer({"ids": ones, "mask": ones})
         np.testing.assert_array_equal(result["sums"], ones)
-
-
-async def test_weights_are_not_streamed_before_10_1(load):
-    """TensorRT 10.0 tells how much could be streamed, and lacks the budget that is set here."""
-    spec = EngineSpec(weights_nbytes=8192, streamable_weights_nbytes=4096)
-    model = load(spec, version="10.0.1.6")
-    assert model.capabilities.is_capturable
-    async with asynctrt.open(model, device=model.device) as engine:
-        await check(engine, spec)
 
 
 async def test_without_room_for_a_second_context_nothing_is_tried(load, little_reserve):
@@ -203,7 +193,6 @@ def test_an_engine_has_the_abilities_of_the_version_that_built_it(
         shares_profiles=shares_profiles,
         sizes_memory=sizes_memory,
         tells_formats_by_profile=not library.startswith("8.6.0"),
-        streams_weights=sizes_memory,
         tells_weights=plan >= (10, 14),
         tells_aliases=plan >= (10, 15),
         allocates_outputs=(library, plan[0]) != ("10.16.1.11", 8),
@@ -271,12 +260,6 @@ def test_an_older_engine_is_not_given_less_than_it_needs(old):
     context.close()
 
 
-async def test_arenas_of_an_older_engine_are_not_sized_by_shapes(old):
-    made = old(arena_size="shapes")
-    with pytest.raises(OptionsError, match="for plans of TensorRT 10.1 and later"):
-        await asynctrt.open(made.model, device=made.device)
-
-
 async def test_an_older_engine_whose_profiles_are_not_shared(old):
     spec = EngineSpec(shares_profiles=False)
     made = old(spec)
@@ -288,18 +271,13 @@ async def test_an_older_engine_whose_profiles_are_not_shared(old):
 def test_an_older_engine_is_not_asked_what_it_does_not_know(old):
     made = old()
     details = made.model.details()
-    assert (details.weights_nbytes, details.stripped_nbytes, details.streamable_nbytes) == (None, None, 0)
+    assert (details.weights_nbytes, details.stripped_nbytes) == (None, None)
     made.trt.fail_next("context-memory")
     with pytest.raises(DeviceMemoryError) as caught:
         made.model.create_context(made.device)
     # What went before is not mistaken for the reason.
     assert "createExecutionContext: Error Code 2: OutOfMemory" in str(caught.value)
     assert str(caught.value).count("Error Code") == 1
-
-
-def test_weights_of_an_older_engine_are_not_streamed(old):
-    with pytest.raises(OptionsError, match="was not built to stream weights"):
-        old(model=False, weight_streaming_budget="auto").open()
 
 
 def test_an_older_engine_that_would_call_an_output_allocator_is_refused(old):

@@ -173,7 +173,7 @@ def test_files_that_are_no_models(tmp_path, content):
         ({"precision": "fp16"}, "computes in the types that the model has.*Convert the ONNX model to fp16"),
         ({"compute_capabilities": "9.0"}, "not build for compute capability 9.0, but for 7.5, 8.0"),
         ({"version_compatible": True}, "Set exclude_lean_runtime too"),
-        ({"profiles": "wrong=1x4"}, "names .'wrong'., which is no input"),
+        ({"profiles": "wrong=1x4"}, "names .'wrong'., which is not an input"),
         ({"dims": "length=4"}, "dims names .'length'."),
     ],
 )
@@ -187,12 +187,8 @@ def test_options_that_it_takes(model):
         model,
         version_compatible=True,
         exclude_lean_runtime=True,
-        weight_streaming=True,
-        distributive_independence=True,
         tf32=False,
         optimization_level=1,
-        max_aux_streams=0,
-        max_threads=1,
         profiling="detailed",
     )
     assert read_header(made.content).nbytes == len(made.content)
@@ -261,7 +257,6 @@ PUBLIC = {
         "create_timing_cache": ["serialized_timing_cache"],
         "set_timing_cache": ["cache", "ignore_mismatch"],
         "builder_optimization_level": None,
-        "max_aux_streams": None,
         "profiling_verbosity": None,
         "hardware_compatibility_level": None,
         "plugins_to_serialize": None,
@@ -273,7 +268,6 @@ PUBLIC = {
         "create_builder_config": [],
         "create_optimization_profile": [],
         "build_serialized_network": ["network", "config"],
-        "max_threads": None,
     },
     "OnnxParser": {
         "parse": ["model", "path"],
@@ -361,8 +355,6 @@ def test_options_of_the_full_library():
         version_compatible=True,
         exclude_lean_runtime=True,
         hardware_compatibility="same-compute-capability",
-        weight_streaming=True,
-        distributive_independence=True,
         refit="individual",
         strip=True,
     )

@@ -16,7 +16,6 @@ ABILITIES = Abilities(
     shares_profiles=True,
     sizes_memory=True,
     tells_formats_by_profile=True,
-    streams_weights=True,
     tells_weights=True,
     tells_aliases=True,
     allocates_outputs=True,

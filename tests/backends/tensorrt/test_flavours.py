@@ -90,7 +90,7 @@ def test_one_that_was_asked_for_and_is_not_there(installed, name, extra):
 @pytest.mark.parametrize(
     ("error", "fix"),
     [
-        (ImportError("libnvinfer_lean.so.11: cannot open shared object file"), "a wheel of its own"),
+        (ImportError("libnvinfer_lean.so.11: cannot open shared object file"), "another wheel"),
         (ImportError("libcuda.so.1: cannot open shared object file"), "NVIDIA driver"),
         (OSError("libcudart.so.12: cannot open shared object file"), "CUDA 12"),
         (ImportError("undefined symbol: foo"), "Find the library that the message names"),

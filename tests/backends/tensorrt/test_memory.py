@@ -28,8 +28,8 @@ def device():
     return HostDevice()
 
 
-def memory(device, budget=None, watermark=None):
-    return DeviceMemory(device, budget=budget, watermark=watermark)
+def memory(device, budget=None):
+    return DeviceMemory(device, budget=budget)
 
 
 def test_what_is_held_is_counted(device):
@@ -80,18 +80,6 @@ def test_a_budget_is_hard_and_a_refusal_has_the_arithmetic(device, caplog):
     assert held.statistics().refusals == 1
 
 
-def test_a_watermark_looks_at_the_whole_device(device, monkeypatch):
-    figures = MemoryFigures(free_nbytes=400, total_nbytes=1000, held_nbytes=0)
-    monkeypatch.setattr(device, "memory", lambda: figures)
-    fraction, absolute = memory(device, watermark=0.8), memory(device, watermark=700)
-    assert fraction.take(200)
-    assert fraction.take(201) is None
-    assert absolute.take(100)
-    assert absolute.take(101) is None
-    assert "watermark" in describe_refusals(absolute.take_refusals())
-    assert fraction.statistics().watermark_nbytes == 800
-
-
 class TestRoomForAContext:
     """What TensorRT must never be refused: it would end the process."""
 
@@ -109,12 +97,7 @@ class TestRoomForAContext:
 
     @pytest.mark.parametrize(
         ("limits", "free_nbytes"),
-        [
-            ({"budget": 2047}, 100_000),
-            ({"watermark": 50_000}, 50_500),
-            ({"watermark": 0.5}, 50_500),
-            ({}, 3000),
-        ],
+        [({"budget": 2047}, 100_000), ({}, 3000)],
     )
     def test_without_room_for_one_like_the_last_nothing_is_tried(
         self, device, monkeypatch, limits, free_nbytes
@@ -130,11 +113,10 @@ class TestRoomForAContext:
             pytest.fail("it was tried")
         assert held.take_refusals() == ()
 
-    @pytest.mark.parametrize("limits", [{"budget": 3000}, {"watermark": 50_000}])
-    def test_what_a_limit_refuses_is_granted_until_the_context_is_dropped(self, device, monkeypatch, limits):
+    def test_what_the_budget_refuses_is_granted_until_the_context_is_dropped(self, device, monkeypatch):
         figures = MemoryFigures(free_nbytes=52_000, total_nbytes=100_000, held_nbytes=0)
         monkeypatch.setattr(device, "memory", lambda: figures)
-        held = memory(device, **limits)
+        held = memory(device, budget=3000)
         taken, is_overdrawn = self.create(held, 1500, 2100)
         assert is_overdrawn
         assert "that would exceed" in describe_refusals(held.take_refusals())

@@ -14,10 +14,8 @@ from asynctrt.errors import (
     DeviceLostError,
     DeviceMemoryError,
     DeviceUnavailableError,
-    ExecutionError,
     InputError,
     ModelError,
-    OptionsError,
     UsageError,
 )
 from tests.backends.tensorrt.helpers import Bench, header
@@ -72,21 +70,6 @@ def test_profiles_and_their_memory(bench):
         model.profile_of(((129,),), 1)
 
 
-def test_a_setter_that_fails_without_a_word_is_found_out(bench, monkeypatch):
-    """The bindings drop what TensorRT's setters return."""
-    streamed = EngineSpec(weights_nbytes=64 << 10, streamable_weights_nbytes=32 << 10)
-    made = bench(streamed, model=False, max_threads=3)
-    silent = property(lambda self: 1, lambda self, threads: None)
-    with monkeypatch.context() as patched, pytest.raises(OptionsError, match=r"is 3, and TensorRT keeps 1\."):
-        patched.setattr(made.trt.Runtime, "max_threads", silent)
-        made.open()
-    made = bench(streamed, model=False, weight_streaming_budget=1000)
-    silent = property(lambda self: 32 << 10, lambda self, budget: None)
-    with monkeypatch.context() as patched, pytest.raises(ExecutionError, match="to 1000 bytes failed"):
-        patched.setattr(made.trt.ICudaEngine, "weight_streaming_budget_v2", silent)
-        made.open()
-
-
 @pytest.mark.parametrize(
     ("version", "has_stats"),
     [("10.9.0.34", False), ("10.13.2.6", False), ("10.14.1.48", True), ("11.4.0.106", True)],
@@ -96,7 +79,7 @@ def test_versions_that_lack_something(bench, version, has_stats):
     device = HostDevice()
     trt = StrictTensorRT(device, version=version)
     assert hasattr(trt, "EngineStat") == has_stats
-    spec = EngineSpec(weights_nbytes=5120, streamable_weights_nbytes=1024)
+    spec = EngineSpec(weights_nbytes=5120)
     made = bench(spec, device=device, trt=trt, plan=double_plan(spec, version=version))
     assert made.model.weights_nbytes == 5120
     context = made.model.create_context(device)
@@ -114,49 +97,7 @@ def test_a_plan_without_its_weights_is_refused(bench):
 
 def test_what_cannot_be_captured(bench):
     assert not bench(EngineSpec(data_dependent=True)).model.capabilities.is_capturable
-    streamed = EngineSpec(weights_nbytes=8192, streamable_weights_nbytes=4096)
-    assert bench(streamed).model.capabilities.is_capturable
-    assert not bench(streamed, weight_streaming_budget=1000).model.capabilities.is_capturable
-
-
-def test_weights_that_are_streamed(bench):
-    spec = EngineSpec(weights_nbytes=81920, streamable_weights_nbytes=40960)
-    made = bench(spec, weight_streaming_budget=20480)
-    assert made.model.weights_nbytes == 61440
-    assert made.model.memory_statistics().held_nbytes == 61440
-    assert made.model.capabilities.enqueue_nbytes > bench(spec).model.capabilities.enqueue_nbytes, (
-        "room for the weights on their way"
-    )
-    context = made.model.create_context(made.device)
-    made.run(made.bind(context), 9, made.arena())
-    context.close()
-
-
-def test_as_many_weights_are_kept_as_tensorrt_advises(bench, little_reserve):
-    spec = EngineSpec(weights_nbytes=81920, streamable_weights_nbytes=40960)
-    assert bench(spec, weight_streaming_budget="auto").model.weights_nbytes == 81920
-    little = HostDevice(in_place="never", memory_nbytes=100_000)
-    made = Bench(spec, device=little, weight_streaming_budget="auto")
-    assert 40960 < made.model.weights_nbytes < 81920
-    made.model.close()
-
-
-@pytest.mark.parametrize(
-    ("device_gib", "limit_gib", "kept_gib"), [(16, None, 5), (6, None, 4.5), (16, 6, 4.5)]
-)
-def test_advice_on_more_weights_than_the_bindings_can_count(bench, device_gib, limit_gib, kept_gib):
-    """Cut to 32 bits, TensorRT's own answer would be 1 GiB for 5, and a negative number for 3."""
-    gib = 1 << 30
-    spec = EngineSpec(weights_nbytes=5 * gib + 4096, streamable_weights_nbytes=5 * gib)
-    made = bench(
-        spec,
-        device=HostDevice(memory_nbytes=device_gib * gib),
-        weight_streaming_budget="auto",
-        memory_budget=None if limit_gib is None else limit_gib * gib,
-    )
-    budget = made.model._loaded.engine.weight_streaming_budget_v2
-    assert budget == pytest.approx(kept_gib * gib, abs=4096)
-    assert made.model._loaded.is_streaming == (budget < 5 * gib)
+    assert bench().model.capabilities.is_capturable
 
 
 PLUGGED = EngineSpec(plugins=("EfficientNMS_TRT",))
@@ -184,16 +125,6 @@ def test_libraries_of_plugins_are_loaded_once(bench, tmp_path):
     for wrong in (libraries[1], ROOT / "README.md"):
         with pytest.raises(ModelError, match=r"cannot load the plugins of .*: the library cannot be opened"):
             bench(trt=made.trt, device=made.device, model=False, plugins=wrong).open()
-
-
-def test_a_temporary_directory(bench, tmp_path):
-    made = bench(temporary_directory=tmp_path)
-    assert made.model._loaded.runtimes[0].temporary_directory == str(tmp_path)
-
-
-def test_weights_that_cannot_be_streamed(bench):
-    with pytest.raises(OptionsError, match="BuilderFlag.WEIGHT_STREAMING"):
-        bench(model=False, weight_streaming_budget=1000).open()
 
 
 def test_everything_is_given_back(bench, caplog):
@@ -297,7 +228,7 @@ def test_a_header_with_nothing_that_it_announces(bench):
 
 def test_messages_go_to_the_logger(bench, caplog):
     with caplog.at_level(logging.DEBUG, "asynctrt.tensorrt"):
-        bench(verbosity=logging.DEBUG, max_threads=2)
+        bench(verbosity=logging.DEBUG)
     assert "Loaded engine size" in caplog.text
 
 

@@ -23,12 +23,13 @@ def test_the_defaults_are_safe():
 
 
 def test_its_repr_shows_what_was_chosen():
-    assert repr(TensorRTOptions(max_threads=2, nvtx="none")) == "TensorRTOptions(max_threads=2, nvtx='none')"
+    shown = repr(TensorRTOptions(memory_budget=2, trust="signed"))
+    assert shown == "TensorRTOptions(trust=('signed',), memory_budget=2)"
 
 
 def test_it_is_frozen_and_has_keywords_alone():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        TensorRTOptions().max_threads = 3
+        TensorRTOptions().memory_budget = 3
     with pytest.raises(TypeError):
         TensorRTOptions("tensorrt")
 
@@ -40,19 +41,9 @@ def test_it_is_frozen_and_has_keywords_alone():
         {"allow_host_code": "yes"},
         {"memory_budget": 0},
         {"memory_budget": 1.5},
-        {"memory_watermark": 0.0},
-        {"memory_watermark": 1.1},
-        {"memory_watermark": True},
-        {"memory_watermark": -1},
-        {"persistent_cache_limit": -1},
-        {"weight_streaming_budget": "1G"},
-        {"aux_streams": "mine"},
-        {"aux_streams": None},
-        {"max_threads": 0},
-        {"max_threads": True},
+        {"memory_budget": True},
+        {"trust": "me"},
         {"verbosity": None},
-        {"nvtx": "all"},
-        {"kernel_specialization": "LAZY"},
         {"runtime_cache": 7},
     ],
 )
@@ -69,28 +60,18 @@ def test_a_lean_runtime_has_to_be_there(tmp_path):
         TensorRTOptions(lean_runtime=tmp_path / "libnvinfer_lean.so.10")
 
 
-@pytest.mark.parametrize("watermark", [0.9, 1.0, 2**30])
-def test_a_watermark_is_a_fraction_or_bytes(watermark):
-    assert TensorRTOptions(memory_watermark=watermark).memory_watermark == watermark
-
-
-@pytest.mark.parametrize("name", ["plugins", "temporary_directory"])
-def test_what_is_not_there(name, tmp_path):
-    with pytest.raises(OptionsError, match=f"{name}: there is no (file|folder)"):
-        TensorRTOptions(**{name: tmp_path / "absent"})
+def test_a_plugin_has_to_be_there(tmp_path):
+    with pytest.raises(OptionsError, match="plugins: there is no file"):
+        TensorRTOptions(plugins=tmp_path / "absent")
 
 
 def test_they_are_an_option_of_an_engine():
-    options = TensorRTOptions(memory_budget=1 << 30, weight_streaming_budget="auto", nvtx="names")
-    mapping = {"memory_budget": 1 << 30, "weight_streaming_budget": "auto", "nvtx": "names"}
-    lines = ["memory_budget=1073741824", "weight_streaming_budget=auto", 'nvtx = "names"']
+    options = TensorRTOptions(memory_budget=1 << 30, trust="signed", verbosity=20)
+    mapping = {"memory_budget": 1 << 30, "trust": "signed", "verbosity": 20}
+    lines = ["memory_budget=1073741824", "trust=signed", "verbosity = 20"]
     assert Options(tensorrt=mapping).tensorrt == Options(tensorrt=lines).tensorrt == options
-    assert Options(tensorrt=["allow_host_code=true", "memory_watermark=0.5"]).tensorrt == TensorRTOptions(
-        allow_host_code=True, memory_watermark=0.5
-    )
-    assert Options(tensorrt=["kernel_specialization=eager"]).tensorrt == TensorRTOptions(
-        kernel_specialization="eager"
-    )
+    lines = ["allow_host_code=true", 'trust = "signed"']
+    assert Options(tensorrt=lines).tensorrt == TensorRTOptions(allow_host_code=True, trust="signed")
     with pytest.raises(OptionsError, match="the option 'suspendable' was removed: close the engine"):
         Options(tensorrt={"suspendable": True})
     assert Options().tensorrt is None

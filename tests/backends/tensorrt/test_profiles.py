@@ -79,7 +79,7 @@ def test_sizes_that_nobody_knows_are_asked_for():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("imgae=1x3x224x224", r"names \['imgae'\], which is no input"),
+        ("imgae=1x3x224x224", r"names \['imgae'\], which is not an input"),
         ("image=1x3x224x224", r"lacks \['tokens'\]"),
         ("image=1x3x224,tokens=1x1", "other dimensions than the model for 'image'"),
         ("image=1x4x224x224,tokens=1x1", "Only sizes that are dynamic can be chosen"),

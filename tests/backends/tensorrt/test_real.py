@@ -106,7 +106,6 @@ here = Flavour(sys.argv[1], module, is_real=True)
 for options in (
     {"refit_from": sys.argv[0]},
     {"runtime_cache": "cache"},
-    {"kernel_specialization": "eager"},
 ):
     try:
         check_options(here, TensorRTOptions(**options))
@@ -130,10 +129,8 @@ def test_what_the_real_packages_have(tmp_path, flavour):
     )
     lines = done.stdout.splitlines()
     there = "is there" if flavour == "tensorrt_rtx" else "OptionsError"
-    assert lines[:3] == [
-        f"{name} {there}" for name in ("refit_from", "runtime_cache", "kernel_specialization")
-    ]
-    offsets = dict(line.split() for line in lines[3:])
+    assert lines[:2] == [f"{name} {there}" for name in ("refit_from", "runtime_cache")]
+    offsets = dict(line.split() for line in lines[2:])
     assert "0" not in offsets.values()
     has_all = flavour == "tensorrt_rtx"
     assert (offsets["OnnxParserRefitter"] != "None", offsets["IRuntimeCache"] != "None") == (has_all, has_all)

@@ -26,7 +26,7 @@ def onnx(tmp_path):
 
 @BOTH
 def test_a_stripped_plan_gets_its_weights(bench, onnx, double):
-    made = bench(STRIPPED, double=double, refit_from=onnx(), max_threads=2)
+    made = bench(STRIPPED, double=double, refit_from=onnx())
     context = made.model.create_context(made.device)
     made.run(made.bind(context), 9, made.arena())
     assert made.model.memory_statistics().blocks == 1, "the weights alone are kept"

@@ -115,7 +115,7 @@ def test_each_cause_has_its_error_and_its_fix(texts, kind, said):
 
 
 def test_memory_that_was_refused_is_the_cause_whatever_the_library_says():
-    refusal = MemoryRefusal(2000, 1000, 2500, None, "that is beyond the budget")
+    refusal = MemoryRefusal(2000, 1000, 2500, "that is beyond the budget")
     error = explained(("some error",), memory=(refusal,))
     assert type(error) is DeviceMemoryError
     assert str(refusal) in str(error)

@@ -206,14 +206,12 @@ class IExecutionContext(Reporter):
         """
         if limit < 0:
             raise TypeError("(): incompatible function arguments: a size is not negative")
-        there = self._core.device.l2_persisting_nbytes
-        most = PERSISTING_NBYTES if there is None else there
-        if limit > most:
+        if limit > PERSISTING_NBYTES:
             self._report_usage(
                 "IExecutionContext::setPersistentCacheLimit",
                 "condition: size <= static_cast<size_t>(mContext.getMaxPersistentL2CacheSize()). The set "
                 f"persistent cache limit size({limit} bytes) is larger than "
-                f"cudaDeviceProp.persistingL2CacheMaxSize({most} bytes).",
+                f"cudaDeviceProp.persistingL2CacheMaxSize({PERSISTING_NBYTES} bytes).",
             )
             return
         self._persistent_cache_limit = int(limit)

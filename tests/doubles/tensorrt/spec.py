@@ -124,7 +124,6 @@ class EngineSpec:
         function can be loaded in the process that made it.
     :param function_outputs: the outputs of ``function``. A first size of -1 is the number of rows. With sizes
         of -1 beyond the first all of them are those of what it returns for zeros.
-    :param rows_without_memory: the largest batch that needs no enqueue memory. Only with a function.
     :param is_sensitive: whether answers in float32 are rounded in another way in another slot, batch size or
         company, as those of real kernels may be; ``expected`` is then not exact. On the host device only.
     :param waits: whether an enqueue waits for its batch to end, as the code of a plugin may.
@@ -161,7 +160,6 @@ class EngineSpec:
     fills_gpu: bool = True
     function: Callable[[dict[str, Array]], Any] | None = None
     function_outputs: tuple[TensorIO, ...] = ()
-    rows_without_memory: int = 0
     is_sensitive: bool = False
     waits: bool = False
     change_ns: int = 0
@@ -217,7 +215,6 @@ class EngineSpec:
         )
         if self.function is None:
             assert not self.function_outputs, "they are those of a function"
-            assert not self.rows_without_memory, "steps need memory"
         else:
             assert self.function_outputs, "a function has some"
             assert not computes_steps, "a function has no steps"
@@ -306,8 +303,6 @@ class EngineSpec:
 
     def enqueue_nbytes(self, shapes: Mapping[str, Dims]) -> int:
         """Return the bytes of enqueue memory for a batch: all states, and a guard at each end."""
-        if shapes[self.inputs[0].name][0] <= self.rows_without_memory:
-            return 0
         total = 2 * ALIGNMENT
         for io in self.inputs:
             count = int(np.prod(shapes[io.name], dtype=np.int64))
@@ -424,10 +419,9 @@ def double_plan(
     may_share_none = flavour != "tensorrt_rtx" and version_of(version) < SHARES_PROFILES
     assert spec.shares_profiles or may_share_none, f"every engine of {flavour} {version} shares profiles"
     # A function may be any object, which is not to be copied.
-    plain = asdict(replace(spec, function=None, function_outputs=(), rows_without_memory=0))
+    plain = asdict(replace(spec, function=None, function_outputs=()))
     fields: dict[str, Any] = {name: value for name, value in plain.items() if name != "_outputs"}
     fields["function_outputs"] = [asdict(io) for io in spec.function_outputs]
-    fields["rows_without_memory"] = spec.rows_without_memory
     if spec.function is not None:
         fields["function"] = id(spec.function)
         _functions[id(spec.function)] = spec.function
