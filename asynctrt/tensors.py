@@ -18,6 +18,9 @@ from asynctrt.errors import ExecutionError, InputError, ModelError, show
 
 ALONE_FIX: Final = "Open the model with batching='off', so that each request runs alone"
 
+NDIM_MAX: Final = 64
+"""The most axes of a NumPy array: lists that are nested deeper cannot become one."""
+
 SHARED_NBYTES_MAX: Final = 4096
 """The largest output of a batch, in bytes, that is copied as one block; each caller gets a view of it. It is
 small, because a caller that keeps a row keeps the block. Copying 64 rows one by one takes 0.25 µs more a row.
@@ -365,14 +368,16 @@ def convert(spec: TensorSpec, value: Any) -> Array:
 
     :raises InputError: for ragged lists, and for values that the dtype cannot hold.
     """
+    if holds_text(value):
+        raise InputError(
+            f"input {spec.name!r} is {spec.dtype.name}; some of the values given are text. Give numbers"
+        )
     try:
         given = np.asarray(_as_uint64(value) if spec.dtype == np.uint64 else value)
     except ValueError as error:
         raise InputError(
             f"input {spec.name!r} takes shape {shape_text(spec)}; the lists given are ragged ({error})"
         ) from error
-    except MemoryError:  # NumPy makes every string as long as the longest.
-        raise InputError(f"input {spec.name!r} was given lists that are too large for an array") from None
     kinds = {"f": "biuf", "c": "biufc", "i": "biu", "u": "biu", "b": "b"}.get(spec.dtype.kind, "")
     if given.size and given.dtype.kind not in kinds:
         raise InputError(
@@ -392,6 +397,24 @@ def convert(spec: TensorSpec, value: Any) -> Array:
             "a value given is outside that range"
         )
     return converted
+
+
+def holds_text(value: Any) -> bool:
+    """Return whether a value is text, or nested lists of which an item is.
+
+    NumPy's own array of them would hold every item, numbers too, in as many bytes as the longest text.
+    """
+    if not isinstance(value, list | tuple):
+        return isinstance(value, str | bytes)
+    lists: list[Any] = [value]
+    for _ in range(NDIM_MAX):
+        kinds = {kind for items in lists for kind in set(map(type, items))}
+        if any(issubclass(kind, str | bytes) for kind in kinds):
+            return True
+        if not any(issubclass(kind, list | tuple) for kind in kinds):
+            return False
+        lists = [item for items in lists for item in items if isinstance(item, list | tuple)]
+    return False
 
 
 def is_array(value: object) -> bool:

@@ -89,7 +89,7 @@ def test_what_depends_on_others_is_not_deterministic():
     ("pad", "inputs", "limits", "says"),
     [
         ("auto", [COUNT], None, "and 'model' has none besides its rows"),
-        ({"lenght": "auto"}, [IDS], None, "the dimension 'lenght', and those that vary"),
+        ({"lenght": "auto"}, [IDS], None, "the dimension 'lenght', but the dimensions"),
         (
             {"length": "auto:9"},
             [IDS],

@@ -26,6 +26,7 @@ from asynctrt.tensors import (
     content_of,
     convert,
     has_masked,
+    holds_text,
     is_array,
     split_shared,
 )
@@ -334,10 +335,8 @@ def as_text(spec: TensorSpec, value: Any) -> Array:
 
     :raises InputError: for anything else.
     """
-    if isinstance(value, str | bytes):
-        value = np.array(value, object)
     try:
-        given = np.asarray(value)
+        given = np.array(value, object) if holds_text(value) else np.asarray(value)
         if given.dtype.kind == "U":
             return given.astype(object)
         if given.dtype.kind in "SO":

@@ -19,7 +19,7 @@ from asynctrt.kserve.datatypes import (
     write_tensor,
 )
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
-from asynctrt.tensors import Array, TensorSpec, cast, convert, has_masked
+from asynctrt.tensors import Array, TensorSpec, cast, convert, has_masked, holds_text
 
 TEXT_LENGTH_MAX: Final = 300
 """Characters of a server's text that an error message quotes."""
@@ -51,9 +51,7 @@ def as_array(name: str, value: Any) -> Array:
             f"input {name!r} has masked values, which a model cannot leave out. Replace them: "
             "array.filled(value)"
         )
-    array = np.asarray(value)
-    if array.dtype.kind in "US" and array is not value:
-        array = np.asarray(value, object)  # NumPy's own strings drop trailing NULs.
+    array = np.array(value, object) if holds_text(value) else np.asarray(value)
     if array.dtype.kind in "UO":
         array = _byte_strings(name, array)
     if array.dtype.kind not in TEXT and array.dtype.name not in DATATYPES:

@@ -2,6 +2,7 @@
 
 import array
 import asyncio
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -9,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import asynctrt
-from asynctrt.core.inputs import SHAPES_MAX, InputCheck
+from asynctrt.core.inputs import SHAPES_MAX, InputCheck, as_text
 from asynctrt.errors import InputError
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.tensors import TensorSpec
+from asynctrt.tensors import TensorSpec, convert, holds_text
 from tests.models import double_model, rows
 
 FLOATS = TensorSpec("x", np.dtype("float32"), (3,))
@@ -71,7 +72,7 @@ def test_what_is_remembered_of_shapes_is_bounded():
         (np.float32(1), ["'x'", "()"]),
         (np.zeros((0, 3), np.float32), ["no rows", "(1, 3)"]),
         ([[1, 2], [3]], ["ragged"]),
-        ("text", ["'x'", "float32", "<U4"]),
+        ("text", ["'x'", "float32", "text"]),
         ([["a", "b", "c"]], ["'x'", "float32"]),
         ([[1, 2, None]], ["'x'", "object"]),
         ([[1e300, 0, 0]], ["'x'", "holds"]),
@@ -243,3 +244,43 @@ def test_what_looks_at_values_does_not_go_by_shapes_alone():
     """A worker checks the arrays of a block once, and whatever comes there later has passed."""
     assert InputCheck([FLOATS]).looks_at_shapes_alone
     assert not InputCheck([TensorSpec("text", "object")]).looks_at_shapes_alone
+
+
+@pytest.mark.parametrize("kind", ["numbers", "text"])
+def test_a_long_text_among_many_short_values_takes_no_memory_for_each(kind):
+    """NumPy's own array of text holds every item in as many bytes as the longest."""
+    long = "x" * 100_000
+    tracemalloc.start()
+    try:
+        if kind == "numbers":
+            with pytest.raises(InputError, match="'x' is float32; some of the values given are text"):
+                convert(TensorSpec("x", np.dtype("float32"), ("n",)), [[1.0] * 10_000 + [long]])
+        else:
+            found = as_text(TensorSpec("x", np.dtype(object), ()), ["a\0", long, b"b", *["c"] * 10_000])
+            assert found[:3].tolist() == ["a\0", long, "b"]
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("value", "holds"),
+    [
+        ("a", True),
+        (b"a", True),
+        ([1, ["a"]], True),
+        ([[[(1, "a")]]], True),
+        ([[1.0], [2]], False),
+        (1, False),
+        ([], False),
+    ],
+)
+def test_text_in_lists_is_found(value, holds):
+    assert holds_text(value) is holds
+
+
+def test_a_list_that_holds_itself_is_an_input_error():
+    loop = [1.0]
+    loop.append(loop)
+    with pytest.raises(InputError):
+        convert(TensorSpec("x", np.dtype("float32"), ("n",)), loop)
