@@ -400,7 +400,7 @@ def convert(spec: TensorSpec, value: Any) -> Array:
 
 
 def holds_text(value: Any) -> bool:
-    """Return whether a value is text, or nested lists of which an item is.
+    """Return whether a value is text, or lists that contain text at any depth.
 
     NumPy's own array of them would hold every item, numbers too, in as many bytes as the longest text.
     """
