@@ -122,6 +122,9 @@ class Binding(Protocol):
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         """Enqueue one batch on ``stream``, and return before it has run.
 
+        Earlier batches of this binding may still be waiting or running on the stream, as when an engine
+        measures its model. Change what they use only in stream order.
+
         :param rows: how many rows of the bound memory the batch occupies.
         :param profile: the optimisation profile to use. ``None`` for a model without profiles, or to leave
             the choice to the model.

@@ -198,11 +198,7 @@ class OnnxBinding:
 
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         assert isinstance(stream, HostStream)
-        # Rebind outputs without memory of ours for each batch. Otherwise ONNX Runtime would write the next
-        # batch into the results of the previous one.
-        if rows != self._bound_rows or self._has_unbound:
-            self._bind(rows)
-        stream.launch(self._run, label=(self._kind, rows), run_on="auto")
+        stream.launch(partial(self._run, rows), label=(self._kind, rows), run_on="auto")
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         if not self._has_unbound:
@@ -215,6 +211,7 @@ class OnnxBinding:
         }
 
     def _bind(self, rows: int) -> None:
+        self._bound_rows = 0  # Nothing is bound if Ctrl-C ends this early.
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
         for memory in self._inputs:
@@ -229,20 +226,27 @@ class OnnxBinding:
                 self._binding.bind_output(name, "cpu", 0, element_type(bound.dtype), shape, bound.address)
         self._bound_rows = rows
 
-    def _run(self) -> None:
+    def _run(self, rows: int) -> None:
         """Run the batch. Copy each output that ONNX Runtime put elsewhere to its bound memory.
 
         ONNX Runtime leaves the bound memory of an output unwritten if it is also an input of the graph.
 
+        Binding is part of the run: an ``IOBinding`` that changes during a run can end the process, and an
+        earlier batch may be running while this one is enqueued.
+
         :raises ExecutionError: if the shape of an output differs from the bound shape.
         """
+        # Rebind outputs without memory of ours for each batch. Otherwise ONNX Runtime would write the next
+        # batch into the results of the previous one.
+        if rows != self._bound_rows or self._has_unbound:
+            self._bind(rows)
         self._session.run_with_iobinding(self._binding)
         values = self._binding.get_outputs_as_ortvaluevector()
         for index, memory in self._bound_outputs:
             value = values[index]
             if value.data_ptr() != memory.address:
-                checked_shape(memory, value.shape(), self._bound_rows)
-                memory.view(self._bound_rows)[...] = value.numpy()
+                checked_shape(memory, value.shape(), rows)
+                memory.view(rows)[...] = value.numpy()
 
 
 def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tuple[int, ...]:

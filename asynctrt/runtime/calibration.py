@@ -15,7 +15,7 @@ import numpy as np
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import current
-from asynctrt.devices.base import Buffer
+from asynctrt.devices.base import Buffer, Event
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
 from asynctrt.runtime.inflight import InFlight
@@ -107,6 +107,8 @@ def calibrate(stage: Stage, lanes_max: int, *, for_times: bool = False) -> Calib
         raise
     except Exception as error:
         logger.debug("%r: no batches were run side by side: %s", stage.model.name, describe(error))
+        if bench is not None:
+            bench.come_to_rest()
         return Calibration()
     finally:
         if bench is not None:
@@ -144,6 +146,18 @@ class _Bench:
         for memory in self._scratch:
             if memory is not None:
                 memory.close()
+
+    def come_to_rest(self) -> None:
+        """Wait for the batches that others, which failed, left behind: callers' batches use their memory.
+
+        :raises DeviceLostError: if they do not end.
+        """
+        self._threads.shutdown()
+        self._stage.device.activate()
+        for context in self._contexts:
+            end = self._stage.device.create_event(is_timed=False)
+            context.stream.record(end)
+            _wait(end)
 
     def measure(self) -> Calibration:
         """Return the lanes that pay off."""
@@ -293,11 +307,15 @@ class _Bench:
     def _wait_for(self, flight: InFlight) -> None:
         if self._cancellation.is_cancelled:
             raise UsageError("batches of zeros are not run any more, since the opening was cancelled")
-        if not flight.end.synchronize(TIMEOUT_S):
-            raise DeviceLostError(f"a batch of zeros did not end within {TIMEOUT_S:g} s")
+        _wait(flight.end)
         error = flight.take_error()
         if error is not None:
             raise error
+
+
+def _wait(end: Event) -> None:
+    if not end.synchronize(TIMEOUT_S):
+        raise DeviceLostError(f"a batch of zeros did not end within {TIMEOUT_S:g} s")
 
 
 def _distance(sample: Sample) -> float:

@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -23,6 +24,7 @@ from asynctrt.errors import (
     OptionsError,
     UsageError,
 )
+from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from tests.models import double_onnx, node, save, sequence_onnx, unnamed_output_onnx
 
 FLOAT = TensorProto.FLOAT
@@ -262,6 +264,33 @@ async def test_closing_an_engine_lets_go_of_the_weights_at_once(tmp_path):
         assert session() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("make", "output"), [(sequence_onnx, "doubled"), (unnamed_output_onnx, "joined")])
+def test_a_batch_does_not_change_what_an_earlier_one_is_bound_to(tmp_path, make, output):
+    """ONNX Runtime ends the process if an I/O binding changes while it runs."""
+    device, model = HostDevice(in_place="never"), OnnxModel(make(tmp_path / "m.onnx"))
+    layout = lay_out(model.inputs, model.outputs, {"length": 3}, 2)
+    slab = Slab(layout, StagingBuffers(device, layout.nbytes))
+    slab.inputs[0][...] = 1
+    binding = model.create_context(device).bind(slab.input_memory(), slab.output_memory())
+    stream, end, gate, found = device.create_stream(), device.create_event(), threading.Event(), []
+    stream.launch(gate.wait)
+    for rows in (2, 1):
+
+        def look(rows=rows):
+            outputs = slab.outputs | binding.unbound_outputs(rows)
+            found.append(outputs[output].any(axis=1).tolist())
+
+        binding.enqueue(rows, profile=None, stream=stream, arena=None)
+        stream.launch(look)
+    gate.set()
+    stream.record(end)
+    assert end.synchronize(30)
+    assert end.error is None
+    assert found[0] == [True, True]
+    stream.close(1.0)
+    model.close()
 
 
 def test_without_onnxruntime_the_message_names_the_extra(monkeypatch):

@@ -174,6 +174,24 @@ async def test_a_model_that_fails_has_one_lane(device, caplog):
     assert "no batches were run side by side" in caplog.text
 
 
+async def test_no_batch_of_zeros_runs_beside_those_of_callers(device):
+    """One failed, and those enqueued behind it write to the memory of their context, too."""
+    failed = []
+
+    def work_ns(rows):
+        if not failed and len(model.arenas) > len(model.seen) + 2:
+            failed.append(rows)
+            raise ValueError("not so many zeros")
+        return 20_000_000 if failed else 100_000
+
+    model = Sleeping(work_ns=work_ns)
+    async with open_engine(model, device) as engine:
+        assert failed
+        assert engine.statistics().lanes == {8: 1}
+        assert len(model.seen) == len(model.arenas)
+        assert not any(context.stream.is_running for context in engine._pool.contexts)
+
+
 async def test_arenas_that_others_use_are_left_alone(device):
     model = Sleeping(enqueue_nbytes=1024)
     before = device.memory().held_nbytes
