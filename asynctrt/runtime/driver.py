@@ -299,7 +299,7 @@ class Driver:
                 "helps"
             )
             self._fail(flight.batch, error, flight, quarantine=True)
-        # Whoever keeps the closed engine keeps none of its memory.
+        # A caller may keep the closed engine, but not this memory.
         self._results, self._ahead = ResultMemory(), None
         self.on_answer.clear()
 
