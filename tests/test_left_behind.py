@@ -1,4 +1,7 @@
-"""What nobody closes ends with its loop, or with the last reference: threads and descriptors."""
+"""What nobody closes ends with its loop, or with the last reference: threads and descriptors.
+
+What is closed leaves nothing in cycles: ``tune_process`` keeps the collector from ever looking at them.
+"""
 
 import asyncio
 import gc
@@ -7,22 +10,36 @@ import threading
 import time
 import warnings
 
+import numpy as np
 import psutil
 import pytest
 import uvloop
 
 import asynctrt
 from asynctrt import FunctionModel, TensorSpec
+from asynctrt.backends.tensorrt import TensorRTModel
+from asynctrt.devices.host import HostDevice
+from asynctrt.runtime.results import ResultMemory
+from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.helpers import WAIT_S
-from tests.models import rows
+from tests.models import double_onnx, rows
 
 SPECS = {"inputs": TensorSpec("x", "float32", (4,)), "outputs": TensorSpec("y", "float32", (4,))}
+
+LARGE = 1 << 16
+"""The values of a row whose memory is used again."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")
 
 
 def copied(inputs):
     return inputs["x"].copy()
+
+
+def large_rows():
+    return FunctionModel(
+        copied, inputs=TensorSpec("x", "float32", (LARGE,)), outputs=TensorSpec("y", "float32", (LARGE,))
+    )
 
 
 def descriptors():
@@ -123,3 +140,83 @@ def test_an_engine_with_a_worker_on_a_loop_that_was_closed_by_hand():
     collect_until(
         lambda: all(not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE for worker in workers)
     )
+
+
+@pytest.fixture
+def no_collector():
+    """Collect nothing, and what earlier tests have left not at all."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+    gc.unfreeze()
+
+
+def found_in_cycles():
+    """Return what of ours only the collector would free."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    kinds = {found if isinstance(found, type) else type(found) for found in gc.garbage}
+    return sorted(kind.__name__ for kind in kinds if kind.__module__.startswith("asynctrt"))
+
+
+def function_model(_):
+    return FunctionModel(copied, **SPECS)
+
+
+def varying_function_model(_):
+    return FunctionModel(copied, inputs=TensorSpec("x", "float32", ("n",)), outputs=SPECS["outputs"])
+
+
+def onnx_model(folder):
+    return double_onnx(folder / "double.onnx")
+
+
+def plan_model(_):
+    device = HostDevice(unified=False)
+    spec = EngineSpec(inputs=(TensorIO("input", dims=(-1, 4)),))
+    return TensorRTModel(double_plan(spec), device=device, flavour=StrictTensorRT(device))
+
+
+KINDS = {
+    "function": (function_model, {}),
+    "function-thread": (function_model, {"waiting": "thread"}),
+    "function-weight": (function_model, {"weight": 1.0}),
+    "varying-function": (varying_function_model, {"pad": {"n": (2, 4)}}),
+    "onnx": (onnx_model, {"max_delay": 0.001}),
+    "plan": (plan_model, {"contexts": 2, "max_rows": 8}),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_closed_engine_leaves_nothing_to_the_collector(kind, tmp_path, no_collector):
+    make, settings = KINDS[kind]
+    model = make(tmp_path)
+    device = model.device if kind == "plan" else "host"
+    for _ in range(2):
+        engine = await asynctrt.open(model, device=device, **settings)
+        await asyncio.gather(*[engine.infer(rows(each)) for each in range(20)])
+        await engine.infer(rows(1, 2), timeout=WAIT_S, priority=1)
+        await engine.aclose()
+        del engine
+    assert not found_in_cycles()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("isolation", ["none", "process"])
+async def test_a_closed_engine_that_is_kept_keeps_no_memory_of_results(isolation):
+    def held():
+        return sum(found.nbytes for found in gc.get_objects() if type(found) is ResultMemory)
+
+    gc.collect()
+    before = held()
+    engine = await asynctrt.open("tests.test_left_behind:large_rows", isolation=isolation)
+    answer = await engine.infer(np.ones((1, LARGE), np.float32))
+    assert held() - before == answer["y"].nbytes
+    await engine.aclose()
+    assert held() == before
+    assert engine.state == "closed"

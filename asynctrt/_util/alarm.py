@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextvars import Context
-from functools import partial
+from functools import cache, partial
 from typing import Final, Protocol
 
 from asynctrt._util.forks import in_child, seal
@@ -30,7 +30,11 @@ class Alarm(Protocol):
         """Ask for a call by ``when_ns``. It may come earlier: then check the time and set the alarm again."""
 
     def close(self) -> None:
-        """Stop all further calls. Idempotent."""
+        """Stop all further calls, and let go of the callback, whose owner holds the alarm. Idempotent."""
+
+
+def _nothing() -> None:
+    """Do nothing: what a closed alarm calls."""
 
 
 def create_alarm(
@@ -59,6 +63,16 @@ class _Itimerspec(ctypes.Structure):
     _fields_ = [("interval", _Timespec), ("value", _Timespec)]
 
 
+@cache
+def libc() -> ctypes.PyDLL:
+    """Return the C library, which ctypes would make new types of functions for at each opening.
+
+    PyDLL, because the calls return at once. CDLL would release the GIL, and then have to wait for it if other
+    threads want it.
+    """
+    return ctypes.PyDLL(None, use_errno=True)
+
+
 class Timerfd:
     """A ``timerfd`` on ``CLOCK_MONOTONIC``, through libc, because Python has it only since 3.13.
 
@@ -70,11 +84,9 @@ class Timerfd:
     _ABSOLUTE = 1
 
     def __init__(self) -> None:
-        # PyDLL, because the calls return at once. CDLL would release the GIL, and then have to wait for it
-        # if other threads want it.
-        libc = ctypes.PyDLL(None, use_errno=True)
-        self._settime = libc.timerfd_settime
-        self.fd = libc.timerfd_create(self._CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
+        functions = libc()
+        self._settime = functions.timerfd_settime
+        self.fd = functions.timerfd_create(self._CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         # A closed loop drops its readers, and nothing else would close the file descriptor then.
@@ -131,6 +143,7 @@ class TimerfdAlarm:
         if self._timer.fd >= 0:
             self._loop.remove_reader(self._timer.fd)
             self._timer.close()
+        self._callback = _nothing
 
     def _fire(self) -> None:
         self._armed_ns = None
@@ -174,6 +187,7 @@ class TickAlarm:
             self._handle.cancel()
         # Earlier than any time, so a late call of `set` does nothing.
         self._armed_ns = -1
+        self._callback, self._handle = _nothing, None
 
     def _approach(self) -> None:
         assert self._armed_ns is not None

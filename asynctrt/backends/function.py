@@ -18,7 +18,7 @@ from asynctrt._util.loops import opening_loop
 from asynctrt._util.validation import choice, rising_sizes
 from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
-from asynctrt.devices.host import HostStream, RunOn, Unfinished, Work, warn_if_held
+from asynctrt.devices.host import HostStream, RunOn, Unfinished, warn_if_held
 from asynctrt.errors import (
     AsynctrtError,
     DeviceUnavailableError,
@@ -281,19 +281,17 @@ class FunctionBinding:
         self._outputs = {memory.name: OutputMemory(memory) for memory in outputs if memory is not None}
         self._only_output = next(iter(self._outputs.values())) if len(self._outputs) == 1 else None
         self._rows = 0
-        self._call: Work = lambda: None
         self._label: Hashable = None
         self._loop = loop
 
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         assert isinstance(stream, HostStream)
         if rows != self._rows:
-            self._call = partial(self._run, rows)
             self._label = (self._kind, rows)
             self._rows = rows
         if self._loop is None:
             self._loop = _get_running_loop()
-        stream.launch(self._call, label=self._label, run_on=self._run_on, loop=self._loop)
+        stream.launch(partial(self._run, rows), label=self._label, run_on=self._run_on, loop=self._loop)
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         return {}

@@ -299,6 +299,9 @@ class Driver:
                 "helps"
             )
             self._fail(flight.batch, error, flight, quarantine=True)
+        # A caller may keep the closed engine, but not this memory.
+        self._results, self._ahead = ResultMemory(), None
+        self.on_answer.clear()
 
     def end_threads(self, timeout_s: float) -> None:
         """After :meth:`close`: end the threads that copied and enqueued. Blocks, up to ``timeout_s`` each."""

@@ -1,6 +1,6 @@
 """All requests that wait to be launched: taken in, or refused; until they leave, or a batch takes them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, QueueFullError, copy_for
 from asynctrt.scheduling.counters import Counters
@@ -15,7 +15,7 @@ class Queue:
     """The queue of one engine, bounded in rows.
 
     :param rows_max: rows that may wait over all buckets.
-    :param limit: returns the rows that one batch of a key holds.
+    :param limit: returns the rows that one batch of a shape holds.
     :param forecast: refuses requests that would be too late.
     """
 
@@ -25,7 +25,7 @@ class Queue:
         *,
         priorities: int,
         rows_max: int,
-        limit: Callable[[BatchKey], int],
+        limit: Callable[[Hashable], int],
         forecast: Forecast,
         counters: Counters,
     ) -> None:
@@ -228,7 +228,7 @@ class Queue:
             return bucket
         bucket = self.buckets.by_key.get(key)
         if bucket is None:
-            bucket = BucketQueue(key, self._priorities, self._limit(key), self._patience_ns)
+            bucket = BucketQueue(key, self._priorities, self._limit(key.shape), self._patience_ns)
             self.buckets.add(bucket)
         self._bucket = bucket
         return bucket

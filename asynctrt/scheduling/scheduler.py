@@ -125,7 +125,7 @@ class Scheduler:
             policy,
             priorities=priorities,
             rows_max=queue_rows_max,
-            limit=self.limit,
+            limit=self._run_as.limit,
             forecast=forecast,
             counters=self._counters,
         )

@@ -228,8 +228,9 @@ class Share:
         self._let_go(now_ns)
 
     def leave(self) -> None:
-        """Take no part any more. Idempotent."""
+        """Take no part any more, and let go of the scheduler, which holds this object. Idempotent."""
         self._shares.remove(self)
+        self.wake = self.wants = self.is_full = _nothing
 
     def forget(self) -> None:
         """Forget what it has on the device."""

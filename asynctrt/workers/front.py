@@ -287,6 +287,7 @@ class Dispatcher:
         if self._reaper is not None:
             self._reaper.close()
         self._layouts.forget_arrays()
+        self._results = ResultMemory()  # A caller may keep the closed engine, but not their memory.
         self.tell_if_idle()
 
     @property

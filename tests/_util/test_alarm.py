@@ -206,7 +206,7 @@ async def test_without_timerfd_ticks_do_it(monkeypatch):
     def missing(*_, **__):
         raise OSError("no such library")
 
-    monkeypatch.setattr(alarms.ctypes, "PyDLL", missing)
+    monkeypatch.setattr(alarms, "libc", missing)
     bell = Bell()
     alarm = create_alarm(asyncio.get_running_loop(), bell, clock.now_ns)
     assert isinstance(alarm, TickAlarm)

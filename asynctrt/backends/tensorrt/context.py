@@ -25,7 +25,6 @@ from asynctrt.backends.tensorrt.messages import (
     LogSubscription,
     TensorRTErrors,
     keep_alive,
-    make_recorder,
 )
 from asynctrt.backends.tensorrt.outputs import UnboundOutput, make_output_allocator
 from asynctrt.backends.tensorrt_options import TensorRTOptions
@@ -150,7 +149,7 @@ class TensorRTContext:
         self._on_close: Callable[[], None] | None = on_close
         self._guard = threading.Lock()
         self._streams: list[Stream] = []
-        self._recorder = make_recorder(loaded.flavour.module)
+        self._recorder = loaded.recorder.another()
         self._in_place = True
         by_name = {spec.name: spec for spec in signature.outputs}
         self.unbound = {

@@ -13,7 +13,7 @@ import re
 import threading
 from collections import deque
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, Self
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 ERRORS_MAX: Final = 32
@@ -119,6 +119,10 @@ class ErrorRecorder:
         self._lock = threading.RLock()
         self._errors: list[tuple[Any, str]] = []
         self._overflowed = False
+
+    def another(self) -> Self:
+        """Return another recorder of the same class: a class is never freed without the collector."""
+        return type(self)()
 
     @property
     def has_errors(self) -> bool:

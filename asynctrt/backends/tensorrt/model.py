@@ -330,7 +330,7 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
     signature = read_signature(name, loaded.flavour.module, loaded.engine, loaded.abilities, names_of_dims)
     probe = OutputProbe(signature)
     context = create_trt_context(loaded)
-    recorder = make_recorder(loaded.flavour.module)
+    recorder = loaded.recorder.another()
     keep_alive(context, recorder)
     context.error_recorder = recorder
     ask = getattr(context, "is_stream_capturable", None)

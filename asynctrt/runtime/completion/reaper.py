@@ -101,6 +101,7 @@ class Reaper:
         self._watcher.clear()
         self._callbacks.clear()
         self._alarm.close()
+        self._on_interrupt = None
         if self._waiter is not None:
             self._waiter.close()
             self._waiter = None
