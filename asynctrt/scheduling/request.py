@@ -8,6 +8,7 @@ from asynctrt.errors import InternalError
 from asynctrt.scheduling.key import BatchKey
 
 NO_DEADLINE_NS: Final = 2**63 - 1
+"""The deadline of requests without one. It is later than any time that a clock returns."""
 
 
 class State(IntEnum):
