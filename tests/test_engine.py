@@ -227,7 +227,7 @@ class TestOpening:
         for specs in ((), (TensorSpec("x", "float32", (4,)),) * 2):
             model = double_model()
             setattr(model, side, specs)
-            with pytest.raises(ModelError, match=f"needs {side}, each with a name of its own"):
+            with pytest.raises(ModelError, match=f"needs {side}, each with a unique name"):
                 await asynctrt.open(model)
 
     @pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])

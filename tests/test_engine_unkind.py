@@ -297,7 +297,7 @@ class TestCalls:
             await until(lambda: device.held)
             device.release()
             await until(lambda: engine.statistics().batches == 1)
-            with pytest.raises(DeadlineError, match="split into 3 batches, of which 1 had been computed"):
+            with pytest.raises(DeadlineError, match="split into 3 batches; 1 had been computed"):
                 async with asyncio.timeout(WAIT_S):
                     await split
             device.open()

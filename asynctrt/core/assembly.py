@@ -61,7 +61,7 @@ class Capacity:
     graphs: tuple[int, ...]
     """Batch sizes to capture."""
     graphs_named: tuple[int, ...] = ()
-    """Those that the option names."""
+    """The sizes that the option names; empty for ``auto`` and ``off``."""
 
     @classmethod
     def of(cls, model: Model, device: Device, options: Options, shared: Arenas | None = None) -> "Capacity":
@@ -73,7 +73,7 @@ class Capacity:
         if options.is_deterministic:
             contexts = 1
         if model.capabilities.needs_sizes and model.capabilities.occupies_device:
-            contexts = min(contexts, device.concurrency)  # Two in one thread would wait for each other.
+            contexts = min(contexts, device.concurrency)  # Two in one thread would block each other.
         asked, contexts = contexts, min(contexts, model.capabilities.contexts_max or contexts)
         arenas = min(options.arenas or contexts, contexts)
         if shared is not None:
@@ -104,8 +104,8 @@ class Capacity:
             )
         if options.arenas not in (None, len(shared)) or contexts < len(shared):
             raise OptionsError(
-                f"{len(shared)} arenas are shared, so leave the option arenas out, and have at least as many "
-                f"contexts; arenas is {options.arenas} and there are {contexts} contexts"
+                f"{len(shared)} arenas are shared, so leave the option arenas out, and have at least "
+                f"{len(shared)} contexts; arenas is {options.arenas} and there are {contexts} contexts"
             )
         return len(shared)
 
@@ -147,7 +147,7 @@ class Capacity:
             # Empty batch sizes ask for one session that runs all sizes, so capture no size.
             return () if batch_sizes == () else sizes_to_prepare(batch_sizes, rows_max)
         if options.graphs == "auto":
-            # Each size takes another context in every bay, so use few sizes: powers of four.
+            # Each size takes another context in every bay, so capture few sizes: powers of four.
             powers = (4**power for power in range(rows_max.bit_length()))
             return tuple(sorted({least, rows_max, *(rows for rows in powers if least < rows < rows_max)}))
         sizes = tuple(int(rows) for rows in options.graphs)
@@ -159,12 +159,12 @@ class Capacity:
 
 
 def is_specialisable(model: Model) -> bool:
-    """Return whether shapes of a model that recur get contexts of their own."""
+    """Return whether recurring shapes of a model get dedicated contexts."""
     return model.capabilities.is_specialisable and not is_alone(model)
 
 
 def _largest(model: Model, options: Options) -> int:
-    """Return the largest of the only batch sizes of a model.
+    """Return the largest of the batch sizes that a model is restricted to.
 
     :raises OptionsError: if the options contradict it.
     """
@@ -208,9 +208,9 @@ class EngineParts:
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
     builder: Builder | None = None
-    """What builds contexts for shapes that recur, if that may pay off."""
+    """Builds contexts for recurring shapes, if that may pay off."""
     times: tuple[tuple[int, int], ...] = ()
-    """The units and the times in ns of batches of made-up rows."""
+    """For batches of made-up rows, the cost in units and the time in ns of each."""
     calibration: Calibration = NOT_CALIBRATED
     """How many batches compute side by side."""
 
@@ -223,18 +223,21 @@ class EngineParts:
     def lanes_max(self) -> int:
         """How many batches can compute side by side."""
         capacity = self.capacity
-        # A context has an arena to itself, or waits for the others that use it.
+        # Batches in one arena compute one after the other, and so do batches in one context.
         return (capacity.arenas or capacity.contexts) if self.is_pipelined else 1
 
     @property
     def lanes_by_rows(self) -> dict[int, int]:
-        """How many batches compute side by side, by the largest size that does; empty on other devices."""
+        """How many batches compute side by side, by the largest number of rows for which this holds; empty on
+        devices without lanes."""
         return self.calibration.lanes.by_rows(self.capacity.rows_max) if self.is_pipelined else {}
 
     def calibrated(self, options: Options) -> "EngineParts":
-        """Return these parts with as many lanes as the options say, or as pay off. Blocks.
+        """Return these parts with the number of lanes from the options, or else with as many as pay off.
+        Blocks.
 
-        What batches take alone is measured in any case if the device is divided: it is what they are charged.
+        If engines divide the device, the times of batches that run alone are measured either way, because
+        batches are charged by them.
         """
         found = Calibration()
         is_divided = options.weight is not None and self.is_pipelined
@@ -249,7 +252,7 @@ class EngineParts:
         return dataclasses.replace(self, calibration=found)
 
     def padded_as(self, found: Found) -> "EngineParts":
-        """Return these parts with the padding that was found to change no answer, if any was."""
+        """Return these parts with the padding found to change no answer, if there is one."""
         if found.padding is not None:
             self.pool.padding = found.padding
             for sizes in found.padding.chosen.values():
@@ -336,7 +339,8 @@ class EngineParts:
         uses: Callable[[Slab], bool],
         run_anew: Callable[[Hashable, Mapping[int, int]], object],
     ) -> Specialiser | None:
-        """Create what gives shapes that recur contexts of their own; ``None`` if the model gains nothing."""
+        """Create the specialiser, which gives recurring shapes dedicated contexts; ``None`` if the model
+        gains nothing by it."""
         if self.builder is None:
             return None
         model = self.model
@@ -465,7 +469,7 @@ def _load(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, op
 
 
 def _made_as_proven(given: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
-    """Create the parts of an engine, with batches of several requests unless rows are not independent."""
+    """Create the parts of an engine. Requests share batches only if rows are proven to be independent."""
 
     def make(model: Model) -> EngineParts:
         made = _make(model, device, options, shared)
@@ -498,7 +502,7 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
 
 
 def _specialise(parts: EngineParts, options: Options, named: Sequence[Mapping[str, Sequence[int]]]) -> None:
-    """Give the shapes that the options name contexts of their own.
+    """Create dedicated contexts for the shapes that the options name.
 
     :raises OptionsError: for a shape that the model does not take.
     """
@@ -515,8 +519,8 @@ def _specialise(parts: EngineParts, options: Options, named: Sequence[Mapping[st
             ) from error
     if builder is None:
         logger.warning(
-            "shapes names shapes that come often, but those of %s gain nothing by it: those of ONNX models "
-            "on a GPU do, if their dimensions vary and pad does not name all sizes",
+            "shapes names shapes that come often, but shapes of %s gain nothing by it: only ONNX models on "
+            "a GPU do, if their dimensions vary and pad does not name all sizes",
             name,
         )
         return
@@ -558,9 +562,10 @@ def _make_on_host(options: Options, model: Model) -> EngineParts:
 def _shapes_to_capture(
     model: Model, padding: Padding | None, capacity: Capacity, shapes: Shapes
 ) -> tuple[Hashable, ...]:
-    """Return all shapes to run beforehand, if they are few and a batch of each holds ``rows_max`` rows.
+    """Return all shapes to run before the first request, if there are few and a batch of each holds
+    ``rows_max`` rows.
 
-    Return no shapes for plans: graphs of several shapes do not support profiles and arenas.
+    Return none for plans: graphs of several shapes do not support profiles and arenas.
     """
     its = model.capabilities
     is_run = capacity.graphs or its.needs_sizes
@@ -574,7 +579,7 @@ def _shapes_to_capture(
 
 
 def _steps_on(device: Device) -> int:
-    """Return how many sizes to pad to there are from one power of two to the next."""
+    """Return the number of sizes to pad to from one power of two to the next."""
     return STEPS_WHERE_SHAPES_ARE_FREE if device.is_parallel else 1
 
 
@@ -604,7 +609,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
         if options.is_deterministic and model.platform == "tensorrt_plan":
             logger.warning(
                 "%r is deterministic but for layers that TensorRT leaves random: IFillLayer, and "
-                "IScatterLayer with indices that occur twice. Whether the plan has any cannot be told",
+                "IScatterLayer with indices that occur twice. A plan does not show whether it has any",
                 model.name,
             )
         pool = ContextPool(
@@ -616,7 +621,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             graphs=capacity.graphs,
             profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
             rows_held=shapes.rows_held,
-            prepares=not options.is_deterministic,  # If it is, all batches have one size.
+            prepares=not options.is_deterministic,  # Deterministic engines have only one batch size.
             padding=padding,
             shapes=_shapes_to_capture(model, padding, capacity, shapes),
         )
@@ -647,7 +652,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
 
 
 def _few_sizes(model: Model, rows_max: int) -> tuple[int, ...]:
-    """Return the few sizes that batches of any shape are padded to; empty if changes of the size are fast."""
+    """Return the few sizes that batches of any shape are padded to; empty if the model changes size fast."""
     if not model.capabilities.changes_slowly or is_alone(model):
         return ()
     return () if model.capabilities.batch_sizes == () else few_sizes(model.capabilities.batch_sizes, rows_max)
@@ -656,7 +661,8 @@ def _few_sizes(model: Model, rows_max: int) -> tuple[int, ...]:
 def _builder(
     model: Model, device: Device, options: Options, capacity: Capacity, pool: ContextPool
 ) -> Builder | None:
-    """Return what builds contexts for shapes that recur; ``None`` if shapes are known, or gain nothing."""
+    """Return the builder of contexts for recurring shapes; ``None`` if all shapes are known, or gain
+    nothing."""
     if not (pool.may_grow and is_specialisable(model)) or options.is_deterministic:
         return None
     captures = options.graphs != "off" and (device.prefers_graphs or options.graphs != "auto")

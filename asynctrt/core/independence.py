@@ -243,7 +243,7 @@ def _decided(verdict: "Verdict", model: Model, options: Options) -> Batching:
     if options.batching == "on":
         logger.warning("%r batches, as batching='on' says, although %s", model.name, verdict.what)
         return Batching(reason=f"it was opened with batching='on', although {verdict.what}")
-    choice = " (batching='on' shares batches all the same)" if verdict.is_choice else ""
+    choice = " (batching='on' shares batches regardless)" if verdict.is_choice else ""
     return Batching(is_on=False, reason=f"{verdict.what}{choice}")
 
 
@@ -289,7 +289,7 @@ def _prove_padding(probe: Probe, parts: Parts, options: Options) -> None:
             logger.warning("%s", what)
             return
         raise OptionsError(
-            f"{what}. {_way_out(parts, options)}, or leave pad out (batching='on' pads all the same)"
+            f"{what}. {_way_out(parts, options)}, or leave pad out (batching='on' pads regardless)"
         )
 
 

@@ -85,7 +85,7 @@ class InputCheck:
         self._import_array = import_array
         self._names = tuple(spec.name for spec in self.specs)
         self._dtypes = tuple(spec.dtype for spec in self.specs)
-        # Of the only input, which has a quicker check; the name is None if there are several.
+        # A single input has a quicker check. Its name; None if there are several inputs.
         self._only = self._names[0] if len(self._names) == 1 else None
         self._dtype = self._dtypes[0]
         # The rows and key of shapes that passed before: most calls have a known shape.

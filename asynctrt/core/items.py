@@ -382,7 +382,7 @@ class Tickets:
         return self._isolates or len(groups) == 1
 
     def _groups(self, tickets: list[int]) -> list[list[Item]]:
-        """Return the items of a batch by group, without those of cancelled callers. Usually one group.
+        """Return the items of a batch by group, without items of cancelled callers. Usually one group.
 
         Items stay in ``waiting`` until their callers remove them: a failed batch may be retried in halves.
         """
@@ -404,7 +404,7 @@ class Tickets:
         return group + group[-1:] * (self._sizes[bisect_left(self._sizes, len(group))] - len(group))
 
     def _distribute(self, given: object, group: list[Item]) -> None:
-        """Give each item of a group its result, and drop those of copies.
+        """Give each item of a group its result, and drop the results of copies.
 
         :raises ExecutionError: if there is not one result per item that the function was called with.
         """

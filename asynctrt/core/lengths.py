@@ -375,6 +375,6 @@ def advice(model: Model) -> str:
     has_mask = any(is_mask(spec) for spec in model.inputs)
     export = "" if has_mask else "Export the model with a mask as an input if padding should not matter; "
     return (
-        "Each size is a queue of its own, so requests of many sizes run in small batches. "
+        "Each size has a separate queue, so requests of many sizes run in small batches. "
         f"{export}pad={{...}} gives sizes (docs/padding.md), and pad='off' says that this is intended"
     )

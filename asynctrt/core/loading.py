@@ -141,8 +141,8 @@ def _given(model: object) -> Model:
     if not isinstance(model, Model):
         raise ModelError(
             f"{shown(model)} is not a path and not a model: it lacks {', '.join(missing_members(model))}"
-            ". A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
-            "and adds name, inputs, outputs, create_context and close"
+            ". A custom model has all of these if it derives from asynctrt.backends.base.ModelBase and adds "
+            "name, inputs, outputs, create_context and close"
         )
     misplaced = misplaced_capabilities(model)
     if misplaced:
@@ -163,7 +163,7 @@ def _check_options(
     if tensorrt is not None and backend is not PLAN:
         raise OptionsError(
             f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {shown(model)} is "
-            "none. Leave it out; a TensorRTModel takes it as its own argument options"
+            "not a plan. Leave it out; a TensorRTModel takes it as its own argument options"
         )
     honoured: tuple[str, ...] = ("shapes",) if backend is not ONNX else ()
     if is_session(model):  # It was loaded before: what remains to be said is which axes count rows.
@@ -242,5 +242,5 @@ def _checked(model: Model) -> Model:
         names = Counter(spec.name for spec in specs)
         twice = [name for name, count in names.items() if count > 1]
         if not names or twice:
-            raise ModelError(f"{model.name!r} needs {side}, each with a name of its own; twice: {twice}")
+            raise ModelError(f"{model.name!r} needs {side}, each with a unique name; twice: {twice}")
     return model

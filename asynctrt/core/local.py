@@ -335,7 +335,7 @@ class LocalEngine(DrivenEngine):
     def _key_on_device(self, key: BatchKey, rows: int) -> BatchKey:
         if self._axes:
             raise InputError(
-                "outputs='device' leaves rows where they are computed, and those of "
+                "outputs='device' leaves rows where they are computed, and rows of "
                 f"{next(iter(self._axes))!r} do not lie one after the other. Ask for outputs='host'"
             )
         if self._parts.padding is not None and not self._parts.padding.is_default:

@@ -124,8 +124,7 @@ class SplitCall:
             if not isinstance(error, DeadlineError):
                 raise
             raise DeadlineError(
-                f"{error}. The call was split into {len(self.requests)} batches, of which {answered} had "
-                "been computed"
+                f"{error}. The call was split into {len(self.requests)} batches; {answered} had been computed"
             ) from None
         finally:
             self._futures = []  # Breaks a cycle: they hold the error, whose traceback holds this frame.

@@ -27,21 +27,22 @@ from asynctrt.scheduling.request import Request
 from asynctrt.tensors import Array, split_shared
 
 BUDGET_NS: Final = 400_000_000
-"""Measuring begins with the largest batches and ends after this time. Smaller ones that were not reached have
-as many lanes as the smallest that were."""
+"""Measuring begins with the largest batches and ends after this time. Smaller sizes that were not reached get
+the lanes of the smallest one that was."""
 
 RUN_NS: Final = 4_000_000
-"""How long a measurement takes at least, so that starting and noticing its end do not matter."""
+"""The shortest measurement, long enough that the time to start it and to notice its end does not matter."""
 
 DEPTH: Final = 16
-"""How many batches a lane has enqueued at a time. The thread that enqueues them wakes up late, and if a lane
-ran out of short batches meanwhile, more lanes would seem to pay off."""
+"""How many batches a lane has enqueued at a time. The enqueueing thread may wake up late. If a lane ran out
+of short batches meanwhile, it would seem slow, and more lanes would seem to pay off."""
 
 REPEATS_MAX: Final = 64
 ROUNDS: Final = 3
 LONG_NS: Final = 30_000_000
-"""Each measurement is made this many times, and the best counts, as anything may disturb the others. A
-measurement that takes longer than ``LONG_NS`` is hardly disturbed, and made once."""
+"""Each measurement is made ``ROUNDS`` times and the best counts, because other work on the machine may
+disturb some. One that takes longer than ``LONG_NS`` is hardly disturbed, so it is made once. ``REPEATS_MAX``
+bounds the batches of one measurement in a lane."""
 
 WARM_NS: Final = 20_000_000
 """How long the device is kept busy before the first measurement."""
@@ -53,32 +54,32 @@ SIZES_MAX: Final = 4
 """How many sizes are measured at most."""
 
 USUAL: Final = 64
-"""The size of dimensions that vary, if the model takes it."""
+"""Dimensions that vary are measured at about this size, as far as the model supports it."""
 
 logger = logging.getLogger("asynctrt")
 
 
 class Calibration(NamedTuple):
-    """How many batches compute side by side, and what shows it."""
+    """How many batches compute side by side, and the measurements behind that."""
 
     lanes: Lanes = ONE_LANE
     rates: tuple[Rate, ...] = ()
-    """What was measured; empty if nothing was."""
+    """The measurements; empty if there were none."""
     key: BatchKey = BatchKey()
     """The key of the batches that were measured."""
 
     @property
     def compute_ns(self) -> dict[int, int]:
-        """How long batches take alone, by their rows."""
+        """How long batches take when they run alone, in ns, by their rows."""
         return {rate.rows: round(1e9 * rate.rows / rate.rows_per_s) for rate in self.rates if rate.lanes == 1}
 
 
 class _TooLateError(Exception):
-    """The time to measure is over."""
+    """The time budget for measuring is used up."""
 
 
 def sizes_to_measure(rows_max: int) -> tuple[int, ...]:
-    """Return a few sizes from 1 to ``rows_max``, each about as many times as large as the one before."""
+    """Return a few sizes from 1 to ``rows_max``, each larger than the one before by about the same factor."""
     step = max(4.0, rows_max ** (1 / (SIZES_MAX - 1)))
     sizes, size = {rows_max}, 1.0
     while size < rows_max:
@@ -90,9 +91,9 @@ def sizes_to_measure(rows_max: int) -> tuple[int, ...]:
 def calibrate(stage: Stage, lanes_max: int, *, for_times: bool = False) -> Calibration:
     """Measure how many lanes pay off, up to ``lanes_max``. Blocks.
 
-    A model that is not known to be safe to try, or fails, has one lane.
+    A model that is not known to be safe to try, or that fails, gets one lane.
 
-    :param for_times: measure also where there can be only one lane, to know how long batches take.
+    :param for_times: also measure where only one lane is possible, to learn how long batches take.
     :raises DeviceLostError: if the device is lost.
     :raises UsageError: if the opening of the engine was cancelled.
     """
@@ -125,10 +126,10 @@ class _Bench:
         self._ends_ns = clock.now_ns() + BUDGET_NS
         self._cancellation = current()
         self._threads = ThreadPoolExecutor(lanes_max, "asynctrt-calibrate")
-        # Contexts in other arenas than one another: batches in one arena never compute side by side.
+        # Contexts in different arenas, as batches in one arena never compute side by side.
         self._contexts = stage.pool.contexts[:lanes_max]
         self._scratch: list[Buffer | None] = []
-        # For each lane, batches to run in turn, and their events.
+        # For each lane, the batches that run in turn, and their events.
         self._lanes: list[list[InFlight]] = []
         self._events: list[list[BatchEvents]] = []
         self._is_warm = False
@@ -148,7 +149,7 @@ class _Bench:
                 memory.close()
 
     def come_to_rest(self) -> None:
-        """Wait for the batches that others, which failed, left behind: callers' batches use their memory.
+        """Wait for batches still running after an error: batches of callers will use the same memory.
 
         :raises DeviceLostError: if they do not end.
         """
@@ -160,14 +161,14 @@ class _Bench:
             _wait(end)
 
     def measure(self) -> Calibration:
-        """Return the lanes that pay off."""
+        """Measure, and return the lanes that pay off."""
         key, rates = self._key, []
         shapes = self._stage.shapes
         rows_max = shapes.limit(key.shape)
         sizes = {shapes.padded_rows(key.shape, rows) for rows in sizes_to_measure(rows_max)}
         captured = self._stage.pool.captured.sizes if key.shape == () else ()
         if captured:
-            # Batches are padded to the next captured size, as far as is known yet.
+            # Before their times are known, batches are padded to the next captured size.
             sizes = {next((size for size in captured if size >= rows), rows) for rows in sizes}
 
         @cache
@@ -182,15 +183,15 @@ class _Bench:
         lanes = choose_lanes(sorted(sizes), rate_of, rows_max, self._lanes_max)
         for context, scratch in zip(self._contexts, self._scratch, strict=True):
             if context.arena is not None and scratch is None:
-                context.arena.last_use = None  # It is over.
+                context.arena.last_use = None  # That use is over.
         if self._stage.pool.may_grow:
-            # To free them later, when larger shapes come, would wait for what runs on the device.
+            # Freeing them later, when larger shapes come, would wait for the batches on the device.
             for context in self._contexts:
                 context.forget_slabs()
         return Calibration(lanes, tuple(rates), key)
 
     def _find_sample(self) -> Sample:
-        """Return sizes of dimensions that the model takes: neither the smallest nor the largest."""
+        """Return a row that the model takes, with dimensions as close to ``USUAL`` as possible."""
         probe = Probe(self._stage)
         try:
             samples = sorted(probe.samples(), key=_distance)
@@ -203,9 +204,9 @@ class _Bench:
         return sample
 
     def _rate(self, rows: int, lanes: int) -> float:
-        """Return the rows that are computed in a second with some lanes.
+        """Return the rows computed per second with a number of lanes.
 
-        :raises _TooLateError: if there is no time to find out.
+        :raises _TooLateError: if the time budget is used up.
         """
         self._make_lanes(rows, lanes)
         if not self._is_warm and self._stage.device.gpu is not None:
@@ -219,14 +220,14 @@ class _Bench:
         return 1e9 * rows * lanes * repeats / best_ns
 
     def _make_lanes(self, rows: int, lanes: int) -> None:
-        """Have batches of a size for each lane, to run in turn on a context that has run one before."""
+        """Prepare batches of one size for each lane, on contexts that have run that size once."""
         if self._lanes and self._lanes[0][0].batch.rows_run != rows:
             self._lanes = []
         made = []
         for number in range(len(self._lanes), lanes):
             self._check_time()
             made.append(self._make_flight(rows, number))
-        # The first batch of a size in a context may take far longer than others.
+        # The first batch of a size in a context may take far longer than later ones.
         list(self._threads.map(self._enqueue, made))
         for flight in made:
             self._wait_for(flight)
@@ -274,15 +275,15 @@ class _Bench:
         )
 
     def _run(self, lanes: int, repeats: int) -> int:
-        """Run batches in some lanes at once; return how long that took, in ns.
+        """Run ``repeats`` batches in each of some lanes at once; return how long that took, in ns.
 
-        :raises _TooLateError: after the time to measure.
+        :raises _TooLateError: if the time budget is used up.
         """
         self._check_time()
         used = self._lanes[:lanes]
         start_ns = clock.now_ns()
         if used[0][0].context.may_block(used[0][0].source):
-            # As in operation, each lane has a thread that enqueues.
+            # Each lane has a thread that enqueues, as it has when the engine serves.
             list(self._threads.map(lambda lane: self._fill([lane], repeats), used))
         else:
             self._fill(used, repeats)
@@ -292,7 +293,7 @@ class _Bench:
         return clock.now_ns() - start_ns
 
     def _fill(self, lanes: Sequence[list[InFlight]], repeats: int) -> None:
-        """Enqueue ``repeats`` batches in each lane, with at most ``DEPTH`` of them unfinished at any time."""
+        """Enqueue ``repeats`` batches in each lane, with at most ``DEPTH`` unfinished ones per lane."""
         for number in range(repeats):
             for flights in lanes:
                 flight = flights[number % DEPTH]
@@ -306,7 +307,7 @@ class _Bench:
 
     def _wait_for(self, flight: InFlight) -> None:
         if self._cancellation.is_cancelled:
-            raise UsageError("batches of zeros are not run any more, since the opening was cancelled")
+            raise UsageError("no more batches of zeros are run, because the opening was cancelled")
         _wait(flight.end)
         error = flight.take_error()
         if error is not None:
@@ -319,5 +320,5 @@ def _wait(end: Event) -> None:
 
 
 def _distance(sample: Sample) -> float:
-    """Return how far the sizes of dimensions are from usual ones."""
+    """Return how far the sizes of dimensions are from ``USUAL``."""
     return max((abs(size - USUAL) for size in sample.symbols.values()), default=0)

@@ -1,10 +1,10 @@
-"""The one place where decisions become device work. It decides nothing itself.
+"""Carries out what the scheduler decides, on one device. It decides nothing itself.
 
-A request's way: :meth:`Driver.submit` queues it and asks for a pump at the end of the tick, so that every
-request of the tick is there; :meth:`_pump` carries out what the scheduler decides, and copies large rows of a
-batch that may still grow; :meth:`_start` stages a batch and puts it on its context's stream; the reaper calls
-:meth:`_landed`, which copies the outputs out, frees the context, lets the next batch go and answers the
-callers.
+The path of a request: :meth:`Driver.submit` queues it and schedules a pump for the end of the tick, when all
+requests of the tick have been queued. :meth:`_pump` launches the batches that the scheduler decides on, and
+copies large rows of a batch that may still grow. :meth:`_start` stages a batch and puts it on its context's
+stream. When the batch ends, the reaper calls :meth:`_landed`, which copies the outputs out, frees the
+context, launches the next batch and answers the callers.
 """
 
 import asyncio
@@ -44,22 +44,23 @@ from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.tensors import Array, BatchRecord, InferResult, restore_axes
 
 GROW_ON_LOOP_NBYTES_MAX: Final = 256 << 10
-"""A slab up to this size is allocated by the event loop, unless it is pinned memory, which takes 0.6 ms at
-the least, and 29 ms for 64 MiB (H200)."""
+"""The event loop allocates a slab of up to this size itself, unless it is pinned memory, which takes at least
+0.6 ms, and 29 ms for 64 MiB (H200)."""
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
-"""A batch with more bytes than this is copied out in another thread: larger copies would hold the loop for
-longer than the hand-over to a thread and back (``tests/benchmarks/copies.py``)."""
+"""Outputs of more bytes than this are copied out in another thread: copying them would hold the loop up for
+longer than handing them to a thread and back does (``tests/benchmarks/copies.py``)."""
 
 GATHER_ON_LOOP_NBYTES_MAX: Final = 16 << 20
-"""The same for copies of rows into a batch, which release the GIL for a few µs per row: threads that wait for
-it again and again hold the loop for longer than the copy (1.5 ms for 16 MiB) would."""
+"""The same limit for copying rows into a batch. Such copies release the GIL for only a few µs per row, and
+threads that wait for it after each row hold the loop up for longer than the copy itself (1.5 ms for 16
+MiB)."""
 
 STAGE_ON_LOOP_NBYTES_MAX: Final = 128 << 10
-"""The same for a batch that a thread puts on its stream, and can as well stage."""
+"""The same limit for a batch that a thread enqueues in any case: that thread can stage it as well."""
 
 PUMP_NS_MAX: Final = 1_000_000
-"""A pump that runs batches in place gives the loop back after this long."""
+"""A pump that runs batches on the loop's thread returns to the loop after this long."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -86,51 +87,51 @@ class Driver:
     ) -> None:
         self._loop = loop
         self._create_future = loop.create_future
-        # A model that runs in place must not see the context variables of whichever caller comes first.
+        # A model that runs on the loop's thread must not see the context variables of the first caller.
         self._context = contextvars.copy_context()
         self._scheduler = scheduler
         self._queue = scheduler.queue
         self._pool = pool
         self._now_ns = now_ns
         self._name = repr(model.name)
-        # Outputs that are answered otherwise than with rows first.
+        # Outputs that are answered with their rows on another axis than the first.
         self._moved = () if rows_first else tuple(spec for spec in model.outputs if spec.axis != 0)
         self._device = device
         self._batch_timeout_ns = batch_timeout_ns
         self._bisects = bisects
         self.lost: DeviceLostError | None = None
-        """Why no batch can run here ever again, once that is so."""
-        # Whether any caller has named outputs so far. Until then no batch is searched for it.
+        """Why no batch can ever run here again; ``None`` as long as batches can."""
+        # Whether any caller has named outputs so far. If none has, batches need not be searched for names.
         self._names_outputs = False
         self._pump_is_scheduled = False
         self._tick_ns = 0  # When the pump was scheduled.
         self._in_pump = False
         self._pumped_ns = 0
         self._flights: dict[InFlight, None] = {}  # In the order of their launch.
-        # Batches for which a thread allocates memory, and the slab of slots that each one's rows lie in.
+        # Batches for which a thread allocates memory, each with the slab of slots that holds its rows.
         self._growing: list[tuple[Batch, FilledSlab | None]] = []
         self._lanes = [ComputeOrder() for _ in range(scheduler.lanes_max)]
-        # Batches that were given up: what they use may still be read and written.
+        # Batches that were given up: the device may still read and write their memory.
         self._given_up: set[InFlight] = set()
-        # What was copied for the next batch, which may still grow.
+        # Rows that were copied early for the next batch, which may still grow.
         self._ahead: AheadRows | None = None
         self._results = ResultMemory()
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.observe: Callable[[Batch, BatchRecord, int], None] | None = None
-        """Called with each batch that is answered, and the time; it must not raise."""
+        """Called with each answered batch, its record and the time in ns; must not raise."""
         self.on_answer: list[Callable[[InFlight], None]] = []
-        """Called with each batch that is answered, before its callers are; they must not raise."""
+        """Called with each answered batch, just before its callers get their results; must not raise."""
         self.on_launch: Callable[[Batch], None] | None = None
-        """Called with each batch before anything is done with its rows; it must not raise."""
-        # Requests of a batch that is being answered.
+        """Called with each batch before its rows are touched; must not raise."""
+        # The requests of the batch that is being answered.
         self._answering: Sequence[Request] = ()
         self._reaper = Reaper(
             loop, now_ns, waiting=waiting, context=self._context, on_interrupt=self._interrupted
         )
         self._alarm = create_alarm(loop, self._pump, now_ns, context=self._context)
         self._copiers = Copiers(self._reaper, now_ns)
-        # One for each context, and those that help to stage a batch.
+        # A thread for each context, and threads that help to stage a batch.
         threads_max = len(pool.contexts) + self._copiers.parts_max - 1
         self._enqueuers = Jobs("asynctrt-enqueue", threads_max, self._reaper, now_ns)
         self._forget_arenas: list[Callable[[], object]] = []
@@ -168,7 +169,7 @@ class Driver:
         return request
 
     def _submit(self, request: Request, now_ns: int) -> None:
-        """Queue a request, to be looked at in the end of the tick."""
+        """Queue a request, and schedule a pump for the end of the tick."""
         try:
             self._queue.submit(request)
             if not self._pump_is_scheduled:
@@ -186,7 +187,7 @@ class Driver:
     ) -> Request:
         """Queue rows without a deadline, a priority or a choice of outputs; raises as :meth:`submit` does.
 
-        One row of the same key as the one before it joins the open batch: nothing is decided until the pump.
+        A single row with the key of the open batch joins that batch: nothing is decided until the pump runs.
         """
         if future is None:
             future = self._create_future()
@@ -230,9 +231,9 @@ class Driver:
         return requests
 
     def cancel(self, request: Request) -> None:
-        """Drop the request of a caller who has gone away from the queue, or mask it in flight."""
+        """Take the request of a caller who has gone away out of the queue, or mask it if it is in flight."""
         if self._scheduler.cancel(request):
-            # Tombstones keep requests for a while, but not what these hold.
+            # Its tombstone stays in the queue for a while, and must not keep the caller's arrays alive.
             request.payload = request.future = None
             self._tell_if_idle()
 
@@ -243,7 +244,7 @@ class Driver:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nothing is queued, in flight, or being copied for who has got all of its batches."""
+        """Whether nothing is queued or in flight, and no copy of answered batches is awaited."""
         return self._scheduler.is_idle and not self._copiers.is_awaited
 
     def next_idle(self) -> asyncio.Future[None]:
@@ -254,24 +255,24 @@ class Driver:
         return waiter
 
     def uses(self, slab: Slab) -> bool:
-        """Return whether a batch in flight uses a slab. Rows that were copied there ahead are forgotten."""
+        """Return whether a batch in flight uses a slab. Forget rows that were copied there early."""
         if self._ahead is not None and self._ahead.slab is slab:
             self._ahead = None
         flights = (*self._flights, *self._given_up)
         return any(flight.source.slab is slab for flight in flights)
 
     def refuse(self, why: AsynctrtError) -> None:
-        """Take no new request; answer those that were taken."""
+        """Refuse new requests with a copy of ``why``; accepted ones are still answered."""
         self._scheduler.refuse(why)
 
     def fail_queued(self, why: EngineClosedError) -> None:
-        """Take no new request, and fail those that are queued. What is in flight goes on."""
+        """Refuse new requests and fail the queued ones. Batches in flight go on."""
         for request in self._scheduler.close(why):
             answer_error(request, copy_for(why))
         self._tell_if_idle()
 
     def close(self) -> None:
-        """Fail what is still in flight, and never run again. The pool is the engine's to close."""
+        """Fail batches that are still in flight, and never run another. The engine closes the pool."""
         self._reaper.close()
         self._copiers.end_waits(partial(EngineClosedError, f"{self._name} is closed"))
         self._alarm.close()
@@ -286,13 +287,13 @@ class Driver:
             if owner is not None:
                 owner.ended()
         for flight in self._flights:
-            # First of all: what is freed from now on must not wait for them.
+            # Do this before anything is freed: freeing memory must not wait for these batches.
             self._device.abandon(flight.context.stream)
         for flight in tuple(self._flights):
             flight.context.stream.abandon()
             arena = flight.context.arena
             if arena is not None and flight.context.is_enqueueing:
-                arena.give_up()  # Nobody will be told when the thread is through.
+                arena.give_up()  # No callback will report that the thread has finished.
             error = DeviceLostError(
                 f"batch {flight.batch.number} of {self._name} did not end within the close_timeout of its "
                 "engine. What it uses stays allocated until it does; if that is never, only a new process "
@@ -304,18 +305,19 @@ class Driver:
         self.on_answer.clear()
 
     def end_threads(self, timeout_s: float) -> None:
-        """After :meth:`close`: end the threads that copied and enqueued. Blocks, up to ``timeout_s`` each."""
+        """End the threads, after :meth:`close`. Blocks, for up to ``timeout_s`` each for copying and
+        enqueueing."""
         self._copiers.close(timeout_s)
         self._enqueuers.close(timeout_s)
 
     def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> asyncio.Future[None]:
-        """Run ``copy`` in another thread; the future is done when it is, or raises what it raised."""
+        """Run ``copy`` in another thread; return a future that ends with it, and raises its exception."""
         future = self._copiers.copy_soon(copy, nbytes)
         future.add_done_callback(lambda _: self._tell_if_idle())
         return future
 
     def pump_soon(self) -> None:
-        """Look at the end of the tick whether there is something to launch."""
+        """Schedule a pump for the end of the tick."""
         if not self._pump_is_scheduled:
             self._loop.call_soon(self._pump, context=self._context)
             self._pump_is_scheduled = True
@@ -331,7 +333,7 @@ class Driver:
             self._pump_is_scheduled = False
             started_ns = now_ns = self._now_ns()
             if queue.has_to_expire:
-                # What came since the last pump gets its chance to be launched before its deadline counts.
+                # Requests that came after the last pump get a chance to be launched before they can expire.
                 self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
             while queue.rows or again.parts:
@@ -363,13 +365,13 @@ class Driver:
             self._tell_if_idle()
 
     def _copy_ahead(self, key: BatchKey) -> None:
-        """Copy some of the rows of a batch that may still grow to where it is going to be launched."""
+        """Copy some rows of a batch that may still grow to the slab that it will be launched from."""
         pool = self._pool
         try:
             if not pool.copies_ahead(key):
                 return
             if self._to_deliver is not None:
-                self.pump_soon()  # Those who are to be answered come first.
+                self.pump_soon()  # Callers who wait for an answer come first.
                 return
             if (early := self._scheduler.early()) is None:
                 return
@@ -383,14 +385,14 @@ class Driver:
             if ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
                 self.pump_soon()
         except Exception as error:
-            # It comes again when the batch is launched, and fails those that it concerns.
+            # Staging will raise it again at the launch, and then fail the requests that caused it.
             logger.debug("%s: rows were not copied ahead: %s", self._name, describe(error))
         except BaseException as error:
-            self._ahead = None  # It may be half of a change.
+            self._ahead = None  # It may be half changed.
             raise_on_loop(error)
 
     def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
-        """Answer those whose deadline has come, and those that had to leave a full queue."""
+        """Answer requests whose deadline has passed, and requests displaced from a full queue."""
         for request in self._queue.expire(now_ns, arrived_by_ns):
             answer_error(request, deadline_error(request, now_ns))
         for request in self._queue.take_displaced():
@@ -402,7 +404,7 @@ class Driver:
             answer_error(request, make())
 
     def _start(self, batch: Batch, *, has_grown: bool = False) -> None:
-        """Stage one batch and put it on its stream. Whatever goes wrong fails this batch and no other."""
+        """Stage one batch and put it on its stream. An error fails this batch and no other."""
         flight = None
         try:
             if self._pool.may_grow and not has_grown and self._grow(batch):
@@ -414,7 +416,7 @@ class Driver:
                 source.wanted, differ = outputs_of(batch.requests)
                 source.is_cut = source.is_cut or differ
             if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
-                self._ahead = None  # Its memory is the batch's now, whatever it was for.
+                self._ahead = None  # The batch uses its memory now, whichever batch it was meant for.
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[flight] = None
             self._scheduler.taken = ()
@@ -432,13 +434,13 @@ class Driver:
             self._fail(batch, error, flight)
         except BaseException as error:
             if flight is None or flight.is_out_of_hand or flight not in self._flights:
-                raise  # What it uses may stay in use for a while, without word of when that ends.
-            # Ctrl-C while it was staged here, where most of the time goes, fails this batch alone.
+                raise  # A thread or the device may go on using its memory, and nothing reports the end.
+            # Most of the time goes into staging, and Ctrl-C there fails this batch alone.
             self._fail(batch, error, flight)
             raise_on_loop(error)
 
     def _grow(self, batch: Batch) -> bool:
-        """Allocate memory for a slab in a thread, if it is so much that the loop would stand still."""
+        """Have a thread allocate a slab, if that would hold the loop up; return whether one does."""
         nbytes = self._pool.missing_nbytes(batch)
         if not nbytes or (nbytes <= GROW_ON_LOOP_NBYTES_MAX and self._device.unified):
             return False
@@ -446,12 +448,12 @@ class Driver:
         growing = batch, owner
         self._copiers.copy(self._pool.growth(batch), nbytes, partial(self._grown, growing))
         if owner is not None:
-            owner.launched()  # From now on no slot may join, and it stays though all callers leave.
+            owner.launched()  # From now on no slot may join, and the slab stays even if all callers leave.
         self._growing.append(growing)
         return True
 
     def _grown(self, growing: tuple[Batch, FilledSlab | None], error: BaseException | None) -> None:
-        """Go on with a batch for which there is a slab now."""
+        """Start a batch whose slab has been allocated."""
         if growing not in self._growing:
             return
         self._growing.remove(growing)
@@ -466,7 +468,7 @@ class Driver:
                 owner.ended()
 
     def _staged_off_loop(self, flight: InFlight, parts: int, error: BaseException | None) -> None:
-        """Go on with a batch whose rows were copied by other threads."""
+        """Enqueue a batch whose rows were copied by other threads; if they failed, copy them again in one."""
         if flight not in self._flights:
             return
         if error is not None and parts > 1:
@@ -479,7 +481,7 @@ class Driver:
             self._staged(flight)
 
     def _staged(self, flight: InFlight) -> None:
-        """Put a batch whose rows are in the slab on its stream, here or in a thread, and wait for its end."""
+        """Put a staged batch on its stream, from here or from a thread, and await its end."""
         batch = flight.batch
         flight.record.copy_in_ns = self._now_ns() - batch.launched_ns
         if flight.source.refused:
@@ -489,20 +491,21 @@ class Driver:
         self._enqueue(flight)
         self._await_end(flight)
         if flight.error is not None and not isinstance(flight.error, Exception):
-            # Ctrl-C in the middle is the application's, but what is on the stream runs on.
+            # Ctrl-C belongs to the application; the batch on the stream runs on.
             raise_on_loop(flight.error)
 
     def _tell_refused(self, flight: InFlight) -> None:
-        """Answer those whose rows could not be staged."""
+        """Answer the requests whose rows could not be staged."""
         refused, flight.source.refused = flight.source.refused, ()
         for request, error in refused:
             self._scheduler.fail_one(request)
             answer_error(request, error)
 
     def _hand_over_unstaged(self, flight: InFlight) -> bool:
-        """Let the thread that puts a batch on its stream stage it before, with others to help.
+        """Have a thread stage a batch, with other threads to help, and then put it on its stream.
 
-        :returns: False if no thread has to put it there, or can, or if it may have to wait for one that does.
+        :returns: False if no thread is needed or available, or if the batch may have to wait for a thread
+            in its arena.
         """
         context, source = flight.context, flight.source
         if context.is_direct or context.arena is not None or not context.may_block(source):
@@ -521,20 +524,20 @@ class Driver:
             context.is_enqueueing = False
             flight.job = None
             if isinstance(error, RuntimeError):
-                return False  # The system refuses a thread (ulimit -u).
+                return False  # The system refused to start a thread (ulimit -u).
             raise
         for _ in range(len(parts) - 1):
             self._enqueuers.assist(parts.help)
         return True
 
     def _stage_and_enqueue(self, flight: InFlight, parts: SharedWork) -> None:
-        """In a thread: stage a batch and put it on its stream; keep what that raises with the batch."""
+        """Stage a batch and put it on its stream, in a thread; keep any error with the batch."""
         try:
             self._device.activate()
             try:
                 parts.do()
             except Exception:
-                flight.source.stage()  # It finds out whose rows cannot be staged.
+                flight.source.stage()  # This finds the requests whose rows cannot be staged.
         except BaseException as error:
             flight.error = error
             flight.context.is_enqueueing = False
@@ -543,7 +546,7 @@ class Driver:
         self._enqueue(flight)
 
     def _staged_and_enqueued(self, flight: InFlight, error: BaseException | None) -> None:
-        """Go on with a batch that a thread has staged and put on its stream, if it could."""
+        """Await the end of a batch that a thread staged and enqueued; fail it if the thread could not."""
         if flight.put_ns is None and flight in self._flights:
             self._fail(
                 flight.batch,
@@ -556,9 +559,9 @@ class Driver:
         self._enqueued(flight, error)
 
     def _hand_over(self, flight: InFlight) -> bool:
-        """Let a thread put a batch on its stream, or let it wait for one that is doing so in its arena.
+        """Have a thread put a batch on its stream; if a thread is already doing so in its arena, wait for it.
 
-        :returns: False if the batch is to be put there at once: it needs neither, or there is no thread.
+        :returns: False if the batch can be put there at once, or has to be because no thread can be started.
         """
         context = flight.context
         arena = context.arena
@@ -576,7 +579,7 @@ class Driver:
             if not context.may_block(flight.source):
                 return False
         except Exception:
-            return False  # It will raise that again.
+            return False  # `_enqueue` will raise the same, and keep it with the batch.
         if arena is not None:
             arena.is_enqueueing = True
         context.is_enqueueing = True
@@ -594,22 +597,23 @@ class Driver:
             if arena is not None:
                 arena.is_enqueueing = False
             if isinstance(error, RuntimeError):
-                # The system refuses a thread (ulimit -u). To wait for the device holds the loop up, but ends.
+                # The system refused to start a thread (ulimit -u). Enqueueing here may hold the loop up, but
+                # only for as long as the device takes.
                 return False
             raise
         return True
 
     def _go_on(self, flight: InFlight) -> None:
-        """Put a batch on its stream that others in its arena held up."""
+        """Put a batch on its stream after waiting for another one in its arena."""
         if flight not in self._flights or self._hand_over(flight):
             return
         self._enqueue(flight)
         self._await_end(flight)
         if flight.error is not None and not isinstance(flight.error, Exception):
-            raise_on_loop(flight.error)  # There may be more that wait.
+            raise_on_loop(flight.error)  # Not here: other batches may wait to go on.
 
     def _enqueue(self, flight: InFlight) -> None:
-        """Put a batch on its stream, from the loop or from a thread; keep what that raises with the batch."""
+        """Put a batch on its stream, from the loop or from a thread; keep any error with the batch."""
         context = flight.context
         flight.put_ns = self._now_ns()
         try:
@@ -617,7 +621,7 @@ class Driver:
             lane = flight.batch.lane
             context.enqueue(flight.source, flight.events, None if lane is None else self._lanes[lane])
         except BaseException as error:
-            # Part of the batch may be on the stream already: its context is free when that has run.
+            # Part of the batch may be on the stream already. Its context is free once that part has run.
             flight.error = error
             if self._device.lost is None:
                 try:
@@ -629,19 +633,19 @@ class Driver:
             context.is_enqueueing = False
 
     def _enqueued(self, flight: InFlight, error: BaseException | None) -> None:
-        """Wait for the end of a batch that a thread has put on its stream, and let those behind it go."""
+        """Await the end of a batch that a thread enqueued, and let batches behind it in its arena go on."""
         flight.error = flight.error or error
         if flight in self._flights:
             self._await_end(flight)
         else:
-            # It was given up before. What it uses is let go of once it has run after all.
+            # It was given up before. Release what it uses if it does end.
             self._reaper.watch(flight.end, partial(self._landed, flight), expected_ns=None)
         arena = flight.context.arena
         if arena is not None:
             arena.go_on()
 
     def _await_end(self, flight: InFlight) -> None:
-        """Have a batch that is on its stream answered when it is done, which it may be by now."""
+        """Have a batch that is on its stream answered when it is done; it may be done already."""
         end, batch = flight.end, flight.batch
         if isinstance(flight.error, _UntrackedError) and self._device.lost is None:
             self._give_up(
@@ -662,13 +666,13 @@ class Driver:
                 order_group=batch.arena,
             )
         if not self._in_pump and self._lanes and self._scheduler.has_to_launch:
-            self.pump_soon()  # It can be told now when the next one is to be launched.
+            self.pump_soon()  # The scheduler can now say when to launch the next batch.
 
     def _landed(self, flight: InFlight) -> None:
-        """Copy the outputs of a batch out that the device is done with, off the loop if they are large."""
+        """Copy out the outputs of a batch that the device has finished, off the loop if they are large."""
         batch = flight.batch
         if flight not in self._flights:
-            # It was given up before, and has ended after all: let go of what it held.
+            # It was given up before, and has now ended: release what it held.
             if flight in self._given_up:
                 self._given_up.remove(flight)
                 flight.ended()
@@ -701,7 +705,7 @@ class Driver:
         self._answer(flight, landed_ns, values)
 
     def _cut_out(self, flight: InFlight, landed_ns: int, views: list[dict[str, Array]], nbytes: int) -> None:
-        """Copy the outputs of each request of a batch out, off the loop if they are large."""
+        """Copy out the outputs of each request of a batch, off the loop if they are large."""
         if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
             self._answer(flight, landed_ns, self._results.copied(views))
             return
@@ -714,18 +718,18 @@ class Driver:
         )
 
     def _leave_lane(self, flight: InFlight) -> None:
-        """Let no batch wait for the event of one that is over, which may be recorded for another one next."""
+        """Let no later batch wait for this one's event, which may be recorded for another batch next."""
         number = flight.batch.lane
         if number is not None and self._lanes[number].last is flight.events.computed:
             self._lanes[number].last = None
 
     def _end_failed(self, flight: InFlight, error: BaseException) -> None:
-        """Let the halves of a batch that the model failed be tried again, or fail it."""
+        """Have the halves of a batch that failed tried again, or fail it."""
         if self._scheduler.room.share is not None:
             now_ns = self._now_ns()
             self._scheduler.ran(flight.batch, now_ns, flight.ran_ns(now_ns))
-        # What the model raises has no type of ours, and fewer rows may find the memory that they need. Other
-        # types say that trying is no use: the device is lost, or the engine closed.
+        # Errors from the model are not of our types, and fewer rows may fit into memory. Our other errors
+        # mean that trying again cannot help: the device is lost, or the engine closed.
         may_help = not isinstance(error, AsynctrtError) or type(error) in (ExecutionError, DeviceMemoryError)
         if self._bisects and may_help and self._device.lost is None and self._scheduler.bisect(flight.batch):
             del self._flights[flight]
@@ -737,7 +741,7 @@ class Driver:
             self._fail(flight.batch, error, flight)
 
     def _note_times(self, flight: InFlight) -> None:
-        """Note what the device measured of a batch; if it was not timed, what others of its size took."""
+        """Record the times that the device measured of a batch, or the usual times if it was not timed."""
         batch, record, scheduler = flight.batch, flight.record, self._scheduler
         copies = flight.note_times()
         if copies is None:
@@ -765,7 +769,7 @@ class Driver:
             self._answer(flight, landed_ns, copied)
 
     def _answer(self, flight: InFlight, landed_ns: int, outputs: Sequence[dict[str, Any]]) -> None:
-        """Free the context, let the next batch go, and answer the callers before any of them runs on."""
+        """Free the context, launch the next batch, and answer all callers before any of them continues."""
         batch, record = flight.batch, flight.record
         if self._moved:
             for values in outputs:
@@ -783,7 +787,7 @@ class Driver:
             self.observe(batch, record, now_ns)
         for notice in self.on_answer:
             notice(flight)
-        # The device gets its next batch before callers are answered; if that is done at once, in their order.
+        # The device gets its next batch before callers are answered. Batches are answered in their order.
         if self._to_deliver is not None:
             self._deliver()
         if self._in_pump or not self._scheduler.has_to_launch:
@@ -807,7 +811,7 @@ class Driver:
     def _fail(
         self, batch: Batch, error: BaseException, flight: InFlight | None = None, *, quarantine: bool = False
     ) -> None:
-        """End a batch with an error for each caller that still waits; the next batch goes on."""
+        """End a batch with an error for each caller who still waits; other batches go on."""
         if flight is not None:
             self._flights.pop(flight, None)
             self._leave_lane(flight)
@@ -829,10 +833,10 @@ class Driver:
         self._tell_if_idle()
 
     def _hung(self, flight: InFlight) -> None:
-        """Give up a batch that does not end, on the GPU or while it is enqueued, and go on with others."""
+        """Give up a batch that hangs, on the GPU or while it is enqueued, and go on with others."""
         batch = flight.batch
         if flight not in self._flights:
-            return  # Another one that hangs took it along.
+            return  # It was given up together with another batch that hangs.
         assert self._batch_timeout_ns is not None
         self._give_up(
             flight,
@@ -843,7 +847,7 @@ class Driver:
         )
 
     def _give_up(self, flight: InFlight, why: str) -> None:
-        """Fail a batch of which nothing tells any more when it ends, and never use again what it uses."""
+        """Fail a batch whose end can no longer be observed, and never reuse its context or memory."""
         error = DeviceLostError(why)
         logger.error("%s", error)
         self._device.abandon(flight.context.stream)
@@ -854,7 +858,7 @@ class Driver:
         self._lose_if_stuck()
 
     def _avoid(self, arena: int) -> None:
-        """Use an arena no more in which a batch hangs, of this engine or of another."""
+        """Stop using an arena in which a batch of this or another engine hangs."""
         self._scheduler.quarantine_arena(arena)
         self._lose_if_stuck()
 
@@ -870,7 +874,7 @@ class Driver:
             self.pump_soon()
 
     def _lose(self, why: DeviceLostError) -> None:
-        """Fail what is queued and in flight, and refuse what comes: nothing can run here any more."""
+        """Fail what is queued and in flight, and refuse new requests: nothing can run here any more."""
         if self.lost is not None:
             return
         self.lost = why
@@ -883,16 +887,16 @@ class Driver:
         self._tell_if_idle()
 
     def _interrupted(self, error: BaseException) -> None:
-        """Close after Ctrl-C in the middle of this object's own work, of which a part may be done.
+        """Close after Ctrl-C interrupted this object's own work, which may be half done.
 
-        What batches in flight use is never given to others, since how far they are is unknown. All callers
-        who wait are told.
+        How far the batches in flight have come is unknown, so their contexts and memory are never used again.
+        Every caller who waits gets an error.
         """
         if self.lost is not None:
             return
         why = DeviceLostError(
-            f"{describe(error)} came in the middle of forming, running or answering batches of {self._name}, "
-            "which can go on no more. Open it again"
+            f"{describe(error)} interrupted the forming, running or answering of batches of {self._name}, "
+            "so it cannot go on. Open it again"
         )
         logger.error("%s", why)
         flights = tuple(self._flights)
@@ -903,11 +907,11 @@ class Driver:
         for flight in flights:
             arena = flight.context.arena
             if arena is not None and flight.context.is_enqueueing:
-                arena.give_up()  # Nobody may be told when the thread is through.
+                arena.give_up()  # No callback may report that the thread has finished.
         try:
             self._lose(why)
         except Exception:
-            logger.exception("%s", self._name)  # What is half done may contradict itself.
+            logger.exception("%s", self._name)  # Half-done work may be inconsistent.
         for requests in waiting:
             for request in requests:
                 answer_error(request, copy_for(why))

@@ -15,7 +15,7 @@ RECYCLED_NBYTES_MIN: Final = 64 << 10
 the page faults of new memory take several times as long as copying a result."""
 
 KEPT_NBYTES_MAX: Final = 64 << 20
-"""The most bytes to keep, in use or not. Beyond it, results get memory of their own."""
+"""The most bytes to keep, in use or not. Beyond it, results get new memory that is not kept."""
 
 LOOKS: Final = 4
 """The blocks to look at, the oldest first: callers drop results about in the order in which they got them."""

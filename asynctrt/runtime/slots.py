@@ -2,7 +2,7 @@
 
 Slots of one shape share the open slab, one after the other. The submitted slots of a slab form a batch by
 themselves. If a slot is still being written when its slab launches, it misses that batch; its rows are then
-gathered into another batch like those of any request.
+gathered into another batch like the rows of any other request.
 """
 
 import asyncio

@@ -37,7 +37,8 @@ def parts_of(rows: int, nbytes: int, parts_max: int) -> list[tuple[int, int]]:
 def rows_between(arrays: Sequence[Array], spans: Sequence[slice], start: int, stop: int) -> list[Array]:
     """Return the rows of a batch from ``start`` up to ``stop``, one piece for each array that has some.
 
-    An array that has grown meanwhile gives only its original rows, so that it does not shift those of others.
+    An array that has grown meanwhile gives only its original rows, so that it does not shift
+    the rows of others.
 
     :param arrays: the rows of each request.
     :param spans: their places in the batch.

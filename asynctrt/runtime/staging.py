@@ -119,7 +119,7 @@ def lay_out(
     with_rows, shared = split_shared(inputs)
     input_spans = tuple(placed for spec in with_rows if (placed := span(spec, rows_max)) is not None)
     shared_spans = tuple(placed for spec in shared if (placed := span(spec, 1)) is not None)
-    assert len(input_spans) + len(shared_spans) == len(inputs), "inputs determine every symbol of their own"
+    assert len(input_spans) + len(shared_spans) == len(inputs), "inputs determine every symbol that they use"
     inputs_nbytes = end
     output_spans = tuple(
         None if brings_outputs or spec.dtype.hasobject else span(spec, rows_max) for spec in outputs
@@ -510,7 +510,7 @@ class SlotSource(RowSource):
     """Rows that callers wrote into one slab themselves.
 
     If the device reads staging memory, the batch runs from that slab if its rows are contiguous there from
-    the first on and no graph is replayed; otherwise the rows are gathered like those of any batch. If the
+    the first on and no graph is replayed; otherwise the rows are gathered as in any batch. If the
     device has separate memory, the rows are copied there from the slab, contiguously.
 
     :param is_captured: whether a graph of the batch is replayed, which reads the context's slab.
@@ -585,7 +585,7 @@ class SlotSource(RowSource):
 
 
 class DeviceSource(RowSource):
-    """Rows of which some are on the device, or whose outputs stay there.
+    """Rows that lie at least partly on the device, or whose outputs stay there.
 
     Each array is copied separately, on the batch's stream and after the event of its writer, directly to or
     from the memory on the device, never through the host.

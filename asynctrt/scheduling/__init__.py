@@ -1,5 +1,5 @@
-"""The pure half: what to launch, when, and for whom. No clock, no I/O, no asyncio, no numpy.
+"""Decides what to launch, when, and for whom, without a clock, I/O, asyncio or numpy.
 
-Time is an int of nanoseconds and is always passed in, so a seed and a loop can simulate millions of
-events (``tests/simulation``).
+Times are integers in ns and are always passed in, so that a simulation can replay millions of events from a
+seed (``tests/simulation``).
 """

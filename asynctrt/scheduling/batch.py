@@ -20,74 +20,74 @@ class Reason(StrEnum):
     DEADLINE = "deadline"
     """Waiting longer would have let the deadline of one of its requests pass."""
     TURN = "turn"
-    """It was its turn among buckets of which another was full, on a device with enough to do."""
+    """The device had enough to do, but another bucket was full, and it was this one's turn."""
     AHEAD = "ahead"
-    """The device was about to be done with the batch before it: staged and copied in, it is there in time."""
+    """The device was about to finish the batch before it, so this one was put there just in time."""
     AGED = "aged"
     """It starts with the request that is most overdue, whatever its priority."""
     AGAIN = "again"
-    """It is a part of a batch that failed."""
+    """It is part of a batch that failed, and is tried again."""
 
 
 class Charge(NamedTuple):
-    """What a batch costs its engine's share of the device."""
+    """What a batch costs its engine of its share of the device."""
 
     kind: Hashable
     cost_ns: float
-    """What was charged for it."""
+    """The time that was charged for it."""
     launched_ns: int
     computing_ns: int
-    """The time that batches had computed when it was launched, summed over them."""
+    """The total compute time of all batches on the device up to its launch."""
     own_ns: int
-    """The same of its own scheduler's batches."""
+    """The part of ``computing_ns`` that its scheduler's batches computed."""
     alone_ns: int | None = None
-    """How long such a batch takes alone, if that was measured when its engine was opened."""
+    """How long such a batch takes alone, if that was measured when its engine opened."""
 
 
 NO_CHARGE: Final = Charge(None, 0.0, 0, 0, 0)
 
 
 class Flight:
-    """What the scheduler knows of a batch from its launch until it has ended.
+    """What the scheduler knows about a batch from its launch until its end.
 
-    :param number: the batch's.
+    :param number: the batch's number.
     """
 
     # Defaults of the class, so that a batch stores only what differs.
     is_in_line = False
-    """Whether it is in a line of batches that compute one after the other, and has not ended."""
+    """Whether it is in a :class:`Line` and has not ended."""
     is_staged = False
     """Whether it is on its stream."""
     ready_ns = 0
-    """When it can compute at the earliest, once that is known."""
+    """The earliest time at which it can compute; 0 until that is known."""
     takes_ns: int | None = None
-    """How long it then computes, typically; ``None`` if that is not known, 0 once it has computed."""
+    """How long it typically computes from then on; ``None`` if unknown, 0 once it has computed."""
     ends_ns: int | None = None
-    """When it is expected to be done."""
+    """When it is expected to end."""
     stuck_ns = 0
-    """When it counts as stuck."""
+    """When it is considered stuck, unless it has ended."""
     was_due = False
-    """Whether it was launched just in time, and is timed: its wait says how well that was foretold."""
+    """Whether it was launched just in time, and is timed: its wait shows how good the forecast was."""
     charge = NO_CHARGE
-    """What it costs its engine's share of the device."""
+    """What it costs its engine of its share of the device."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 NO_FLIGHT: Final = Flight(0)
-"""That of batches that no scheduler launched."""
+"""The flight of batches that no scheduler launched."""
 
 
 class Batch(NamedTuple):
-    """A decision: these requests, as one batch, on this context and in this arena."""
+    """A decision to run these requests as one batch, on this context and in this arena."""
 
     number: int
-    """Counts batches from 1."""
+    """The number of the batch, counted from 1."""
     key: BatchKey
     requests: tuple[Request, ...]
     rows: int
-    """Rows of its requests."""
+    """The rows of its requests."""
     rows_run: int
     """Rows that the device executes: ``rows``, or more where the batch is padded."""
     profile: int | None
@@ -99,7 +99,7 @@ class Batch(NamedTuple):
     reason: Reason
     launched_ns: int
     lane: int | None = None
-    """Batches in one lane compute one after the other; ``None`` where the device sees to that."""
+    """Batches in one lane compute one after the other; ``None`` if the device orders batches itself."""
     flight: Flight = NO_FLIGHT
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ def trial_batch(
     profile: int | None,
     context: int,
 ) -> Batch:
-    """Return a batch that no scheduler decided, to try or measure a model before it is served."""
+    """Return a batch that no scheduler decided on, to try or measure a model before it is served."""
     return Batch(
         number=0,
         key=key,

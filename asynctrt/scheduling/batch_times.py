@@ -1,8 +1,8 @@
-"""How long batches take, by what they cost the same by and by their rows: the only model of time there is.
+"""The model of how long batches take, by their key and their rows. All predictions of time come from here.
 
-Of each size the last few times are kept, and two values follow from them: ``typical``, a low quantile, for
-looking early whether something has ended, and ``late``, a high one, for promises. One slow batch moves
-neither. Sizes that were never seen lie on a straight line between those that were.
+The last few times of each size are kept, and give two values: ``typical``, a low quantile, for checking early
+whether something has ended; and ``late``, a high quantile, for promises. One slow batch changes neither.
+Sizes that were never seen are interpolated between sizes that were.
 """
 
 from bisect import bisect_left
@@ -14,39 +14,49 @@ from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import BatchKey
 
 WINDOW: Final = 16
-"""The latest times of a size that are kept: enough for a quantile of 0.9, and soon new when it changes."""
+"""How many of the latest times of a size are kept: enough for a quantile of 0.9, yet few enough that they are
+soon replaced when times change."""
 
 KEYS_MAX: Final = 256
-"""The most keys whose times are kept: each may have many sizes."""
+"""The most keys whose times are kept. It bounds memory if shapes keep changing, as each key may have many
+sizes; the number itself was not tuned."""
 
 TYPICAL: Final = 0.25
 LATE: Final = 0.9
 LATE_STAGING: Final = 0.75
-"""The shares of the times that are shorter than ``typical`` and ``late``. Staging depends on the CPU, which
-delays some batches by far more than others, and being too early costs little."""
+"""The shares of the times that are shorter than ``typical`` and ``late``. ``TYPICAL`` is low because looking
+too early whether a batch has ended costs little. ``LATE`` leaves out only the slowest time of a full
+window. Staging uses a lower share: the CPU delays some batches far more than others, and if all were launched
+early enough for the slowest ones, each would miss requests that could still have joined it."""
 
 SURE_SAMPLES: Final = 4
-"""Batches of a size from which on one that was slow does no harm."""
+"""How many batches of a size make its times reliable: ``typical`` is then the second shortest time, so
+neither a slow batch nor a single fast one decides it."""
 
 FORGOTTEN_AFTER: Final = 128
-"""A size that was not seen in this many batches of its key is forgotten. Requests that a size would make late
-are refused, so no batch would ever show that its time has become wrong."""
+"""A size is forgotten if it does not occur in this many batches of its key. Otherwise a time that has become
+wrong would last: requests that it makes late are refused, so no batch of the size would ever correct it. It
+is eight full windows, so that a size that is merely rare is kept."""
 
 TIMED_EVERY: Final = 8
-"""One batch in this many is timed by the device, since timing costs the CPU and the GPU a few µs each."""
+"""The device times one batch in this many. Timing costs the CPU and the GPU a few µs each, so the cost per
+batch is below one µs, and a full window still takes only ``WINDOW`` times this many batches."""
 
 TIMED_ALWAYS_NS: Final = 5_000_000
-"""Batches that compute for at least this long are all timed."""
+"""All batches that compute for at least this long are timed: the few µs are then about a thousandth of the
+time, and samples would come too rarely otherwise."""
 
 TIMES_MIN: Final = 3
-"""The batches of about one size that must have been timed: the first ones include one-time work."""
+"""How many batches of about one size must have been timed before they count: the first ones include one-time
+work, and the shortest of three is most likely without it."""
 
 SPREAD_MIN: Final = 2
-"""The factors of two between the smallest and the largest batches that tell their costs apart."""
+"""How many factors of two must lie between the smallest and the largest batches. If they were closer, noise
+in their times would decide what a row costs."""
 
 
 class _Window:
-    """The last few times of one size."""
+    """The latest times of one size."""
 
     __slots__ = ("late_ns", "late_share", "recent", "seen_at", "typical_ns")
 
@@ -54,8 +64,8 @@ class _Window:
         self.recent: deque[int] = deque(maxlen=WINDOW)
         self.late_share = late_share
         self.seen_at = 0
-        """How many batches of its key had been seen when it was seen last."""
-        # -1 until they are asked for.
+        """The number of batches of its key up to its latest one."""
+        # -1 until they are computed.
         self.typical_ns = self.late_ns = -1
 
     @property
@@ -79,7 +89,7 @@ class _Sizes:
     def __init__(self) -> None:
         self.by_rows: dict[int, _Window] = {}
         self.seen = 0
-        """How many batches were seen."""
+        """The number of batches seen."""
         self._points: list[tuple[int, int]] | None = None
         self._late: dict[int, int | None] = {}
 
@@ -98,7 +108,7 @@ class _Sizes:
             self._late.clear()
 
     def typical_between(self, rows: int, least: int) -> int | None:
-        """Return the typical time of a size of which fewer than ``least`` batches were seen."""
+        """Estimate the typical time of a size from its neighbours with at least ``least`` batches."""
         known = [size for size, window in self.by_rows.items() if len(window.recent) >= least]
         below = max((size for size in known if size < rows), default=None)
         if below is None:
@@ -120,7 +130,8 @@ class _Sizes:
     def _find_points(self, least: int) -> list[tuple[int, int]]:
         """Return the sizes with enough samples and their times, both rising.
 
-        If no size from one power of two to the next has enough samples, all of them together make a point.
+        If none of the sizes between two powers of two has enough samples, all of them together give one
+        point.
         """
         found: dict[int, int] = {}
         bits = set()
@@ -149,10 +160,10 @@ class _Sizes:
 
 
 class Times:
-    """The times of one part of what batches do, such as computing, in ns.
+    """The times of one stage of batches, such as computing, in ns.
 
-    :param late_share: the share of them that are shorter than ``late``.
-    :param least: the batches of a size that are needed before ``late`` says anything.
+    :param late_share: the share of times that are shorter than ``late``.
+    :param least: the number of batches of a size that ``late`` needs.
     """
 
     __slots__ = ("_keys", "_late_share", "_least")
@@ -177,10 +188,10 @@ class Times:
         self._keys.pop(key, None)
 
     def typical(self, key: Hashable, rows: int, least: int = 1) -> int | None:
-        """Return how long such a batch typically takes, rather too short than too long; ``None`` before any
-        with at most as many rows was seen.
+        """Return how long such a batch typically takes, erring on the short side; ``None`` before a batch of
+        no more rows was seen.
 
-        :param least: ignore sizes of which fewer batches were seen.
+        :param least: ignore sizes with fewer batches.
         """
         sizes = self._keys.get(key)
         if sizes is None:
@@ -191,10 +202,10 @@ class Times:
         return sizes.typical_between(rows, least)
 
     def late(self, key: Hashable, rows: int) -> int | None:
-        """Return what most such batches are done within; ``None`` until enough were seen.
+        """Return the time within which most such batches finish; ``None`` until enough were seen.
 
-        More rows never take less. Below the smallest known size the time is that of the smallest, and above
-        the largest that of the largest.
+        More rows never take less time. Sizes below the smallest known size have the time of the smallest, and
+        sizes above the largest that of the largest.
         """
         sizes = self._keys.get(key)
         return None if sizes is None else sizes.late(rows, self._least)
@@ -212,10 +223,10 @@ class Times:
 
 
 class BatchTimes:
-    """How long batches are staged, copied in, compute, and are copied out.
+    """How long batches take to be staged, copied in, computed and copied out.
 
-    :param times_all: whether the device times every batch, because that costs it nothing.
-    :param keeps_promises: whether to remember how long batches keep their place on the device.
+    :param times_all: whether the device times every batch, because timing costs it nothing.
+    :param keeps_promises: whether to remember how long batches occupy the device.
     """
 
     def __init__(self, *, times_all: bool = False, keeps_promises: bool = True) -> None:
@@ -224,47 +235,49 @@ class BatchTimes:
         self._keeps_promises = keeps_promises
         self.compute = Times()
         self.alone = Times()
-        """How long batches computed before the first request came, with nothing beside them."""
+        """How long batches took to compute before the first request came, with nothing beside them."""
         self.copy_in = Times()
         self.copy_out = Times()
         self.staging = Times(late_share=LATE_STAGING, least=1)
         """From the launch until a batch is on its stream."""
         self.gathering = Times(late_share=LATE_STAGING, least=1)
-        """Of it, until the first of it is put there: while the rest is, the device computes."""
+        """From the launch until the first part of a batch is on its stream. The device computes while the
+        rest is enqueued."""
         self.occupied = Times()
-        """How long batches keep their place on the device: where they begin at once, also while they are
-        handed over and until their end is noticed. Only where something is promised by it."""
+        """How long batches occupy the device. If they begin at once, this includes handing them over and
+        noticing their end. Measured only if promises depend on it."""
 
     def wants_times(self, number: int, key: Hashable, rows: int) -> bool:
-        """Return whether the device is to time this batch: a new size, a long one, or a sample."""
+        """Return whether the device should time this batch: its size is new, it is long, or it is a
+        sample."""
         if self.times_all or number % TIMED_EVERY == 0 or not self.compute.is_sure(key, rows):
             return True
         return (self.compute.typical(key, rows) or 0) >= TIMED_ALWAYS_NS
 
     def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
-        """Note what batches computed before the first request came, by their rows, as sure."""
+        """Note the compute times of batches before the first request, by their rows, as reliable."""
         for rows, took_ns in compute_ns.items():
             self.alone.observe(key.shape, rows, took_ns)
             for _ in range(SURE_SAMPLES):
                 self.compute.observe(key.shape, rows, took_ns)
 
     def forget(self, key: Hashable) -> None:
-        """Forget what batches of a key took, but for their copies: from now on they run in another way."""
+        """Forget all times of a key but its copies, because its batches run in another way from now on."""
         for times in (self.compute, self.alone, self.occupied, self.staging, self.gathering):
             times.forget(key)
 
     def observe(self, batch: Batch, now_ns: int, copy_in_ns: int, compute_ns: int, copy_out_ns: int) -> None:
-        """Remember how long a timed batch took, at its end."""
+        """Remember how long a timed batch took, when it ends."""
         key, rows = batch.key, batch.rows_run
         if self._keeps_promises:
             occupied_ns = compute_ns
             if batch.lane is None and batch.arena is None:
-                # It began at once, so all the time is its own, to be handed over and noticed as well.
+                # It began at once, so the time to hand it over and to notice its end is part of it.
                 occupied_ns = max(compute_ns, now_ns - batch.launched_ns - copy_in_ns - copy_out_ns)
             self.occupied.observe(key.shape, rows, occupied_ns)
         self.compute.observe(key.shape, rows, compute_ns)
         if batch.lane is not None and not self.knows_copies(key, rows):
-            # Nobody has told of any: its rows and its outputs are on the device, say.
+            # None were measured, perhaps because its rows and outputs are on the device.
             self.observe_copies(batch, 0, 0)
 
     def observe_copies(self, batch: Batch, copy_in_ns: int, copy_out_ns: int) -> None:
@@ -273,13 +286,13 @@ class BatchTimes:
         self.copy_out.observe(batch.key.copy_key, batch.rows_run, copy_out_ns)
 
     def observe_start(self, batch: Batch, put_ns: int, now_ns: int) -> None:
-        """Remember when a batch was put on its stream: the first of it, and all of it."""
+        """Remember when the first part of a batch was put on its stream, and when all of it was there."""
         copies, rows = batch.key.copy_key, batch.rows_run
         self.staging.observe(copies, rows, now_ns - batch.launched_ns)
         self.gathering.observe(copies, rows, put_ns - batch.launched_ns)
 
     def usual_ns(self, key: BatchKey, rows: int) -> tuple[int, int, int]:
-        """Return how long such a batch typically is copied in, computes and is copied out."""
+        """Return how long such a batch typically takes to be copied in, computed and copied out."""
         compute_ns = self.compute.typical(key.shape, rows) or 0
         return self.copy_in_ns(key, rows), compute_ns, self.copy_out_ns(key, rows)
 
@@ -300,7 +313,8 @@ class BatchTimes:
         return (self.staging.late(key.copy_key, rows) or 0) + self.copy_in_ns(key, rows)
 
     def delay_ns(self, key: BatchKey, rows: int) -> int:
-        """Return what :meth:`lead_ns` does, for a device that computes while the rest is still enqueued."""
+        """Return the same as :meth:`lead_ns`, but for a device that computes while the rest is still
+        enqueued."""
         return (self.gathering.late(key.copy_key, rows) or 0) + self.copy_in_ns(key, rows)
 
     def enqueue_ns(self, key: BatchKey, rows: int) -> int:
@@ -311,7 +325,7 @@ class BatchTimes:
         return max(staged_ns - gathered_ns, 0)
 
     def sure_ns(self, key: BatchKey, rows: int) -> int:
-        """Return how long a batch computes at least; 0 until enough like it were seen."""
+        """Return how long a batch computes at least; 0 until enough such batches were seen."""
         return self.compute.typical(key.shape, rows, SURE_SAMPLES) or 0
 
     def service_ns(self, key: BatchKey, rows: int) -> int | None:
@@ -323,16 +337,16 @@ class BatchTimes:
 
 
 class Costs:
-    """The time of a batch: a fixed part, and a part for each unit of its rows.
+    """What a batch costs: a fixed time, and a time for each unit of its rows.
 
-    Both follow from the shortest times of the smallest and the largest batches. If a larger one took less
-    time than the smallest, that counts: something held the smallest up.
+    Both follow from the shortest times of the smallest and the largest batches. If a larger batch took less
+    time than the smallest, its time counts for the smallest, which something must have held up.
     """
 
     __slots__ = ("_least", "batch_ns", "unit_ns")
 
     def __init__(self) -> None:
-        # By the bits of a batch's units: the shortest time, the units of that batch, the number of batches.
+        # By the bit length of a batch's units: the shortest time, that batch's units, the number of batches.
         self._least: dict[int, tuple[int, int, int]] = {}
         self.batch_ns = self.unit_ns = 0.0
         """Both 0 until they are known."""
@@ -357,7 +371,7 @@ class Costs:
 
 
 def _between(points: list[tuple[int, int]], rows: int) -> int | None:
-    """Return the value for ``rows`` on the line through points with rising rows; flat beyond them."""
+    """Interpolate the value for ``rows`` between points with rising rows; constant beyond them."""
     if not points:
         return None
     at = bisect_left(points, (rows, 0))

@@ -1,9 +1,9 @@
-"""May rows of different sizes share a batch? They may if padding the smaller ones costs less than a batch.
+"""Decides whether rows of different sizes share a batch: they do if padding costs less than another batch.
 
-A batch is padded to the size of its longest row, and maybe to a few more rows. Rows of another size that wait
-join it, instead of running as a batch of their own, if the larger batch takes less time than the two: padding
-must take less than the fixed part of a batch's time. Rows that would leave some of their size behind, and so
-another batch, join only where they take the place of rows that pad the batch.
+A batch is padded to the size of its longest row, and maybe to a few more rows. Waiting rows of another size
+join it instead of running as a separate batch, if the larger batch takes less time than the two would:
+padding must take less than the fixed part of a batch's time. If only some rows of the other size fit, a batch
+for the rest is still needed, so they join only where they replace rows that pad the batch.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -16,7 +16,8 @@ from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.queues import BucketQueue, JoinedRows
 
 KNOWN_MAX: Final = 4096
-"""The most answers about shapes to remember."""
+"""The most answers about shapes to remember. It bounds memory, and is enough for every pair of 64 shapes; an
+answer that was dropped is computed again."""
 
 
 class OneSize:
@@ -44,7 +45,7 @@ class MixedSizes(OneSize):
     :param units_of: returns the cost of a row of a shape in units.
     :param holds: returns whether rows of the second shape can be padded to the first.
     :param times: the units and the time in ns of batches that ran before the first request.
-    :param padded_rows: returns the rows that a batch of a shape runs for some rows. Default: as many.
+    :param padded_rows: returns the number of rows that a batch of a shape is run with. Default: no padding.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class MixedSizes(OneSize):
         times: Iterable[tuple[int, int]] = (),
         padded_rows: Callable[[Hashable, int], int] = lambda _, rows: rows,
     ) -> None:
-        # Both are asked about the same few shapes for each batch.
+        # Both are called with the same few shapes for each batch.
         self._units_of = lru_cache(KNOWN_MAX)(units_of)
         self._holds = lru_cache(KNOWN_MAX)(holds)
         self._padded_rows = padded_rows
@@ -62,7 +63,7 @@ class MixedSizes(OneSize):
         self.costs = Costs()
         for units, took_ns in times:
             self.costs.observe(units, took_ns)
-        # What was measured before stays: batches that share the device with others take longer.
+        # Keep what was measured before: batches that share the device with others take longer.
         self._is_measured = self.costs.batch_ns > 0
 
     def observe(self, batch: Batch, took_ns: int) -> None:
@@ -71,9 +72,9 @@ class MixedSizes(OneSize):
             self.costs.observe(self._units_of(batch.key.shape) * batch.rows_run, took_ns)
 
     def tell(self, shape: Hashable, times: Mapping[int, int]) -> None:
-        """Note the times in ns of batches of a shape, by their rows, which runs in another way from now on.
+        """Note the times in ns, by their rows, of batches of a shape that runs in another way from now on.
 
-        The first such times replace all others.
+        The first such times replace all earlier ones.
         """
         if times and not self._are_told:
             self._are_told = self._is_measured = True
@@ -105,12 +106,13 @@ class MixedSizes(OneSize):
     def beside(
         self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1
     ) -> list[BucketQueue]:
-        """Return the buckets whose rows join the batch of a bucket: rising larger ones, then smaller ones.
+        """Return the buckets whose rows join the batch of a bucket: larger ones rising, then smaller ones
+        falling.
 
-        The batch has the shape of the last larger one, if there is one.
+        The batch takes the shape of the last larger one, if there is one.
 
-        :param side_by_side: how many batches compute side by side. One computes in the fixed parts of the
-            others' times, in which most of the device is idle.
+        :param side_by_side: how many batches compute side by side. They overlap in the fixed parts of their
+            times, in which most of the device is idle.
         """
         batch_ns = self.costs.batch_ns / side_by_side
         if not batch_ns:
@@ -138,15 +140,15 @@ class MixedSizes(OneSize):
         return found
 
     def _ns_more(self, shape: Hashable, rows: int, joined: Hashable, other: BucketQueue, more: int) -> float:
-        """Return how much longer batches compute if ``more`` rows of a bucket join a batch of ``rows``, which
-        then has another shape; the fixed parts of their times are left out."""
+        """Return how much longer batches compute if ``more`` rows of a bucket join a batch of ``rows``, whose
+        shape may change; the fixed parts of their times are left out."""
         left = other.rows - more
         units = self._units_run(joined, rows + more) + self._units_run(other.key.shape, left)
         units -= self._units_run(shape, rows) + self._units_run(other.key.shape, other.rows)
         return units * self.costs.unit_ns
 
     def _units_run(self, shape: Hashable, rows: int) -> int:
-        """Return the units of a batch, with those that pad it."""
+        """Return the cost of a batch in units, padding rows included."""
         return self._units_of(shape) * self._padded_rows(shape, rows) if rows else 0
 
 

@@ -4,10 +4,10 @@ from collections.abc import Hashable
 
 
 class ContextAllocator:
-    """Contexts and arenas as numbers; the runtime's pool holds the objects that they stand for.
+    """Hands out contexts and arenas, as numbers: the runtime's pool holds the objects themselves.
 
     A context always works in the same arena (context modulo arenas), so what is bound or captured for one
-    stays valid. Batches go to the arena with the fewest.
+    stays valid. Batches go to the arena with the fewest batches.
 
     :param arena_users: batches in flight in each arena; allocators of engines that share arenas share it.
     """
@@ -15,18 +15,18 @@ class ContextAllocator:
     def __init__(self, *, contexts: int, arenas: int, arena_users: list[int] | None = None) -> None:
         self._contexts = contexts
         self._arenas = arenas
-        # Free contexts by arena, the last one used on top; a single list if there is no arena.
+        # Free contexts by arena, the one used last on top; a single list if there is no arena.
         groups = max(arenas, 1)
         self._free = [list(reversed(range(group, contexts, groups))) for group in range(groups)]
         self._users = [0] * arenas if arena_users is None else arena_users
         self._profiles: dict[int, Hashable] = {}
-        # When each was last acquired with a profile, as the number of that.
+        # When each was last acquired with a profile, counted in acquisitions.
         self._used: dict[int, int] = {}
         self._acquired = 0
-        # The context for the next batch, and the profile that this one is expected to have.
+        # The context kept for the next batch, and the profile that this batch is expected to have.
         self._kept: tuple[int, Hashable] | None = None
         self.free = contexts
-        """Contexts that a batch could be given now."""
+        """The number of free contexts."""
         self.quarantined: set[int] = set()
 
     def __repr__(self) -> str:
@@ -38,9 +38,9 @@ class ContextAllocator:
         return self._contexts - len(self.quarantined)
 
     def acquire(self, profile: Hashable = None) -> tuple[int, int | None]:
-        """Take a context in the least used arena: the last one used, because it is warm.
+        """Take a context in the least used arena: the one used last, because it is warm.
 
-        One that ran with the same ``profile`` before comes first: to change a context's profile costs time.
+        Contexts that last ran with the same ``profile`` come first, because changing the profile takes time.
 
         :returns: the context and its arena.
         """
@@ -67,9 +67,9 @@ class ContextAllocator:
         return context, arena
 
     def keep(self, profile: Hashable = None) -> int | None:
-        """Return the context that a batch with ``profile`` would be given now; ``None`` if none is free.
+        """Return the context that a batch with ``profile`` would get now; ``None`` if no context is free.
 
-        The next batch that has this profile gets it, if it is still free then and in the least used arena.
+        The next batch with this profile gets it, if it is then still free and in the least used arena.
         """
         if not self.free:
             return None
@@ -79,7 +79,7 @@ class ContextAllocator:
         return self._kept[0]
 
     def release(self, context: int, arena: int | None) -> None:
-        """Take a context back whose batch has ended."""
+        """Take back a context whose batch has ended."""
         if arena is not None:
             self._users[arena] -= 1
         if not self.quarantined or context not in self.quarantined:
@@ -89,7 +89,7 @@ class ContextAllocator:
     def quarantine(self, context: int, arena: int | None) -> None:
         """Never give out this context again, as its batch may still run.
 
-        Nor any other in its arena, since a batch there would wait for this one for ever.
+        The same goes for all others in its arena: a batch there could wait forever for this one.
         """
         self.quarantined.add(context)
         if arena is not None:
@@ -106,8 +106,8 @@ class ContextAllocator:
     def _arena_for(self, profile: Hashable) -> int:
         """Return the least used arena with a free context.
 
-        Of equals, return one with a context that had this profile, else with one that had none yet, else the
-        one whose contexts were used least recently.
+        Of several, return one with a free context that last had this profile; if there is none, one with a
+        context that had no profile yet; otherwise the one whose contexts were used least recently.
         """
         users, free = self._users, self._free
         least = min(users[arena] for arena, contexts in enumerate(free) if contexts)
@@ -121,10 +121,11 @@ class ContextAllocator:
         return min(arenas, key=lambda arena: max(self._used.get(context, 0) for context in free[arena]))
 
     def _with_profile(self, free: list[int], profile: Hashable) -> int:
-        """Return the free context to run a profile on: one that had it last, or none yet, or any."""
+        """Return the free context to run a profile on: one that last had it, else one without a profile, else
+        any."""
         for wanted in (profile, None):
             for context in reversed(free):
                 if self._profiles.get(context) == wanted:
                     return context
-        # The one used least recently: what has its profile now is rare.
+        # The one used least recently: its profile is rarely needed.
         return free[0]

@@ -1,4 +1,4 @@
-"""What has been done so far, in numbers."""
+"""Counters of what an engine has done so far."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -6,8 +6,8 @@ from typing import Final
 from asynctrt.scheduling.batch import Batch, Reason
 
 ARENA_WAIT_NS_MIN: Final = 10_000
-"""A shorter time between the end of the copy in and the beginning of the computing is no wait for an arena:
-one event follows another only after some µs."""
+"""A shorter time between the end of the copy in and the start of computing does not count as a wait for the
+arena: even without a wait, the two events are some µs apart."""
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class Counters:
     total_ns: int = 0
     by_rows: dict[int, SizeCounters] = field(default_factory=dict)
     launched: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    """Batches by why they were launched when they were, those in flight included."""
+    """Batches by the reason for their launch, including batches in flight."""
     bisected: int = 0
-    """Batches that failed and whose requests were tried again in halves."""
+    """Batches that failed, and were tried again in halves."""
 
     @property
     def ended(self) -> int:
@@ -58,7 +58,7 @@ class Counters:
 
     @property
     def rows(self) -> int:
-        """Return the rows of these batches, without padding."""
+        """Return the rows of the batches that ended well, without padding."""
         return sum(rows * size.count for rows, size in self.by_rows.items())
 
     def add_batch(
@@ -74,7 +74,8 @@ class Counters:
     ) -> None:
         """Count a batch that ended well.
 
-        :param answered: how many of its requests are answered; ``arrived_ns``: the sum of when they arrived.
+        :param answered: how many of its requests are answered; ``arrived_ns``: the sum of their arrival
+            times.
         """
         rows = batch.rows
         self.succeeded += answered

@@ -1,23 +1,23 @@
-"""Whether requests are answered, or launched, before their deadlines, told by what batches took so far.
+"""Predicts, from the times of earlier batches, whether requests can meet their deadlines.
 
 **When a request comes**, predictions are optimistic: batches ahead count as full, other buckets as empty, and
-batches that nothing is known of as if they took no time. So a request that is refused would hardly have been
-in time; one that is taken may still expire. A wrong prediction must not refuse everything forever: whatever
-is predicted, one request in ``PROBE_NS_MIN``, or in ``PROBE_TIMES`` times the predicted time of its batch, is
-taken anyway, and its batch is measured.
+batches without known times as if they took none. So a request that is refused would hardly have been in time,
+and one that is accepted may still expire. A wrong prediction must not refuse requests forever: whatever is
+predicted, one request in every ``PROBE_NS_MIN``, or in every ``PROBE_TIMES`` times the predicted time of its
+batch, is accepted anyway, and its batch is measured.
 
-**When a batch is formed**, for ``timeout_until="answer"``, it is known whether a request can be answered in
-time: a batch begins when the device is free, not when it is launched, and takes longer the more rows it has.
-Here predictions are pessimistic, except for whether a request would be late even without any other.
+**When a batch is formed**, for ``timeout_until="answer"``, more is known: the batch begins when the device is
+free, not when it is launched, and takes longer the more rows it has. Here predictions are pessimistic, except
+for whether a request would be late even alone.
 
-- A request that would be late even as a batch with no other request has expired.
-- If a batch of all that waits would end too late for some requests, a smaller batch goes first, provided that
-  the others are in time behind it, or that more would be lost otherwise.
-- If not, the requests that cannot wait for the larger batch have expired: with that much queued, a small
+- A request that would be late even as the only one in its batch has expired.
+- If a batch of all waiting requests would end too late for some of them, a smaller batch goes first, provided
+  that the others are in time behind it, or that more requests would be lost otherwise.
+- If not, the requests that cannot wait for the larger batch have expired. With that much queued, a small
   batch for them would make others late, which would then need small batches themselves, and so on.
 
-Nothing is predicted for sizes of which too little is known. A request that tries out a prediction is launched
-in any case.
+Nothing is predicted for sizes whose times are not known well enough. A request that was accepted to test a
+prediction is launched in any case.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,17 +35,22 @@ from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 PROBE_NS_MIN: Final = 20_000_000
 PROBE_TIMES: Final = 8
 PROBE_NS_MAX: Final = 10_000_000_000
+"""After accepting a request in spite of its prediction, wait for ``PROBE_TIMES`` times the predicted time of
+its batch, but at least ``PROBE_NS_MIN`` and at most ``PROBE_NS_MAX``, before accepting another. So a correct
+prediction costs about an eighth of the device's time and 50 batches a second at most, and even the worst one
+is tested every 10 s."""
 
 MARGIN_SHARE: Final = 16
-"""This part of the time to compute is left for what is not measured, such as the callers' turns on the loop;
-but at least ``LEAD_MARGIN_NS``, and at most ``DEADLINE_MARGIN_NS``."""
+"""The compute time divided by this, but at least ``LEAD_MARGIN_NS`` and at most ``DEADLINE_MARGIN_NS``, is
+reserved for what is not measured, such as other callbacks on the event loop. ``LEAD_MARGIN_NS``
+alone was used first, but the times of longer batches vary by more."""
 
 Choose = Callable[[int], tuple[tuple[Request, ...], int]]
-"""Returns the requests of a batch with at most this many rows, and their rows."""
+"""Given the most rows of a batch, returns its requests and their rows."""
 
 
 class Punctual(NamedTuple):
-    """A batch that ends in time, as far as can be told, and who is too late for it."""
+    """A batch that is expected to end in time, and the requests that are too late for it."""
 
     requests: tuple[Request, ...]
     rows: int
@@ -53,10 +58,10 @@ class Punctual(NamedTuple):
 
 
 class Forecast:
-    """Foretells when requests would be launched and answered.
+    """Predicts when requests would be launched and answered.
 
     :param in_flight: the batches in flight, in the order of their launch.
-    :param in_flight_max: how many there may be.
+    :param in_flight_max: how many batches may be in flight.
     :param rows_to_run: returns the rows that the device executes for a number of rows of a key.
     """
 
@@ -77,11 +82,11 @@ class Forecast:
         self._rows_to_run = rows_to_run
         self._probe_ns = 0
         self.trial: tuple[Request, ...] = ()
-        """The requests of the call that was taken last although it was said to be late: it goes in any
-        case."""
+        """The requests of the latest call that was accepted although it was predicted to be late. It is
+        launched in any case."""
 
     def check(self, request: Request, bucket: BucketQueue, rows_before: int = 0) -> None:
-        """Reserve the time that it takes to compute a request, if its deadline is that of the answer.
+        """Check a request's deadline. If it is that of the answer, reserve the time to compute the request.
 
         :param rows_before: rows of the same call that are queued before it.
         :raises DeadlineUnreachableError: if its deadline would pass before its turn; nothing has changed.
@@ -104,10 +109,10 @@ class Forecast:
         if in_flight + batches >= at_once:
             wait_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once)
         if takes_ns is None:
-            return  # Nothing is known of such batches.
+            return  # The times of such batches are not known.
         left_ns = request.deadline_ns - now_ns
         if wait_ns + takes_ns > left_ns and policy.answers_in_time:
-            # A closer look, which costs more, says less or the same.
+            # A closer look costs more, and predicts the same time or less.
             takes_ns = self._least_service_ns(bucket.key, rows) or 0
             close_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once, is_close=True)
             wait_ns = close_ns if wait_ns else 0
@@ -117,7 +122,7 @@ class Forecast:
             self._reserve(request, bucket.key, takes_ns)
 
     def _reserve(self, request: Request, key: BatchKey, most_ns: int) -> None:
-        """Reserve the time of a batch with this request alone: which batch it will be in is not known yet."""
+        """Reserve the time of a batch with only this request, as its batch is not known yet."""
         service_ns = self._least_service_ns if self._concurrency.has_lanes else self._times.service_ns
         reserve_ns = min(service_ns(key, request.rows) or 0, most_ns)
         request.reserve_ns = reserve_ns
@@ -139,15 +144,15 @@ class Forecast:
     def _wait_ns(
         self, bucket: BucketQueue, now_ns: int, batches: int, over: int, *, is_close: bool = False
     ) -> int:
-        """Return how long a request waits at least, until a number of batches ahead of it are launched.
+        """Return how long a request waits at least, until a number of batches ahead of it have been launched.
 
-        :param over: by how many batches the device has more than it does at once; below 0: fewer.
-        :param is_close: whether to look at all that is known of what batches take.
+        :param over: in-flight batches minus batches that compute at once.
+        :param is_close: whether to use all known times, which takes longer.
         """
         first = next(iter(self._in_flight.values()), None)
         wait_ns = 0
         if first is not None and self._times.sure_ns(first.key, first.rows_run):
-            # The first batch that ends lets one go, and from then on they end in turn.
+            # The first batch to end lets another one start, and from then on batches end in turn.
             wait_ns = max((first.flight.ends_ns or now_ns) - now_ns, 0)
         compute_ns = self.least_ns if is_close else self._times.sure_ns
         each_ns = compute_ns(bucket.key, bucket.rows_max)
@@ -166,8 +171,8 @@ class Forecast:
         predicted_ns = wait_ns + takes_ns
         what = "answered" if self._policy.answers_in_time else "launched"
         error = DeadlineUnreachableError(
-            f"the request would be {what} in {predicted_ns / 1e6:.3f} ms at the earliest, by what batches "
-            f"took so far, and its timeout is {(request.deadline_ns - now_ns) / 1e6:.3f} ms: {rows_ahead} "
+            f"going by earlier batches, the request would be {what} in {predicted_ns / 1e6:.3f} ms at the "
+            f"earliest, but its timeout is {(request.deadline_ns - now_ns) / 1e6:.3f} ms: {rows_ahead} "
             f"rows go first, {bucket.rows_max} in a batch, and {len(self._in_flight)} batches are in flight. "
             "Retry later, allow more time, or send less"
         )
@@ -175,7 +180,7 @@ class Forecast:
         raise error
 
     def begins_ns(self, bucket: BucketQueue, rows: int, now_ns: int) -> int:
-        """Return when a batch that is launched now begins to compute at the latest, as a rule."""
+        """Return the time by which a batch that is launched now usually begins to compute."""
         key = bucket.key
         concurrency, lines = self._concurrency, self._concurrency.lines
         if concurrency.has_lanes:
@@ -186,7 +191,7 @@ class Forecast:
         return max(free_ns, now_ns + concurrency.lead_ns(key, rows))
 
     def takes_ns(self, key: BatchKey, rows: int) -> int | None:
-        """Return how long a batch takes from when it begins to compute to its answers, at most as a rule."""
+        """Return the time within which a batch is usually answered, from when it begins to compute."""
         compute_ns = self._times.occupied.late(key.shape, self._rows_to_run(key, rows))
         if compute_ns is None:
             return None
@@ -194,9 +199,9 @@ class Forecast:
         return compute_ns + self._times.copy_out_ns(key, rows) + margin_ns
 
     def least_ns(self, key: BatchKey, rows: int) -> int:
-        """Return how long a batch computes at least; 0 until enough like it were seen.
+        """Return how long a batch computes at least; 0 until enough such batches were seen.
 
-        What was measured while others computed beside it is the longer of the two that are known.
+        Two times are known, and the shorter one counts: the longer one includes batches computing beside it.
         """
         least_ns = self._times.sure_ns(key, rows)
         late_ns = self._times.occupied.late(key.shape, self._rows_to_run(key, rows))
@@ -205,9 +210,9 @@ class Forecast:
     def fit(
         self, bucket: BucketQueue, rows_max: int, choose: Choose, now_ns: int, *, may_split: bool
     ) -> Punctual:
-        """Return the batch to launch from a bucket now, and whom it comes too late for; change nothing.
+        """Return the batch to launch from a bucket now, and the requests it is too late for; change nothing.
 
-        :param rows_max: the rows that it may have; ``choose`` returns its requests if it has that many.
+        :param rows_max: the most rows of the batch; ``choose`` returns its requests.
         :param may_split: whether the first of these may go without the others.
         """
         key = bucket.key
@@ -225,7 +230,7 @@ class Forecast:
         late = self._late_together(bucket, chosen, rows_max, begins_ns)
         left = bucket.rows - sum(request.rows for request in late)
         if not left and may_split:
-            # The first request may yet be in time, and nothing else waits for the device.
+            # The first request may still be in time, and no other waits for the device.
             smaller = smaller or 1
         first = chosen[:smaller]
         first_rows = sum(request.rows for request in first)
@@ -243,13 +248,14 @@ class Forecast:
         return 0 if batch is None else self._times.occupied.late(batch.key.shape, batch.rows_run) or 0
 
     def _is_hopeless(self, request: Request, begins_ns: int) -> bool:
-        """Return whether a request would certainly be late, even as a batch with no other request."""
+        """Return whether a request would certainly be late, even as the only one in its batch."""
         least_ns = self.least_ns(request.key, request.rows)
         least_ns += self._times.copy_out_ns(request.key, request.rows)
         return begins_ns + least_ns > self._due_ns(request)
 
     def _largest_in_time(self, key: BatchKey, chosen: Sequence[Request], begins_ns: int) -> int:
-        """Return how many of these, from the first on, make up the largest batch that is in time for all."""
+        """Return how many of these requests, from the first on, form the largest batch in time for all of
+        them."""
         rows, due_ns, found = 0, NO_DEADLINE_NS, 0
         for count, request in enumerate(chosen, start=1):
             rows += request.rows
@@ -261,8 +267,8 @@ class Forecast:
     def _late_together(
         self, bucket: BucketQueue, chosen: Sequence[Request], rows_max: int, begins_ns: int
     ) -> tuple[Request, ...]:
-        """Return those who cannot wait for one batch of all others, of whom the rest of the queue takes the
-        places."""
+        """Return the requests for which a batch of everything else would be too late; queued requests take
+        their places in it."""
         late = []
         rows = bucket.rows
         for request in sorted(chosen, key=self._due_ns):

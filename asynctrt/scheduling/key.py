@@ -4,27 +4,27 @@ from collections.abc import Hashable
 from typing import Final, NamedTuple
 
 Shared = tuple[tuple[int, ...], bytes | tuple[str, ...]]
-"""An input that all rows of a batch have in common: its shape, and its content as bytes or as strings."""
+"""An input that all rows of a batch share: its shape, and its content as bytes or as strings."""
 
 
 class BatchKey(NamedTuple):
-    """Say which requests may share a batch: those whose keys are equal."""
+    """What decides whether requests may share a batch: requests with equal keys may."""
 
     shape: Hashable = ()
     """The value of each dynamic dimension; empty for a model whose rows all have one shape. Batches of equal
-    shape and size compute for equally long."""
+    shape and size take equally long to compute."""
     slab: int | None = None
-    """The slab in which the rows lie already, for slots; they are launched together."""
+    """For slots, the slab that already holds the rows; all rows of a slab are launched together."""
     on_device: bool = False
-    """Whether some of the rows lie on the device already."""
+    """Whether some of the rows are on the device already."""
     outputs_on_device: bool = False
     """Whether the outputs stay on the device."""
     shared: tuple[Shared, ...] = ()
-    """What the rows of a batch have in common, for each input without rows."""
+    """The value that all rows of a batch share, for each input without rows."""
 
     @property
     def copy_key(self) -> Hashable:
-        """Return what batches of one size share that are copied in and out in equal times."""
+        """Return a key such that batches of one size and this key are copied in and out in equal times."""
         if self.on_device or self.outputs_on_device:
             return self.shape, self.on_device, self.outputs_on_device
         return self.shape

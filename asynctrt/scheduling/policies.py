@@ -1,11 +1,12 @@
-"""The questions that the scheduler asks for the next batch, each a policy of one method.
+"""The policies that decide the next batch. Each one answers one question of the scheduler, with one method.
 
 Is there room for it (:class:`Room`)? Is it the turn of a part of a batch that failed (:class:`Again`), and if
-not, whose (:class:`Turns`)? May the batch still grow (:class:`AtOnce`, :class:`JustInTime`)? Which rows does
-it take (:class:`TakeRows` and what is made of it)? As how many rows is it run (:class:`RunAs`)?
+not, which bucket's turn is it (:class:`Turns`)? May the batch still grow (:class:`AtOnce`,
+:class:`JustInTime`)? Which rows does it take (:class:`TakeRows` and its subclasses)? With how many rows is it
+run (:class:`RunAs`)?
 
-A policy that is not here, such as one that bounds the tokens of a batch, is another class with the same
-method, and is given to the scheduler of an engine where that is made (``core/assembly.py``).
+To add a policy, such as one that limits the tokens of a batch, write a class with the same method, and pass
+it to the scheduler where that is created (``core/assembly.py``).
 """
 
 from bisect import insort
@@ -29,12 +30,12 @@ Turn = tuple[BucketQueue, Reason]
 """The bucket to launch from, and why it is launched now."""
 
 Chosen = tuple[tuple[Request, ...], int, tuple[Request, ...]]
-"""The requests of a batch, their rows, and requests that would be too late for it. If there are any of
-these, they leave the queue first, and nothing else is chosen."""
+"""The requests of a batch, their rows, and requests that would be too late for it. If there are late ones,
+they must leave the queue first, and nothing else is chosen."""
 
 
 class Room:
-    """What batches are launched into.
+    """Whether there is room for another batch: a free context, and a share of the device.
 
     :param in_flight: the batches in flight; ``in_flight_max``: how many there may be.
     """
@@ -46,15 +47,15 @@ class Room:
         self._in_flight = in_flight
         self.in_flight_max = in_flight_max
         self.share: Share | None = None
-        """Its part of a device that it divides with others; ``None`` if it takes what it can get."""
+        """The scheduler's share, if schedulers divide the device; ``None`` if it takes what it can get."""
         self.until_ns: int | None = None
-        """Until when the device is left to others at the latest; ``None`` if it is not."""
+        """The latest time until which the device is left to others; ``None`` if it is not left to them."""
         self.bides = False
         """Whether what is queued waits for company, not for the device."""
 
     @property
     def is_free(self) -> bool:
-        """Return whether a batch could be launched, if the device is not left to others."""
+        """Return whether a batch could be launched, unless the device is left to others."""
         return self.contexts.free > 0 and len(self._in_flight) < self.in_flight_max
 
     @property
@@ -64,16 +65,16 @@ class Room:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the device was left to others when that was last asked."""
+        """Return whether the device was left to others at the last check."""
         return self.share is not None and self.share.is_held
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether what is queued would be launched now, or when what is in flight ends."""
+        """Return whether queued requests would be launched now, or when a batch in flight ends."""
         return bool(self._in_flight) or (not self.bides and self.contexts.free > 0)
 
     def has_room(self, now_ns: int) -> bool:
-        """Return whether a batch may be launched now. Only if there is something to launch."""
+        """Return whether a batch may be launched now. Call it only if there is something to launch."""
         if not self.contexts.free or len(self._in_flight) >= self.in_flight_max:
             return False
         if self.share is None:
@@ -84,9 +85,9 @@ class Room:
 
 
 class Again:
-    """Parts of batches that failed, the largest first, that take turns with what is queued.
+    """Parts of failed batches, the largest first. They take turns with the queue.
 
-    :param waiting_max: while more parts wait than this, none of the queue goes before them.
+    :param waiting_max: while more parts than this wait, they all go before the queue.
     """
 
     def __init__(self, waiting_max: int) -> None:
@@ -94,9 +95,9 @@ class Again:
         self.parts: list[Part] = []
         """Each is launched as a separate batch."""
         self.is_over = False
-        """Whether no part is launched any more."""
+        """Whether parts are no longer launched."""
         self.was_part = False
-        """Whether the latest batch was such a part, so that it is the queue's turn."""
+        """Whether the latest batch was a part, so that it is the queue's turn."""
 
     @property
     def goes_first(self) -> bool:
@@ -109,7 +110,7 @@ class Again:
         half = (len(left) + 1) // 2
         for part in (left[:half], left[half:]):
             if part:
-                # What fails most likely waits behind what most are waiting for.
+                # Large parts, for which many callers wait, go before small ones, which more likely fail.
                 insort(self.parts, (key, part), key=_smallness)
 
     def pop(self) -> Part | None:
@@ -122,7 +123,7 @@ class Again:
         return None
 
     def close(self) -> list[Request]:
-        """Keep no part from now on; return the requests whose callers still wait."""
+        """Drop all parts and keep none from now on; return the requests whose callers still wait."""
         self.is_over = True
         left = [request for _, part in self.parts for request in awaited(part)]
         self.parts.clear()
@@ -130,23 +131,24 @@ class Again:
 
 
 class Turns:
-    """Decides which bucket the next batch is of.
+    """Decides which bucket the next batch comes from.
 
-    Now and then it is that of what is most overdue, and every second time that of the earliest deadline.
+    Now and then it is the bucket with the most overdue request, and at most every second time the one with
+    the earliest deadline.
     """
 
     def __init__(self, buckets: Buckets, deadlines: DeadlineHeap) -> None:
         self._buckets = buckets
         self._deadlines = deadlines
         self.aged_number = 0
-        """The last batch that started with what was most overdue."""
+        """The number of the last batch that started with the most overdue request."""
         # Whether the last batch went out of turn.
         self._is_out_of_turn = False
 
     def next(self, number: int, now_ns: int, in_flight: int) -> Turn | None:
         """Return whose turn it is; ``None`` if no batch should be launched now.
 
-        :param number: that of the next batch.
+        :param number: the number of the next batch.
         """
         buckets = self._buckets
         picked = buckets.pick(now_ns, in_flight)
@@ -157,7 +159,7 @@ class Turns:
         return picked
 
     def _reconsider(self, picked: Turn, number: int, now_ns: int, in_flight: int) -> Turn:
-        """Return the turn of a bucket that goes before the one whose turn it is, if there is one."""
+        """Return the turn of a bucket that goes before the picked one, if there is such a bucket."""
         buckets = self._buckets
         is_due = buckets.priority_max and number - self.aged_number >= AGED_EVERY
         if is_due and (aged := buckets.overdue(now_ns)) is not None:
@@ -172,28 +174,29 @@ class Turns:
 
 
 class AtOnce:
-    """Lets no batch grow that could be launched: for devices that start each batch at once."""
+    """Launches batches as soon as possible: for devices that start each batch at once."""
 
     due_ns: int | None = None
-    """When to launch the batch that may grow; ``None`` if no batch may."""
+    """When to launch the batch that may still grow; ``None`` if there is none."""
     bucket: BucketQueue | None = None
     """The bucket of that batch."""
     was: BucketQueue | None = None
     """The bucket of a batch that was held back since the last launch."""
 
     def may_grow(self, bucket: BucketQueue, now_ns: int) -> bool:
-        """Return whether the next batch, while others are in flight, can still grow before the device would
-        want it."""
+        """Return whether the next batch can still grow before the device needs it. Call it only while others
+        are in flight."""
         return False
 
     def begin(self) -> None:
-        """Forget what was found before."""
+        """Forget the batch that may still grow."""
 
 
 class JustInTime(AtOnce):
     """Lets batches grow until the device is about to be free for them.
 
-    :param deadlines: no batch may grow beyond the first of them; ``None`` if launching sooner helps no one.
+    :param deadlines: batches are launched before the earliest of them; ``None`` if launching sooner would not
+        help.
     """
 
     def __init__(
@@ -223,10 +226,10 @@ class JustInTime(AtOnce):
 
 
 class TakeRows:
-    """Takes all rows that fit into a batch."""
+    """Takes as many rows as fit into a batch."""
 
     def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
-        """Return how many rows the next batch of a bucket may have: at least as many as its first request.
+        """Return how many rows the next batch of a bucket may have; never fewer than its first request has.
 
         :param reason: why it is launched.
         """
@@ -237,7 +240,7 @@ class TakeRows:
         return *bucket.choose(self.rows_max(bucket, in_flight, reason), reason is Reason.AGED), ()
 
     def preview(self, bucket: BucketQueue, in_flight: int) -> tuple[Request, ...]:
-        """Return the requests that the batch would probably have if it were launched now."""
+        """Return the requests that the next batch of a bucket would probably have if it were launched now."""
         return bucket.choose(self.rows_max(bucket, in_flight, Reason.AHEAD))[0]
 
 
@@ -273,8 +276,8 @@ class SpreadOverCores(TakeRows):
 
 
 class HalvesFirst(TakeRows):
-    """Takes half of the rows for an idle device, if it is faster to copy the others in while these compute
-    than to copy all of them in first.
+    """Takes half of the rows for an idle device, if copying the other half in while the first one computes is
+    faster than copying all of them in first.
 
     :param expected_rows: returns the rows that the device would execute for a number of rows of a key.
     """
@@ -298,20 +301,20 @@ class HalvesFirst(TakeRows):
         head = bucket.head()
         half = max((rows + 1) // 2, 0 if head is None else head.rows)
         if half >= rows or not self._room.is_for_two:
-            return bucket.rows_max  # The others would have no context to be copied in for.
+            return bucket.rows_max  # There is no second context to copy the others in for.
         key, compute, delay_ns = bucket.key, self._times.compute, self._times.delay_ns
         run, half_run = self._expected_rows(key, rows), self._expected_rows(key, half)
         whole_ns, half_ns = compute.typical(key.shape, run), compute.typical(key.shape, half_run)
         if whole_ns is None or half_ns is None:
             return bucket.rows_max
         first_ns = delay_ns(key, half_run) + half_ns
-        # The second half is there when the first has computed, or as soon as it has been copied in.
+        # The second half computes after the first one, and not before it has been copied in.
         halves_ns = max(first_ns, 2 * delay_ns(key, half_run)) + half_ns
         return half if halves_ns < delay_ns(key, run) + whole_ns else bucket.rows_max
 
 
 class InTime(TakeRows):
-    """Takes the rows that another policy takes, as far as they are answered in time."""
+    """Takes the rows that another policy takes, as far as they can be answered in time."""
 
     def __init__(self, policy: TakeRows, forecast: Forecast, deadlines: DeadlineHeap) -> None:
         self._policy = policy
@@ -336,7 +339,7 @@ class InTime(TakeRows):
 class RunAs:
     """Decides how many rows the device executes for a batch.
 
-    :param shapes: what the model takes of each shape.
+    :param shapes: which rows of each shape the model takes.
     """
 
     def __init__(self, policy: Policy, shapes: Shapes, times: BatchTimes) -> None:
@@ -350,9 +353,9 @@ class RunAs:
         self._is_as_given = shapes.runs_as_many_as_it_takes and not policy.captured.sizes
 
     def find(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
-        """Return the rows that the device executes for ``rows``, and the profile to do it with.
+        """Return the rows that the device executes for ``rows``, and their profile.
 
-        :raises Exception: what the model raises when it is asked.
+        :raises Exception: whatever the model raises.
         """
         if self._is_as_given:
             return rows, None
@@ -362,10 +365,10 @@ class RunAs:
         return rows_run, self._shapes.profile(key.shape, rows_run)
 
     def expected(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
-        """Return what :meth:`find` is expected to return, which may raise by then."""
+        """Return what :meth:`find` is expected to return at the launch; never raise."""
         try:
             return self.find(key, rows)
-        except Exception:  # The model raises again when the batch is formed, and is answered for then.
+        except Exception:  # The model raises it again when the batch is formed, where it is handled.
             return rows, None
 
     def expected_rows(self, key: BatchKey, rows: int) -> int:

@@ -1,21 +1,21 @@
 """When a batch is launched, how many rows it takes, and how many the device executes.
 
-Decisions only: nothing here changes anything. For a free context:
+This module only decides; it changes nothing. The rules for a free context are:
 
-- A full batch launches at once, even if it then waits its turn on the device: it cannot get any better.
-- With nothing in flight, whatever is queued launches at once: a delay must never tax an idle engine.
-- With enough batches in flight to keep the device busy, nothing launches unless some bucket is full. Then the
-  turn decides among all buckets that are ready, so that full ones cannot keep the others waiting.
-- On a device that copies while it computes (``is_pipelined``), a batch that is not full is put there just in
-  time: when the one before it is about to have computed, less the time for gathering and copying its rows.
+- A full batch launches at once, even if it then waits for its turn on the device: it cannot get any better.
+- With nothing in flight, whatever is queued launches at once: an idle engine must never wait for a delay.
+- With enough batches in flight to keep the device busy, nothing launches unless some bucket is full. Then all
+  ready buckets take turns, so that full ones cannot keep the others waiting.
+- On a device that copies while it computes (``is_pipelined``), a batch that is not full is launched just in
+  time: so that its rows have been gathered and copied in when the batch before it has computed.
 - Otherwise a batch launches when its oldest request has waited ``delay_ns_max``, by default at once, or
-  shortly before a deadline in it passes. The wait counts from that arrival and never restarts.
+  shortly before one of its deadlines. The wait counts from that request's arrival and never restarts.
 
-Among buckets that may launch, the one with the most urgent request wins; equals take turns, so that a flood
-of one shape cannot keep another waiting, but every second turn may be that of the earliest deadline, and a
-bucket that fills batches keeps its turn for some while others that had theirs lately fill none. Within a
-bucket and a priority the earliest deadline goes first. One batch in ``AGED_EVERY`` starts with what is most
-overdue, whatever its priority, so that nothing starves.
+Among buckets that may launch, the one with the most urgent request goes first. Buckets of equal urgency take
+turns, so that a flood of one shape cannot keep another waiting, with two exceptions: every second turn may go
+to the earliest deadline, and a bucket that fills batches keeps its turn for a few batches while others that
+recently had a turn fill none. Within a bucket and a priority, the earliest deadline goes first. One batch in
+``AGED_EVERY`` starts with the most overdue request, whatever its priority, so that no request starves.
 """
 
 from bisect import bisect_left
@@ -28,16 +28,21 @@ from asynctrt.scheduling.concurrency import ONE_LANE, Lanes
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 
 PART_NS_MIN: Final = 200_000
-"""Rows are spread over idle cores only while each part computes for longer than a few hand-overs."""
+"""Rows are spread over idle cores only if each part computes for at least this long: several times as long as
+handing it to a thread and back takes."""
 
 DEADLINE_MARGIN_NS: Final = 500_000
-"""A batch that waits for company is launched this long before the first deadline in it."""
+"""A batch that waits for more rows is launched this long before its first deadline, because the event loop
+may wake up late for it. The exact time was not tuned."""
 
 PATIENCE_NS: Final = 1_000_000_000
-"""After so long a wait a request is overdue: of its priority it goes before every deadline that is later, and
-one batch in ``AGED_EVERY`` starts with whatever is most overdue."""
+"""After waiting this long, a request is overdue: it goes before all later deadlines of its priority, and one
+batch in ``AGED_EVERY`` starts with the most overdue request. It is meant to be longer than requests usually
+wait, so that normally only priorities and deadlines decide."""
 
 AGED_EVERY: Final = 8
+"""One batch in this many starts with the most overdue request of any priority. So overdue requests get an
+eighth of the batches at most, and a flood of urgent requests still gets nearly all of the device."""
 
 
 class Captured(NamedTuple):
@@ -46,9 +51,9 @@ class Captured(NamedTuple):
     sizes: tuple[int, ...] = ()
     """Rising."""
     direct_ns: int = 0
-    """To put a batch on a stream call by call; 0 if it was not measured."""
+    """The time to put a batch on a stream call by call; 0 if it was not measured."""
     graph_ns: int = 0
-    """To launch a captured one; 0 if it was not measured."""
+    """The time to launch a captured batch; 0 if it was not measured."""
 
 
 NOT_CAPTURED: Final = Captured()
@@ -56,21 +61,21 @@ NOT_CAPTURED: Final = Captured()
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules of one engine; they do not change while it lives.
+    """The rules of one engine, which never change.
 
-    :param rows_max: rows that one batch holds.
-    :param delay_ns_max: how long a batch may wait for company while another is in flight.
+    :param rows_max: the most rows of a batch.
+    :param delay_ns_max: how long a batch may wait for more rows while another is in flight.
     :param concurrency: how many batches keep the device busy.
     :param is_parallel: whether batches side by side take no longer than one alone.
     :param captured: the batch sizes that were captured.
     :param is_pipelined: whether batches wait for one another on the device, each copied in while the one
-        before it computes, so that they are to be launched just in time.
-    :param lanes: how many batches compute side by side there; ``lanes_max``: the lanes that exist.
-    :param may_enqueue_slowly: whether it may take as long to put batches there as to compute them.
-    :param answers_in_time: whether deadlines are those of answers, so that batches are also formed as late as
-        possible when they are full.
-    :param patience_ns: after how long a request is overdue.
-    :param is_alone: whether each request is a batch of its own, whatever else is queued.
+        before it computes, so that launching them just in time is best.
+    :param lanes: how many batches compute side by side there; ``lanes_max``: how many lanes exist.
+    :param may_enqueue_slowly: whether enqueueing a batch may take as long as computing it.
+    :param answers_in_time: whether deadlines apply to answers, so that even full batches are formed as late
+        as possible.
+    :param patience_ns: the wait after which a request is overdue.
+    :param is_alone: whether each request runs as a separate batch, whatever else is queued.
     """
 
     rows_max: int
@@ -104,10 +109,10 @@ class Policy:
         in_flight: int,
         compute: Times,
     ) -> int:
-        """Return the rows of the next batch: all that fit or, on several idle cores, an even share.
+        """Return the rows of the next batch: all that fit or, if several cores are idle, an even share.
 
-        Two cores compute 16 rows each in about half the time in which one computes 32. A configured delay
-        asks for large batches, and gets them.
+        Two cores compute 16 rows each in about half the time that one core takes for 32. A configured delay
+        asks for large batches, so these are not divided.
 
         :param rows: rows queued in the bucket; ``head_rows`` of them belong to its first request.
         :param rows_max: rows that one batch of the bucket holds.
@@ -121,8 +126,8 @@ class Policy:
             return rows_max
         parts = min(idle, expected_ns // PART_NS_MIN)
         part = max(min(-(-rows // parts), rows_max), head_rows)
-        # What is always divided is never measured anew as a whole, but at most as long as its parts together:
-        # its first run, of a model that was cold, would count for ever.
+        # If batches of this size are always divided, the time of a whole one is never measured again, and a
+        # first slow run would count forever. The parts together are an upper bound of it.
         if compute.has_seen(shape, part):
             part_ns = compute.typical(shape, part) or 0
             if -(-min(rows, rows_max) // part) * part_ns < 2 * PART_NS_MIN:
@@ -130,10 +135,10 @@ class Policy:
         return part
 
     def rows_to_run(self, shape: Hashable, rows: int, compute: Times) -> int:
-        """Return the rows to execute for a batch of ``rows``: those, or padded to the next captured size.
+        """Return how many rows to execute for a batch of ``rows``: no more, or the next captured size.
 
-        Padding costs the computing of more rows; launching what was captured saves the CPU the calls, and the
-        device the gaps between them. Sizes that were never run are estimated between those that were.
+        Padding costs the time to compute more rows; a graph saves the CPU many calls, and the device the gaps
+        between them. The times of sizes that were never run are interpolated.
         """
         sizes, direct_ns, graph_ns = self.captured
         at = bisect_left(sizes, rows)

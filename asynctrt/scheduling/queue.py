@@ -1,4 +1,4 @@
-"""All requests that wait to be launched: taken in, or refused; until they leave, or a batch takes them."""
+"""The queue of an engine: it accepts or refuses requests, and holds them until they are launched or leave."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -14,8 +14,8 @@ from asynctrt.scheduling.request import NO_DEADLINE_NS, Change, Request, change,
 class Queue:
     """The queue of one engine, bounded in rows.
 
-    :param rows_max: rows that may wait over all buckets.
-    :param limit: returns the rows that one batch of a shape holds.
+    :param rows_max: the most rows that may wait, over all buckets.
+    :param limit: returns the most rows of a batch of a shape.
     :param forecast: refuses requests that would be too late.
     """
 
@@ -38,20 +38,21 @@ class Queue:
         self.rows = 0
         """Rows that wait, not counting the open batch."""
         self.buckets = Buckets(policy, priorities)
-        # The one of the latest request, as the next one is mostly of the same. It is in `buckets`, which drop
-        # some only to add another.
+        # The bucket of the latest request, which is usually that of the next one too. It stays in `buckets`,
+        # which drop empty ones only to add another.
         self._bucket: BucketQueue | None = None
         self.open = OpenBatch()
-        """Requests that came since the last decision, and need nothing decided about them."""
+        """Requests since the last decision about which nothing needs to be decided."""
         self.deadlines = DeadlineHeap()
         self.has_to_expire = False
-        """Whether a deadline has to be watched, or callers have to be notified that they left the queue."""
-        # Requests that are too late for any batch, which the next `expire` returns.
+        """Whether a deadline must be watched, or callers must be notified that their requests left the
+        queue."""
+        # Requests that are too late for any batch; the next `expire` returns them.
         self._late: list[Request] = []
         self.displaced: list[Request] = []
-        """Requests that made room for more urgent ones; for the driver to take away and to answer."""
+        """Requests that made room for more urgent ones, for the driver to take and answer."""
         self.closed: AsynctrtError | None = None
-        """Why no more requests are taken."""
+        """Why new requests are refused; ``None`` if they are accepted."""
 
     def __repr__(self) -> str:
         return f"<Queue requests={self.requests} rows={self.rows + len(self.open.requests)}>"
@@ -64,13 +65,13 @@ class Queue:
     def submit(self, request: Request) -> None:
         """Queue one request, or raise and change nothing.
 
-        A queue without room for it gives up less urgent requests, which then are in :attr:`displaced`.
+        If the queue is full, less urgent requests make room and are moved to :attr:`displaced`.
 
-        :raises EngineClosedError: (or what else was given) after :meth:`refuse`.
-        :raises DeadlineUnreachableError: when it would probably be too late.
-        :raises QueueFullError: when the queue has no room for its rows.
-        :raises InputError: for a shape that no profile of the model takes.
-        :raises ExecutionError: when the model fails to say which do.
+        :raises EngineClosedError: after :meth:`refuse`, or another error given there.
+        :raises DeadlineUnreachableError: if it would probably be too late.
+        :raises QueueFullError: if the queue has no room for its rows.
+        :raises InputError: if no profile of the model takes its shape.
+        :raises ExecutionError: if the model fails to say which profile does.
         """
         if self.open.bucket is not None:
             self.close_open()
@@ -84,7 +85,7 @@ class Queue:
         self.rows += rows
         if has_deadline or request.priority:
             needs_place = bucket.push(request)
-        else:  # What `push` does, without the call: most requests have neither.
+        else:  # The same as `push`, without the call: most requests have neither.
             bucket.plain.append(request)
             if bucket.rows:
                 self.open.begin(bucket, self.rows_max - self.rows)
@@ -93,19 +94,19 @@ class Queue:
         if needs_place:
             self.buckets.pushed(bucket, request)
         if has_deadline:
-            # Each request has a row at least.
+            # Each request has at least one row.
             self.deadlines.push(request, queued_max=self.rows)
             self.has_to_expire = True
 
     def submit_all(self, requests: Sequence[Request]) -> None:
-        """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""
+        """Queue all of ``requests``, which share a key, or raise as :meth:`submit` and queue none."""
         self.close_open()
         last, rows = requests[-1], sum(request.rows for request in requests)
         if last.deadline_ns != NO_DEADLINE_NS:
-            # All of it is there when its last part is.
+            # The call is answered only when its last part is.
             self._foresee(last, len(requests), rows - last.rows)
             if last in self._forecast.trial:
-                self._forecast.trial = tuple(requests)  # If one part is late, all of them are given up.
+                self._forecast.trial = tuple(requests)  # One late part would fail the whole call.
         if self.rows + rows > self.rows_max:
             self._make_room(requests, rows)
         for request in requests:
@@ -121,14 +122,14 @@ class Queue:
                 self.deadlines.push(request, queued_max=self.rows)
 
     def close_open(self) -> None:
-        """Let the requests of the open batch join the queue of their bucket, as decisions need them there."""
+        """Move the requests of the open batch into the queue of their bucket, where decisions need them."""
         opened = self.open
         bucket, requests = opened.bucket, opened.requests
         if bucket is None:
             return
         opened.key = None
         if requests:
-            # If Ctrl-C comes in between, some are in both places rather than in none.
+            # In this order, Ctrl-C may leave requests in both places, but loses none.
             bucket.plain.extend(requests)
             opened.requests = []
             self.rows += len(requests)
@@ -147,9 +148,9 @@ class Queue:
         self.buckets.left(bucket)
 
     def expire(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> list[Request]:
-        """Take the queued requests whose deadline has come out of the queue and return them.
+        """Take queued requests whose deadline has passed out of the queue, and return them.
 
-        :param arrived_by_ns: spare requests that arrived later: they had no chance to be launched yet.
+        :param arrived_by_ns: skip requests that arrived later: they had no chance to be launched yet.
         """
         due = self.deadlines.pop_due(now_ns, arrived_by_ns)
         for request in due:
@@ -162,7 +163,7 @@ class Queue:
         return due
 
     def give_up(self, late: Iterable[Request]) -> None:
-        """Take requests out of the queue that no batch would answer in time; :meth:`expire` returns them."""
+        """Take requests out of the queue that cannot be answered in time; :meth:`expire` returns them."""
         for request in late:
             self.leave(request, Change.EXPIRE)
             self._counters.expired += 1
@@ -170,20 +171,22 @@ class Queue:
         self.has_to_expire = True
 
     def refuse(self, why: AsynctrtError) -> None:
-        """Refuse every request from now on with an error like ``why``; requests that wait go on."""
+        """Refuse every new request from now on with a copy of ``why``; queued ones go on."""
         self.close_open()
         self.closed = why
         self.rows_max = -1
 
     def take_displaced(self) -> Sequence[Request]:
-        """Return the requests that made room for more urgent ones, to be answered; each only once."""
+        """Return the requests that made room for more urgent ones, each only once, for the caller to
+        answer."""
         displaced, self.displaced = self.displaced, []
         return displaced
 
     def clear(self) -> tuple[list[Request], list[Request]]:
         """Empty the queue.
 
-        :returns: what was queued, and the requests that had left it as too late and were not answered yet.
+        :returns: the queued requests, and the requests that had left the queue as too late but were not
+            answered.
         """
         queued = list(dict.fromkeys(self.buckets.clear()))
         self.rows = 0
@@ -191,15 +194,15 @@ class Queue:
         return queued, late
 
     def fail(self, requests: Iterable[Request]) -> None:
-        """Note that requests failed that had not been launched."""
+        """Note that requests failed before they were launched."""
         failed = list(requests)
         change_all(failed, Change.FAIL)
         self._counters.failed += len(failed)
 
     def _foresee(self, request: Request, requests: int, rows_before: int = 0) -> None:
-        """Refuse a request, or all of a call, that would be too late."""
+        """Refuse a request, or all requests of a call, if it would be too late."""
         if self.closed:
-            return  # It is refused for that.
+            return  # It will be refused because of that.
         try:
             self._forecast.check(request, self._bucket_of(request.key), rows_before)
         except DeadlineUnreachableError:
@@ -215,7 +218,7 @@ class Queue:
             displaced = self.buckets.least_urgent(requests[0].priority, over)
         if not displaced:
             self._refuse(rows, len(requests))
-        self._bucket_of(requests[0].key)  # What it raises is raised before anything has changed.
+        self._bucket_of(requests[0].key)  # If it raises, it does so before anything has changed.
         for request in displaced:
             self.leave(request, Change.FAIL)
         self._counters.failed += len(displaced)
@@ -236,7 +239,7 @@ class Queue:
     def _refuse(self, rows: int, requests: int) -> None:
         self._counters.refused += requests
         if self.closed:
-            # A fresh instance: one that many callers raise would collect all their tracebacks.
+            # A new instance, because one raised for many callers would collect all their tracebacks.
             raise copy_for(self.closed)
         raise QueueFullError(
             f"the queue holds {self.rows} of at most {self.rows_max} rows and has no "

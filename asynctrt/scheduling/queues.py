@@ -1,12 +1,12 @@
 """Where requests wait: a queue for each bucket, the buckets in the order of their turns, a heap of deadlines.
 
-A request that leaves its queue from the middle (cancelled, expired, launched before a larger one ahead of it)
-is left in place as a tombstone, known by its state, and skipped when it comes up. Queues and heap rebuild
-themselves before tombstones outnumber live entries, so they stay bounded by the queue bound and removal stays
-O(1) on average. Finding the bucket to launch from does not depend on how many there are.
+A request that leaves from the middle of its queue (cancelled, expired, or launched before a larger one ahead
+of it) stays there as a tombstone, recognised by its state, and is skipped later. Queues and the heap are
+rebuilt before tombstones far outnumber live entries. So their size stays bounded and removal stays O(1) on
+average. The time to find the bucket to launch from does not depend on the number of buckets.
 
-Of a call that was split only one part at a time stands in its queue. The next one joins at the end when that
-one leaves, so that other requests have their turns between the parts.
+If a call was split, only one of its parts at a time is in the queue. When that part leaves, the next one
+joins at the end, so that other requests have their turns between the parts.
 """
 
 from bisect import bisect_right
@@ -22,33 +22,39 @@ from asynctrt.scheduling.policy import PATIENCE_NS, Policy
 from asynctrt.scheduling.request import IN_FLIGHT, NO_DEADLINE_NS, QUEUED, Request, State
 
 TOMBSTONES_MIN: Final = 64
-"""Below this many tombstones a rebuild is not worth its cost."""
+"""Below this many tombstones, rebuilding costs more than skipping them does."""
 
 LOOKAHEAD_MAX: Final = 16
-"""Requests that may be passed over because they do not fit into the rest of a batch."""
+"""How many requests that do not fit into the rest of a batch may be passed over in favour of smaller ones. It
+bounds the work for each batch if many large requests are queued; the number was not tuned."""
 
 DISPLACED_FROM_MAX: Final = 16
-"""Buckets that are looked through for requests to displace."""
+"""How many buckets are searched for requests to displace, from the last turn on: submitting to a full queue
+stays cheap however many buckets there are. The number was not tuned."""
 
 OVERDUE_FROM_MAX: Final = 64
-"""Buckets of each priority that are looked through for the request that is most overdue. Those that come
-later move up with every batch."""
+"""How many buckets of each priority are searched for the most overdue request, to bound the work. Later
+buckets move up with every batch, so each is searched soon."""
 
 JOIN_FROM_MAX: Final = 64
-"""Buckets that are looked through for rows that share a batch with those of another."""
+"""How many buckets are searched for rows to share a batch with, to bound the work for each batch. Buckets
+whose turn comes first are searched first."""
 
 TURNS_KEPT: Final = 8
-"""Full batches for each one that is not full, of buckets that have had their turn lately."""
+"""How many full batches a bucket may launch in a row for each other bucket that recently had a turn without
+filling a batch. Strict turns were tried first: 15 rare shapes beside a common one then cost a third of the
+answers at 90% load (``docs/batching.md``)."""
 
 EMPTY_MAX: Final = 256
-"""Empty buckets that are kept."""
+"""How many empty buckets are kept, so that a shape which comes again needs no new one. It bounds memory if
+shapes keep changing; the number was not tuned."""
 
 
 class SplitCall:
-    """A call of several parts, of which one stands in the queue.
+    """A call of several parts: one is in the queue, and the others wait to follow it.
 
-    :param parts: the others, in order.
-    :param due_ns: when the one in the queue is due.
+    :param parts: the other parts, in order.
+    :param due_ns: when the part in the queue is due.
     """
 
     __slots__ = ("due_ns", "parts", "rows")
@@ -57,15 +63,15 @@ class SplitCall:
         self.parts = deque(parts)
         self.due_ns = due_ns
         self.rows = sum(part.rows for part in parts)
-        """Rows of the others, of which some may have left."""
+        """The rows of the other parts, including parts that have left."""
 
 
 class BucketQueue:
-    """The requests of one bucket: the most urgent priority first, and within one what is due first.
+    """The requests of one bucket: by priority, the most urgent first, then by when they are due.
 
-    A request is due at its deadline, or when it has waited for ``patience_ns`` if that is earlier. So nothing
-    waits for longer than that for what comes later, and without deadlines the order is that of arrival. Parts
-    of a call that was split arrive one after the other in this sense.
+    A request is due at its deadline, or after waiting for ``patience_ns`` if that is earlier. So no request
+    waits for later ones for longer than that, and without deadlines the order is that of arrival. The parts
+    of a split call count as arriving one after the other.
     """
 
     __slots__ = (
@@ -94,8 +100,8 @@ class BucketQueue:
         """Rows that one batch of this bucket holds."""
         self.rows = 0
         self.deadline_ns = NO_DEADLINE_NS
-        """No queued request of a filling bucket has an earlier deadline."""
-        # What follows belongs to Buckets: where the bucket is placed there.
+        """If the bucket is filling, no queued request has an earlier deadline."""
+        # The following belongs to Buckets: it is the place of the bucket there.
         self.priority = -1
         self.is_full = False
         self.is_ready = False
@@ -106,11 +112,11 @@ class BucketQueue:
         self.plain = self._by_priority[-1]
         """The requests of priority 0."""
         self._tombstones = 0
-        self._first: tuple[Request, ...] | None = None  # What was chosen last, if it stands in front.
+        self._first: tuple[Request, ...] | None = None  # The last choice, if it is the front of the queue.
         self._patience_ns = patience_ns
-        # Rows by priority; those of priority 0 are not counted, as they go behind all others.
+        # Rows by priority. Rows of priority 0 are not counted, as they go behind all others.
         self._urgent_rows: dict[int, int] = {}
-        # The calls that were split, by the part of each that stands in the queue.
+        # The split calls, by the part of each that is in the queue.
         self._calls: dict[Request, SplitCall] = {}
 
     def __repr__(self) -> str:
@@ -118,14 +124,14 @@ class BucketQueue:
 
     @property
     def requests(self) -> int:
-        """Return how many requests are queued. Other threads may ask, and miss what is changed meanwhile."""
+        """Return how many requests are queued. Other threads may ask, and may miss concurrent changes."""
         parts = sum(len(call.parts) for call in tuple(self._calls.values()))
         return max(sum(map(len, self._by_priority)) + parts - self._tombstones, 0)
 
     def push(self, request: Request) -> bool:
         """Append a queued request; a larger priority is more urgent.
 
-        :returns: whether this changes when it is the turn of the bucket.
+        :returns: whether this may change the bucket's turn.
         """
         queue = self._by_priority[-1 - request.priority]
         if request.deadline_ns != NO_DEADLINE_NS and queue and self._goes_before(request, queue[-1]):
@@ -142,7 +148,7 @@ class BucketQueue:
         )
 
     def push_parts(self, parts: Sequence[Request]) -> bool:
-        """Append the parts of one call as :meth:`push`: all count at once, and join the queue in turn."""
+        """Append the parts of one call, as :meth:`push`. All count at once, but join the queue one by one."""
         first, *others = parts
         self._calls[first] = call = SplitCall(others, self._due_ns(first))
         self.rows += call.rows
@@ -161,22 +167,22 @@ class BucketQueue:
         self._bury()
 
     def rows_ahead(self, request: Request) -> int:
-        """Return how many rows at least would go before a request that is not queued yet."""
+        """Return a lower bound of the rows that would go before a request that is not queued yet."""
         priority = request.priority
         if not self.rows:
             return 0
         queue = self._by_priority[-1 - priority]
         above = sum(rows for level, rows in self._urgent_rows.items() if level > priority)
         if queue and self._goes_before(request, queue[-1]):
-            # Each has a row at least, and some are tombstones.
+            # Each request has at least one row, but some may be tombstones.
             return above + max(self._place_in(queue, request) - self._tombstones, 0)
         ahead = above + self._urgent_rows.get(priority, 0) if priority else self.rows
-        # Those that are not in the queue yet join it behind the request.
+        # Parts that are not in the queue yet will join it behind the request.
         behind = sum(call.rows for part, call in self._calls.items() if part.priority == priority)
         return max(ahead - behind, above)
 
     def overdue_ns(self) -> int:
-        """Return when the first of its requests is due, whatever its priority. Not for an empty queue."""
+        """Return when the first of its requests is due, of any priority. The queue must not be empty."""
         return min(self._due_ns(queue[0]) for queue in self._heads())
 
     def waiting(self) -> Iterator[Request]:
@@ -190,7 +196,7 @@ class BucketQueue:
     def head(self, *, by_age: bool = False) -> Request | None:
         """Return the request that the next batch of this bucket starts with.
 
-        :param by_age: the one that is due first, whatever its priority.
+        :param by_age: return the request that is due first, whatever its priority.
         """
         if by_age:
             return self._heads()[0][0]
@@ -203,14 +209,14 @@ class BucketQueue:
         return None
 
     def oldest_arrival_ns(self) -> int:
-        """Return when the request arrived that has waited longest. Only for a queue that is not empty.
+        """Return when the request that has waited longest arrived. The queue must not be empty.
 
-        It goes through all of them: for buckets that do not fill a batch.
+        This goes through all requests, so it is for buckets that do not fill a batch.
         """
         return min(request.arrival_ns for request in self.waiting())
 
     def newest(self, priority: int) -> Iterator[Request]:
-        """Return the queued requests of one priority, the one that would go last first."""
+        """Return the queued requests of one priority, starting with the one that would go last."""
         queue = self._by_priority[-1 - priority]
         while queue and queue[-1].state is not QUEUED:
             queue.pop()
@@ -231,7 +237,7 @@ class BucketQueue:
         """Return the requests of the next batch, at most ``rows_max`` rows, and their rows. Change nothing.
 
         A request that does not fit into the rest of the batch is passed over in favour of smaller ones behind
-        it. It moves up with every batch, and the head always fits, so none starves.
+        it. Since it moves up with every batch, and the head always fits, no request starves.
 
         :param by_age: begin with the priority whose first request is due first.
         """
@@ -267,7 +273,7 @@ class BucketQueue:
     def take(  # noqa: C901  (a call a batch less)
         self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT
     ) -> None:
-        """Let what :meth:`choose` returned leave the queue, for the state ``after``."""
+        """Remove the requests that :meth:`choose` returned, and set their state to ``after``."""
         is_first = chosen is self._first and not self._tombstones
         self._first = None
         for request in chosen:
@@ -301,8 +307,8 @@ class BucketQueue:
         self._bury()
 
     def _let_next_in(self, part: Request) -> None:
-        """Append what follows a part of a call that has just left the queue; before all that is due later
-        than its deadline."""
+        """Append the next part of a call when one has left the queue; if its deadline is earlier than others
+        are due, put it before them."""
         call = self._calls.pop(part)
         while call.parts:
             following = call.parts.popleft()
@@ -332,15 +338,15 @@ class BucketQueue:
         return min(request.deadline_ns, request.arrival_ns + self._patience_ns)
 
     def _goes_before(self, request: Request, other: Request) -> bool:
-        # Who came later and has a later deadline is due later, so that most need not be looked at closely.
+        # The first check is cheap and usually enough: a later request with a later deadline is due later.
         return request.deadline_ns < other.deadline_ns and self._due_ns(request) < self._due_ns(other)
 
     def _place_in(self, queue: deque[Request], request: Request) -> int:
-        """Return the place in the order of what is due, behind those that are due at the same time."""
+        """Return the place of a request in the order of when requests are due, the last one among equals."""
         return bisect_right(queue, self._due_ns(request), key=self._due_ns)
 
     def _heads(self) -> list[deque[Request]]:
-        """Return the queues with requests, the one whose first is due first in front."""
+        """Return the queues with requests, sorted by when their first request is due."""
         found = []
         for queue in self._by_priority:
             while queue and queue[0].state is not QUEUED:
@@ -352,7 +358,7 @@ class BucketQueue:
         return found
 
     def _bury(self) -> None:
-        """Rebuild the queues if tombstones outnumber the living."""
+        """Rebuild the queues if tombstones outnumber queued requests."""
         if self._tombstones > TOMBSTONES_MIN and self._tombstones > self.requests + TOMBSTONES_MIN:
             for queue in self._by_priority:
                 alive = [request for request in queue if request.state is QUEUED]
@@ -369,11 +375,12 @@ JoinedRows = tuple[BucketQueue, tuple[Request, ...], int]
 
 
 class OpenBatch:
-    """Requests of the bucket that came last, in the order in which they came since the last decision.
+    """Requests for the latest bucket that came since the last decision, in the order of their arrival.
 
-    One row each, without a deadline or priority: nothing has to be decided, so whoever submits them appends
-    them to ``requests`` if ``key`` is theirs and there are fewer than ``rows_max``. The scheduler closes it
-    before it looks at its queues. It is open only behind a request of the bucket that is queued.
+    Each has one row and neither a deadline nor a priority, so nothing needs to be decided about it. The
+    caller appends it to ``requests`` directly, if its key is ``key`` and there are fewer than ``rows_max``.
+    The scheduler closes the batch before it looks at its queues. The batch is open only while its bucket has
+    a queued request.
     """
 
     __slots__ = ("bucket", "key", "requests", "rows_max")
@@ -385,13 +392,13 @@ class OpenBatch:
         self.rows_max = 0
 
     def begin(self, bucket: BucketQueue, rows_max: int) -> None:
-        """Take requests for a bucket, as long as the queue has room for their rows."""
+        """Open the batch for a bucket, for as many rows as the queue has room for."""
         self.bucket = bucket
         self.key = bucket.key
         self.rows_max = rows_max
 
     def join(self, request: Request) -> bool:
-        """Add a request, unless something has to be decided about it; return whether it was added."""
+        """Add a request if nothing needs to be decided about it; return whether it was added."""
         if (
             request.key is not self.key
             or request.rows != 1
@@ -405,7 +412,7 @@ class OpenBatch:
 
 
 class _Level:
-    """The buckets whose most urgent request has one priority, each kind in the order of turns."""
+    """The buckets whose most urgent request has one priority, by kind and in the order of turns."""
 
     __slots__ = ("filling", "ready")
 
@@ -417,8 +424,8 @@ class _Level:
 class Buckets:
     """All buckets, and which of them is next.
 
-    A bucket with work is *ready* once waiting longer cannot make its batch any better: it is full, no delay
-    is configured, or its delay is over. Until then it is *filling*. Both kinds stand in the order of their
+    A bucket with work is *ready* once waiting longer cannot improve its batch: it is full, no delay is
+    configured, or its delay is over. Until then it is *filling*. Both kinds are kept in the order of their
     turns, by the priority of their most urgent request.
     """
 
@@ -426,37 +433,37 @@ class Buckets:
         self._policy = policy
         self._has_delay = policy.delay_ns_max > 0
         self.by_key: dict[BatchKey, BucketQueue] = {}
-        """The buckets with work, and some that are empty, for the next request of their key."""
+        """The buckets with work, and some empty ones, kept for the next request of their key."""
         self._levels = tuple([_Level() for _ in range(priorities)])
         self.priority_max = 0
-        """No bucket with work has a more urgent request."""
-        # When the delay of a filling bucket is over; entries of others are skipped when they come up.
+        """An upper bound of the priorities of queued requests."""
+        # When the delays of filling buckets end. Outdated entries are skipped when they come up.
         self._delays: list[tuple[int, int, BucketQueue]] = []
         self._order = count()
         self.waiting = 0
-        """Buckets with work."""
+        """The number of buckets with work."""
         self.full = 0
-        """Buckets that fill a batch."""
-        # Batches that were launched while other buckets had work.
+        """The number of buckets that fill a batch."""
+        # The number of batches that were launched while other buckets had work.
         self._turn = 0
 
     def __len__(self) -> int:
         return self.waiting
 
     def __iter__(self) -> Iterator[BucketQueue]:
-        """Yield the buckets with work. Other threads may ask: what they go through is a copy."""
+        """Yield the buckets with work, from a copy: other threads may call this too."""
         return (bucket for bucket in tuple(self.by_key.values()) if bucket.rows)
 
     def add(self, bucket: BucketQueue) -> None:
-        """Keep a new bucket. Those that are empty make room when there are many."""
+        """Add a new bucket. If there are many empty ones, drop them."""
         if len(self.by_key) - self.waiting >= EMPTY_MAX:
             self.by_key = {key: kept for key, kept in self.by_key.items() if kept.rows}
         self.by_key[bucket.key] = bucket
 
     def pushed(self, bucket: BucketQueue, request: Request) -> None:
-        """Note that a request has joined a bucket: needed when :meth:`BucketQueue.push` returned True."""
+        """Note that a request has joined a bucket. Call it if :meth:`BucketQueue.push` returned True."""
         if bucket.priority < 0:
-            # What `_insert` does, without the call: this is done for every batch.
+            # The same as `_insert`, without the call, as this happens for every batch.
             bucket.priority = priority = request.priority
             bucket.deadline_ns = request.deadline_ns
             if priority > self.priority_max:
@@ -485,14 +492,14 @@ class Buckets:
         self._place(bucket, -1 if head is None else head.priority)
 
     def take_joined(self, joined: Sequence[JoinedRows], after: State) -> None:
-        """Let requests that join the batch of another bucket leave their own, for the state ``after``."""
+        """Remove requests that join another bucket's batch, and set their state to ``after``."""
         for bucket, requests, rows in joined:
             bucket.take(requests, rows, after)
             self.left(bucket)
 
     def launched(self, bucket: BucketQueue) -> None:
-        """Note that a batch has left a bucket, so that it is the turn of others."""
-        # What `_remove` does, without the call: this is done for every batch.
+        """Note that a batch has left a bucket, so that other buckets have their turn."""
+        # The same as `_remove`, without the call, as this happens for every batch.
         level = self._levels[bucket.priority]
         had_turn = bucket.rows and bucket.is_full and next(iter(level.ready)) is bucket
         del (level.ready if bucket.is_ready else level.filling)[bucket]
@@ -513,11 +520,11 @@ class Buckets:
                 bucket.turns_kept = 0
 
     def _keeps_turn(self, bucket: BucketQueue) -> bool:
-        """Return whether it is the turn of the same bucket again, since it fills another batch.
+        """Return whether a bucket that fills another batch keeps its turn.
 
-        In strict turns the batches of a few rows of rare shapes would take the time that a common one needs,
-        until the queue is full. Where all buckets fill batches, or none, they simply take turns; and whoever
-        is next and has not had a turn for long is not passed over.
+        With strict turns, small batches of rare shapes would take the time that a common shape needs, until
+        the queue is full. If all buckets fill batches, or none does, they simply take turns. A next bucket
+        that has not had a turn for long is not passed over.
         """
         if not bucket.is_full or self._policy.is_alone:
             return False
@@ -538,9 +545,10 @@ class Buckets:
         return queued
 
     def least_urgent(self, below: int, rows: int) -> list[Request]:
-        """Return queued requests below a priority that make up so many rows; none if too few are found.
+        """Return queued requests below a priority with ``rows`` rows or more in total; none if too few are
+        queued.
 
-        The least urgent come first, and of these the ones that came last, from buckets whose turn is far off.
+        They are the least urgent requests, and among these the latest, from buckets whose turn is far off.
         """
         far_off = (
             bucket
@@ -573,7 +581,8 @@ class Buckets:
         return bucket, self.reason(bucket, now_ns, in_flight)
 
     def _first_ready(self, *, is_idle: bool) -> BucketQueue | None:
-        """Return the bucket whose turn it is among those that are ready; on an idle device, among all."""
+        """Return the bucket whose turn it is, among the ready ones; on an idle device, also among filling
+        ones."""
         for priority in range(self.priority_max, -1, -1):
             level = self._levels[priority]
             if level.ready:
@@ -586,7 +595,7 @@ class Buckets:
         return None
 
     def overdue(self, now_ns: int) -> BucketQueue | None:
-        """Return the bucket with the request that is most overdue, of any priority; ``None``: none is."""
+        """Return the bucket with the most overdue request of any priority; ``None`` if there is none."""
         found, due_ns = None, now_ns + 1
         for level in self._levels:
             for bucket in islice(level.ready, OVERDUE_FROM_MAX):
@@ -595,20 +604,21 @@ class Buckets:
         return found
 
     def next_ones(self) -> Iterator[BucketQueue]:
-        """Yield buckets with work, those whose turn comes first in front."""
+        """Yield buckets with work in the order of their turns."""
         levels = reversed(self._levels[: self.priority_max + 1])
         waiting = chain.from_iterable(chain(level.ready, level.filling) for level in levels)
         return islice(waiting, JOIN_FROM_MAX)
 
     def instead(self, bucket: BucketQueue, request: Request) -> BucketQueue | None:
-        """Return the bucket of a request that is due first, if it may be launched instead of another."""
+        """Return the bucket of the request with the earliest deadline, if it may be launched instead of
+        ``bucket``."""
         other = self.by_key[request.key]
         if other is bucket or not other.is_ready or not request.priority == other.priority == bucket.priority:
             return None
         return other
 
     def wakeup_ns(self, in_flight: int) -> int | None:
-        """Return when the next delay is over that lets a batch go, in ns; ``None`` if there is none."""
+        """Return the time in ns at which a delay ends and lets a batch go; ``None`` if there is none."""
         while self._delays:
             ready_ns, _, bucket = self._delays[0]
             if self._is_current(bucket, ready_ns):
@@ -617,7 +627,7 @@ class Buckets:
         return None
 
     def reason(self, bucket: BucketQueue, now_ns: int, in_flight: int) -> Reason:
-        """Return why a bucket that is ready is launched now."""
+        """Return why a ready bucket is launched now."""
         if bucket.is_full:
             return Reason.FULL
         if in_flight >= self._policy.concurrency:
@@ -628,7 +638,7 @@ class Buckets:
         return Reason.DELAY if bucket.oldest_arrival_ns() + delay_ns <= now_ns else Reason.DEADLINE
 
     def _place(self, bucket: BucketQueue, priority: int) -> None:
-        """Put a bucket where its rows and its most urgent request say, at the end if that is elsewhere."""
+        """Move a bucket to the place that its rows and its most urgent request call for, at the end there."""
         is_full = priority >= 0 and bucket.rows >= bucket.rows_max
         is_ready = bucket.is_ready or is_full or not self._has_delay
         if priority == bucket.priority and is_ready is bucket.is_ready:
@@ -676,12 +686,12 @@ class Buckets:
         heappush(self._delays, (bucket.ready_ns, next(self._order), bucket))
 
     def _end_delays(self, now_ns: int) -> None:
-        """Let the buckets be ready whose delay is over."""
+        """Make buckets ready whose delay is over."""
         while self._delays and self._delays[0][0] <= now_ns:
             ready_ns, _, bucket = heappop(self._delays)
             if not self._is_current(bucket, ready_ns):
                 continue
-            # The request that the delay was counted from may have left meanwhile.
+            # The request from whose arrival the delay counts may have left meanwhile.
             bucket.ready_ns = self._ready_ns(bucket)
             if bucket.ready_ns > now_ns:
                 heappush(self._delays, (bucket.ready_ns, next(self._order), bucket))
@@ -692,7 +702,7 @@ class Buckets:
             self._place(bucket, priority)
 
     def _ready_ns(self, bucket: BucketQueue) -> int:
-        """Return when a filling bucket becomes ready. It holds fewer requests than a batch has rows."""
+        """Return when a filling bucket becomes ready. As it holds less than a batch, this is cheap."""
         bucket.deadline_ns = min(request.deadline_ns for request in bucket.waiting())
         return self._policy.ready_ns(bucket.oldest_arrival_ns(), bucket.deadline_ns)
 
@@ -702,19 +712,19 @@ class Buckets:
 
 
 class DeadlineHeap:
-    """The queued requests that have a deadline, the earliest first.
+    """The queued requests with a deadline, the earliest first.
 
-    Most come in the order of their deadlines, as those of one model have the same timeout: they stand in a
-    line, for which nothing has to be compared, and only the others in a heap.
+    Most requests arrive in the order of their deadlines, because callers of a model mostly use the same
+    timeout. They are kept in a line, which is cheap, and only the others in a heap.
     """
 
     __slots__ = ("_order", "_others", "line")
 
     def __init__(self) -> None:
         self.line: deque[Request] = deque()
-        """Those that came in order, of which some may no longer be queued. Empty only if all is empty."""
+        """The requests that came in order, some perhaps no longer queued. Empty only if the heap is too."""
         self._others: list[tuple[int, int, Request]] = []
-        # Two requests may share a deadline, and requests have no order of their own.
+        # Breaks ties between equal deadlines, as requests cannot be compared.
         self._order = count()
 
     def __len__(self) -> int:
@@ -723,7 +733,7 @@ class DeadlineHeap:
     def push(self, request: Request, *, queued_max: int) -> None:
         """Add a queued request.
 
-        :param queued_max: an upper bound of how many entries are alive.
+        :param queued_max: an upper bound of the number of queued requests.
         """
         line = self.line
         if len(line) + len(self._others) > 2 * queued_max + TOMBSTONES_MIN:
@@ -776,7 +786,7 @@ class DeadlineHeap:
             self.line.append(heappop(self._others)[2])
 
     def _bury(self) -> None:
-        """Forget those that are not queued any more."""
+        """Drop requests that are no longer queued."""
         self.line = deque(request for request in self.line if request.state is QUEUED)
         self._others = [entry for entry in self._others if entry[2].state is QUEUED]
         heapify(self._others)

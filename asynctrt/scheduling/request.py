@@ -8,6 +8,7 @@ from asynctrt.errors import InternalError
 from asynctrt.scheduling.key import BatchKey
 
 NO_DEADLINE_NS: Final = 2**63 - 1
+"""The deadline of requests without one. It is later than any time that a clock returns."""
 
 
 class State(IntEnum):
@@ -15,7 +16,7 @@ class State(IntEnum):
 
     QUEUED = 0
     IN_FLIGHT = 1
-    MASKED = 2  # Its caller left, or was answered, while it was in flight: its rows run all the same.
+    MASKED = 2  # Its caller left, or was answered, while it was in flight: its rows still run.
     DONE = 3
     FAILED = 4
     CANCELLED = 5
@@ -32,28 +33,28 @@ class Change(IntEnum):
     EXPIRE = 4
 
 
-# Members by bare names: looking one up on its class costs as much as the comparison it is for.
+# Members as module constants: looking one up on its class costs as much as comparing with it.
 QUEUED = State.QUEUED
 IN_FLIGHT = State.IN_FLIGHT
 MASKED = State.MASKED
 DONE = State.DONE
 
 TRANSITIONS: Final[dict[Change, tuple[State | None, ...]]] = {
-    # The columns are the states before: QUEUED, IN_FLIGHT, MASKED, then the four that are final.
+    # The columns are the states before the change: QUEUED, IN_FLIGHT, MASKED, then the four final ones.
     Change.LAUNCH: (State.IN_FLIGHT, None, None, None, None, None, None),
     Change.COMPLETE: (None, State.DONE, State.CANCELLED, None, None, None, None),
     Change.FAIL: (State.FAILED, State.FAILED, State.CANCELLED, None, None, None, None),
     Change.CANCEL: (State.CANCELLED, State.MASKED, None, None, None, None, None),
     Change.EXPIRE: (State.EXPIRED, None, None, None, None, None, None),
 }
-"""The state after each change, by the state before it. ``None``: the change is not allowed."""
+"""The state after each change, by the state before it; ``None`` if the change is not allowed."""
 
 
 class Request:
     """Rows that travel together, from submission to answer.
 
-    The scheduler decides by ``rows``, ``key``, ``priority``, ``deadline_ns`` and ``arrival_ns``. It carries
-    ``payload``, ``future`` and ``outputs`` for the runtime and never looks at them.
+    The scheduler decides by ``rows``, ``key``, ``priority``, ``deadline_ns`` and ``arrival_ns``. ``payload``,
+    ``future`` and ``outputs`` are for the runtime: the scheduler never looks at them.
     """
 
     __slots__ = (
@@ -88,16 +89,17 @@ class Request:
         self.future = future
         self.state = QUEUED
         self.outputs: frozenset[str] | None = None
-        """The names of the outputs that its caller wants; ``None`` for all. They differ within a batch."""
+        """The names of the outputs that its caller wants; ``None`` for all. They may differ within a
+        batch."""
         self.reserve_ns = 0
-        """How long before its caller's deadline ``deadline_ns`` is, so that it can be computed until then."""
+        """How much earlier ``deadline_ns`` is than its caller's deadline, to leave time to compute it."""
 
     def __repr__(self) -> str:
         return f"<Request {self.state.name} rows={self.rows} priority={self.priority}>"
 
 
 def change(request: Request, what: Change) -> None:
-    """Move one request along the table. An illegal change raises and changes nothing."""
+    """Change the state of one request by the table. An illegal change raises and changes nothing."""
     after = TRANSITIONS[what][request.state]
     if after is None:
         raise InternalError(f"{what.name} is not allowed for {request!r}")
@@ -105,9 +107,9 @@ def change(request: Request, what: Change) -> None:
 
 
 def complete(requests: Sequence[Request]) -> tuple[int, int]:
-    """Move a batch that ended well along the table.
+    """Change the states of the requests of a batch that ended well.
 
-    :returns: how many of its requests are answered, and the sum of the times in ns at which these arrived.
+    :returns: how many of its requests are answered, and the sum of their arrival times in ns.
     """
     answered, arrived_ns = len(requests), 0
     for request in requests:
@@ -121,7 +123,7 @@ def complete(requests: Sequence[Request]) -> tuple[int, int]:
 
 
 def awaited(requests: Sequence[Request]) -> tuple[Request, ...]:
-    """Return the requests in flight whose callers still wait; those that were masked are over with that."""
+    """Return the requests in flight whose callers still wait, and end the masked ones."""
     left = []
     for request in requests:
         if request.state is IN_FLIGHT:
@@ -132,7 +134,7 @@ def awaited(requests: Sequence[Request]) -> tuple[Request, ...]:
 
 
 def change_all(requests: Iterable[Request], what: Change) -> None:
-    """Move a whole batch along the table: one lookup of the row, then one index a request."""
+    """Change the states of all requests of a batch by the table."""
     row = TRANSITIONS[what]
     for request in requests:
         after = row[request.state]

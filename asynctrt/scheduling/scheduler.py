@@ -1,10 +1,10 @@
-"""The scheduler: one synchronous object that decides. The driver does what it decided.
+"""The scheduler: one synchronous object that makes all decisions. The driver carries them out.
 
-Nothing here waits, reads a clock or touches memory, so a decision can neither be torn by a cancellation
-nor differ between two runs with the same inputs.
+Nothing here waits, reads a clock or touches tensors, so a decision cannot be interrupted halfway by a
+cancellation, and two runs with the same inputs make the same decisions.
 
-:meth:`Scheduler.next_batch` asks small policies, each one question (``policies``): is there room? Whose turn
-is it? May that batch still grow? Which rows does it take, and as how many are they run?
+:meth:`Scheduler.next_batch` asks small policies one question each (``policies``): is there room? Whose turn
+is it? May that batch still grow? Which rows does it take, and with how many is it run?
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -51,8 +51,9 @@ from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import Share
 
 PARTS_MAX: Final = 4
-"""How many parts of batches that failed may wait while new batches take turns with them, times the rows of a
-batch. That is enough for all requests of callers whose requests always fail, so that new batches end well."""
+"""New batches take turns with parts of failed batches, as long as no more parts wait than this many times the
+rows of a batch. That is enough to isolate all requests of callers whose requests always fail, so that new
+batches succeed."""
 
 
 NONE_JOINED: Final[tuple[JoinedRows, ...]] = ()
@@ -60,7 +61,7 @@ NONE_JOINED: Final[tuple[JoinedRows, ...]] = ()
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the scheduler has done and is doing: numbers only, which nothing changes afterwards."""
+    """What the scheduler has done and is doing, as numbers that do not change afterwards."""
 
     counters: Counters
     submitted: int
@@ -71,16 +72,16 @@ class Snapshot:
 
 
 class Scheduler:
-    """Take requests, give batches.
+    """Takes requests and returns batches.
 
-    :param policy: when to launch what.
-    :param shapes: what the model takes of each shape.
-    :param queue_rows_max: rows that may be queued over all buckets.
-    :param priorities: number of priority levels; a larger priority is more urgent.
-    :param contexts: execution contexts to launch on; ``arenas``: enqueue-memory arenas they share.
-    :param in_flight_max: batches that may be in flight at once.
-    :param arena_users: the count of batches in each arena, if engines share arenas.
-    :param times_all: whether the device times every batch, because that costs it nothing.
+    :param policy: the rules by which batches are launched.
+    :param shapes: which rows of each shape the model takes.
+    :param queue_rows_max: the most rows that may be queued, over all buckets.
+    :param priorities: the number of priority levels; a larger priority is more urgent.
+    :param contexts: the number of execution contexts; ``arenas``: of enqueue-memory arenas that they share.
+    :param in_flight_max: the most batches that may be in flight at once.
+    :param arena_users: the number of batches in each arena, if engines share arenas.
+    :param times_all: whether the device times every batch, because timing costs it nothing.
     :param company: decides which rows of other sizes share a batch.
     :param rows: decides which rows a batch takes. Default: as many as fit, divided where that is faster.
     """
@@ -116,7 +117,7 @@ class Scheduler:
             self._in_flight,
             in_flight_max,
         )
-        """What batches are launched into."""
+        """Decides whether there is room for a batch; holds the contexts."""
         self._run_as = RunAs(policy, shapes, self._times)
         forecast = Forecast(
             policy, self._times, self._concurrency, self._in_flight, in_flight_max, self._run_as.expected_rows
@@ -129,16 +130,16 @@ class Scheduler:
             forecast=forecast,
             counters=self._counters,
         )
-        """The requests that wait."""
+        """The requests that wait to be launched."""
         self.again = Again(PARTS_MAX * policy.rows_max)
-        """Parts of batches that failed."""
+        """Parts of batches that failed, to be tried again."""
         self._turns = Turns(self.queue.buckets, self.queue.deadlines)
         self._growth = self._growth_of(policy)
         self._rows = self._rows_of(policy, forecast) if rows is None else rows
         self._company = OneSize() if company is None or policy.is_alone else company
         self._number = 0
         self.taken: Sequence[Request] = ()
-        """The requests that were taken out of the queue last, to be launched."""
+        """The requests that left the queue last, to be launched."""
 
     def _growth_of(self, policy: Policy) -> AtOnce:
         if not policy.is_pipelined:
@@ -165,14 +166,14 @@ class Scheduler:
         )
 
     def divide(self, share: Share) -> None:
-        """Launch no more from now on than is left to it of the device that it shares."""
+        """Use no more than a share of the device from now on."""
         self.room.share = share
         share.wants = self._wants_device
         share.is_full = self._is_full
 
     @property
     def lanes_max(self) -> int:
-        """Return how many lanes there may be; 0 where the device sees to the order of batches."""
+        """Return how many lanes there may be; 0 if the device orders batches itself."""
         return self._policy.lanes_max if self._policy.is_pipelined else 0
 
     @property
@@ -182,8 +183,8 @@ class Scheduler:
 
     @property
     def has_to_launch(self) -> bool:
-        """Return whether anything waits to be launched, for the first time or again."""
-        # No batch is open unless something is queued.
+        """Return whether any request waits to be launched, for the first time or again."""
+        # The open batch is behind a queued request, so `rows` shows whether anything waits.
         return self.queue.rows > 0 or bool(self.again.parts)
 
     @property
@@ -193,7 +194,7 @@ class Scheduler:
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether no context is left that a batch could ever run on again."""
+        """Return whether no context is left on which a batch could ever run again."""
         return not self.room.contexts.usable
 
     @property
@@ -207,9 +208,9 @@ class Scheduler:
         return self.queue.requests
 
     def snapshot(self) -> Snapshot:
-        """Return what has been done and is being done, as numbers that are the caller's own.
+        """Return what has been done and is being done, as numbers that do not change afterwards.
 
-        Any thread may ask, in the middle of whatever the loop's thread does: what is gone through is a copy.
+        Any thread may call this while the loop's thread makes changes, so it iterates over copies.
         """
         counters = self._counters
         values = {name: getattr(counters, name) for name in Counters.__slots__}
@@ -220,7 +221,7 @@ class Scheduler:
         }
         values["launched"] = dict(counters.launched)
         queued = self.queued_requests
-        # Masked requests have been counted.
+        # Masked requests have been counted as cancelled or failed.
         again = [requests for _, requests in tuple(self.again.parts)]
         under_way = [*again, *(batch.requests for batch in tuple(self._in_flight.values()))]
         waiting = sum(request.state is IN_FLIGHT for requests in under_way for request in requests)
@@ -234,7 +235,7 @@ class Scheduler:
         )
 
     def queued_by_key(self) -> dict[BatchKey, int]:
-        """Return the rows that are queued in each bucket with work."""
+        """Return the queued rows of each bucket with work."""
         self.queue.close_open()
         return {bucket.key: bucket.rows for bucket in self.queue.buckets}
 
@@ -242,14 +243,16 @@ class Scheduler:
         """Return the rows that one batch of this key holds.
 
         :raises InputError: for a shape that no profile of the model takes.
-        :raises ExecutionError: when the model fails to say.
+        :raises ExecutionError: if the model fails to say which shapes it takes.
         """
         return self._run_as.limit(key.shape)
 
     def cancel(self, request: Request) -> bool:
-        """Note that the caller has gone away. True: the request was queued and has left the queue.
+        """Cancel a request whose caller has gone away. Return whether it was queued, and so has left the
+        queue.
 
-        In flight, its rows are masked and its batch-mates are untouched. Once answered, nothing is done.
+        A request in flight is masked, and the others in its batch are not affected. An answered one is
+        ignored.
         """
         if request.state is QUEUED:
             self.queue.leave(request, Change.CANCEL)
@@ -265,9 +268,9 @@ class Scheduler:
             self._counters.failed += 1
 
     def next_batch(self, now_ns: int) -> Batch | RejectedBatch | None:
-        """Return the batch to launch now, with everything decided; ``None`` when there is none.
+        """Return the batch to launch now, with everything decided; ``None`` if there is none.
 
-        The model is asked about the batch before any request leaves its queue. When that fails, the requests
+        The model is asked about the batch before any request leaves its queue. If that fails, the requests
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
         queue, again, room = self.queue, self.again, self.room
@@ -296,7 +299,7 @@ class Scheduler:
     def _form(
         self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
     ) -> Batch | RejectedBatch:
-        """Let the requests of a batch leave their queues, and launch it."""
+        """Remove the requests of a batch from their queues, and launch it."""
         queue, own, own_rows = self.queue, chosen, rows
         key, joined = bucket.key, NONE_JOINED
         if queue.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
@@ -328,10 +331,10 @@ class Scheduler:
         return batch
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
-        """Return the key of the batch of all rows of a bucket, and the rows of others that share it."""
+        """Return the key of a batch of all rows of a bucket, and the rows of other buckets that join it."""
         policy, buckets = self._policy, self.queue.buckets
         if policy.is_parallel and buckets.waiting <= policy.concurrency - len(self._in_flight):
-            return bucket.key, ()  # On idle cores, the others compute at the same time.
+            return bucket.key, ()  # There are idle cores for all buckets to compute at the same time.
         side_by_side = max(self._concurrency.allowed(bucket.rows, bucket.rows_max), 1)
         return self._company.join(bucket, buckets.next_ones(), side_by_side)
 
@@ -370,7 +373,7 @@ class Scheduler:
             if reason is Reason.IDLE and self._concurrency.occupied:
                 reason = Reason.AHEAD
         flight = Flight(number)
-        # In 0.6 of the time that the constructor takes.
+        # This takes 0.6 of the time of calling the constructor.
         batch = tuple.__new__(
             Batch,
             (
@@ -406,13 +409,13 @@ class Scheduler:
 
     @property
     def early_key(self) -> BatchKey | None:
-        """Return the key of the batch that :meth:`next_batch` holds back while others compute, so that it may
-        grow; ``None`` if there is none."""
+        """Return the key of the batch that :meth:`next_batch` holds back, so that it may grow while others
+        compute; ``None`` if there is none."""
         return None if self._growth.bucket is None else self._growth.bucket.key
 
     def early(self) -> tuple[tuple[Request, ...], int] | None:
-        """Return the requests that this batch would have now, and the context that it would be launched on;
-        ``None`` if there is no telling."""
+        """Return the requests that the held-back batch would have now, and the context that it would run on;
+        ``None`` if that is not known."""
         bucket = self._growth.bucket
         if bucket is None or not bucket.rows:
             return None
@@ -426,8 +429,9 @@ class Scheduler:
         return None if context is None else (chosen, context)
 
     def next_wakeup(self) -> int | None:
-        """Return when to look again though nothing happens, in ns: a deadline, the end of a delay, or when to
-        launch a batch so that the device has it in time."""
+        """Return the time in ns at which to call :meth:`next_batch` again even if nothing happens: a
+        deadline, the end of a delay, or the latest time to launch a batch so that it is in place for its
+        turn."""
         room, queue = self.room, self.queue
         times = [queue.deadlines.earliest_ns(), self._growth.due_ns, room.until_ns]
         # While the device is left to others, the end of a delay changes nothing.
@@ -436,7 +440,7 @@ class Scheduler:
         return min([time_ns for time_ns in times if time_ns is not None], default=None)
 
     def _wants_device(self) -> bool:
-        """Return whether there is something to launch now, or when what is in flight ends."""
+        """Return whether there is something to launch now, or when a batch in flight ends."""
         return self.has_to_launch and self.room.is_wanted
 
     def _is_full(self) -> bool:
@@ -444,19 +448,19 @@ class Scheduler:
         return self.room.bides or not self.room.is_free
 
     def _computing(self) -> int:
-        """Return how many of its batches compute at once."""
+        """Return how many batches of this scheduler compute at once."""
         return self._concurrency.in_use if self._concurrency.has_lanes else len(self._in_flight)
 
     def started(self, batch: Batch, now_ns: int, put_ns: int | None = None) -> int | None:
         """Note that a batch is on its stream.
 
-        :param put_ns: when the first of it was put there, if that took a while.
-        :returns: in how many ns it is expected to be done; ``None`` if none like it was seen yet.
+        :param put_ns: when its first part was put there, if that took a while.
+        :returns: in how many ns it is expected to end; ``None`` if no such batch was seen yet.
         """
         return self._concurrency.started(batch, now_ns, put_ns)
 
     def landed(self, batch: Batch, now_ns: int) -> None:
-        """Note that the device is done with a batch; its outputs are still to be copied to their callers."""
+        """Note that the device has finished a batch, whose outputs must still be copied for the callers."""
         self._concurrency.landed(batch, now_ns)
 
     def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
@@ -464,16 +468,16 @@ class Scheduler:
         self._times.seed(key, compute_ns)
 
     def run_anew(self, shape: Hashable, times: Mapping[int, int]) -> None:
-        """Forget what batches of a shape took: from now on they run in another way.
+        """Replace the times of a shape whose batches run in another way from now on.
 
-        :param times: how long they take now, in ns, by their rows; empty if nothing is known.
+        :param times: how long they take now, in ns, by their rows; empty if that is not known.
         """
         self._times.forget(shape)
         self.seed(BatchKey(shape), times)
         self._company.tell(shape, times)
 
-    def time_all(self, are_timed: bool) -> None:  # noqa: FBT001  (it is all that there is to say)
-        """Have the device time every batch from now on, or only some."""
+    def time_all(self, are_timed: bool) -> None:  # noqa: FBT001  (the only argument)
+        """Have the device time every batch from now on, or only a sample."""
         self._times.times_all = are_timed
 
     def usual_ns(self, batch: Batch) -> tuple[int, int, int]:
@@ -481,7 +485,7 @@ class Scheduler:
         return self._times.usual_ns(batch.key, batch.rows_run)
 
     def observe_copies(self, batch: Batch, *, copy_in_ns: int, copy_out_ns: int) -> None:
-        """Remember the copy times that the device measured of a timed batch."""
+        """Remember the copy times that the device measured for a timed batch."""
         self._times.observe_copies(batch, copy_in_ns, copy_out_ns)
 
     def observe_wait(self, batch: Batch, wait_ns: int) -> None:
@@ -489,7 +493,7 @@ class Scheduler:
         self._concurrency.observe_wait(batch, wait_ns)
 
     def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
-        """Note how long a batch ran on the device, which others share, once it is done there."""
+        """Note how long a batch ran, if schedulers divide the device."""
         if self.room.share is not None:
             self.room.share.ran(batch.flight, now_ns, took_ns)
 
@@ -502,7 +506,7 @@ class Scheduler:
         copy_out_ns: int,
         arena_wait_ns: int = 0,
     ) -> None:
-        """Note that a batch has been answered; its context is free again."""
+        """Note that a batch has been computed and is being answered; its context is free again."""
         self._end(batch)
         answered, arrived_ns = complete(batch.requests)
         if batch.is_timed:
@@ -520,10 +524,11 @@ class Scheduler:
         change_all(batch.requests, Change.FAIL)
 
     def bisect(self, batch: Batch) -> bool:
-        """Note that a batch failed, to find out by halves whose requests it fails with; all stay in flight.
+        """Note that a batch failed, and try its halves again to isolate the requests that fail it; all stay
+        in flight.
 
-        :returns: False, with nothing noted, for a batch of one request, or of none that is still awaited, and
-            after :meth:`close`.
+        :returns: False, with nothing changed, for a batch of one request, for one without a waiting caller,
+            and after :meth:`close`.
         """
         if len(batch.requests) < 2 or self.again.is_over:
             return False
@@ -537,7 +542,7 @@ class Scheduler:
         return True
 
     def _end(self, batch: Batch, *, quarantine: bool = False) -> None:
-        """Take back what a batch had that is in flight no longer."""
+        """Take back the context, lane and share of a batch that is no longer in flight."""
         room = self.room
         if self._in_flight.pop(batch.flight, None) is not batch:
             raise _not_in_flight(batch)
@@ -551,16 +556,16 @@ class Scheduler:
             room.share.left(batch.flight, computing=self._computing())
 
     def quarantine_arena(self, arena: int) -> None:
-        """Note that a batch of another engine hangs in an arena: no context there is used from now on."""
+        """Stop using the contexts of an arena, because a batch of another engine hangs in it."""
         self.room.contexts.quarantine_arena(arena)
 
     def refuse(self, why: AsynctrtError) -> None:
-        """Refuse every submission from now on with an error like ``why``; the queue goes on."""
+        """Refuse every submission from now on with a copy of ``why``; queued requests go on."""
         self.queue.refuse(why)
 
     def close(self, why: AsynctrtError) -> list[Request]:
-        """Refuse every submission from now on, and return all requests that are queued, or wait to be tried
-        again, or left the queue as too late and were not answered yet."""
+        """Refuse every submission from now on, and return all unanswered requests that are not in flight:
+        queued, waiting to be tried again, or taken out of the queue as too late."""
         self.queue.refuse(why)
         queued, late = self.queue.clear()
         queued = [*self.again.close(), *queued]
@@ -568,7 +573,7 @@ class Scheduler:
         return [*queued, *late]
 
     def _mask(self, request: Request) -> bool:
-        """Drop the answer of a request in flight; False if it is no longer in flight."""
+        """Mask a request in flight; return False if it is no longer in flight."""
         if request.state is not IN_FLIGHT:
             return False
         change(request, Change.CANCEL)

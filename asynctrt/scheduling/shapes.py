@@ -1,4 +1,5 @@
-"""What a model takes of each shape: how many rows, padded to what, and with which optimisation profile."""
+"""The batches a model takes of each shape: the most rows, the sizes to pad to, and the optimisation
+profile."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
@@ -7,36 +8,37 @@ from typing import Any, Final, Protocol, TypeVar
 from asynctrt.errors import AsynctrtError, ExecutionError
 
 SHAPES_MAX: Final = 4096
-"""Shapes that are remembered. When there are more, all are forgotten and learned anew."""
+"""The most shapes that are remembered. If there are more, all are forgotten, and the model is asked again. It
+bounds memory if shapes keep changing; the number was not tuned."""
 
 T = TypeVar("T")
 
 
 class Profiles(Protocol):
-    """Which optimisation profile of a model takes which rows. Asked once for each shape and batch size."""
+    """Says which optimisation profile takes which rows. It is asked once for each shape and batch size."""
 
     def row_ranges(self, shape: Hashable) -> Sequence[tuple[int, int]]:
         """Return the smallest and the largest batch of each profile that takes rows of this shape.
 
-        :raises InputError: when none does.
+        :raises InputError: if no profile does.
         """
 
     def profile_of(self, shape: Hashable, rows: int) -> int:
         """Return the profile for a batch of ``rows``.
 
-        :raises InputError: when none takes it.
+        :raises InputError: if no profile takes it.
         """
 
 
 class Shapes:
-    """The rules of shapes, asked of the model before a request leaves its queue.
+    """The batch sizes and profiles of each shape. The model is asked before a request leaves its queue.
 
-    :param rows_max: rows that one batch of the engine holds.
-    :param rows_fixed: the only batch size of the model, if it takes no other.
+    :param rows_max: the most rows of a batch of the engine.
+    :param rows_fixed: the only batch size of the model, if it has just one.
     :param profiles: for a model with optimisation profiles.
-    :param fills_batches: whether every batch is padded to as many rows as one of its shape holds.
-    :param nbytes_max: bytes of one batch, if it has more than one row, or more than its profile demands.
-    :param row_nbytes: returns the bytes of one row of a shape; ``None`` if those of all shapes are the same.
+    :param fills_batches: whether every batch is padded to the most rows of its shape.
+    :param nbytes_max: the most bytes of a batch. One row, or the fewest rows of a profile, may take more.
+    :param row_nbytes: returns the bytes of one row of a shape; ``None`` if all rows have one shape.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Shapes:
 
     @property
     def limit_varies(self) -> bool:
-        """Return whether batches of one shape may hold other numbers of rows than those of another."""
+        """Return whether the most rows of a batch depend on its shape."""
         return self._profiles is not None or (self._row_nbytes is not None and self._rows_fixed is None)
 
     @property
@@ -85,21 +87,21 @@ class Shapes:
         )
 
     def restrict(self, sizes: Sequence[int]) -> None:
-        """Note the only batch sizes to run, rising, up to the most rows of a batch; none: all."""
+        """Run only these batch sizes, rising, up to the most rows of a batch; all sizes if empty."""
         self._sizes = tuple(sizes)
 
     def specialise(self, shape: Hashable, sizes: Sequence[int]) -> None:
-        """Note the only batch sizes to run of one shape, rising; none: as of any other shape."""
+        """Run only these batch sizes of one shape, rising; if empty, the same sizes as of other shapes."""
         if sizes:
             self._sizes_of[shape] = tuple(sizes)
         else:
             self._sizes_of.pop(shape, None)
 
     def limit(self, shape: Hashable) -> int:
-        """Return the rows that one batch of this shape holds.
+        """Return the most rows of a batch of this shape.
 
         :raises InputError: for a shape that no profile of the model takes.
-        :raises ExecutionError: when the model fails to say.
+        :raises ExecutionError: if the model fails to say which batches it takes.
         """
         if not self.limit_varies:
             return self._rows_max
@@ -111,19 +113,19 @@ class Shapes:
         return limit
 
     def rows_held(self, shape: Hashable) -> int:
-        """Return the rows that memory for any batch of this shape must hold, those that pad it included.
+        """Return the rows that memory for any batch of this shape must hold, padding included.
 
-        They are more than :meth:`limit` where no profile takes as few.
+        They are more than :meth:`limit` if every profile takes only larger batches.
 
         :raises InputError, ExecutionError: as :meth:`limit`.
         """
         return max(self.limit(shape), self.padded_rows(shape, self.limit(shape)))
 
     def padded_rows(self, shape: Hashable, rows: int) -> int:
-        """Round ``rows`` up to the fixed batch size, to one that batches are restricted to, or to the least
-        that some profile accepts.
+        """Round ``rows`` up to the fixed batch size, to an allowed batch size, or to the smallest batch that
+        a profile takes.
 
-        :raises ExecutionError: when the model fails to say.
+        :raises ExecutionError: if the model fails to say which batches it takes.
         """
         if self._rows_fixed is not None:
             return self._rows_fixed
@@ -148,7 +150,7 @@ class Shapes:
     def profile(self, shape: Hashable, rows: int) -> int | None:
         """Return the profile for a batch of ``rows``; ``None`` for a model without profiles.
 
-        :raises ExecutionError: when the model fails to say.
+        :raises ExecutionError: if the model fails to say which one.
         """
         profiles = self._profiles
         if profiles is None:
@@ -168,7 +170,7 @@ class Shapes:
             return most
         fitting = max(1, min(most, self._nbytes_max // max(1, self._row_nbytes(shape))))
         if self._profiles is not None:
-            # What pads a batch takes as much room as rows that somebody waits for.
+            # Padding rows take as much memory as rows of callers.
             fitting = min(most, self._padded(shape, fitting))
         return fitting
 
@@ -184,7 +186,7 @@ class Shapes:
 
 
 def _asked(question: Callable[[], T]) -> T:
-    """Ask the model, whose code is foreign: whatever it raises becomes one of our errors."""
+    """Call the model's code, and turn any error from it into one of ours."""
     try:
         return question()
     except (AsynctrtError, KeyboardInterrupt, SystemExit):

@@ -1,14 +1,15 @@
-"""How several schedulers divide the time of a device for which all of them have work, by weight.
+"""How several schedulers that all have work divide the time of a device, by weight.
 
-Each batch is charged for the time that it computes, divided by the weight of its scheduler; while the device
-has enough to do, only who was charged least so far launches. Who had nothing queued for a while starts from
-where the others are, so that nobody saves time up. This is start-time fair queueing (Goyal, Vin and Cheng,
-SIGCOMM 1996) for a device that takes several batches at once (SFQ(D): Jin, Chase and Kaur, SIGMETRICS 2004),
-but that what a batch costs is known only when it has ended: until then it is charged what is usual.
+A scheduler is charged for the time that its batches compute, divided by its weight. While the device has
+enough to do, only the scheduler that was charged least launches. A scheduler that had nothing queued for a
+while starts from where the others are, so that idle time cannot be saved up. This is start-time fair queueing
+(Goyal, Vin and Cheng, SIGCOMM 1996) for a device that takes several batches at once (SFQ(D): Jin, Chase and
+Kaur, SIGMETRICS 2004). One thing differs: the cost of a batch is known only when it has ended, so its usual
+cost is charged until then.
 
-Where batches of several schedulers overlap, the device's times do not tell which of them had how much of it.
-So a batch is then charged what such batches take with no others beside them, as was measured when the engine
-was opened, or when none happened to be there; if neither was, an equal part of the time.
+If batches of several schedulers overlap, the device's times do not show how much of it each one had. A batch
+is then charged the time that such batches take alone, measured when the engine opened, or when no others
+happened to run; if there is neither, an equal part of the time.
 """
 
 import math
@@ -18,17 +19,21 @@ from typing import Final
 from asynctrt.scheduling.batch import Charge, Flight
 
 KINDS_MAX: Final = 1024
-"""Kinds of batches of which it is remembered what they take, until all of it is forgotten."""
+"""The most kinds of batches (a shape and a number of rows) whose times are remembered. If there are more, all
+are forgotten. It bounds memory if shapes keep changing; the number was not tuned."""
 
 LEARNED: Final = 0.25
-"""How much of the difference to what is usual becomes usual."""
+"""The weight of the latest batch in the usual cost of its kind: one slow batch changes it little, and after
+ten batches a lasting change has almost fully arrived."""
 
 SLACK_NS: Final = 10_000_000
-"""A scheduler is held at most for twice the time that the others need to catch up, plus this much: batches
-may take longer than usual, or never end."""
+"""A scheduler is held for at most twice the time that the others need to catch up, plus this much: batches
+may take longer than usual, or never end. This part covers short batches, which a busy event loop may delay by
+several times their length. The exact time was not tuned."""
 
 ALONE_MAX: Final = 0.05
-"""A batch still counts as alone if others computed for at most this share of its time."""
+"""A batch counts as alone if others computed for at most this share of its time, so its time is wrong by no
+more than that. With no overlap allowed, hardly a batch on a shared device would count as alone."""
 
 
 class Share:
@@ -36,8 +41,8 @@ class Share:
 
     :param weight: how much of the device's time it gets, in proportion to the weights of others.
     :param width: how many batches keep the device busy, if they compute one after the other.
-    :param overlaps: whether the times told of its batches include what others computed meanwhile.
-    :param wake: asks its scheduler again, soon, which may launch by now.
+    :param overlaps: whether the times of its batches include the time that others computed meanwhile.
+    :param wake: has its scheduler asked again soon, as it may be allowed to launch by then.
     """
 
     def __init__(
@@ -54,35 +59,35 @@ class Share:
         self._width = self._width_least = width
         self._overlaps = overlaps
         self.wake = wake
-        """Has its scheduler asked again, soon."""
+        """Has its scheduler asked again soon."""
         self.wants: Callable[[], bool] = _nothing
-        """Says whether its scheduler has something that it would launch, or will when what it has on the
-        device ends."""
+        """Returns whether its scheduler has something to launch now, or when one of its batches ends."""
         self.is_full: Callable[[], bool] = _nothing
-        """Says whether its scheduler would launch nothing more now, however much room the device has."""
+        """Returns whether its scheduler would launch nothing now, however much room the device has."""
         self.charged_ns = 0.0
-        """The time that its batches have computed, divided by its weight, from where it last began."""
+        """The compute time that it was charged, divided by its weight, counted from where it last started."""
         self.used_ns = 0.0
-        """The time of the device that its batches took: of what computed at once, each has its part."""
+        """The device time that its batches used. If batches overlapped, each is counted for its part."""
         self.held_ns = 0
-        """How long something of it was held for others, in sum."""
+        """The total time for which its batches were held for others."""
         self._flights: dict[Flight, None] = {}
         self._usual_ns: dict[Hashable, float] = {}
-        # What batches took that had no others beside them.
+        # The times of batches that computed alone.
         self._alone_ns: dict[Hashable, float] = {}
-        # When one of its batches ended last.
+        # When its latest batch ended.
         self._ended_ns = 0
         self.computing = 0
         """How many of its batches compute at once."""
         self.computed_ns = 0
-        """How long they have, summed over them."""
+        """The total time for which its batches have computed, summed over batches."""
         self.is_stalled = False
-        """Whether others were held for it in vain: none is, until it launches or something of it ends."""
+        """Whether others were held for it in vain. Until it launches, or a batch of it ends, no other is held
+        for it."""
         self.moved_ns = 0
-        """When it last launched something, or something of it ended."""
+        """When it last launched a batch, or a batch of it ended."""
         self._is_backlogged = False
         self._held_since_ns: int | None = None
-        # Whether it was held for long enough, and may launch once.
+        # Whether it was held for the longest allowed time, and so may launch once.
         self._is_let_go = False
         self._until_ns = 0
 
@@ -91,7 +96,7 @@ class Share:
 
     @property
     def is_held(self) -> bool:
-        """Return whether it was to launch nothing, when it was last asked."""
+        """Return whether it was held when it last asked."""
         return self._held_since_ns is not None
 
     @property
@@ -100,7 +105,7 @@ class Share:
         return len(self._flights)
 
     def hold_until(self, now_ns: int) -> int | None:
-        """Return until when the next batch is to be left to others, at the latest; ``None``: it may go."""
+        """Return until when, at the latest, it must leave the device to others; ``None`` if it may launch."""
         shares = self._shares
         if not self._is_backlogged:
             self._is_backlogged = True
@@ -129,7 +134,7 @@ class Share:
         computing: int,
         alone_ns: int | None = None,
     ) -> None:
-        """Charge a batch that is launched what is usual.
+        """Charge the usual cost for a batch that is launched.
 
         :param kind: batches of one kind take about as long.
         :param alone_ns: how long such a batch takes with no others beside it, if that was measured.
@@ -149,7 +154,7 @@ class Share:
             if not other.wants():
                 other.rest(now_ns)
             elif other.charged_ns < start_ns and other.leaves_room(in_flight):
-                # It would save up what it cannot use, and those that can would be held for it.
+                # It must not save up time that it cannot use, or others, which can, would be held for it.
                 other.charged_ns = start_ns
         self.charged_ns += cost_ns / self.weight
         flight.charge = Charge(kind, cost_ns, now_ns, shares.computing_ns, self.computed_ns, alone_ns)
@@ -158,7 +163,7 @@ class Share:
         shares.change(self, computing)
 
     def ran(self, flight: Flight, now_ns: int, took_ns: int) -> None:
-        """Charge a batch that has ended what it took, rather than what is usual."""
+        """Replace the usual cost of a batch that has ended with its real cost."""
         if flight not in self._flights:
             return
         charge = flight.charge
@@ -171,10 +176,10 @@ class Share:
         _learn(self._usual_ns, charge.kind, cost_ns, LEARNED)
 
     def _part_ns(self, charge: Charge, took_ns: float) -> float:
-        """Return what a batch has taken of the device, of the time for which it computed.
+        """Return how much device time a batch has used of the time for which it computed.
 
-        Where batches overlap, their kernels may have taken turns, or one batch may have waited for the other.
-        So it counts what such batches take alone, if that is known.
+        If batches overlapped, their kernels may have taken turns, or one batch may have waited for the other.
+        So the time that such batches take alone counts, if it is known.
         """
         shares = self._shares
         since_ns = max(1, shares.now_ns - charge.launched_ns)
@@ -187,13 +192,13 @@ class Share:
             return self._alone_ns.get(charge.kind, took_ns / max(1.0, all_ns / since_ns))
         learned = LEARNED
         if all_ns > (1 + ALONE_MAX) * since_ns:
-            # Beside others of its own, what each takes shows in how soon they end after one another.
+            # Only batches of the same scheduler overlapped: the time between their ends is the time of one.
             took_ns, learned = float(shares.now_ns - max(charge.launched_ns, before_ns)), LEARNED / 4
         _learn(self._alone_ns, charge.kind, took_ns, learned)
         return took_ns
 
     def left(self, flight: Flight, *, computing: int) -> None:
-        """Note that a batch has left the device. If no more is known of it, it stays charged as it is."""
+        """Note that a batch has left the device. What it was charged so far stays."""
         shares = self._shares
         if flight in self._flights:
             del self._flights[flight]
@@ -204,10 +209,10 @@ class Share:
             shares.change(self, computing)
 
     def claims(self, in_flight: int) -> bool:
-        """Return whether others who were charged more are to wait for it.
+        """Return whether schedulers that were charged more must wait for this one.
 
-        They wait also while all that it has is on the device: callers may ask again as soon as that answers
-        them, and their requests could not overtake what others had launched meanwhile.
+        They also wait while all of its requests are on the device: callers who are answered may send more
+        at once, and those requests could not overtake batches that others had launched meanwhile.
 
         :param in_flight: the batches on the device.
         """
@@ -216,24 +221,25 @@ class Share:
         return bool(self._flights) or self.wants()
 
     def leaves_room(self, in_flight: int) -> bool:
-        """Return whether it leaves room on the device that it cannot use, as it has too few contexts, say.
+        """Return whether the device has room that it cannot use, for instance because it has too few
+        contexts.
 
         :param in_flight: the batches on the device.
         """
         return in_flight < self._width and self.is_full()
 
     def rest(self, now_ns: int) -> None:
-        """Note that it had nothing to launch: when it has, it begins from where the others are."""
+        """Note that it has nothing to launch. When it has again, it starts from where the others are."""
         self._is_backlogged = self._is_let_go = False
         self._let_go(now_ns)
 
     def leave(self) -> None:
-        """Take no part any more, and let go of the scheduler, which holds this object. Idempotent."""
+        """Stop sharing the device, and let go of the scheduler, which holds this object. Idempotent."""
         self._shares.remove(self)
         self.wake = self.wants = self.is_full = _nothing
 
     def forget(self) -> None:
-        """Forget what it has on the device."""
+        """Forget its batches on the device."""
         self._flights.clear()
 
     def _move(self) -> None:
@@ -250,20 +256,20 @@ class DeviceShares:
 
     def __init__(self) -> None:
         self.members: list[Share] = []
-        """Those that divide it."""
+        """The shares of the schedulers that divide the device."""
         self.reached_ns = 0.0
-        """The most that any had been charged when it launched; one that had nothing queued begins there."""
+        """The most that any scheduler had been charged at a launch: idle schedulers start from there."""
         self.computing_ns = 0
-        """The time that batches have computed, summed over them."""
+        """The total time for which batches have computed, summed over batches."""
         self.now_ns = 0
-        """When something last changed."""
+        """When anything last changed."""
 
     def __repr__(self) -> str:
         return f"<DeviceShares {self.members!r}>"
 
     @property
     def in_flight(self) -> int:
-        """Return how many batches are on the device, of all."""
+        """Return how many batches of all schedulers are on the device."""
         return sum([member.in_flight for member in self.members])
 
     def join(self, weight: float, *, width: int, overlaps: bool, wake: Callable[[], object]) -> Share:
@@ -273,22 +279,22 @@ class DeviceShares:
         return share
 
     def remove(self, share: Share) -> None:
-        """Forget a scheduler and what it has on the device."""
+        """Remove a scheduler, and forget its batches on the device."""
         if share in self.members:
             self.members.remove(share)
             share.forget()
             self.change(share, 0)
 
     def rest(self) -> None:
-        """Note that there is nothing to launch and nothing in flight: what was charged before is settled."""
+        """Settle what was charged before, because nothing is queued and nothing is in flight."""
         self.reached_ns = max([member.charged_ns for member in self.members])
         for member in self.members:
             member.rest(self.now_ns)
 
     def missing_ns(self, share: Share) -> float:
-        """Return how long the device has to compute for others until none of them is behind ``share``.
+        """Return how long the device must compute for others until none of them is behind ``share``.
 
-        Those count for whose batches it has no room now; others need not wait for it.
+        Only schedulers that claim the device count: others do not wait for it.
         """
         missing_ns, in_flight = 0.0, self.in_flight
         for other in self.members:
@@ -297,13 +303,14 @@ class DeviceShares:
         return missing_ns
 
     def pass_over(self, share: Share, since_ns: int) -> None:
-        """Hold nothing any more for those that ``share`` was held for in vain: they may hang."""
+        """Stop holding batches for schedulers that ``share`` was held for in vain, as their batches may
+        hang."""
         for other in self.members:
             if other is not share and other.moved_ns <= since_ns and (other.in_flight or other.wants()):
                 other.is_stalled = True
 
     def advance(self, now_ns: int) -> None:
-        """Note what has been computed until now."""
+        """Add up what has been computed until now."""
         if now_ns > self.now_ns:
             for member in self.members:
                 if member.computing:
@@ -313,14 +320,14 @@ class DeviceShares:
             self.now_ns = now_ns
 
     def change(self, share: Share, computing: int) -> None:
-        """Note what a member computes from now on, and ask those again that were held and may go."""
+        """Note how many batches a member computes from now on, and wake held members that may launch."""
         share.computing = computing
         held = [one for one in self.members if one.is_held and one is not share]
         if not held:
             return
         in_flight = self.in_flight
         claimed_ns = min([one.charged_ns for one in self.members if one.claims(in_flight)], default=math.inf)
-        # If several may go, who was charged least looks first.
+        # If several may launch, the one that was charged least is asked first.
         held.sort(key=lambda one: one.charged_ns)
         for member in held:
             if member.charged_ns <= claimed_ns:
@@ -328,7 +335,7 @@ class DeviceShares:
 
 
 def _learn(known_ns: dict[Hashable, float], kind: Hashable, took_ns: float, part: float) -> None:
-    """Move what is known of a kind of batches by ``part`` of the way to what one took."""
+    """Move the known time of a kind of batches towards ``took_ns``, by ``part`` of the difference."""
     before_ns = known_ns.get(kind)
     if before_ns is None:
         if len(known_ns) >= KINDS_MAX:

@@ -1,17 +1,18 @@
-"""The sizes that a dimension is padded to, unless the options give them: powers of two, and some between."""
+"""The sizes that a dimension is padded to if the options give none: powers of two, and some in between."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 STEPS_WHERE_SHAPES_ARE_FREE: Final = 8
-"""The sizes from one power of two to the next where another shape costs nothing, as on the host: padding a
-row to the next one adds an eighth to it at most. Rows of neighbouring sizes share batches where that pays."""
+"""The number of sizes from one power of two to the next, if more shapes cost nothing, as on the host. Padding
+a row to the next size then adds at most an eighth to it. Rows of neighbouring sizes share batches if that
+pays off."""
 
 
 class Sizes:
     """The sizes that one dimension is padded to, as far as the model supports them.
 
-    :param ranges: the sizes that the model supports, each a smallest and a largest; none: all.
+    :param ranges: the smallest and largest sizes of the ranges that the model supports; all sizes if empty.
     :param steps: how many sizes there are from one power of two to the next.
     """
 
@@ -19,7 +20,7 @@ class Sizes:
         self._ranges = merged(ranges)
         self.steps = steps
         self.proven: int | None = None
-        """The largest size that is known to run, beyond which no row is padded; ``None``: any size runs."""
+        """The largest size that is known to run. No row is padded beyond it; ``None`` if any size runs."""
 
     def __repr__(self) -> str:
         return f"<Sizes of {self._ranges or 'any'}, {self.steps} from one power of two to the next>"
@@ -30,7 +31,7 @@ class Sizes:
         return self._ranges[-1][1] if self._ranges else None
 
     def rounded(self, size: int) -> int | None:
-        """Return the size that a row is padded to; ``None`` for one beyond the largest."""
+        """Return the size to pad a row to; ``None`` if it is beyond the largest size."""
         power = 1 << (size - 1).bit_length() if size > 1 else 1
         step = max(power // 2 // self.steps, 1)
         padded = max(-(-size // step) * step, 1)
@@ -42,7 +43,7 @@ class Sizes:
         return None
 
     def ran(self, size: int) -> bool:
-        """Note that rows of a size ran; return whether that changes the sizes to pad to."""
+        """Note that rows of a size ran; return whether this changes the sizes to pad to."""
         if self.proven is None or size <= self.proven or self._ranges:
             return False
         self.proven = size
@@ -50,7 +51,7 @@ class Sizes:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return ranges of whole numbers in rising order, those that touch as one; empty ones are left out."""
+    """Return ranges of integers in rising order; join ranges that touch, and leave out empty ones."""
     found: list[tuple[int, int]] = []
     for least, most in sorted(ranges):
         if least > most:

@@ -342,7 +342,7 @@ class Attempt:
             self.finish(self.ask(9))
         else:
             assert self.engine.state == "lost"
-            with pytest.raises(AsynctrtError, match="came in the middle of"):
+            with pytest.raises(AsynctrtError, match="interrupted the"):
                 self.finish(self.ask(9))
         self.finish(self.engine.aclose())
         self.finish(asyncio.sleep(0))
