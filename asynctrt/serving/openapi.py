@@ -10,7 +10,7 @@ from weakref import ref
 import numpy as np
 
 import asynctrt
-from asynctrt.kserve.datatypes import datatype_of
+from asynctrt.kserve.datatypes import TEXT, datatype_of
 from asynctrt.kserve.json_codec import dump
 from asynctrt.kserve.plain_json import ROWS, WHOLE
 from asynctrt.serving.api import Answer, Api, Headers, Page
@@ -135,6 +135,7 @@ def _list(items: Schema, **limits: int) -> Schema:
 
 
 STRING: Final[Schema] = {"type": "string"}
+NOTHING: Final[Schema] = {"not": {}}
 SIZE: Final[Schema] = {"type": "integer", "minimum": 0}
 SCHEDULING: Final = _record(
     (),
@@ -199,11 +200,14 @@ def _predict(served: ServedModel, tag: str) -> Schema:
     engine = served.engine
     specs = engine.inputs
     limits: Schema = {"minItems": 1, "maxItems": 1 if _whole(served) else engine.options.max_queue_rows}
-    rows = _list(_values_of(specs, [spec.dims for spec in specs], engine.options.filled), **limits)
+    rows = _values_of(specs, [spec.dims for spec in specs], engine.options.filled)
     whole = _values_of(specs, [spec.shape("rows") for spec in specs], engine.options.filled)
     forms = [
-        _record((form,), {form: values, "parameters": SCHEDULING})
-        for form, values in ((ROWS, rows), (WHOLE, whole))
+        _record((form,), {form: {"anyOf": values}, "parameters": SCHEDULING, other: NOTHING})
+        for form, values, other in (
+            (ROWS, [_list(row, **limits) for row in rows], WHOLE),
+            (WHOLE, whole, ROWS),
+        )
     ]
     described = [f"Input {spec}" for spec in specs] + [f"Output {spec}" for spec in engine.outputs]
     return _operation(
@@ -216,20 +220,33 @@ def _predict(served: ServedModel, tag: str) -> Schema:
 
 def _values_of(
     specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int | str]], filled: Collection[str]
-) -> Schema:
-    """Return the schema of the values of inputs by name, or of an only input alone."""
+) -> list[Schema]:
+    """Return the schemas of the values of inputs: by name, or of an only input alone."""
     values = {spec.name: _nested(spec, shape) for spec, shape in zip(specs, shapes, strict=True)}
-    named = _record([name for name in values if name not in filled], values)
-    return named if len(specs) > 1 else {"anyOf": [*values.values(), named]}
+    required = [name for name in values if name not in filled]
+    named = _record(required, values) | {"additionalProperties": False}
+    return [named] if len(specs) > 1 else [*values.values(), named]
 
 
 def _nested(spec: TensorSpec, shape: Sequence[int | str]) -> Schema:
     """Return the schema of nested lists of that shape, in which names are open sizes."""
-    kind = {"b": "boolean", "i": "integer", "u": "integer", "O": "string", "S": "string"}
-    found: Schema = {"type": kind.get(spec.dtype.kind, "number")}
+    found = _element(spec.dtype)
     for size in reversed(shape):
         found = _list(found, **({} if isinstance(size, str) else {"minItems": size, "maxItems": size}))
     return found
+
+
+def _element(dtype: np.dtype[Any]) -> Schema:
+    """Return the schema of one value."""
+    if dtype.kind in TEXT:
+        return STRING if dtype.kind == "O" else STRING | {"maxLength": dtype.itemsize}
+    if dtype.kind == "b":
+        return {"type": "boolean"}
+    if dtype.kind in "iu":
+        integers = np.iinfo(dtype)
+        return {"type": "integer", "minimum": int(integers.min), "maximum": int(integers.max)}
+    largest = float(np.finfo(dtype).max)
+    return {"type": "number", "minimum": -largest, "maximum": largest}
 
 
 def _infer(served: ServedModel, tag: str) -> Schema:

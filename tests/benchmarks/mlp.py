@@ -51,10 +51,10 @@ def model_report(path, options, intra_op_threads, repeats):
     callers."""
     from asynctrt.backends.onnxruntime import OnnxModel
 
-    model = OnnxModel(path, OnnxOptions().with_threads(intra_op_threads))
+    model = OnnxModel(path, OnnxOptions(intra_op_num_threads=intra_op_threads))
     sessions = {model.intra_op_threads: model}
     if cores() not in sessions:
-        sessions[cores()] = OnnxModel(path, OnnxOptions().with_threads(cores()))
+        sessions[cores()] = OnnxModel(path, OnnxOptions(intra_op_num_threads=cores()))
     cases = [
         BenchCase(
             f"raw, {threads} thread{'s' * (threads > 1)}, batch {rows}",
