@@ -417,6 +417,11 @@ def holds_text(value: Any) -> bool:
     return False
 
 
+def to_array(value: Any) -> Array:
+    """Return a value as an array; one that holds text has dtype ``object``, which keeps text as it is."""
+    return np.array(value, object) if holds_text(value) else np.asarray(value)
+
+
 def is_array(value: object) -> bool:
     """Return whether a value is an array of any library."""
     return (

@@ -26,9 +26,9 @@ from asynctrt.tensors import (
     content_of,
     convert,
     has_masked,
-    holds_text,
     is_array,
     split_shared,
+    to_array,
 )
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
@@ -336,7 +336,7 @@ def as_text(spec: TensorSpec, value: Any) -> Array:
     :raises InputError: for anything else.
     """
     try:
-        given = np.array(value, object) if holds_text(value) else np.asarray(value)
+        given = to_array(value)
         if given.dtype.kind == "U":
             return given.astype(object)
         if given.dtype.kind in "SO":

@@ -19,7 +19,7 @@ from asynctrt.kserve.datatypes import (
     write_tensor,
 )
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
-from asynctrt.tensors import Array, TensorSpec, cast, convert, has_masked, holds_text
+from asynctrt.tensors import Array, TensorSpec, cast, convert, has_masked, to_array
 
 TEXT_LENGTH_MAX: Final = 300
 """Characters of a server's text that an error message quotes."""
@@ -51,7 +51,7 @@ def as_array(name: str, value: Any) -> Array:
             f"input {name!r} has masked values, which a model cannot leave out. Replace them: "
             "array.filled(value)"
         )
-    array = np.array(value, object) if holds_text(value) else np.asarray(value)
+    array = to_array(value)
     if array.dtype.kind in "UO":
         array = _byte_strings(name, array)
     if array.dtype.kind not in TEXT and array.dtype.name not in DATATYPES:
@@ -136,20 +136,20 @@ BINARY: Final = "binary_tensor_data"
 """The protocol extension that sends tensors as raw bytes after the JSON."""
 
 
-def write_binary(inputs: Mapping[str, Any], priority: int) -> tuple[bytes, int]:
+def write_binary(inputs: Mapping[str, Any]) -> tuple[bytes, int]:
     """Return the body of a request with raw tensors, and the size of its JSON head in bytes."""
     arrays = as_arrays(inputs)
     tensors: list[Buffer] = [write_tensor(array) for array in arrays.values()]
-    head = dump(describe_request(arrays, [len(tensor) for tensor in tensors], priority=priority))
+    head = dump(describe_request(arrays, [len(tensor) for tensor in tensors]))
     return b"".join((head, *tensors)), len(head)
 
 
-def write_json(inputs: Mapping[str, Any], priority: int) -> bytes:
+def write_json(inputs: Mapping[str, Any]) -> bytes:
     """Return the body of a request as JSON alone, for servers without the binary extension.
 
     :raises RequestError: for infinities and bytes that are not text, which JSON cannot carry.
     """
-    return dump(describe_request(as_arrays(inputs), None, priority=priority))
+    return dump(describe_request(as_arrays(inputs), None))
 
 
 def takes_binary(server: Mapping[str, Any]) -> bool:

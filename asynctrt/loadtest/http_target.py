@@ -205,8 +205,8 @@ class HttpTarget:
             # reading a file in pieces, as the warning advises, takes longer.
             warnings.simplefilter("ignore", ResourceWarning)
             if not self._pages.takes_binary:
-                return aiohttp.BytesPayload(write_json(inputs, 0), content_type="application/json")
-            body, head_nbytes = write_binary(inputs, 0)
+                return aiohttp.BytesPayload(write_json(inputs), content_type="application/json")
+            body, head_nbytes = write_binary(inputs)
             return aiohttp.BytesPayload(body, headers={HEAD_NBYTES: str(head_nbytes)})
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":

@@ -41,7 +41,7 @@ DRIVER: Final = Path("/sys/module/nvidia/version")
 
 logger = logging.getLogger("asynctrt")
 PROGRESS: Final = logging.getLogger("asynctrt.build")
-"""The logger for the progress of builds. A record has ``model``, a path, and ``step``, a step or ``None``."""
+"""The logger for the progress of builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +165,12 @@ class PlanCache:
         reason: str,
     ) -> Plan:
         where, start_ns = str(source.path), now_ns()
-        about = {"model": where, "step": None}
-        PROGRESS.info("building a plan from %r for %s: %s", where, device.name, reason, extra=about)
+        PROGRESS.info("building a plan from %r for %s: %s", where, device.name, reason)
 
         def report(step: BuildStep) -> None:
-            # Only top-level steps are worth a line in a log; a terminal shows all.
+            # Only top-level steps are worth a line in most logs.
             level = logging.INFO if step.parent is None else logging.DEBUG
-            told = (where, step.phase, step.done, step.total)
-            PROGRESS.log(level, "building %r: %s, %d of %d", *told, extra={"model": where, "step": step})
+            PROGRESS.log(level, "building %r: %s, %d of %d", where, step.phase, step.done, step.total)
 
         _remove(path)
         sweep(self.folder)
@@ -181,9 +179,7 @@ class PlanCache:
         )
         write_plan(path, built.content, manifest)
         seconds = (now_ns() - start_ns) / 1e9
-        PROGRESS.info(
-            "built a plan of %s from %r in %.1f s", mib(len(built.content)), where, seconds, extra=about
-        )
+        PROGRESS.info("built a plan of %s from %r in %.1f s", mib(len(built.content)), where, seconds)
         for change in manifest.changes:
             logger.warning("%r: %s", str(source.path), change)
         name = f"the plan of {str(source.path)!r} ({path})"

@@ -204,8 +204,8 @@ class Times:
     def late(self, key: Hashable, rows: int) -> int | None:
         """Return the time within which most such batches finish; ``None`` until enough were seen.
 
-        More rows never take less time. Sizes below the smallest known size have the time of the smallest, and
-        sizes above the largest that of the largest.
+        More rows never take less time. A size below the smallest known size gets the time of the smallest,
+        and a size above the largest known size gets the time of the largest.
         """
         sizes = self._keys.get(key)
         return None if sizes is None else sizes.late(rows, self._least)

@@ -86,7 +86,7 @@ class Forecast:
         launched in any case."""
 
     def check(self, request: Request, bucket: BucketQueue, rows_before: int = 0) -> None:
-        """Check a request's deadline. If it is that of the answer, reserve the time to compute the request.
+        """Check a request's deadline. If it applies to the answer, reserve the time to compute the request.
 
         :param rows_before: rows of the same call that are queued before it.
         :raises DeadlineUnreachableError: if its deadline would pass before its turn; nothing has changed.

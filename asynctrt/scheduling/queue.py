@@ -38,7 +38,7 @@ class Queue:
         self.rows = 0
         """Rows that wait, not counting the open batch."""
         self.buckets = Buckets(policy, priorities)
-        # The bucket of the latest request, which is usually that of the next one too. It stays in `buckets`,
+        # The bucket of the latest request, and usually of the next one too. It stays in `buckets`,
         # which drop empty ones only to add another.
         self._bucket: BucketQueue | None = None
         self.open = OpenBatch()

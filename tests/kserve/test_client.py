@@ -9,6 +9,7 @@ from asynctrt.errors import InputError, RequestError
 from asynctrt.kserve.client import (
     AnswerError,
     as_arrays,
+    describe_request,
     place_outputs,
     read_answer,
     read_output,
@@ -23,9 +24,9 @@ from asynctrt.kserve.client import (
 class TestRequests:
     def test_raw_tensors(self):
         inputs = {"x": np.arange(4, dtype=">i2").reshape(2, 2).T, "w": ["a", "bä"], "b": np.array([True])}
-        body, head_nbytes = write_binary(inputs, 2)
+        body, head_nbytes = write_binary(inputs)
         assert json.loads(body[:head_nbytes]) == {
-            "parameters": {"binary_data_output": True, "priority": 2},
+            "parameters": {"binary_data_output": True},
             "inputs": [
                 {"name": "x", "datatype": "INT16", "shape": [2, 2], "parameters": {"binary_data_size": 8}},
                 {"name": "w", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": 12}},
@@ -33,11 +34,16 @@ class TestRequests:
             ],
         }
         assert body[head_nbytes:] == b"\0\0\2\0\1\0\3\0" + b"\1\0\0\0a\3\0\0\0b\xc3\xa4" + b"\1"
-        assert b"priority" not in write_binary(inputs, 0)[0]
+
+    def test_a_priority(self):
+        array = np.zeros(1, np.int8)
+        for sizes, parameters in (([1], {"binary_data_output": True}), (None, {})):
+            told = describe_request({"x": array}, sizes, priority=2)
+            assert told["parameters"] == {**parameters, "priority": 2}
 
     def test_json(self):
         inputs = {"x": np.array([[0.5, np.nan]], np.float16), "w": np.array([b"a"]), "b": np.array([True])}
-        assert json.loads(write_json(inputs, 0)) == {
+        assert json.loads(write_json(inputs)) == {
             "inputs": [
                 {"name": "x", "datatype": "FP16", "shape": [1, 2], "data": [0.5, None]},
                 {"name": "w", "datatype": "BYTES", "shape": [1], "data": ["a"]},
@@ -46,7 +52,7 @@ class TestRequests:
         }
         for value in (np.array([np.inf]), np.array([b"\xff"])):
             with pytest.raises(RequestError, match="binary_data"):
-                write_json({"x": value}, 0)
+                write_json({"x": value})
 
     @pytest.mark.parametrize(
         ("value", "says"),
@@ -64,15 +70,15 @@ class TestRequests:
         "value", [[b"a\0", "bä"], ["a\0", "bä"], np.array([b"a\0", "bä"], object), np.array(["a\0b", "c"])]
     )
     def test_strings_are_sent_to_their_last_byte(self, value):
-        body, head_nbytes = write_binary({"x": value}, 0)
+        body, head_nbytes = write_binary({"x": value})
         elements = [item if isinstance(item, bytes) else item.encode() for item in list(value)]
         assert body[head_nbytes:] == b"".join(len(one).to_bytes(4, "little") + one for one in elements)
 
     def test_a_single_string_and_a_single_number(self):
-        body, head_nbytes = write_binary({"w": "bä", "x": np.array(1, np.int16)}, 0)
+        body, head_nbytes = write_binary({"w": "bä", "x": np.array(1, np.int16)})
         assert [item["shape"] for item in json.loads(body[:head_nbytes])["inputs"]] == [[], []]
         assert body[head_nbytes:] == b"\3\0\0\0b\xc3\xa4" + b"\1\0"
-        assert json.loads(write_json({"w": "bä", "x": np.array(1.5)}, 0)) == {
+        assert json.loads(write_json({"w": "bä", "x": np.array(1.5)})) == {
             "inputs": [
                 {"name": "w", "datatype": "BYTES", "shape": [], "data": ["bä"]},
                 {"name": "x", "datatype": "FP64", "shape": [], "data": [1.5]},

@@ -112,7 +112,7 @@ def create_config(engine: Any, flavour: Flavour) -> Any | None:
     # The bindings drop the setter's return value, so a failure is silent.
     if config.cuda_graph_strategy != module.CudaGraphStrategy.DISABLED:
         raise ExecutionError(
-            f"cuda_graph_strategy is {config.cuda_graph_strategy}, and TensorRT did not take DISABLED"
+            f"cuda_graph_strategy is {config.cuda_graph_strategy}, and TensorRT did not accept DISABLED"
         )
     return config
 
