@@ -145,7 +145,7 @@ def test_contexts_capture_nothing_by_themselves(bench, monkeypatch):
     made.open().close()
     silent = property(lambda self: strategy, lambda self, value: None)
     monkeypatch.setattr(made.trt.IRuntimeConfig, "cuda_graph_strategy", silent)
-    with pytest.raises(ExecutionError, match="cuda_graph_strategy is .*WHOLE_GRAPH_CAPTURE.* did not take"):
+    with pytest.raises(ExecutionError, match="cuda_graph_strategy"):
         made.open()
 
 
