@@ -1,12 +1,13 @@
 """A front of ``asynctrt serve --fronts N``: a complete server, whose workers belong to its parent.
 
-:mod:`asynctrt.serving.fronts` starts it with the arguments ``FD FD FD VERSION``.
+:mod:`asynctrt.serving.fronts` starts it with the arguments ``FD VERSION``.
 """
 
 import asyncio
 import json
 import logging
 import os
+import pickle
 import socket
 import sys
 from collections.abc import Sequence
@@ -26,25 +27,25 @@ from asynctrt.serving.fronts import (
     STATISTICS,
     Begin,
     FrontRefused,
-    Scraped,
     Serving,
-    answer_scrapes,
-    places_in,
+    Texts,
+    content_of,
 )
 from asynctrt.serving.served import summed
 from asynctrt.serving.server import Server
-from asynctrt.workers.messages import receive, send
+from asynctrt.workers.messages import Stop, receive, send
 from asynctrt.workers.spawn import SPAWNER, SharedWorkers
 
 
-async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[FoundModels]) -> None:
-    end, scraping, asking = ends
+async def _run(end: socket.socket, begin: Begin, places: Sequence[FoundModels]) -> None:
     loop = asyncio.get_running_loop()
-    parent = Scraped(*await asyncio.open_connection(sock=asking))
     servers: list[Server] = []
 
-    def orphaned() -> None:
-        stop(at_once=True)
+    def hear(message: Any, fds: list[int]) -> None:
+        if isinstance(message, Stop):
+            stop(at_once=message.at_once)
+        else:
+            parent.hear(message, fds)
 
     def stop(*, at_once: bool) -> None:
         if not servers:
@@ -59,15 +60,15 @@ async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[Fou
             shared.beat(is_lost="lost" in states)
             await asyncio.sleep(LOOK_S)
 
-    shared = SharedWorkers(loop, end, orphaned, stop)
+    shared = SharedWorkers(loop, end, hear)
     SPAWNER.set(shared)
-    tasks = [loop.create_task(beat())]
+    parent = Texts(shared.send)
+    beating = loop.create_task(beat())
 
     def opened(server: Server) -> None:
         servers.append(server)
+        parent.known = {METRICS: server.metrics_text, STATISTICS: server.statistics_text}
         server.api.of_fronts = partial(_of_fronts, parent)
-        answers = {METRICS: server.metrics_text, STATISTICS: server.statistics_text}
-        tasks.append(loop.create_task(answer_scrapes(scraping, answers)))
 
     lines: list[str] = []
     try:
@@ -75,7 +76,7 @@ async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[Fou
             begin.config,
             lines.append,
             opened=opened,
-            loaded=lambda: send(end, Serving(tuple(lines))),
+            loaded=lambda: shared.send(Serving(tuple(lines))),
             listens_last=begin.is_replacement,
             places=places,
         )
@@ -83,26 +84,25 @@ async def _run(ends: Sequence[socket.socket], begin: Begin, places: Sequence[Fou
         send(end, FrontRefused(error))
         raise SystemExit(1) from None
     finally:
-        for task in tasks:
-            task.cancel()
+        beating.cancel()
         shared.close()
 
 
-async def _of_fronts(parent: Scraped) -> list[dict[str, Any]]:
+async def _of_fronts(parent: Texts) -> list[dict[str, Any]]:
     """Return the statistics of all fronts; nothing if the parent does not answer."""
     text = await parent.ask(STATISTICS, 2 * GRACE_S)  # The parent itself waits for fronts.
     return summed(json.loads(text)) if text else []
 
 
 def main() -> None:
-    """Run a front. The arguments are its sockets' file descriptors and the parent's version."""
-    *numbers, version = sys.argv[1:]
+    """Run a front. The arguments are its socket's file descriptor and the parent's version."""
+    number, version = sys.argv[1:]
     if version != __version__:
         sys.exit(f"asynctrt {__version__} is installed now, and the server runs {version}: restart it")
-    ends = [socket.socket(fileno=int(number)) for number in numbers]
-    begin, fds = receive(ends[0])
+    end = socket.socket(fileno=int(number))
+    begin, fds = receive(end)
     if begin is None:
         return
-    places = places_in(fds)
-    ends[0].settimeout(0)
-    uvloop.run(_run(ends, begin, places))
+    places = pickle.loads(content_of(fds))  # noqa: S301  (from the parent)
+    end.settimeout(0)
+    uvloop.run(_run(end, begin, places))

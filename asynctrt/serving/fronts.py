@@ -10,23 +10,18 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from asynctrt._util import clock
-from asynctrt._util.loops import in_thread
-from asynctrt._util.process import child_command
-from asynctrt._util.version import __version__
 from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.serving import command
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.command import ServeConfig
-from asynctrt.serving.folder import FoundModels
 from asynctrt.serving.http import Hub
 from asynctrt.serving.listener import cannot_listen
 from asynctrt.serving.metrics import compressed, merged_answer
@@ -34,10 +29,9 @@ from asynctrt.serving.monitoring import open_pages
 from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.signals import StopSignals
 from asynctrt.serving.systemd import notify_ready
-from asynctrt.workers.messages import Beat, Stop, To, channel, receive, send
+from asynctrt.workers.messages import Beat, Stop, To
 from asynctrt.workers.pool import WorkerPool
-from asynctrt.workers.process import how_it_ended
-from asynctrt.workers.tether import Tether
+from asynctrt.workers.process import ChildProcess
 
 PAUSE_S: Final = 0.2
 """The delay before restarting a front that died soon; it doubles each time. A front that has served for a
@@ -54,8 +48,7 @@ START_S: Final = 60.0
 """How long a front may take until its event loop first runs."""
 HURRIED_S: Final = 0.3
 """How long fronts may take to stop when told to stop at once."""
-LENGTH: Final = 8
-METRICS, STATISTICS = b"m", b"s"
+METRICS, STATISTICS = "metrics", "statistics"
 """The texts that fronts and their parent request from each other."""
 
 logger = logging.getLogger("asynctrt.serving")
@@ -71,16 +64,16 @@ class Begin:
     would have to ask clients to retry."""
 
 
-def places_in(fds: Sequence[int]) -> list[FoundModels]:
-    """Return the models found when the server started, from the file descriptor sent with Begin."""
-    (fd,) = fds
-    try:
-        return cast(
-            "list[FoundModels]",
-            pickle.loads(os.pread(fd, os.fstat(fd).st_size, 0)),  # noqa: S301  (from the parent)
-        )
-    finally:
-        os.close(fd)
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Message from a front or its parent to the other: send a text."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The text that was asked for, in a file that comes with it: a message is too small for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,39 +91,90 @@ class FrontRefused:
     error: AsynctrtError
 
 
-class Scraped:
-    """The asking side of :func:`answer_scrapes`: requests texts from the process behind a stream.
+class Texts:
+    """The texts that a front and its parent ask each other for.
 
-    At most one request is in flight. Callers that ask meanwhile share the next one, so an answer is never
+    Each end asks for one text at a time. Callers that ask meanwhile share the next one, so an answer is never
     older than its question.
+
+    :param send: sends the other end a message with file descriptors.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, send: Callable[[Any, Sequence[int]], object]) -> None:
+        self._send = send
+        self.known: Mapping[str, Callable[[], Awaitable[bytes]]] = {}
+        """Returns each text that the other end may ask for."""
+        self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
-        self._next: dict[bytes, asyncio.Task[bytes]] = {}
+        self._next: dict[str, asyncio.Task[bytes]] = {}
+        self._asked: asyncio.Future[bytes] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
-    async def ask(self, what: bytes, timeout_s: float) -> bytes:
-        """Request a text; return nothing if the process does not answer in time, or ends."""
+    async def ask(self, what: str, timeout_s: float) -> bytes:
+        """Request a text; return nothing if the other end does not answer in time, or ends."""
         task = self._next.get(what)
         if task is None:
-            task = self._next[what] = asyncio.get_running_loop().create_task(self._ask(what))
+            task = self._next[what] = self._loop.create_task(self._ask(what))
         await asyncio.wait([task], timeout=timeout_s)
         return task.result() if task.done() else b""
 
-    async def _ask(self, what: bytes) -> bytes:
+    async def _ask(self, what: str) -> bytes:
         async with self._turn:
             del self._next[what]
-            try:
-                self._writer.write(what)
-                return await self._reader.readexactly(int.from_bytes(await self._reader.readexactly(LENGTH)))
-            except (OSError, asyncio.IncompleteReadError):
+            if self._is_closed:
                 return b""
+            self._asked = self._loop.create_future()
+            self._send(Ask(what), ())
+            return await self._asked
+
+    def hear(self, message: Ask | Told, fds: Sequence[int]) -> None:
+        """Handle a message of the other end."""
+        if isinstance(message, Ask):
+            telling = self._loop.create_task(self._tell(message.what))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+            return
+        text = content_of(fds)
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result(text)
+
+    async def _tell(self, what: str) -> None:
+        text = await self.known[what]()
+        try:
+            fd = file_of(text)
+        except OSError as error:
+            logger.warning("no %s could be sent to another process: %s", what, error)
+            self._send(Told(), ())
+            return
+        self._send(Told(), [fd])
+        os.close(fd)
 
     def close(self) -> None:
-        """Close the stream."""
-        self._writer.close()
+        """Answer those who wait with nothing. Idempotent."""
+        self._is_closed = True
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result(b"")
+
+
+def file_of(content: bytes) -> int:
+    """Return the file descriptor of a file in memory, to be sent with a message.
+
+    :raises OSError: if the system refuses it.
+    """
+    fd = os.memfd_create("asynctrt", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    return fd
+
+
+def content_of(fds: Sequence[int]) -> bytes:
+    """Return the content of the file that came with a message, and close it; empty if none came."""
+    content = b""
+    for fd in fds:
+        content = os.pread(fd, os.fstat(fd).st_size, 0)
+        os.close(fd)
+    return content
 
 
 class Front:
@@ -138,10 +182,8 @@ class Front:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.process: subprocess.Popen[bytes] | None = None
-        self.end: socket.socket | None = None
-        self.pidfd = -1
-        self.tether: Tether | None = None
+        self.process: ChildProcess | None = None
+        self.texts: Texts | None = None
         self.ready_ns: int | None = None
         """Time since which it serves."""
         self.silent_ns: int = 0
@@ -153,7 +195,6 @@ class Front:
         """Whether it is stopping so that another process can replace it."""
         self.pause_s = 0.0
         self.error: AsynctrtError | None = None
-        self.scraped: Scraped | None = None
         self.is_to_reload = False
         """Whether SIGHUP came before the front was ready to handle it."""
 
@@ -188,8 +229,6 @@ class Fronts:
         self._hurry = asyncio.Event()
         self._looked_ns = clock.now_ns()
         self._restarts: set[asyncio.Task[None]] = set()
-        self._answering: set[asyncio.Task[None]] = set()
-        """Tasks that answer the fronts' requests for statistics."""
 
     def __repr__(self) -> str:
         return f"<Fronts {len(self._ready)} of {len(self._fronts)} ready>"
@@ -253,38 +292,21 @@ class Fronts:
                 await self._start(front)
 
     async def _start(self, front: Front) -> None:
-        with ExitStack() as undo:
-            try:
-                own, its = channel()
-                undo.callback(own.close)
-                scraping, its_scraping = socket.socketpair()
-                undo.callback(scraping.close)
-                asked, its_asking = socket.socketpair()
-                undo.callback(asked.close)
-                tether = Tether()
-                undo.callback(tether.close)
-                with its, its_scraping, its_asking:
-                    ends = its.fileno(), its_scraping.fileno(), its_asking.fileno()
-                    spawn = partial(_spawn, ends, tether.child_end)
-                    process = await in_thread(spawn, undo=_kill)
-                undo.callback(_kill, process)
-                tether.hold(process.pid)
-                scraped = Scraped(*await asyncio.open_connection(sock=scraping))
-                undo.callback(scraped.close)
-                send(own, self._begin(front), [self._places])
-                pidfd = os.pidfd_open(process.pid)
-            except OSError as error:
-                raise UsageError(f"a front could not be started: {error.strerror}") from error
-            undo.pop_all()
-        answering = self._loop.create_task(answer_scrapes(asked, {STATISTICS: self.statistics}))
-        self._answering.add(answering)
-        answering.add_done_callback(self._answering.discard)
-        front.process, front.pidfd, front.end = process, pidfd, own
-        front.tether, front.scraped, front.error = tether, scraped, None
-        own.settimeout(0)
-        self._pool.add(front.number, own)
-        self._loop.add_reader(own.fileno(), self._readable, front)
-        self._loop.add_reader(front.pidfd, self._ended, front)
+        try:
+            process = await ChildProcess.start(
+                "asynctrt.serving.front",
+                self._begin(front),
+                partial(self._heard, front),
+                partial(self._ended, front),
+                fds=[self._places],
+                own_session=True,
+            )
+        except OSError as error:
+            raise UsageError(f"a front could not be started: {error.strerror}") from error
+        front.process, front.error = process, None
+        front.texts = Texts(process.send)
+        front.texts.known = {STATISTICS: self.statistics}
+        self._pool.add(front.number, process.outbox)
         if self._asked:
             self._tell(front, Stop(at_once=False))  # It did not exist when the others were stopped.
 
@@ -296,56 +318,36 @@ class Fronts:
             settings = replace(settings, access_log=log)
         return Begin(replace(self._config, settings=settings), self._was_ready)
 
-    def _readable(self, front: Front) -> None:
-        assert front.end is not None
-        while True:
-            try:
-                message, fds = receive(front.end)
-            except BlockingIOError:
-                return
-            if message is None:
-                self._loop.remove_reader(front.end.fileno())
-                return
-            if isinstance(message, To):
-                self._pool.hear(front.number, message, fds)
-            elif isinstance(message, Beat):
-                front.silent_ns, front.has_beaten = 0, True
-                front.is_lost = message.is_lost
-                self._replace_lost(front)
-            elif isinstance(message, Serving):
-                self._ready.add(front.number)
-                front.ready_ns = clock.now_ns()
-                if front.is_to_reload:
-                    self._reload_one(front)
-                self._told.setdefault(front.number, message.lines)
-                self._changed.set()
-            elif isinstance(message, FrontRefused):
-                front.error = message.error
+    def _heard(self, front: Front, message: Any, fds: list[int]) -> None:
+        if isinstance(message, To):
+            self._pool.hear(front.number, message, fds)
+        elif isinstance(message, Beat):
+            front.silent_ns, front.has_beaten = 0, True
+            front.is_lost = message.is_lost
+            self._replace_lost(front)
+        elif isinstance(message, Ask | Told):
+            assert front.texts is not None
+            front.texts.hear(message, fds)
+        elif isinstance(message, Serving):
+            self._ready.add(front.number)
+            front.ready_ns = clock.now_ns()
+            if front.is_to_reload:
+                self._reload_one(front)
+            self._told.setdefault(front.number, message.lines)
+            self._changed.set()
+        elif isinstance(message, FrontRefused):
+            front.error = message.error
 
-    def _ended(self, front: Front) -> None:
+    def _ended(self, front: Front, how: str) -> None:
         """Clean up after a front that has ended, and start another one, unless the server is stopping."""
-        assert front.process is not None
-        assert front.end is not None
-        status = front.process.poll()
-        if status is None:
-            return
-        self._readable(front)
-        self._loop.remove_reader(front.pidfd)
-        self._loop.remove_reader(front.end.fileno())
-        os.close(front.pidfd)
         self._pool.remove(front.number)
-        front.end.close()
-        if front.tether is not None:
-            front.tether.close()
-        if front.scraped is not None:
-            front.scraped.close()
-            front.scraped = None
+        if front.texts is not None:
+            front.texts.close()
         self._ready.discard(front.number)
         front.process = None
         self._changed.set()
         if self._asked:
             return
-        how = how_it_ended(status)
         if not self._was_ready:
             front.error = front.error or UsageError(f"a front {how} before it could serve: see its messages")
             return
@@ -376,10 +378,10 @@ class Fronts:
 
     def _tell(self, front: Front, message: Stop) -> None:
         if front.process is not None:
-            self._pool.tell(front.number, message)
+            front.process.send(message)
 
     def _kill(self, front: Front) -> None:
-        if front.process is not None and front.process.poll() is None:
+        if front.process is not None:
             front.process.kill()
 
     def _replace_lost(self, front: Front) -> None:
@@ -450,24 +452,12 @@ class Fronts:
         hurry.cancel()
         return task.done()
 
-    async def _scrape(self, what: bytes) -> dict[int, bytes]:
+    async def _scrape(self, what: str) -> dict[int, bytes]:
         """Request a text from every front; return the answers by front number, without missing ones."""
-        asked = {front.number: front.scraped for front in self._fronts if front.number in self._ready}
-        known = {number: scraped for number, scraped in asked.items() if scraped is not None}
-        texts = await asyncio.gather(*[scraped.ask(what, GRACE_S) for scraped in known.values()])
+        asked = {front.number: front.texts for front in self._fronts if front.number in self._ready}
+        known = {number: texts for number, texts in asked.items() if texts is not None}
+        texts = await asyncio.gather(*[one.ask(what, GRACE_S) for one in known.values()])
         return {number: text for number, text in zip(known, texts, strict=True) if text}
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-
-
-def _spawn(ends: tuple[int, ...], tether: int) -> "subprocess.Popen[bytes]":
-    command = child_command("asynctrt.serving.front", *map(str, ends), __version__)
-    fds = *ends, tether
-    # A separate session: Ctrl-C in a terminal reaches only the parent, which forwards it.
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)  # noqa: S603
 
 
 async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
@@ -495,9 +485,8 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         own = replace(settings, http_port=http_port, grpc_port=grpc_port, metrics_port=None)
         # All fronts serve the models found now, however often they are replaced.
         places = [await folder.found() for folder in config.folders()]
-        held = os.memfd_create("asynctrt-models", os.MFD_CLOEXEC)
+        held = file_of(pickle.dumps(places))
         stack.callback(os.close, held)
-        os.write(held, pickle.dumps(places))
         fronts = Fronts(replace(config, settings=own, notes=()), held, say)
         listener = None
         if settings.metrics_port is not None:
@@ -539,17 +528,3 @@ def _reserve(stack: ExitStack, host: str, port: int, option: str) -> int:
     except OSError as error:
         raise cannot_listen(host, port, error, option) from error
     return port
-
-
-async def answer_scrapes(end: socket.socket, texts: Mapping[bytes, Callable[[], Awaitable[bytes]]]) -> None:
-    """Answer the requests of a :class:`Scraped` at the other end of a socket until its process ends."""
-    reader, writer = await asyncio.open_connection(sock=end)
-    try:
-        while what := await reader.read(1):
-            said = await texts[what]()
-            writer.write(len(said).to_bytes(LENGTH) + said)
-            await writer.drain()
-    except OSError:
-        logger.debug("a process ended before it had read an answer")
-    finally:
-        writer.close()

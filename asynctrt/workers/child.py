@@ -464,7 +464,7 @@ class ToFront(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record, with its traceback as text; drop it if the front does not read."""
-        text = self.format(record)[:TEXT_MAX]
+        text = f"worker {os.getpid()}: {self.format(record)}"[:TEXT_MAX]
         try:
             send(self._end, Record(record.name, record.levelno, text), flags=socket.MSG_DONTWAIT)
         except OSError:

@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import os
 import pickle
-import socket
 from functools import partial
 from typing import Any, Final
 
@@ -28,12 +27,11 @@ from asynctrt.workers.messages import (
     Lost,
     Outbox,
     Ready,
-    Stop,
     To,
     Want,
 )
 from asynctrt.workers.original import Original
-from asynctrt.workers.process import WorkerProcess
+from asynctrt.workers.process import ChildProcess, start_worker
 from asynctrt.workers.spares import Spares
 
 CLOSED: Final = "was closed"
@@ -47,15 +45,14 @@ logger = logging.getLogger("asynctrt")
 class Member:
     """The pool's handle on a front.
 
-    :param end: the socket to the front.
+    :param outbox: sends messages to it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, number: int, end: socket.socket) -> None:
+    def __init__(self, number: int, outbox: Outbox) -> None:
         self.number = number
-        self.end = end
         self.uses: dict[int, Use] = {}
         """The front's uses of workers, by its tickets."""
-        self._outbox = Outbox(loop, end)
+        self._outbox = outbox
 
     def tell(self, message: Any) -> None:
         """Send a message, later if the front does not read now; drop it if the front is gone."""
@@ -66,10 +63,6 @@ class Member:
         ):
             return  # Newer statistics will follow.
         self._outbox.put(message)
-
-    def forget(self) -> None:
-        """Drop unsent messages."""
-        self._outbox.close()
 
 
 class Use:
@@ -97,7 +90,7 @@ class Pooled:
         self.key = key
         self.want = want
         self.is_alone = is_alone
-        self.process: WorkerProcess | None = None
+        self.process: ChildProcess | None = None
         self.ready: Ready | None = None
         self.failed: Failed | None = None
         """Why it could not open the engine; it is about to end."""
@@ -132,22 +125,15 @@ class WorkerPool:
     def __repr__(self) -> str:
         return f"<WorkerPool workers={len(self._all)} fronts={len(self._members)}>"
 
-    def add(self, number: int, end: socket.socket) -> None:
+    def add(self, number: int, outbox: Outbox) -> None:
         """Add a front."""
-        self._members[number] = Member(self._loop, number, end)
+        self._members[number] = Member(number, outbox)
 
     def remove(self, number: int) -> None:
         """Remove a front that is gone. Workers that it did not close are kept for the next front."""
         member = self._members.pop(number)
         for use in list(member.uses.values()):
             self._leave(use, is_gone=True)
-        member.forget()
-
-    def tell(self, number: int, message: Stop) -> None:
-        """Send a front a message that does not concern a worker."""
-        member = self._members.get(number)
-        if member is not None:
-            member.tell(message)
 
     def hear(self, number: int, message: To, fds: list[int]) -> None:
         """Handle a message from a front, or forward it to its worker."""
@@ -247,7 +233,7 @@ class WorkerPool:
             limit_s = original.opening_s_max
             self._loop.call_later(limit_s, self._hangs, worker, original.why_late(limit_s))
         try:
-            worker.process = await WorkerProcess.start(
+            worker.process = await start_worker(
                 want, partial(self._heard, worker), partial(self._died, worker)
             )
         except Exception as error:

@@ -7,8 +7,8 @@ from contextvars import ContextVar
 from typing import Any, Final, Protocol
 
 from asynctrt.errors import DeviceUnavailableError
-from asynctrt.workers.messages import Beat, Gone, Kill, Outbox, Stop, To, Want, receive
-from asynctrt.workers.process import WorkerProcess
+from asynctrt.workers.messages import Beat, From, Gone, Kill, Outbox, Stop, To, Want, receive
+from asynctrt.workers.process import start_worker
 
 ORPHANED: Final = "the server's parent process is gone"
 
@@ -59,7 +59,7 @@ class OwnWorkers:
     async def start(
         self, want: Want, hear: Callable[[Any], None], died: Callable[[str], None]
     ) -> WorkerHandle:
-        return await WorkerProcess.start(want, hear, died)
+        return await start_worker(want, hear, died)
 
 
 class SharedWorker:
@@ -96,8 +96,8 @@ class SharedWorkers:
     """A spawner that asks the server's parent process for workers.
 
     :param end: the socket to the parent.
-    :param orphaned: called when the parent is gone.
-    :param stop: called with ``at_once`` when the parent asks this process to exit.
+    :param hear: called with the parent's messages that are not about workers, and their descriptors; with a
+        :class:`Stop` when the parent is gone.
     """
 
     is_shared = True
@@ -106,13 +106,11 @@ class SharedWorkers:
         self,
         loop: asyncio.AbstractEventLoop,
         end: socket.socket,
-        orphaned: Callable[[], None],
-        stop: Callable[..., None],
+        hear: Callable[[Any, list[int]], None],
     ) -> None:
         self._loop = loop
         self._end = end
-        self._orphaned = orphaned
-        self._stop = stop
+        self._hear = hear
         self._workers: dict[int, SharedWorker] = {}
         self._last_ticket = 0
         self._is_orphaned = False
@@ -136,8 +134,13 @@ class SharedWorkers:
         :param is_lost: whether one of the models has no worker that can run it now.
         """
         # If earlier messages are unsent, the parent does not read: another heartbeat would be useless.
-        if self._outbox.is_empty and not self._is_orphaned:
-            self._outbox.put(Beat(is_lost))
+        if self._outbox.is_empty:
+            self.send(Beat(is_lost))
+
+    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Send the parent a message that is not about a worker."""
+        if not self._is_orphaned:
+            self._outbox.put(message, fds)
 
     def close(self) -> None:
         """Stop reading and sending."""
@@ -150,7 +153,7 @@ class SharedWorkers:
     def _readable(self) -> None:
         while True:
             try:
-                message, _ = receive(self._end)
+                message, fds = receive(self._end)
             except BlockingIOError:
                 return
             if message is None:
@@ -159,15 +162,13 @@ class SharedWorkers:
                 self.close()
                 for ticket in list(self._workers):
                     self._gone(Gone(ticket, f"ended: {ORPHANED}"))
-                self._orphaned()
+                self._hear(Stop(at_once=True), [])
                 return
-            if isinstance(message, Stop):
-                self._stop(at_once=message.at_once)
-                continue
-            worker = self._workers.get(message.ticket)
             if isinstance(message, Gone):
                 self._gone(message)
-            elif worker is not None:
+            elif not isinstance(message, From):
+                self._hear(message, fds)
+            elif (worker := self._workers.get(message.ticket)) is not None:
                 worker.pid = message.pid
                 worker.hear(message.message)
 

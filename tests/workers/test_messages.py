@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from asynctrt.workers.messages import Close, Kill, Outbox, To, channel, receive, send
-from asynctrt.workers.process import WorkerProcess
+from asynctrt.workers.process import ChildProcess
 from asynctrt.workers.spawn import SharedWorker, SharedWorkers
 from tests.helpers import WAIT_S, until
 
@@ -121,7 +121,7 @@ async def test_what_is_left_when_it_ends_keeps_no_descriptor(ends, dies):
 
 async def test_a_front_loses_none_that_its_parent_has_not_read(ends):
     own, other = ends
-    shared = SharedWorkers(asyncio.get_running_loop(), own, lambda: None, lambda *_: None)
+    shared = SharedWorkers(asyncio.get_running_loop(), own, lambda *_: None)
     worker = SharedWorker(7, shared._tell, lambda _: None, lambda _: None)
     for _ in range(COUNT):
         worker.kill("again")
@@ -131,8 +131,8 @@ async def test_a_front_loses_none_that_its_parent_has_not_read(ends):
 
 async def test_a_parent_loses_none_that_its_worker_has_not_read(ends):
     own, other = ends
-    process = WorkerProcess.__new__(WorkerProcess)
-    process.how_it_ended, process._outbox = "", Outbox(asyncio.get_running_loop(), own)
+    process = ChildProcess.__new__(ChildProcess)
+    process.how_it_ended, process.outbox = "", Outbox(asyncio.get_running_loop(), own)
     for _ in range(COUNT):
         process.send(Close())
     assert [message for message, _ in await read(other, COUNT)] == [Close()] * COUNT

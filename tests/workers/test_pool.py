@@ -16,6 +16,7 @@ from asynctrt.workers.messages import (
     Detach,
     From,
     Gone,
+    Outbox,
     Ready,
     To,
     Want,
@@ -23,7 +24,6 @@ from asynctrt.workers.messages import (
     receive,
 )
 from asynctrt.workers.pool import Member, WorkerPool
-from asynctrt.workers.process import WorkerProcess
 from tests.helpers import WAIT_S, until
 from tests.models import double_model
 
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
 async def test_a_front_that_did_not_read_for_a_while_hears_all_that_matters():
     own, its = channel()
     own.settimeout(0)
-    member = Member(asyncio.get_running_loop(), 0, own)
+    member = Member(0, outbox := Outbox(asyncio.get_running_loop(), own))
     for ticket in range(500):
         member.tell(From(ticket, 1, "x" * 1000))
     member.tell(Gone(7, "ended by SIGKILL"))
@@ -43,7 +43,7 @@ async def test_a_front_that_did_not_read_for_a_while_hears_all_that_matters():
             heard.append((await asyncio.to_thread(receive, its))[0])
     assert [message.ticket for message in heard[:-1]] == list(range(500))
     assert heard[-1].how == "ended by SIGKILL"
-    member.forget()
+    outbox.close()
     own.close()
     its.close()
 
@@ -78,11 +78,11 @@ async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_
         hears.append(hear)
         return process
 
-    monkeypatch.setattr(WorkerProcess, "start", start)
+    monkeypatch.setattr(pool_module, "start_worker", start)
     pool = WorkerPool(asyncio.get_running_loop())
     ends = [channel() for _ in range(2)]
     for number, (own, _) in enumerate(ends):
-        pool.add(number, own)
+        pool.add(number, Outbox(asyncio.get_running_loop(), own))
         pool.hear(number, To(1, Want("kind", "host", asynctrt.Options(), place="")), [])
     async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
         while not hears:
@@ -114,7 +114,7 @@ class Started:
     def __init__(self, monkeypatch):
         self.processes, self.hears, self.deaths = [], [], []
         self.ends = {}
-        monkeypatch.setattr(WorkerProcess, "start", self._start)
+        monkeypatch.setattr(pool_module, "start_worker", self._start)
         self.pool = WorkerPool(asyncio.get_running_loop())
 
     async def _start(self, _want, hear, died):
@@ -126,7 +126,7 @@ class Started:
     def front(self, number):
         own, its = self.ends[number] = channel()
         its.settimeout(0)
-        self.pool.add(number, own)
+        self.pool.add(number, Outbox(asyncio.get_running_loop(), own))
 
     def gone(self, number):
         self.pool.remove(number)
@@ -239,13 +239,13 @@ async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, 
         ends.append(died)
         return started[-1]
 
-    monkeypatch.setattr(WorkerProcess, "start", start)
+    monkeypatch.setattr(pool_module, "start_worker", start)
     pool = WorkerPool(asyncio.get_running_loop())
     async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
         one = engine.statistics()
         described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
     own, its = channel()
-    pool.add(0, own)
+    pool.add(0, Outbox(asyncio.get_running_loop(), own))
     want = Want("kind", "host", asynctrt.Options(isolation="spare"), place="")
     pool.hear(0, To(1, want), [])
     await until(lambda: len(started) == 1)
