@@ -11,13 +11,11 @@ replicas serve KServe by themselves (``serving=``), and call them directly::
     async with asynctrt.client.connect(asynctrt.ray.addresses(handle)) as client:
         outputs = await client.infer("model", {"input": rows})
 
-The router sends a call to the replica that is expected to
-answer first, and the autoscaler keeps the time to answer near a target. Both use the engines' estimates of
-the time that they need for their accepted requests: :meth:`asynctrt.Statistics.drain_s`.
+The autoscaler keeps the time to answer near a target, by the engines' estimates of the time that they need
+for their accepted requests: :meth:`asynctrt.Statistics.drain_s`.
 """
 
 import os
-import random
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +36,6 @@ try:
     from ray.serve import Application
     from ray.serve.config import AutoscalingContext
     from ray.serve.handle import DeploymentHandle
-    from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
     from ray.util import get_node_ip_address
 except ImportError as error:
     raise MissingExtraError("asynctrt.ray needs Ray Serve: pip install 'asynctrt[ray]'") from error
@@ -58,7 +55,6 @@ DEPLOYMENT: Final[Mapping[str, Any]] = {
     "max_ongoing_requests": 1024,
     "health_check_period_s": 5.0,
 }
-ROUTER: Final[Mapping[str, Any]] = {"request_routing_stats_period_s": 0.5}
 GPU: Final = re.compile(r"cuda(?::(\d+))?")
 
 
@@ -121,13 +117,6 @@ class EngineReplica:
         if state == "lost":
             raise DeviceLostError(f"nothing can run on {self._running()!r} any more: start the replica again")
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Report to the routers how long the engine needs for its accepted requests."""
-        done = self._running().statistics()
-        # `taken` makes reports differ while requests arrive. Ray sends a report to every handle in the
-        # cluster if it differs from the last one, so an idle replica sends nothing.
-        return {"drain_s": done.drain_s(), "row_s": done.row_s, "taken": done.submitted}
-
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Report the seconds to drain to the autoscaler, and the busy share since the last report."""
         done, now_ns = self._running().statistics(), clock.now_ns()
@@ -163,90 +152,6 @@ def addresses(handle: "DeploymentHandle[Any]") -> Callable[[], Awaitable[list[st
         return [url for url in found if isinstance(url, str)]
 
     return lambda: in_thread(find)
-
-
-class Backlog:
-    """An estimate of the work ahead of a replica, in seconds, between its reports.
-
-    A report is out of date when it is used. So requests that were sent since are added, and the work that
-    the replica has done meanwhile is subtracted.
-    """
-
-    __slots__ = ("_at_s", "_report", "_work_s")
-
-    def __init__(self) -> None:
-        self._report: Mapping[str, Any] = {}
-        self._work_s = 0.0
-        self._at_s = 0.0
-
-    def __repr__(self) -> str:
-        return f"<Backlog {self._work_s:.6f} s at {self._at_s:.6f}>"
-
-    def seconds(self, report: Mapping[str, Any], now_s: float) -> float:
-        """Return the seconds of work ahead at ``now_s``, given the replica's newest report."""
-        self._work_s = max(0.0, self._work_s - max(0.0, now_s - self._at_s))
-        self._at_s = now_s
-        if report and report != self._report:
-            self._report = report
-            # A replica that has not run a batch yet cannot estimate; keep the estimate from requests sent.
-            known_s = report.get("drain_s")
-            self._work_s = self._work_s if known_s is None else known_s
-        return self._work_s
-
-    def send(self, rows: int) -> None:
-        """Add rows that are being sent to the replica."""
-        self._work_s += rows * (self._report.get("row_s") or UNKNOWN_ROW_S)
-
-
-UNKNOWN_ROW_S: Final = 0.001
-"""The assumed time of a row before any report: large enough to spread the first calls over all replicas."""
-
-
-class DrainRouter(FIFOMixin, RequestRouter):
-    """Send a call to the one of two replicas that is expected to finish its work first.
-
-    The two are drawn at random. Reports are up to half a second old, so otherwise every handle would flood
-    the replica with the least work in its last report until the next one.
-    """
-
-    def initialize_state(self) -> None:
-        """Begin without any estimate."""
-        self._backlogs: dict[ReplicaID, Backlog] = {}
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: "PendingRequest | None" = None
-    ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order to try them: two drawn at random, then the others."""
-        order = random.sample(candidate_replicas, len(candidate_replicas))
-        if not order:
-            return []
-        now_s = clock.now_ns() / 1e9
-        backlogs = self._backlogs
-        if len(backlogs) > len(order):
-            known = {replica.replica_id for replica in order}
-            self._backlogs = backlogs = {key: one for key, one in backlogs.items() if key in known}
-        order[:2] = sorted(
-            order[:2],
-            key=lambda replica: backlogs.setdefault(replica.replica_id, Backlog()).seconds(
-                replica.routing_stats, now_s
-            ),
-        )
-        # If every replica has its maximum number of calls, Ray asks again after a while.
-        if pending_request is not None and not pending_request.routing_context.should_backoff:
-            pending_request.routing_context.should_backoff = True
-            backlogs[order[0].replica_id].send(rows_of(pending_request))
-        return [[replica] for replica in order]
-
-
-def rows_of(request: PendingRequest) -> int:
-    """Return the number of rows of a call if it is known before the call is read; otherwise 1."""
-    inputs = request.args[0] if request.args else request.kwargs.get("inputs")
-    if isinstance(inputs, Mapping):
-        inputs = next(iter(inputs.values()), None)
-    shape = getattr(inputs, "shape", None)
-    if isinstance(shape, tuple):
-        return int(shape[0]) if shape else 1
-    return len(inputs) if isinstance(inputs, list) else 1
 
 
 class DrainPolicy:
@@ -326,7 +231,6 @@ def application(
             f"each replica opens the model by itself: give a path or 'module:attribute', not {show(model)}"
         )
     chosen: dict[str, Any] = {"name": "engine", **DEPLOYMENT}
-    chosen["request_router_config"] = {"request_router_class": DrainRouter, **ROUTER}
     names = device.split(",") if isinstance(device, str) else device
     numbers = [int(found[1] or 0) for found in map(GPU.fullmatch, names) if found]
     if numbers:

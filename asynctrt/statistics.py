@@ -261,15 +261,6 @@ class Statistics:
         """The number of batches that can compute at once: one per arena, or per context without arenas."""
         return self.arenas or self.contexts - self.contexts_quarantined
 
-    @property
-    def row_s(self) -> float | None:
-        """Seconds that one more row adds to the queue: the time per row in batches of the largest size that
-        has run. ``None`` if no batch has run yet, or no context is left to run one."""
-        if not self.by_batch_rows or not self.parallel_batches:
-            return self.row_ns_foreign / 1e9 or None
-        rows, batches = max(self.by_batch_rows.items())
-        return _batch_ns(batches) / rows / self.parallel_batches / 1e9
-
     def drain_s(self, waiting_rows: int = 0) -> float | None:
         """Estimate the seconds until all queued and in-flight requests are answered.
 

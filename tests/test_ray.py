@@ -1,4 +1,4 @@
-"""asynctrt.ray: calls, errors, the router, the autoscaler, lost devices, on a Ray cluster of two nodes."""
+"""asynctrt.ray: calls, errors, the autoscaler, lost devices, on a Ray cluster of two nodes."""
 
 import asyncio
 import os
@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt._util import clock
 from asynctrt.backends.function import FunctionModel
 from asynctrt.tensors import TensorSpec
 from tests.helpers import needed
@@ -212,11 +211,6 @@ class TestOnTwoNodes:
                 answered["slow" if pid < 0 else "fast"] += 1
 
         async def calls():
-            # Each has run a batch and reported it, so that the router knows what a row costs on either.
-            while len(answered) < 2:
-                answered["slow" if await check(handle, 0) < 0 else "fast"] += 1
-            await asyncio.sleep(1.5)
-            answered.clear()
             await asyncio.gather(*(caller(number) for number in range(32)))
 
         in_time(calls())
@@ -288,89 +282,6 @@ class TestOnTwoNodes:
             await reaches(1)
 
         in_time(calls())
-
-
-def backlog(**report):
-    from asynctrt.ray import Backlog
-
-    made = Backlog()
-    return made, {"drain_s": None, "row_s": None, "taken": 0, **report}
-
-
-def test_a_backlog_shrinks_with_time_and_grows_with_what_is_sent():
-    one, report = backlog(drain_s=2.0, row_s=0.01)
-    assert one.seconds(report, 100.0) == 2.0
-    assert one.seconds(report, 100.5) == 1.5
-    one.send(50)
-    assert one.seconds(report, 100.5) == 2.0
-    # What was sent before a report is in it.
-    assert one.seconds(report | {"drain_s": 0.3, "taken": 1}, 101.0) == 0.3
-    assert one.seconds(report | {"drain_s": 0.3, "taken": 1}, 200.0) == 0.0
-
-
-def test_a_backlog_that_nobody_knows_is_that_of_the_rows_sent():
-    one, report = backlog()
-    assert one.seconds({}, 5.0) == 0.0
-    one.send(4)
-    assert one.seconds(report, 5.0) == pytest.approx(0.004)
-
-
-def replica(name, **report):
-    return SimpleNamespace(replica_id=name, routing_stats=report)
-
-
-def request(*args, **kwargs):
-    return SimpleNamespace(args=args, kwargs=kwargs, routing_context=SimpleNamespace(should_backoff=False))
-
-
-def chosen(router, replicas, pending=None):
-    return [one.replica_id for (one,) in asyncio.run(router.choose_replicas(replicas, pending))]
-
-
-def router():
-    from asynctrt.ray import DrainRouter
-
-    # Without Ray's own state, which asks for its controller.
-    made = DrainRouter.__new__(DrainRouter)
-    made.initialize_state()
-    return made
-
-
-def test_the_router_takes_the_one_that_is_done_first_and_counts_what_it_sends():
-    made = router()
-    replicas = [replica("a", drain_s=0.0, row_s=1.0, taken=1), replica("b", drain_s=50.0, row_s=1.0, taken=1)]
-    assert all(chosen(made, replicas) == ["a", "b"] for _ in range(20))
-    pending = request({"input": np.ones((100, 4))})
-    assert chosen(made, replicas, pending) == ["a", "b"]
-    assert all(chosen(made, replicas) == ["b", "a"] for _ in range(20))
-    # The same request again, since both were full: it counts once.
-    assert chosen(made, replicas, pending) == ["b", "a"]
-    assert made._backlogs["b"].seconds(replicas[1].routing_stats, clock.now_ns() / 1e9) <= 50.0
-
-
-def test_the_router_draws_two_and_has_the_others_in_reserve():
-    made = router()
-    replicas = [replica(number, drain_s=float(number), row_s=1.0, taken=1) for number in range(5)]
-    orders = [chosen(made, replicas) for _ in range(200)]
-    assert all(sorted(order) == list(range(5)) and order[0] < order[1] for order in orders)
-    assert {order[0] for order in orders} == {0, 1, 2, 3}
-    assert chosen(made, replicas[:1]) == [0]
-    assert set(made._backlogs) == {0}
-    assert chosen(made, []) == []
-
-
-def test_rows_of_a_call():
-    from asynctrt.ray import rows_of
-
-    rows = np.ones((7, 4))
-    for pending in (
-        request({"input": rows}),
-        request(inputs={"input": rows}),
-        request(rows),
-        request([[1]] * 7),
-    ):
-        assert rows_of(pending) == 7
-    assert [rows_of(request(*args)) for args in ((), ({},), (object(),), (np.float32(1),))] == [1, 1, 1, 1]
 
 
 def wanted(count, shares, drain=None, target=None, **kw):

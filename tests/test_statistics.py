@@ -113,7 +113,6 @@ def test_seconds_to_drain():
     assert dataclasses.replace(done, queued_rows=9).drain_s() == pytest.approx(2 * 0.4 / 2)
     later = dataclasses.replace(done, queued_rows=9, in_flight_batches=2)
     assert later.drain_s(waiting_rows=8) == pytest.approx((3 + 2) * 0.4 / 2)
-    assert done.row_s == pytest.approx(0.4 / 8 / 2)
     # Arenas bound what computes at once.
     assert dataclasses.replace(later, arenas=1).drain_s() == pytest.approx(4 * 0.4)
 
@@ -122,13 +121,11 @@ def test_nobody_knows_the_seconds_to_drain_before_a_batch_has_run_or_without_con
     waiting = {"queued_rows": 1, "contexts": 1}
     for done in (snapshot(by_batch_rows={}, **waiting), snapshot(contexts_quarantined=1, **waiting)):
         assert done.drain_s() is None
-        assert done.row_s is None
     assert snapshot(by_batch_rows={}).drain_s() == 0
 
 
 def test_a_front_that_is_told_of_no_batches_estimates_by_its_own_answers():
     front = snapshot(by_batch_rows={}, contexts=0, queued_rows=20, row_ns_foreign=5e7)
-    assert front.row_s == pytest.approx(0.05)
     assert front.drain_s() == pytest.approx(1.0)
     assert front.drain_s(waiting_rows=10) == pytest.approx(1.5)
     assert dataclasses.replace(front, queued_rows=0).drain_s() == 0
