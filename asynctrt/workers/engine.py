@@ -25,7 +25,7 @@ from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description, Want
 from asynctrt.workers.original import Original
-from asynctrt.workers.spawn import SPAWNER, OwnWorkers
+from asynctrt.workers.spawn import SPAWNER
 from asynctrt.workers.stand_ins import StandIns
 
 SHARE_OF_MEMORY: Final = 0.5
@@ -214,7 +214,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
     own = dataclasses.replace(options, timeout=None)
     total = memory_nbytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = SharedMemory.create(int(total * SHARE_OF_MEMORY))
-    spawner = SPAWNER.get() or OwnWorkers()
+    spawner = SPAWNER.get()
     name, original = ENGINE_NAME.get(), Original()
     links = [
         Link(loop, Want(model, device, own, f"{name}, worker {number}"), memory, spawner, original)

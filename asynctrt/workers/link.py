@@ -38,7 +38,7 @@ from asynctrt.workers.original import Original
 from asynctrt.workers.pulse import LOOK_S, Pulse
 from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
 from asynctrt.workers.spares import Spares
-from asynctrt.workers.spawn import Spawner, WorkerHandle
+from asynctrt.workers.spawn import OwnWorkers, WorkerHandle
 from asynctrt.workers.trials import Trials
 
 GROUPS_MAX: Final = 8192
@@ -154,7 +154,7 @@ class Link:
         loop: asyncio.AbstractEventLoop,
         want: Want,
         memory: SharedMemory,
-        spawner: Spawner,
+        spawner: OwnWorkers,
         original: Original,
     ) -> None:
         self._loop = loop

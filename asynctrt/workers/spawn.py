@@ -4,66 +4,38 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from asynctrt.errors import DeviceUnavailableError
 from asynctrt.workers.messages import Beat, From, Gone, Kill, Outbox, Stop, To, Want, receive
-from asynctrt.workers.process import start_worker
+from asynctrt.workers.process import ChildProcess, start_worker
 
 ORPHANED: Final = "the server's parent process is gone"
 
 
-class WorkerHandle(Protocol):
-    """A link's handle on a worker."""
+class OwnWorkers:
+    """A source of workers: it starts each one as a child of this process."""
 
-    @property
-    def pid(self) -> int | None:
-        """The id of its process, once known."""
-
-    @property
-    def how_it_ended(self) -> str:
-        """How it ended; empty while it runs and is used."""
-
-    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message."""
-
-    def kill(self, why: str = "") -> None:
-        """End it at once.
-
-        :param why: the reason for the log, if other fronts share it.
-        """
-
-
-class Spawner(Protocol):
-    """A source of workers."""
-
-    is_shared: bool
-    """Whether a worker may have other fronts. If so, the spawner manages spares."""
+    is_shared = False
+    """Whether a worker may have other fronts. If so, the source manages spares."""
 
     async def start(
         self, want: Want, hear: Callable[[Any], None], died: Callable[[str], None]
-    ) -> WorkerHandle:
+    ) -> "WorkerHandle":
         """Return a worker that opens this engine.
 
         :param hear: called with its messages.
         :param died: called once, with a description of how it ended.
         :raises DeviceUnavailableError: if no further process can be started.
         """
-
-
-class OwnWorkers:
-    """A spawner that starts each worker as a child of this process."""
-
-    is_shared = False
-
-    async def start(
-        self, want: Want, hear: Callable[[Any], None], died: Callable[[str], None]
-    ) -> WorkerHandle:
         return await start_worker(want, hear, died)
 
 
 class SharedWorker:
-    """A worker that the server's parent process has started for this front and possibly others."""
+    """A worker that the server's parent process has started for this front and possibly others.
+
+    Its methods and attributes are those of a :class:`ChildProcess`.
+    """
 
     def __init__(
         self,
@@ -92,8 +64,11 @@ class SharedWorker:
         self.send(Kill(why))
 
 
-class SharedWorkers:
-    """A spawner that asks the server's parent process for workers.
+WorkerHandle = ChildProcess | SharedWorker
+
+
+class SharedWorkers(OwnWorkers):
+    """A source of workers that asks the server's parent process for them.
 
     :param end: the socket to the parent.
     :param hear: called with the parent's messages that are not about workers, and their descriptors; with a
@@ -179,5 +154,5 @@ class SharedWorkers:
             worker.died(message.how)
 
 
-SPAWNER: ContextVar[Spawner | None] = ContextVar("SPAWNER", default=None)
-"""The spawner for engines opened in this context; ``None`` if each starts its own workers."""
+SPAWNER: ContextVar[OwnWorkers] = ContextVar("SPAWNER", default=OwnWorkers())  # noqa: B039  (it has no state)
+"""The source of workers for engines opened in this context."""
