@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import fields
 from functools import partial
-from typing import Any, Final, NoReturn, TypeVar, get_origin
+from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
 
@@ -63,14 +62,6 @@ PLATFORM: Final = "asynctrt_pipeline"
 
 CANCEL_S: Final = 1.0
 """Seconds that a stage may take to end after closing has cancelled it."""
-
-
-def _nothing(kind: Any) -> Any:
-    """Return the empty value of a statistic that a pipeline does not have."""
-    origin = get_origin(kind) or kind
-    if origin is tuple:
-        return ()
-    return {} if origin is Mapping else 0.0 if origin is float else 0 if origin is int else None
 
 
 class Call:
@@ -526,27 +517,27 @@ class Pipeline(Engine):
         sizes = dict(self._sizes).items()  # A copy, because other threads may call this.
         succeeded = sum(requests for _, (requests, _) in sizes)
         total_ns = sum(sum_ns for _, (_, sum_ns) in sizes)
-        # Empty values for the statistics that only an engine with a model has.
-        none = {field.name: _nothing(field.type) for field in fields(Statistics)}
-        known = {
-            "state": self.state,
-            **{
-                name: self._counts[name]
-                for name in ("submitted", "failed", "cancelled", "expired", "refused")
-            },
-            "succeeded": succeeded,
-            "rows": sum(rows * requests for rows, (requests, _) in sizes),
-            "batches": succeeded,
-            "batches_timed": succeeded,
-            "compute_ns": total_ns,
-            "total_ns": total_ns,
-            "in_flight_batches": len(self._tasks),
-            "contexts": 1,
-            "by_batch_rows": {
+        counts = self._counts
+        return Statistics(
+            self.state,
+            submitted=counts["submitted"],
+            failed=counts["failed"],
+            cancelled=counts["cancelled"],
+            expired=counts["expired"],
+            refused=counts["refused"],
+            succeeded=succeeded,
+            rows=sum(rows * requests for rows, (requests, _) in sizes),
+            batches=succeeded,
+            batches_timed=succeeded,
+            compute_ns=total_ns,
+            total_ns=total_ns,
+            in_flight_batches=len(self._tasks),
+            contexts=1,
+            batching=self.batching,
+            by_batch_rows={
                 rows: BatchStatistics(requests, 0, sum_ns, 0) for rows, (requests, sum_ns) in sizes
             },
-        }
-        return Statistics(**{**none, **known})
+        )
 
     async def drain(self) -> None:
         self._check_loop()

@@ -5,7 +5,7 @@ They are values: frozen, comparable, hashable; ``pickle``, ``copy`` and ``datacl
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from asynctrt._util.frozen import FrozenDict
@@ -114,77 +114,77 @@ class Statistics:
 
     state: str
     """``open``, ``draining``, ``closing``, ``closed``; or ``lost`` if it can run nothing any more."""
-    submitted: int
+    submitted: int = 0
     """Requests accepted; a call that was split counts once for each part."""
-    succeeded: int
-    failed: int
+    succeeded: int = 0
+    failed: int = 0
     """Requests that ended with an error, including requests evicted from a full queue by more urgent ones."""
-    cancelled: int
-    expired: int
+    cancelled: int = 0
+    expired: int = 0
     """Requests whose timeout passed while they were queued."""
-    refused: int
+    refused: int = 0
     """Requests refused because the queue was full, they would have been too late, or the engine was closing.
     """
-    refused_late: int
+    refused_late: int = 0
     """The refused requests that would have been too late: ``DeadlineUnreachableError``."""
-    rows: int
+    rows: int = 0
     """Rows answered."""
-    rows_padded: int
+    rows_padded: int = 0
     """Padding: rows computed only to fill batches up to a captured or fixed size."""
-    batches: int
-    batches_timed: int
+    batches: int = 0
+    batches_timed: int = 0
     """Batches that the device timed: all of them, except that a GPU times one in 8 of those below 5 ms."""
-    batches_bisected: int
+    batches_bisected: int = 0
     """Batches that failed and whose requests were retried in halves (``idempotent``)."""
-    launched: Mapping[str, int]
+    launched: Mapping[str, int] = field(default_factory=dict)
     """Batches by the reason for launching them, including batches in flight: ``full`` (the batch could not
     grow), ``idle`` (the device had room), ``delay`` (``max_delay`` had passed), ``deadline`` (a deadline
     would have passed), ``turn`` (it was the bucket's turn when another bucket was full), ``ahead`` (the
     device was about to finish the batch before it), ``aged`` (it starts with the most overdue request,
     whatever its priority), ``again`` (a part of a failed batch)."""
-    queue_ns: int
+    queue_ns: int = 0
     """Time in the queue, summed over the answered requests."""
-    copy_in_ns: int
+    copy_in_ns: int = 0
     """Summed over the answered requests; each counts the time of its whole batch. So do the next two."""
-    compute_ns: int
-    copy_out_ns: int
-    total_ns: int
+    compute_ns: int = 0
+    copy_out_ns: int = 0
+    total_ns: int = 0
     """Time from arrival to answer, summed over the answered requests."""
-    queued_requests: int
-    queued_rows: int
-    in_flight_batches: int
-    contexts: int
-    contexts_quarantined: int
+    queued_requests: int = 0
+    queued_rows: int = 0
+    in_flight_batches: int = 0
+    contexts: int = 0
+    contexts_quarantined: int = 0
     """Contexts taken out of use because their work did not end."""
-    worker_deaths: int
+    worker_deaths: int = 0
     """Worker processes that died, with ``isolation="process"``."""
-    arenas: int
-    arena_waits: int
+    arenas: int = 0
+    arena_waits: int = 0
     """Timed batches that had been copied to the device before it was their turn in their arena or lane."""
-    arena_wait_ns: int
+    arena_wait_ns: int = 0
     """The sum of those waits."""
-    arena_busy_share: float
+    arena_busy_share: float = 0.0
     """The share of the time since opening in which its arenas computed for this engine, 0 to 1."""
-    arena_nbytes: int
+    arena_nbytes: int = 0
     """Bytes of enqueue memory, which other engines on the same arenas share."""
-    arena_nbytes_private: int
+    arena_nbytes_private: int = 0
     """Bytes that a private workspace for each context would take instead."""
-    lanes: Mapping[int, int]
+    lanes: Mapping[int, int] = field(default_factory=dict)
     """The number of batches that compute in parallel, by the largest batch size that does so, as the option
     ``lanes`` says or was measured when the engine opened. Empty on a device that does not copy while it
     computes."""
-    graphs: tuple[int, ...]
+    graphs: tuple[int, ...] = ()
     """The batch sizes that are captured as CUDA graphs."""
-    batch_sizes: tuple[int, ...]
+    batch_sizes: tuple[int, ...] = ()
     """The batch sizes that are run, to which other batches are padded; empty if every size is run."""
-    memory_nbytes: int
+    memory_nbytes: int = 0
     """Bytes of slabs, of their buffers on the device, and of arenas."""
-    module_loading: str | None
+    module_loading: str | None = None
     """When CUDA loads kernels: ``lazy``, or ``eager`` (``CUDA_MODULE_LOADING``), which takes more memory;
     ``None`` on a device that is not a GPU."""
-    by_batch_rows: Mapping[int, BatchStatistics]
+    by_batch_rows: Mapping[int, BatchStatistics] = field(default_factory=dict)
     """Batches by their number of rows. This mapping, ``launched`` and ``lanes`` are kept as frozen copies."""
-    row_ns_foreign: float
+    row_ns_foreign: float = 0.0
     """The time of one more row in ns, by the answers that this front of a server has seen. It serves
     estimates when another front reports the batches; 0 for an engine in this process."""
     device_ns: int = 0

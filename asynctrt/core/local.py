@@ -214,7 +214,6 @@ class LocalEngine(DrivenEngine):
             launched={str(reason): count for reason, count in counters.launched.items()},
             contexts=self._capacity.contexts,
             contexts_quarantined=snapshot.contexts_quarantined,
-            worker_deaths=0,
             arenas=self._capacity.arenas,
             arena_waits=counters.arena_waits,
             arena_wait_ns=counters.arena_wait_ns,
@@ -232,7 +231,6 @@ class LocalEngine(DrivenEngine):
                 rows: BatchStatistics(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
                 for rows, size in counters.by_rows.items()
             },
-            row_ns_foreign=0.0,
             batching=self._parts.batching,
             lane_rates=tuple([(rows, lanes, rate) for rows, lanes, rate in self._parts.calibration.rates]),
             specialised=tuple([made.statistics for made in tuple(self._pool.specialised.values())]),
