@@ -45,6 +45,9 @@ class Engine(ABC):
     _state = "closed"
     """``open`` once a subclass is fully constructed; ``closed`` again when everything has been released."""
 
+    _elsewhere = ""
+    """What to use instead of ``slot`` and ``tracing``, if its batches run elsewhere."""
+
     def __init__(self, loop: asyncio.AbstractEventLoop, options: Options) -> None:
         self._options = options
         self._loop = loop
@@ -199,7 +202,6 @@ class Engine(ABC):
         later error is set on the future. Cancelling the future cancels the request.
         """
 
-    @abstractmethod
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
         """Return rows of a slab, to write inputs directly into: ``async with engine.slot(rows=4) as slot``.
 
@@ -211,12 +213,12 @@ class Engine(ABC):
         :raises UsageError: if the rows of the model's tensors are not contiguous, or the engine is a pipeline
             or runs in worker processes, and so has no slabs in this process.
         """
+        raise self._lacks("slot")
 
     @abstractmethod
     def statistics(self) -> Statistics:
         """Return a snapshot of the engine's counters and current load."""
 
-    @abstractmethod
     def tracing(
         self, *, batches: int = 4096, timed: bool = True
     ) -> AbstractContextManager[deque[BatchTrace]]:
@@ -229,6 +231,11 @@ class Engine(ABC):
         :raises UsageError: if tracing is already on, or the engine is a pipeline or runs in worker processes,
             so that its batches run elsewhere.
         """
+        raise self._lacks("tracing")
+
+    def _lacks(self, method: str) -> UsageError:
+        """Return the error of a method that needs batches which this engine runs itself."""
+        return UsageError(f"{self!r} runs no batches itself, and has no {method}: {self._elsewhere}")
 
     @abstractmethod
     async def drain(self) -> None:

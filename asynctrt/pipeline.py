@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from asynctrt.errors import (
 from asynctrt.limits import Limits, hold_from_here, limits_here, run_here, run_in
 from asynctrt.options import Options
 from asynctrt.statistics import Batching, BatchStatistics, Statistics
-from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
+from asynctrt.tensors import Array, BatchRecord, InferResult, TensorSpec, too_many_rows
 
 logger = logging.getLogger("asynctrt")
 
@@ -153,6 +153,8 @@ class Pipeline(Engine):
     :raises UsageError: if stages, inputs or outputs are missing, a stage is not of a kind listed above, or
         no event loop is running.
     """
+
+    _elsewhere = "its engines do"
 
     def __init__(
         self,
@@ -573,23 +575,6 @@ class Pipeline(Engine):
         end_s = self._loop.time() + timeout_s
         for task in list(self._tasks):
             await wait_shielded(task, end_s - self._loop.time())
-
-    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> NoReturn:
-        """Refuse: a pipeline has no slab to write into.
-
-        :raises UsageError: always.
-        """
-        self._lacks("slots")
-
-    def tracing(self, *, batches: int = 4096, timed: bool = True) -> NoReturn:
-        """Refuse: trace the engines of the stages instead.
-
-        :raises UsageError: always.
-        """
-        self._lacks("batches to trace")
-
-    def _lacks(self, what: str) -> NoReturn:
-        raise UsageError(f"{self!r} has no {what}: its engines do")
 
 
 def _taken(turn: "list[T]") -> "T | None":

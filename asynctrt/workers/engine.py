@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, Final, NoReturn
@@ -15,11 +15,11 @@ from asynctrt.core.driven import DrivenEngine
 from asynctrt.core.loading import ENGINE_NAME
 from asynctrt.core.padded_inputs import front_check
 from asynctrt.engine import STREAM_END_S
-from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError, UsageError
+from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError
 from asynctrt.options import Options
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.statistics import Batching, Statistics, WorkerState
-from asynctrt.tensors import Dims, TensorSpec, too_many_rows
+from asynctrt.tensors import TensorSpec, too_many_rows
 from asynctrt.workers.front import Dispatcher
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
@@ -35,13 +35,15 @@ SHARE_OF_MEMORY: Final = 0.5
 class IsolatedEngine(DrivenEngine):
     """A model in worker processes that may die.
 
-    Methods that need the device in this process are refused: ``slot`` and ``tracing`` raise ``UsageError``,
-    and ``outputs="device"`` raises ``InputError``.
+    What needs the device in this process is refused: ``slot`` and ``tracing`` raise ``UsageError``, and
+    ``outputs="device"`` raises ``InputError``.
 
     :param description: describes the engine in the workers, which is the same in all.
     :param memory: the memory shared with the workers, which the engine gives back.
     :param stand_in: makes a link like another one.
     """
+
+    _elsewhere = "open it with isolation='none' for that"
 
     def __init__(
         self,
@@ -120,25 +122,6 @@ class IsolatedEngine(DrivenEngine):
         return tuple(
             WorkerState(link.device, link.state, link.pid, link.deaths, len(link.groups), link.spare)
             for link in self._front.links
-        )
-
-    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> NoReturn:
-        """Refuse: an engine in worker processes has no slots.
-
-        :raises UsageError: always.
-        """
-        raise self._not_here("slot")
-
-    def tracing(self, *, batches: int = 4096, timed: bool = True) -> NoReturn:
-        """Refuse: batches are not traced across processes.
-
-        :raises UsageError: always.
-        """
-        raise self._not_here("tracing")
-
-    def _not_here(self, name: str) -> UsageError:
-        return UsageError(
-            f"{self!r} runs in worker processes and has no {name}. Open it with isolation='none' for that"
         )
 
     def _key_on_device(self, key: BatchKey, rows: int) -> BatchKey:
