@@ -1,12 +1,12 @@
 """Run work in a thread that would block the event loop for too long: decoding and encoding large messages."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Final, TypeVar
+from weakref import WeakValueDictionary
 
 from asynctrt._util import clock
 from asynctrt.errors import EngineClosedError
@@ -47,15 +47,14 @@ class ClientThreads:
     """
 
     def __init__(self, name: str = "asynctrt-decode") -> None:
-        self._name = name
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix=name)
+        self._free = asyncio.Semaphore(THREADS)
+        # By client: only one of its pieces waits for a thread, so that clients take turns.
+        self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
         self._is_closed = False
-        self._served: set[Hashable] = set()
-        """Clients that a thread is working for."""
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     def __repr__(self) -> str:
-        return f"<Worker {self._name} serves={len(self._served)} waiting={len(self._waiting)}>"
+        return f"<ClientThreads clients={len(self._turns)}>"
 
     async def run(
         self, work: Callable[[], T], client: Hashable, hold: Hold | None = None, nbytes: int = 0
@@ -71,56 +70,27 @@ class ClientThreads:
         :raises EngineClosedError: after :meth:`close`.
         """
         loop = asyncio.get_running_loop()
-        if not self._may_begin(client) and not self._is_closed:
-            turn: asyncio.Future[None] = loop.create_future()
-            self._waiting.setdefault(client, deque()).append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._ended(client)  # Its turn had already come.
-                raise
-        if self._is_closed:
-            raise EngineClosedError("this server is stopping: use another one")
-        self._served.add(client)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix=self._name)
-        more = Hold(hold.account, nbytes) if hold is not None and nbytes else None
-        job = self._executor.submit(partial(holding, work, hold, more))
+        turn = self._turns.setdefault(client, asyncio.Semaphore(1))
+        with ExitStack() as undo:
+            await turn.acquire()
+            undo.callback(turn.release)
+            await self._free.acquire()
+            undo.callback(self._free.release)
+            if self._is_closed:
+                raise EngineClosedError("this server is stopping: use another one")
+            more = Hold(hold.account, nbytes) if hold is not None and nbytes else None
+            job = self._executor.submit(partial(holding, work, hold, more))
+            # The turn and the thread are given back when the work has ended, whether anybody waits or not.
+            job.add_done_callback(partial(_soon, loop, undo.pop_all().close))
         del work, hold, more
-        job.add_done_callback(partial(self._end_soon, loop, client))
         return await asyncio.wrap_future(job)
-
-    def _may_begin(self, client: Hashable) -> bool:
-        return len(self._served) < THREADS and client not in self._served
-
-    def _end_soon(self, loop: asyncio.AbstractEventLoop, client: Hashable, _: object) -> None:
-        with suppress(RuntimeError):  # The loop is closed, and nothing waits.
-            loop.call_soon_threadsafe(self._ended, client)
-
-    def _ended(self, client: Hashable) -> None:
-        """Start work for the clients that have waited longest."""
-        self._served.discard(client)
-        for one in list(self._waiting):
-            if not self._may_begin(one):
-                continue
-            queue = self._waiting.pop(one)
-            while queue and one not in self._served:
-                turn = queue.popleft()
-                if not turn.done():
-                    self._served.add(one)
-                    turn.set_result(None)
-            if queue:
-                self._waiting[one] = queue  # Behind the other clients.
 
     def close(self) -> None:
         """Accept no more work. The threads end after their current work. Idempotent."""
         self._is_closed = True
-        waiting, self._waiting = self._waiting, {}
-        for queue in waiting.values():
-            for turn in queue:
-                if not turn.done():
-                    turn.set_result(None)
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            self._executor = None
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object], _: object) -> None:
+    with suppress(RuntimeError):  # The loop is closed, and nothing waits.
+        loop.call_soon_threadsafe(call)

@@ -151,7 +151,7 @@ class TestMemoryOfJson:
                 one.send(request(INFER, body))
                 other.send(request(INFER, body))
                 await until(gate.reached.is_set)
-                await until(lambda: server.api.worker._waiting)
+                await until(lambda: any(turn._waiters for turn in server.api.worker._turns.values()))
                 assert memory.nbytes <= 2 * len(body) + parsed_nbytes(len(body))
             await until(lambda: not server._hub.connections)
             assert memory.nbytes >= parsed_nbytes(len(body))
