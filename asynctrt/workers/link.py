@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from typing import Any, Final, Protocol
@@ -198,7 +199,8 @@ class Link:
         self._counts_before: Statistics | None = None
         self.first: asyncio.Future[Description] = loop.create_future()
         """Done when the first worker is ready or has failed."""
-        self._changed: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
+        """Set when a process has ended."""
         in_child(self, Link._let_go)
 
     def _let_go(self) -> None:
@@ -363,14 +365,11 @@ class Link:
         self._detach()
 
     async def _all_ended(self, processes: list[WorkerHandle], timeout_s: float) -> None:
-        end_s = self._loop.time() + timeout_s
-        while any(not process.how_it_ended for process in processes):
-            left_s = end_s - self._loop.time()
-            if left_s <= 0:
-                return
-            change: asyncio.Future[None] = self._loop.create_future()
-            self._changed.append(change)
-            await asyncio.wait([change], timeout=left_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(not process.how_it_ended for process in processes):
+                    self._changed.clear()
+                    await self._changed.wait()
 
     def _give_up(self, candidate: Candidate) -> None:
         """End a process that this front cannot use, or let go of it if other fronts share it."""
@@ -510,10 +509,7 @@ class Link:
 
     def _died(self, candidate: Candidate, how: str) -> None:
         """Handle the end of a process."""
-        for change in self._changed:
-            if not change.done():
-                change.set_result(None)
-        self._changed.clear()
+        self._changed.set()
         if candidate.limit is not None:
             candidate.limit.cancel()
         how += _because(candidate)

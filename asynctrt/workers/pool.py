@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 import pickle
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -118,7 +119,7 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         # By engine: the timer that closes a worker or a spare without a front.
         self._kept: dict[bytes, asyncio.TimerHandle] = {}
-        self._changed: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
         self._last_use = 0
         self._is_closed = False
 
@@ -181,11 +182,11 @@ class WorkerPool:
                 worker.process.kill()
 
     async def _all_ended(self, timeout_s: float) -> None:
-        end_s = self._loop.time() + timeout_s
-        while self._all and (left_s := end_s - self._loop.time()) > 0:
-            change: asyncio.Future[None] = self._loop.create_future()
-            self._changed.append(change)
-            await asyncio.wait([change], timeout=left_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._all:
+                    self._changed.clear()
+                    await self._changed.wait()
 
     def _want(self, member: Member, ticket: int, want: Want) -> None:
         key = pickle.dumps((want.model, want.device, want.options, want.place))
@@ -355,10 +356,7 @@ class WorkerPool:
             del use.member.uses[use.ticket]
             use.member.tell(Gone(use.ticket, how))
         worker.uses.clear()
-        for change in self._changed:
-            if not change.done():
-                change.set_result(None)
-        self._changed.clear()
+        self._changed.set()
 
     def _spare_died(self, spare: Pooled, how: str) -> None:
         """Replace a spare that died, after a pause, unless too many have died."""
