@@ -13,7 +13,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -337,22 +337,16 @@ class Pipeline(Engine):
         :raises UsageError: if called from a thread of the pipeline, or from a run that such a thread waits
             for.
         """
-        future: asyncio.Future[Callable[[], T]] = self._loop.create_future()
+        over: asyncio.Future[None] = self._loop.create_future()
         try:
             if (run := run_here()) is not None:
                 run.check(self._runs)
-                run.wait_for(self._runs, future)
-            return await self._in_thread(function, future, timeout)
+                run.wait_for(self._runs, over)
+            return await self._in_thread(function, timeout)
         finally:
-            future.cancel()  # The function may not have begun.
-            del future  # It holds the error, whose traceback holds this frame.
+            over.cancel()
 
-    async def _in_thread(
-        self,
-        function: Callable[[], T],
-        future: "asyncio.Future[Callable[[], T]]",
-        timeout: float | None,
-    ) -> T:
+    async def _in_thread(self, function: Callable[[], T], timeout: float | None) -> T:
         has_thread = False
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout if self._free_threads.locked() else None):
@@ -361,36 +355,24 @@ class Pipeline(Engine):
             # Raised outside the handler: a TimeoutError would stay as the context, and its traceback holds
             # the task.
             raise DeadlineError(f"{self._name!r}: the timeout passed before one of its threads was free")
-        # If the executor cannot start a thread, it raises but keeps the work queued, where another of its
-        # threads may still find it. Whichever side takes `turn` first decides whether the work runs.
-        turn: list[tuple[Callable[[], Callable[[], Any]], asyncio.Future[Any]]]
-        turn = [(partial(copy_context().run, outcome_of, partial(run_in, self._runs, function)), future)]
+        job: Future[Callable[[], T]] = Future()
+        job.add_done_callback(self._thread_is_free)
+        work = partial(copy_context().run, outcome_of, partial(run_in, self._runs, function))
         try:
-            self._threads.submit(self._work, turn)
+            self._threads.submit(_do, [(job, work)])
         except BaseException:
-            if _taken(turn) is not None:
-                self._free_threads.release()
+            # If the executor cannot start a thread, it raises but keeps the work queued, where another of its
+            # threads may still find it. Only if the work has not begun, it never does.
+            if job.cancel():
                 raise
         try:
-            return (await future)()
+            return (await asyncio.wrap_future(job))()
         finally:
-            del future  # It holds the error, whose traceback holds this frame.
+            del job, work  # They hold the error, whose traceback holds this frame.
 
-    def _work(self, turn: "list[tuple[Callable[[], Callable[[], Any]], asyncio.Future[Any]]]") -> None:
-        """Run the function in a thread, and report its outcome to the loop."""
-        taken = _taken(turn)
-        if taken is None:
-            return  # Its caller has already got the executor's error.
-        work, future = taken
-        outcome = None if future.cancelled() else work()
-        with suppress(RuntimeError):  # On a closed loop nothing waits for the outcome.
-            self._loop.call_soon_threadsafe(self._worked, future, outcome)
-        del taken, future, outcome  # They hold the error, whose traceback leads to this frame.
-
-    def _worked(self, future: "asyncio.Future[Any]", outcome: Callable[[], Any] | None) -> None:
-        self._free_threads.release()
-        if not future.done():
-            future.set_result(outcome)
+    def _thread_is_free(self, _: object) -> None:
+        with suppress(RuntimeError):  # On a closed loop nothing waits for it.
+            self._loop.call_soon_threadsafe(self._free_threads.release)
 
     async def _run(
         self,
@@ -577,9 +559,10 @@ class Pipeline(Engine):
             await wait_shielded(task, end_s - self._loop.time())
 
 
-def _taken(turn: "list[T]") -> "T | None":
-    """Take an item that only one of two threads may have; return ``None`` to the later thread."""
-    try:
-        return turn.pop()
-    except IndexError:
-        return None
+def _do(only: list[tuple["Future[Any]", Callable[[], Any]]]) -> None:
+    """Do the work of the only job of a list in a thread, unless the job was cancelled."""
+    # Popped, as the executor keeps the arguments of its calls.
+    job, work = only.pop()
+    if job.set_running_or_notify_cancel():
+        job.set_result(work())
+    del job, work  # They hold the error, whose traceback leads to this frame.
