@@ -151,7 +151,7 @@ class Texts:
         os.close(fd)
 
     def close(self) -> None:
-        """Answer those who wait with nothing. Idempotent."""
+        """Answer a pending request with an empty text. Idempotent."""
         self._is_closed = True
         if self._asked is not None and not self._asked.done():
             self._asked.set_result(b"")

@@ -34,7 +34,7 @@ class OwnWorkers:
 class SharedWorker:
     """A worker that the server's parent process has started for this front and possibly others.
 
-    Its methods and attributes are those of a :class:`ChildProcess`.
+    It has the methods and attributes of :class:`ChildProcess` that a link uses.
     """
 
     def __init__(
