@@ -107,6 +107,18 @@ class TestWorker:
             await worker.run(pause, "a")
         await until(lambda: names.isdisjoint(thread.name for thread in threading.enumerate()))
 
+    async def test_a_client_whose_thread_was_refused_is_served_later(self, monkeypatch):
+        def refuse(_):
+            raise RuntimeError("can't start new thread")
+
+        worker = ClientThreads()
+        with monkeypatch.context() as short, pytest.raises(RuntimeError, match="thread"):
+            short.setattr(threading.Thread, "start", refuse)
+            await worker.run(pause, "a")
+        async with asyncio.timeout(WAIT_S):
+            assert await worker.run(lambda: 7, "a") == 7
+        worker.close()
+
     async def test_who_is_cancelled_does_not_wait(self):
         worker, opened = ClientThreads(), threading.Event()
         task = asyncio.create_task(worker.run(lambda: opened.wait(WAIT_S), "a"))
