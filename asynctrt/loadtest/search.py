@@ -39,7 +39,9 @@ class Search:
         rate, self.next = self.next, None
         self._tries += 1
         if void:
-            self.end(f"the generator could not keep up {rate:,.4g} requests/s, so nothing is known above that")
+            self.end(
+                f"the generator could not keep up {rate:,.4g} requests/s, so nothing is known above that"
+            )
         elif self._confirming and holds:
             self.end(f"the rates that hold and fail are less than {self._precision:.0%} apart")
         elif holds:
