@@ -21,11 +21,12 @@ from asynctrt.kserve.client import (
     TEXT_LENGTH_MAX,
     UNREADABLE,
     AnswerError,
+    as_arrays,
     read_answer,
     takes_binary,
-    write_binary,
-    write_json,
+    write_request,
 )
+from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import parse_object
 from asynctrt.loadtest.headers import Headers, has, headers_of
 from asynctrt.loadtest.kserve import (
@@ -55,7 +56,6 @@ PAGE_S: Final = 10.0
 """Timeout for reading any of these pages."""
 HEADERS_NBYTES_MAX: Final = 256 << 10
 HEADERS_MAX: Final = 5000
-HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 
 KINDS: Final = {kind.http_status: kind for kind in (*REFUSALS, OverloadError)}
 """The error for each HTTP status of a KServe answer."""
@@ -200,14 +200,14 @@ class HttpTarget:
         self._create_task = asyncio.get_running_loop().create_task
 
     def prepare(self, inputs: Mapping[str, Array]) -> Any:
+        arrays = as_arrays(inputs)
+        tensors = [write_tensor(array) for array in arrays.values()] if self._pages.takes_binary else None
+        body, headers = write_request(arrays, tensors)
         with warnings.catch_warnings():
             # aiohttp warns that sending a body of more than 1 MiB blocks the event loop. It does, but
             # reading a file in pieces, as the warning advises, takes longer.
             warnings.simplefilter("ignore", ResourceWarning)
-            if not self._pages.takes_binary:
-                return aiohttp.BytesPayload(write_json(inputs), content_type="application/json")
-            body, head_nbytes = write_binary(inputs)
-            return aiohttp.BytesPayload(body, headers={HEAD_NBYTES: str(head_nbytes)})
+            return aiohttp.BytesPayload(body, headers=headers)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
         return self._create_task(self._send(prepared))
@@ -228,13 +228,10 @@ class HttpTarget:
         coding = headers.get("Content-Encoding", "identity")
         if coding != "identity":
             raise TargetError(f"the answer is compressed with {coding}, which the request did not accept")
-        length = headers.get(HEAD_NBYTES)
         try:
-            return read_answer(body, None if length is None else int(length))
+            return read_answer(body, headers)
         except AnswerError as error:
             raise TargetError(str(error)) from error
-        except ValueError as error:
-            raise TargetError(f"{HEAD_NBYTES} is {length!r:.40}, not a number of bytes") from error
 
     async def batches(self) -> BatchCounters | None:
         return await self._pages.counters()

@@ -22,6 +22,7 @@ from asynctrt.errors import (
     UnknownModelError,
     UnsupportedError,
 )
+from asynctrt.kserve.client import HEAD_NBYTES
 from asynctrt.loadtest import http_target, plain_target
 from asynctrt.tensors import TensorSpec
 from tests.loadtest.kserve_support import ServerContract, answer, fails, import_without, target_at
@@ -187,7 +188,7 @@ class TestOthers:
             assert given["none"].shape == (0, 4)
             method, _, headers, body = server.requests[-1]
             assert (method, headers["Content-Type"]) == ("POST", "application/json")
-            assert http_target.HEAD_NBYTES not in headers
+            assert HEAD_NBYTES not in headers
             assert json.loads(body) == {
                 "inputs": [
                     {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]},
@@ -202,7 +203,7 @@ class TestOthers:
             given = await answer(target, {"x": rows(1)})
             assert given["y"].tolist() == rows(2).tolist()
             _, _, headers, body = server.requests[-1]
-            head = json.loads(body[: int(headers[http_target.HEAD_NBYTES])])
+            head = json.loads(body[: int(headers[HEAD_NBYTES])])
             assert head["parameters"] == {"binary_data_output": True}
             assert body.endswith(rows(1).tobytes())
             assert headers["Accept-Encoding"] == "identity"
@@ -384,7 +385,7 @@ class TestErrors:
 
     async def test_a_length_of_the_header_that_is_none(self):
         async def page(_):
-            return web.Response(body=b"{}", headers={http_target.HEAD_NBYTES: "two"})
+            return web.Response(body=b"{}", headers={HEAD_NBYTES: "two"})
 
         async with asked({MODEL + "/infer": page}) as (_, target):
             with pytest.raises(TargetError, match="'two', not a number"):
