@@ -14,7 +14,7 @@ import numpy as np
 
 from asynctrt._util import clock
 from asynctrt._util.loops import opening_loop
-from asynctrt._util.validation import choice, rising_sizes
+from asynctrt._util.validation import choice, rising_sizes, takes_second
 from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream, RunOn, Unfinished, warn_if_held
@@ -659,20 +659,8 @@ def _takes_outputs(function: BatchFunction) -> bool:
     :raises ModelError: if it accepts neither.
     """
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return True  # A built-in without a signature.
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    needed = sum(one.default is one.empty for one in positional)
-    is_open = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    keywords = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
-    most = 2 if is_open else len(positional)
-    if needed > 2 or most < 1 or keywords:
+        return takes_second(function, "outputs", if_unknown=True)
+    except ValueError as error:
         raise ModelError(
-            f"{show(function)} is called as function(inputs) or function(inputs, outputs), and its signature "
-            f"is {inspect.signature(function)}"
-        )
-    if needed == 2 or (not needed and is_open):
-        return True
-    # An optional second parameter belongs to the function, unless it is named `outputs`.
-    return len(positional) > 1 and positional[1].name == "outputs"
+            f"{show(function)} is called as function(inputs) or function(inputs, outputs), and {error}"
+        ) from None

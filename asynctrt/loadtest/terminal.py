@@ -145,7 +145,7 @@ def show_lines(console: Console, found: tuple[list[Line], list[str]], a: str, b:
     lines, notes = found
     rows = []
     for name, before, after in lines:
-        shown = summary.share if name == "errors" else number
+        shown = summary.share if name.endswith("errors") else number
         ratio = f"{after / before:.3f}" if before and after is not None else DASH
         cells = [DASH if value is None else shown(value) for value in (before, after)]
         rows.append(tuple(Cell(text) for text in (name, *cells, ratio)))
