@@ -32,10 +32,8 @@ from asynctrt.loadtest.headers import Headers, has, headers_of
 from asynctrt.loadtest.kserve import (
     REFUSALS,
     Address,
-    choose_model,
     read_address,
     read_counters,
-    read_index,
     read_specs,
 )
 from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
@@ -72,12 +70,7 @@ async def open_http_target(spec: TargetSpec) -> Target:
 
 
 async def open_pages(address: Address, headers: Headers, tls: Tls) -> "Pages":
-    """Read a server's description of a model. If the address names no model, read that of the only one.
-
-    Raises what :func:`open_http_target` raises.
-
-    :raises OptionsError: if the address names no model, and the server has several.
-    """
+    """Read a server's description of a model. Raises what :func:`open_http_target` raises."""
     pages = Pages(address, headers, tls)
     try:
         await pages.read()
@@ -107,13 +100,10 @@ class Pages:
 
     async def read(self) -> None:
         """Read the model's inputs, and whether the server accepts binary tensors."""
-        if not self.address.model:
-            model = choose_model(await self._index(), self.address.shown)
-            self.address = Address(self.address.server, model)
-        metadata = await self._object("GET", self.address.path)
+        metadata = await self._object(self.address.path)
         self.inputs = read_specs(metadata.get("inputs") or ())
         try:
-            self.takes_binary = takes_binary(await self._object("GET", "/v2"))
+            self.takes_binary = takes_binary(await self._object("/v2"))
         except AsynctrtError:
             return  # Some servers lack this page; keep the default.
 
@@ -123,7 +113,7 @@ class Pages:
         :raises ConnectionLostError: if the server cannot be reached or times out.
         """
         try:
-            status, body = await self._ask("GET", f"{self.address.path}/stats")
+            status, body = await self._ask(f"{self.address.path}/stats")
         except TargetError:
             return None
         if status != 200:
@@ -137,22 +127,8 @@ class Pages:
         """Close the connections."""
         await self.session.close()
 
-    async def _index(self) -> set[str]:
-        """Return the names of the models that are ready."""
-        status, body = await self._ask("POST", "/v2/repository/index", b"{}")
-        if status == 401:
-            raise refusal(self.address.shown, status, body)
-        try:
-            # The body is a list, but the JSON reader accepts only objects.
-            return read_index(parse_object(b'{"models":' + body + b"}", "the answer")["models"])
-        except UNREADABLE:
-            raise OptionsError(
-                f"{self.address.shown} does not list its models (status {status}): name one in the address, "
-                "or with --model NAME. If it has none, give what to send: --body, or --method GET"
-            ) from None
-
-    async def _object(self, method: str, path: str) -> dict[str, Any]:
-        status, body = await self._ask(method, path)
+    async def _object(self, path: str) -> dict[str, Any]:
+        status, body = await self._ask(path)
         if status != 200:
             raise refusal(f"{self.address.shown}{path}", status, body)
         try:
@@ -160,18 +136,12 @@ class Pages:
         except RequestError as error:
             raise TargetError(f"{self.address.shown}{path} is not in KServe's form: {error}") from error
 
-    async def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        url = self.address.server + path
+    async def _ask(self, path: str) -> tuple[int, bytes]:
+        url = URL(self.address.server + path, encoded=True)
         try:
             async with (
                 asyncio.timeout(PAGE_S),
-                self.session.request(
-                    method,
-                    URL(url, encoded=True),
-                    data=body,
-                    headers={"Content-Type": "application/json"} if method == "POST" else None,
-                    allow_redirects=False,
-                ) as response,
+                self.session.get(url, allow_redirects=False) as response,
             ):
                 return response.status, await read_body(response, PAGE_NBYTES_MAX)
         except TimeoutError as error:

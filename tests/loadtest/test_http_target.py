@@ -13,7 +13,6 @@ from aiohttp import web
 
 from asynctrt.errors import (
     ConnectionLostError,
-    OptionsError,
     OverloadError,
     RequestError,
     TargetError,
@@ -211,10 +210,9 @@ class TestOthers:
             assert int(headers["Content-Length"]) == len(body)
 
     async def test_one_behind_a_path(self):
-        pages = {"/behind" + MODEL: METADATA, "/behind/v2/repository/index": [{"name": "m"}]}
-        async with other(pages) as server:
+        async with other({"/behind" + MODEL: METADATA}) as server:
             for path in ("/behind/v2", "/behind/v2/", "/behind/v2/models/m", "/behind/v2/models/m/infer"):
-                async with target_at(server.url + path) as target:
+                async with target_at(server.url + path, model="m") as target:
                     assert target.name == "m"
                     assert server.requests[-2][1] == "/behind" + MODEL
 
@@ -332,33 +330,6 @@ class TestErrors:
         with pytest.raises(error, match=says):
             async with asked({MODEL: page}):
                 pass
-
-    @pytest.mark.parametrize(
-        ("page", "says"),
-        [
-            (
-                (404, "<html>"),
-                r"does not list its models \(status 404\): name one in the address.*--method GET",
-            ),
-            ((400, {"error": "no"}), "status 400"),
-            ("<html>", "status 200"),
-            ([1], "status 200"),
-            ([{}], "status 200"),
-            ([], "the server has no models that are ready"),
-            ([{"name": "m", "state": "UNAVAILABLE"}], "no models that are ready"),
-            ([{"name": "m", "state": "READY"}, {"name": "n"}], "the server has 'm', 'n'"),
-        ],
-    )
-    async def test_which_model_it_cannot_say(self, page, says):
-        with pytest.raises(OptionsError, match=says):
-            async with asked({"/v2/repository/index": page}, ""):
-                pass
-
-    async def test_the_only_model_that_is_ready(self):
-        index = [{"name": "x", "state": "UNAVAILABLE"}, *({"name": "m", "version": v} for v in "12")]
-        async with asked({"/v2/repository/index": index}, "") as (server, target):
-            assert target.name == "m"
-            assert server.requests[0][0] == "POST"
 
     @pytest.mark.parametrize(
         "page",
