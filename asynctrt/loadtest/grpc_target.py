@@ -29,7 +29,6 @@ from asynctrt.kserve.client import (
 )
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.protobuf import CONTENTS, message_classes, parse
-from asynctrt.loadtest.headers import Headers, headers_of
 from asynctrt.loadtest.kserve import (
     REFUSALS,
     Address,
@@ -37,7 +36,14 @@ from asynctrt.loadtest.kserve import (
     read_grpc_address,
     read_specs,
 )
-from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import (
+    ANSWER_NBYTES_MAX,
+    BatchCounters,
+    Headers,
+    Target,
+    TargetSpec,
+    headers_of,
+)
 from asynctrt.loadtest.tls import Tls
 from asynctrt.tensors import Array
 

@@ -28,7 +28,6 @@ from asynctrt.kserve.client import (
 )
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import parse_object
-from asynctrt.loadtest.headers import Headers, has, headers_of
 from asynctrt.loadtest.kserve import (
     REFUSALS,
     Address,
@@ -36,7 +35,15 @@ from asynctrt.loadtest.kserve import (
     read_counters,
     read_specs,
 )
-from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import (
+    ANSWER_NBYTES_MAX,
+    BatchCounters,
+    Headers,
+    Target,
+    TargetSpec,
+    has,
+    headers_of,
+)
 from asynctrt.loadtest.tls import Tls
 from asynctrt.tensors import Array
 
