@@ -46,6 +46,8 @@ def test_every_kind_of_report_is_shown(kind, width):
     report = getattr(reports, kind)()
     text = shown(report, width=width)
     assert max(map(cell_len, text.split("\n"))) <= width
+    rules = [line for line in text.split("\n") if "──" in line]
+    assert all(line.endswith("─ ") for line in rules), "no column is cut off"
     assert all(letter.isprintable() or letter == "\n" for letter in text)
     if report.void:
         assert "VOID" in text
