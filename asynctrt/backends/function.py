@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import secrets
-import sys
 from asyncio import _get_running_loop
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ import numpy as np
 
 from asynctrt._util import clock
 from asynctrt._util.loops import opening_loop
-from asynctrt._util.validation import choice, rising_sizes
+from asynctrt._util.validation import choice, rising_sizes, takes_second
 from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream, RunOn, Unfinished, warn_if_held
@@ -39,16 +38,16 @@ RUN_ON: Final = choice(*get_args(FunctionRunsOn))
 BATCH_SIZES: Final = rising_sizes()
 
 FILL: Final = 0xFF
-"""The fill for unmarked bytes: NaN as a float, -1 or the largest value as an integer, so that it stands
-out."""
+"""The fill for bytes that no mark covers: NaN as a float, -1 or the largest value as an integer, so that it
+stands out."""
 
-FILL_BOOL: Final = 0xA5
-"""Fills a bool output. No bool is stored as this byte, so each unwritten value is detected."""
-
-FILL_NBYTES_MAX: Final = 4096
-"""Outputs of up to this many bytes are filled and marked by copying a prepared pattern."""
+BOOL_MARK: Final = b"\xa5"
+"""Marks a bool output. No bool is stored as this byte, so each unwritten value is detected."""
 
 MARK_NBYTES: Final = 8
+
+SEARCHED_NBYTES_MAX: Final = 2048
+"""Up to this many bytes, a search for the mark is faster than starting two NumPy operations."""
 
 
 class FunctionModel(ModelBase):
@@ -72,8 +71,8 @@ class FunctionModel(ModelBase):
     A batch fails with :class:`ExecutionError` if some row was not written. When the function accesses an
     output to write it in place, the output is filled and marked; the marks are searched for at the end:
 
-    - Rows of 8 bytes or more: a row is detected if its first or last 8 bytes were not written. Gaps between
-      them are not detected.
+    - Rows of 8 bytes or more: a row is detected if any of its groups of 8 bytes, counted from its start, was
+      not written.
     - ``bool``: every unwritten value is detected.
     - Rows of one ``float32``: every unwritten row is detected.
     - Other rows of fewer than 8 bytes: 8 consecutive unwritten bytes, at a multiple of 8 bytes from the start
@@ -138,7 +137,7 @@ class FunctionModel(ModelBase):
     ) -> None:
         if not callable(function):
             raise ModelError(f"{show(function)} is not a function: a FunctionModel calls one for each batch")
-        self._run_on: RunOn = RUN_ON("run_on", run_on)
+        self.run_on: RunOn = RUN_ON("run_on", run_on)
         self.function = function
         self.name: str = name or getattr(function, "__name__", None) or type(function).__name__
         self.inputs = (inputs,) if isinstance(inputs, TensorSpec) else tuple(inputs)
@@ -156,10 +155,10 @@ class FunctionModel(ModelBase):
         refuse_generators(function)
         # A key for durations: batches take about equally long on all contexts of a model, and other models
         # may use the same device.
-        self._kind = object()
+        self.kind = object()
         if is_coroutine_function(function):
             self.await_results()
-        self._takes_outputs = _takes_outputs(function)
+        self.takes_outputs = _takes_outputs(function)
         known = {dim for spec in self.inputs for dim in spec.dims}
         for spec in self.outputs:
             for dim in spec.dims:
@@ -194,20 +193,13 @@ class FunctionModel(ModelBase):
             raise DeviceUnavailableError(
                 f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host'"
             )
-        return FunctionContext(
-            self.function,
-            takes_outputs=self._takes_outputs,
-            kind=self._kind,
-            name=repr(self.name),
-            run_on=self._run_on,
-            loop=opening_loop(),
-        )
+        return FunctionContext(self, opening_loop())
 
     def await_results(self) -> None:
         """Assume that calls only return awaitables, which run on the loop and do not occupy the device."""
         self.capabilities = replace(self.capabilities, occupies_device=False)
         # Calling a coroutine function runs none of its code, so that may happen in a thread or on the loop.
-        self._run_on = "auto"
+        self.run_on = "auto"
 
     def close(self) -> None:
         """Do nothing: a function holds nothing."""
@@ -219,21 +211,8 @@ class FunctionContext:
     :param loop: the event loop that opens the engine, for batches that run before it is ready.
     """
 
-    def __init__(
-        self,
-        function: BatchFunction,
-        *,
-        takes_outputs: bool,
-        kind: object,
-        name: str,
-        run_on: RunOn,
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        self._function = function
-        self._takes_outputs = takes_outputs
-        self._kind = kind
-        self._name = name
-        self._run_on = run_on
+    def __init__(self, model: FunctionModel, loop: asyncio.AbstractEventLoop | None) -> None:
+        self._model = model
         self._loop = loop
 
     def keep_apart(self, sizes: Sequence[int]) -> None:
@@ -242,16 +221,7 @@ class FunctionContext:
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
     ) -> "FunctionBinding":
-        return FunctionBinding(
-            self._function,
-            inputs,
-            outputs,
-            takes_outputs=self._takes_outputs,
-            kind=self._kind,
-            name=self._name,
-            run_on=self._run_on,
-            loop=self._loop,
-        )
+        return FunctionBinding(self._model, inputs, outputs, self._loop)
 
     def close(self) -> None:
         """Do nothing: a context holds nothing."""
@@ -262,21 +232,16 @@ class FunctionBinding:
 
     def __init__(
         self,
-        function: BatchFunction,
+        model: FunctionModel,
         inputs: tuple[TensorMemory, ...],
         outputs: tuple[TensorMemory | None, ...],
-        *,
-        takes_outputs: bool = True,
-        kind: object = None,
-        name: str = "the function",
-        run_on: RunOn = "thread",
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self._function = function
-        self._takes_outputs = takes_outputs
-        self._name = name
-        self._run_on: RunOn = run_on
-        self._kind = kind, tuple(memory.dims for memory in inputs)
+        self._function = model.function
+        self._takes_outputs = model.takes_outputs
+        self._name = repr(model.name)
+        self._run_on = model.run_on
+        self._kind = model.kind, tuple(memory.dims for memory in inputs)
         self._inputs = tuple((memory.name, memory.array) for memory in inputs if memory.array is not None)
         self._outputs = {memory.name: OutputMemory(memory) for memory in outputs if memory is not None}
         self._only_output = next(iter(self._outputs.values())) if len(self._outputs) == 1 else None
@@ -504,7 +469,7 @@ class Outputs(Mapping[str, Array]):
         if given is not None and given is not self:
             self._store_all(given)
         for memory in self._marked:
-            if memory.may_be_marked() and (missing := memory.count_marked()):
+            if missing := memory.count_marked():
                 raise self._not_written(memory.name, missing)
         if len(self._arrays) < len(self._memory):
             name = next(name for name in self._memory if name not in self._arrays)
@@ -551,7 +516,7 @@ class Outputs(Mapping[str, Array]):
 
 
 class OutputMemory:
-    """The memory of one output, with marks that show which rows a function did not write.
+    """The memory of one output, filled with marks that show which rows a function did not write.
 
     A mark is a random number. After it was found, a new one is drawn.
     """
@@ -563,53 +528,38 @@ class OutputMemory:
         self._dtype = memory.dtype
         self._bytes = memory.array.reshape(-1).view(np.uint8)
         self._row_nbytes = self._bytes.nbytes // len(memory.array)
-        # For all rows: the places of marks, the targets with their fills, and the first bytes once filled.
-        self._all_places = self._bytes[:0]
-        self._all_fills: tuple[tuple[Array, Array], ...] = ()
-        self._first = b""
-        self._value = 0
-        # The rest applies to batches of this many rows.
-        self._rows = 0
-        self._fills: tuple[tuple[Array, Array], ...] = ()
-        # A small output is filled by one copy of bytes, because starting a NumPy operation would take longer.
-        self._filled = memoryview(b"")
-        self._fill = b""
-        # For a single row it is faster to check the marks one by one.
-        self._looks: tuple[Callable[[], int], ...] = ()
         self.mark = b""
         """The mark, as stored in memory; empty until one is drawn."""
+        # The rest applies to this mark and to batches of this many rows.
+        self._rows = 0
+        self._value = self._bytes[:0]
+        self._has_rest = False
         self.places = self._bytes[:0]
         """The places of the marks."""
 
     def hand_out(self, rows: int) -> Array:
-        """Overwrite the first `rows` rows, so that no data of an earlier batch is left, and mark them.
+        """Fill the first `rows` rows with marks, so that no data of an earlier batch is left.
 
         :returns: a view of these rows for the function to write into.
         """
         if not self.mark:
-            self._prepare()
+            self._rows, self.mark = 0, self._draw()
         if rows != self._rows:
             self._cut(rows)
-        if self._fill:
-            self._filled[:] = self._fill
-            return self._array[:rows]
-        for target, fill in self._fills:
-            target[...] = fill
+        if self._has_rest:
+            self._bytes[: rows * self._row_nbytes] = FILL
+        self.places[...] = self._value
         return self._array[:rows]
 
-    def may_be_marked(self) -> bool:
-        """Return False only if no row is marked. Cheap."""
-        for look in self._looks:
-            if look() == self._value:
-                return True
-        return not self._looks and self.mark in self.places.tobytes()
-
     def count_marked(self) -> int:
-        """Return how many rows are marked, and discard the mark, so that a new one is drawn."""
-        found, rows = self.places == np.frombuffer(self.mark, self.places.dtype), self._rows
+        """Return how many rows are marked. If any are, discard the mark, so that a new one is drawn."""
+        if self.places.nbytes <= SEARCHED_NBYTES_MAX and self.mark not in self.places.tobytes():
+            return 0
+        if not np.count_nonzero(found := self.places == self._value):
+            return 0
         self.mark = b""
-        if found.size % rows == 0 and self._row_nbytes >= self.places.itemsize:
-            return int(found.reshape(rows, -1).any(axis=1).sum())
+        if found.ndim > 1:
+            return int(found.any(axis=1).sum())
         # A mark spans several rows. None of them was written.
         found = np.repeat(found, self.places.itemsize)
         return int(np.logical_or.reduceat(found, range(0, found.size, self._row_nbytes)).sum())
@@ -646,63 +596,31 @@ class OutputMemory:
             )
         return target
 
-    def _prepare(self) -> None:
-        """Draw a mark, and decide its places, the targets and their fills."""
-        nbytes, mark = self._row_nbytes, self._draw()
-        if self._dtype == np.bool_ or not nbytes:
-            mark = bytes([FILL_BOOL])
-        elif nbytes < MARK_NBYTES and self._dtype == np.float32:
-            mark = mark[:4]
-        self._rows = 0
-        self._value = int.from_bytes(mark, sys.byteorder)
-        self._all_places, self._all_fills = self._lay_out(self._bytes, mark)
-        first = np.empty(min(FILL_NBYTES_MAX // nbytes, len(self._array)) * nbytes if nbytes else 0, np.uint8)
-        for target, fill in self._lay_out(first, mark)[1]:
-            target[...] = fill
-        self._first = first.tobytes()
-        self.mark = mark  # Last, because Ctrl-C may come earlier.
-
-    def _lay_out(self, filled: Array, mark: bytes) -> tuple[Array, tuple[tuple[Array, Array], ...]]:
-        """Return the places of marks in the bytes of some rows, and the targets with their fills."""
-        nbytes, drawn = self._row_nbytes, np.frombuffer(mark, np.uint8)
-        fill = np.array(FILL, np.uint8)
-        if nbytes >= MARK_NBYTES == len(mark):
-            rows = len(filled) // nbytes
-            row = np.full(nbytes, fill)
-            row[:MARK_NBYTES] = row[-MARK_NBYTES:] = drawn
-            strides = (nbytes, nbytes - MARK_NBYTES)
-            places = np.ndarray((rows, 2 if strides[1] else 1), np.uint64, filled, strides=strides)
-            row = row.view(np.uint8 if nbytes % 8 else np.uint64)
-            return places, ((filled.view(row.dtype).reshape(rows, len(row)), row),)
-        unit = np.dtype(f"u{len(mark)}")
-        places = filled[: len(filled) // unit.itemsize * unit.itemsize].view(unit)
-        marks = (places, drawn.view(unit))
-        return places, (marks,) if unit.itemsize <= nbytes or not nbytes else ((filled, fill), marks)
-
     def _cut(self, rows: int) -> None:
-        """Cut what was laid out for all rows to a batch of this many rows."""
-        self._rows, nbytes = 0, rows * self._row_nbytes  # Valid for no batch until all of it is done.
-        self.places = self._part(self._all_places, rows)
-        self._fills = tuple([(self._part(target, rows), fill) for target, fill in self._all_fills])
-        self._fill = self._first[:nbytes] if nbytes <= len(self._first) else b""
-        self._filled = self._bytes[:nbytes].data
-        ends = range(self.places.shape[-1]) if len(self.places) == 1 else ()
-        self._looks = tuple([self.places[..., end : end + 1].item for end in ends])
+        """Find the places of marks in a batch of this many rows."""
+        self._rows = 0  # Valid for no batch until all of it is done: Ctrl-C may come in between.
+        unit, nbytes = np.dtype(f"u{len(self.mark)}"), self._row_nbytes
+        size = unit.itemsize
+        if nbytes >= size:
+            places = np.ndarray((rows, nbytes // size), unit, self._bytes, strides=(nbytes, size))
+        else:
+            places = np.ndarray((rows * nbytes // size,), unit, self._bytes)
+        self.places, self._value = places, np.frombuffer(self.mark, unit)
+        self._has_rest = places.nbytes < rows * nbytes
         self._rows = rows
-
-    def _part(self, array: Array, rows: int) -> Array:
-        """Return the part of an array over all rows that belongs to the first ones."""
-        return array[:rows] if array.ndim > 1 else array[: rows * self._row_nbytes // array.itemsize]
 
     def _draw(self) -> bytes:
         """Draw a mark: a random number or, for floats, NaNs with random payloads.
 
         A computed NaN carries such a payload only if one of its operands did.
         """
+        if self._dtype == np.bool_:
+            return BOOL_MARK
         drawn = np.frombuffer(secrets.token_bytes(MARK_NBYTES), np.uint8)
         if self._dtype.kind in "fc" or self._dtype.name == "bfloat16":
             drawn = drawn | np.full(MARK_NBYTES, np.nan).astype(self._dtype).view(np.uint8)[:MARK_NBYTES]
-        return drawn.tobytes()
+        is_one = self._row_nbytes == self._dtype.itemsize == 4 and self._dtype.kind == "f"
+        return drawn.tobytes()[: 4 if is_one else MARK_NBYTES]
 
     def _converted(self, value: object) -> Array:
         if not is_array(value):
@@ -741,20 +659,8 @@ def _takes_outputs(function: BatchFunction) -> bool:
     :raises ModelError: if it accepts neither.
     """
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return True  # A built-in without a signature.
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    needed = sum(one.default is one.empty for one in positional)
-    is_open = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    keywords = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
-    most = 2 if is_open else len(positional)
-    if needed > 2 or most < 1 or keywords:
+        return takes_second(function, "outputs", if_unknown=True)
+    except ValueError as error:
         raise ModelError(
-            f"{show(function)} is called as function(inputs) or function(inputs, outputs), and its signature "
-            f"is {inspect.signature(function)}"
-        )
-    if needed == 2 or (not needed and is_open):
-        return True
-    # An optional second parameter belongs to the function, unless it is named `outputs`.
-    return len(positional) > 1 and positional[1].name == "outputs"
+            f"{show(function)} is called as function(inputs) or function(inputs, outputs), and {error}"
+        ) from None

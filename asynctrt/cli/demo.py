@@ -501,7 +501,7 @@ class Course:
         await server.start()
         tasks = [asyncio.create_task(server.serve())]  # From here on, Ctrl-C ends the server.
         try:
-            async with connect(f"ws{server.http_url.removeprefix('http')}/v2/ws") as client:
+            async with connect(server.websocket_url) as client:
                 asks = [partial(ask, name, rows) for name, (_, rows) in engines.items()]
                 tasks.append(asyncio.create_task(offered(math.inf, 50, *asks)))
                 self.say(f"\nThe dashboard, of both models under a light load: {server.http_url}/")

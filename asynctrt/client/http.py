@@ -22,12 +22,12 @@ from asynctrt.kserve.client import (
     TEXT_LENGTH_MAX,
     AnswerError,
     as_arrays,
-    describe_request,
     read_answer,
     takes_binary,
+    write_request,
 )
 from asynctrt.kserve.datatypes import write_tensor
-from asynctrt.kserve.json_codec import dump, parse_object
+from asynctrt.kserve.json_codec import parse_object
 from asynctrt.tensors import Array
 
 try:
@@ -36,7 +36,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("clients over HTTP need aiohttp: pip install 'asynctrt[client]'") from error
 
-HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 KIND: Final = "Asynctrt-Error"
 """The header in which an asynctrt server names the class of an error."""
 
@@ -130,20 +129,11 @@ class HttpClient(OneServer):
         async def send() -> dict[str, Array]:
             if self._takes_binary is None:
                 self._takes_binary = await self._learns_binary()
-            sizes = [len(tensor) for tensor in tensors] if self._takes_binary else None
-            head = dump(describe_request(arrays, sizes, outputs=outputs, timeout=timeout, priority=priority))
-            body, headers = head, {"Content-Type": "application/json"}
-            if self._takes_binary:
-                body = b"".join((head, *tensors))
-                headers = {HEAD_NBYTES: str(len(head)), "Content-Type": "application/octet-stream"}
+            raw = tensors if self._takes_binary else None
+            body, headers = write_request(arrays, raw, outputs=outputs, timeout=timeout, priority=priority)
             answer, given = await self._ask("POST", path, body, headers)
-            length = given.get(HEAD_NBYTES)
-            try:
-                found = read_answer(answer, None if length is None else int(length))
-            except ValueError as error:
-                raise AnswerError(f"{HEAD_NBYTES} is {length!r:.40}, not a number of bytes") from error
             # The caller may write to its outputs, so they are copies.
-            return {name: array.copy() for name, array in found.items()}
+            return {name: array.copy() for name, array in read_answer(answer, given).items()}
 
         return send
 

@@ -1,12 +1,12 @@
 """Helpers for the stages of a pipeline: their arguments, their errors, the outputs of the last stage."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from asynctrt._util.validation import takes_second
 from asynctrt.errors import ExecutionError, UsageError, show
 from asynctrt.tensors import Array, TensorSpec, cast
 
@@ -31,20 +31,11 @@ def takes_call(stage: Callable[..., Any]) -> bool:
     :raises UsageError: if it can be called with neither one argument nor two.
     """
     try:
-        parameters = inspect.signature(stage).parameters.values()
-    except (TypeError, ValueError):
-        return False  # A built-in without a signature.
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    needed = sum(one.default is one.empty for one in positional)
-    is_open = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    keywords = [one for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
-    if needed > 2 or keywords or not (positional or is_open):
+        return takes_second(stage, "call", if_unknown=False)
+    except ValueError as error:
         raise UsageError(
-            f"a stage is called as stage(inputs) or stage(inputs, call), and {show(stage)} has the "
-            f"parameters {inspect.signature(stage)}"
-        )
-    # An optional second parameter is not for the call, unless its name is "call".
-    return needed == 2 or (len(positional) > 1 and positional[1].name == "call")
+            f"a stage is called as stage(inputs) or stage(inputs, call): for {show(stage)}, {error}"
+        ) from None
 
 
 def outcome_of(function: Callable[[], T]) -> Callable[[], T]:

@@ -16,7 +16,6 @@ from asynctrt.kserve.datatypes import (
     read_tensor,
     refuse_infinities,
     to_json,
-    write_tensor,
 )
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
 from asynctrt.tensors import Array, TensorSpec, cast, convert, has_masked, to_array
@@ -136,20 +135,26 @@ BINARY: Final = "binary_tensor_data"
 """The protocol extension that sends tensors as raw bytes after the JSON."""
 
 
-def write_binary(inputs: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return the body of a request with raw tensors, and the size of its JSON head in bytes."""
-    arrays = as_arrays(inputs)
-    tensors: list[Buffer] = [write_tensor(array) for array in arrays.values()]
-    head = dump(describe_request(arrays, [len(tensor) for tensor in tensors]))
-    return b"".join((head, *tensors)), len(head)
+HEAD_NBYTES: Final = "Inference-Header-Content-Length"
+"""The HTTP header with the size of the JSON that raw tensors follow."""
 
 
-def write_json(inputs: Mapping[str, Any]) -> bytes:
-    """Return the body of a request as JSON alone, for servers without the binary extension.
+def write_request(
+    arrays: Mapping[str, Array], tensors: Sequence[Buffer] | None, **wanted: Any
+) -> tuple[bytes, dict[str, str]]:
+    """Return a request's body over HTTP, and the headers that describe it.
 
+    :param tensors: the raw bytes of the arrays; ``None`` puts their values into the JSON instead, for servers
+        without the binary extension.
+    :param wanted: as for :func:`describe_request`.
     :raises RequestError: for infinities and bytes that are not text, which JSON cannot carry.
     """
-    return dump(describe_request(as_arrays(inputs), None))
+    sizes = None if tensors is None else [len(tensor) for tensor in tensors]
+    head = dump(describe_request(arrays, sizes, **wanted))
+    if tensors is None:
+        return head, {"Content-Type": "application/json"}
+    headers = {HEAD_NBYTES: str(len(head)), "Content-Type": "application/octet-stream"}
+    return b"".join((head, *tensors)), headers
 
 
 def takes_binary(server: Mapping[str, Any]) -> bool:
@@ -182,12 +187,16 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def read_answer(body: bytes, head_nbytes: int | None) -> dict[str, Array]:
-    """Return the outputs of an answer: a JSON head of ``head_nbytes`` then raw tensors, or JSON alone.
+def read_answer(body: bytes, headers: Mapping[str, str]) -> dict[str, Array]:
+    """Return the outputs of an answer over HTTP: a JSON head and then raw tensors, or JSON alone.
 
     :raises AnswerError: if it cannot be read.
     """
-    head = body if head_nbytes is None else body[:head_nbytes]
+    length = headers.get(HEAD_NBYTES)
+    try:
+        head = body if length is None else body[: int(length)]
+    except ValueError as error:
+        raise AnswerError(f"{HEAD_NBYTES} is {length!r:.40}, not a number of bytes") from error
     try:
         outputs = place_outputs(parse_object(head, "the answer", len(head)))
         return read_outputs(outputs, body, len(head))

@@ -10,10 +10,9 @@ from asynctrt._util.validation import check_names
 from asynctrt.engine import Engine
 from asynctrt.errors import UsageError
 from asynctrt.loadtest.job import LoadJob, carry_out
-from asynctrt.loadtest.keywords import RunSettings
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
-from asynctrt.loadtest.settings import LoadSettings, check_not_removed
+from asynctrt.loadtest.settings import LoadSettings, RunSettings, check_not_removed
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options

@@ -68,7 +68,7 @@ def charts(report: Report) -> list[Chart]:
     """Return every chart for which the report has figures."""
     makers = (_rate_latency, _latency, _throughput, _percentiles, _batches)
     made = list(zip(WORDS.items(), [maker(report) for maker in makers], strict=True))
-    colours = {group.key: number for number, group in enumerate(groups(report))}
+    colours = {group.name: number for number, group in enumerate(groups(report))}
     for _, data in made:
         for series in data["series"] if data is not None else ():
             series["colour"] = colours.setdefault(series.pop("group") or series["label"], len(colours))
@@ -176,7 +176,7 @@ def _latency(report: Report) -> dict[str, Any] | None:
         )
         name = "p99" if has_p99 else "p50"
         series = [
-            Series(f"{group.key}, {name}", "", _over_time(run, name), group.key)
+            Series(f"{group.name}, {name}", "", _over_time(run, name), group.name)
             for group in shown
             for run in group.runs
         ]
@@ -192,7 +192,7 @@ def _throughput(report: Report) -> dict[str, Any] | None:
     series: list[Series] = []
     for group in shown:
         for run in group.runs:
-            name = group.key if len(shown) > 1 else ""
+            name = group.name if len(shown) > 1 else ""
             series.append(Series(f"{name} due".strip(), "thin", _over_time(run, "sent"), name))
             series.append(Series(f"{name} answered".strip(), "", _over_time(run, "throughput"), name))
     return _chart(series, "time after the warm-up (s)", "requests/s")
@@ -216,7 +216,7 @@ def _percentiles(report: Report) -> dict[str, Any] | None:
             counts = Counts.of(run.histogram)
             most = max(most, 2.0 * len(counts))
             points = {odds(mark): (counts.percentile(mark) or 0) / 1e6 for mark in marks_for(len(counts))}
-            series.append(Series(group.key or "latency", "", points, group.key))
+            series.append(Series(group.name or "latency", "", points, group.name))
     marks = [[odds(mark), f"{mark:.10g}%"] for mark in MARKS if odds(mark) <= most]
     is_log = _is_wide(value for one in series for value in one.points.values())
     return _chart(series, "percentile of the requests", "latency (ms)", is_log=is_log, marks=marks)
@@ -226,10 +226,10 @@ def _batches(report: Report) -> dict[str, Any] | None:
     shown = main_groups(report, "sweep", "search")
     series = [
         Series(
-            group.key or "batches",
+            group.name or "batches",
             "bars",
             {float(rows): float(count) for rows, count in sizes(group.runs).items()},
-            group.key,
+            group.name,
         )
         for group in shown
     ]

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from asynctrt.loadtest import criteria
 from asynctrt.loadtest.criteria import Criterion
 from asynctrt.loadtest.report import mean_figures
 
@@ -19,11 +18,22 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Line],
 
 
 def gate(texts: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the criteria that are true of the second report, and the ones that cannot be checked.
+    """Return the criteria that are true of the second report, with values, and the ones that cannot be
+    checked.
 
     :raises OptionsError: for an invalid criterion.
     """
-    return criteria.gate(map(Criterion.parse, texts), mean_figures(b["runs"]), mean_figures(a["runs"]))
+    failed, unchecked = [], []
+    baseline, figures = mean_figures(a["runs"]), mean_figures(b["runs"])
+    for item in map(Criterion.parse, texts):
+        value, before = figures.get(item.key), baseline.get(item.key)
+        if value is None or (item.is_relative and before is None):
+            where = "this run" if value is None else "the baseline"
+            unchecked.append(f"{item}: cannot be checked, because {where} has no {item.key}")
+        elif item.compare(value, before):
+            against = f", against {before:,.6g} in the baseline" if item.is_relative else ""
+            failed.append(f"{item}: {item.key} is {value:,.6g}{against}")
+    return failed, unchecked
 
 
 def _notes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

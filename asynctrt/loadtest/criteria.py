@@ -1,7 +1,7 @@
 """Criteria for checking a run: ``p99<20ms``, or ``p99>+10%`` relative to a baseline. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -113,22 +113,6 @@ def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
     timed = (*PERCENTILES, "max")
     limits = [item.limit for item in criteria if item.figure in timed and not item.step]
     return max(limits) if limits else None
-
-
-def gate(
-    criteria: Iterable[Criterion], figures: Mapping[str, float], baseline: Mapping[str, float] | None
-) -> tuple[list[str], list[str]]:
-    """Return the ``--fail-if`` criteria that are true, with values, and the ones that cannot be checked."""
-    failed, unchecked = [], []
-    for item in criteria:
-        value, before = figures.get(item.key), (baseline or {}).get(item.key)
-        if value is None or (item.is_relative and before is None):
-            where = "this run" if value is None else "the baseline"
-            unchecked.append(f"{item}: cannot be checked, because {where} has no {item.key}")
-        elif item.compare(value, before):
-            against = f", against {before:,.6g} in the baseline" if item.is_relative else ""
-            failed.append(f"{item}: {item.key} is {value:,.6g}{against}")
-    return failed, unchecked
 
 
 def _sign(sign: str) -> Literal["<", ">"]:

@@ -14,7 +14,6 @@ from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
     MissingExtraError,
-    OptionsError,
     OverloadError,
     RequestError,
     TargetError,
@@ -30,17 +29,21 @@ from asynctrt.kserve.client import (
 )
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.protobuf import CONTENTS, message_classes, parse
-from asynctrt.loadtest.headers import Headers, headers_of
 from asynctrt.loadtest.kserve import (
     REFUSALS,
     Address,
-    choose_model,
     read_counters,
     read_grpc_address,
-    read_index,
     read_specs,
 )
-from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import (
+    ANSWER_NBYTES_MAX,
+    BatchCounters,
+    Headers,
+    Target,
+    TargetSpec,
+    headers_of,
+)
 from asynctrt.loadtest.tls import Tls
 from asynctrt.tensors import Array
 
@@ -76,11 +79,8 @@ LOST: Final = ("Stream removed", "Socket closed", "Connection reset", "Broken pi
 async def open_grpc_target(spec: TargetSpec) -> Target:
     """Open the model at ``grpc://HOST:PORT/NAME``, or ``grpcs://`` with TLS.
 
-    If the address has no name, open the server's only model.
-
     :raises TargetError: if the server cannot be reached, or does not speak KServe.
     :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
-    :raises OptionsError: if the address names no model, and the server has several.
     """
     target = GrpcTarget(read_grpc_address(spec), headers_of(spec), spec.tls)
     try:
@@ -137,20 +137,10 @@ class GrpcTarget:
         self._create_task = asyncio.get_running_loop().create_task
 
     async def read(self) -> None:
-        """Connect, and read the model's name and inputs.
+        """Connect, and read the model's inputs.
 
         :raises AsynctrtError: any failure; :func:`open_grpc_target` turns it into the right error.
         """
-        if not self.name:
-            try:
-                index = await self._ask("RepositoryIndex")
-            except UnsupportedError as error:
-                raise OptionsError(
-                    f"{self._address.shown} does not list its models ({error}): name one in the address, or "
-                    "with --model NAME"
-                ) from error
-            models = [{"name": item.name, "state": item.state} for item in index.models]
-            self.name = choose_model(read_index(models), self._address.shown)
         metadata = await self._ask("ModelMetadata", name=self.name, version=self._address.version)
         self.inputs = read_specs(
             {"name": item.name, "datatype": item.datatype, "shape": item.shape} for item in metadata.inputs

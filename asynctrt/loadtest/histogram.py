@@ -5,14 +5,13 @@ windows and processes add up exactly.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-Keys = npt.NDArray[np.int32]
 
 LARGEST_NS: Final = 24 * 3600 * 10**9
 KEPT_BITS: Final = 10
@@ -24,61 +23,43 @@ ONE_KEY: Final = 1023 << KEPT_BITS
 LARGEST_KEY: Final = (int(np.float64(LARGEST_NS).view(np.int64)) >> DROPPED_BITS) - ONE_KEY
 ZERO: Final = -1
 """The key of 0, which has no leading bit."""
-LOOSE_MAX: Final = 1 << 16
-"""Limit on the uncounted keys; beyond it they are counted."""
 
 
 class Counts:
     """Count how often each value in ns occurs. Counts can be merged and pickled."""
 
-    __slots__ = ("_counts", "_keys", "_loose", "_loose_count", "total_ns")
+    __slots__ = ("_counts", "_first", "total_ns")
 
     def __init__(self) -> None:
-        self._keys: Keys = np.zeros(0, np.int32)
+        # The counts of all keys from `_first` on.
+        self._first = 0
         self._counts: Ints = np.zeros(0, np.int64)
-        self._loose: list[Keys] = []
-        self._loose_count = 0
         self.total_ns = 0
 
     def __repr__(self) -> str:
         return f"<Counts {len(self)} values>"
 
     def __len__(self) -> int:
-        return int(self._counts.sum()) + self._loose_count
-
-    def __getstate__(self) -> tuple[Keys, Ints, int]:
-        """Return the compacted state for another process."""
-        self.compact()
-        return self._keys, self._counts, self.total_ns
-
-    def __setstate__(self, state: tuple[Keys, Ints, int]) -> None:
-        self._keys, self._counts, self.total_ns = state
-        self._loose, self._loose_count = [], 0
+        return int(self._counts.sum())
 
     def add(self, values: Ints) -> None:
         """Count values, clipped to between 0 and a day; ``total_ns`` adds up the unclipped values."""
-        if not len(values):
-            return
-        # Do as little as possible here, because nothing is sent meanwhile. compact() does the rest.
-        self.total_ns += int(values.sum())
-        self._loose.append(_bits(values))
-        self._loose_count += len(values)
-        if self._loose_count > LOOSE_MAX:
-            self.compact()
+        if len(values):
+            keys = _keys(values)
+            first = int(keys.min())
+            self._add(first, np.bincount(keys - first))
+            self.total_ns += int(values.sum())
 
     def merge(self, other: "Counts") -> None:
         """Add the counts of ``other``, without loss of precision."""
-        self.total_ns += other.total_ns
-        self._keys, self._counts = _added(self._keys, self._counts, other._keys, other._counts)
-        self._loose += other._loose
-        self._loose_count += other._loose_count
-        if self._loose_count > LOOSE_MAX:
-            self.compact()
+        if len(other._counts):
+            self._add(other._first, other._counts)
+            self.total_ns += other.total_ns
 
     def items(self) -> tuple[Ints, Ints]:
         """Return the values in ascending order, and how often each occurs."""
-        self.compact()
-        return _values(self._keys), self._counts
+        places = np.flatnonzero(self._counts)
+        return _values(places + self._first), self._counts[places]
 
     def within(self, limit_ns: float) -> int:
         """Return how many values are at most the limit, to the histogram's precision."""
@@ -103,77 +84,44 @@ class Counts:
     @classmethod
     def of(cls, mapping: Mapping[int, int]) -> Self:
         """Return the counts of :meth:`as_mapping`."""
-        counts = cls()
-        values = np.array(list(mapping), np.int64)
-        counts._keys, counts._counts = _keys(_bits(values)), np.array(list(mapping.values()), np.int64)
-        counts.total_ns = int((_middle(values) * counts._counts).sum())
+        counts, values = cls(), np.array(list(mapping), np.int64)
+        often = np.array(list(mapping.values()), np.int64)
+        if len(values):
+            keys = _keys(values)
+            first = int(keys.min())
+            counts._add(first, np.bincount(keys - first, often).astype(np.int64))
+            counts.total_ns = int((_middle(values) * often).sum())
         return counts
 
-    def compact(self) -> None:
-        """Count the keys that are not counted yet."""
-        if self._loose:
-            keys = _keys(np.concatenate(self._loose))
-            self._loose, self._loose_count = [], 0
-            first = int(keys.min())
-            counts = np.bincount(keys - first)
-            places = np.flatnonzero(counts)
-            found: Keys = (places + first).astype(np.int32)
-            self._keys, self._counts = _added(self._keys, self._counts, found, counts[places])
+    def _add(self, first: int, counts: Ints) -> None:
+        """Add the counts of the keys from ``first`` on."""
+        mine, end = self._counts, first + len(counts)
+        if not len(mine):
+            self._first = first
+        start, end = min(first, self._first), max(end, self._first + len(mine))
+        if end - start > len(mine):
+            self._counts = np.zeros(end - start, np.int64)
+            self._counts[self._first - start :][: len(mine)] = mine
+            self._first = start
+        self._counts[first - start :][: len(counts)] += counts
 
 
-def merged(parts: Iterable[Counts]) -> Counts:
-    """Merge all counts at once, which for thousands is far faster than one by one."""
-    whole = Counts()
-    keys, counts = [], []
-    for part in parts:
-        whole.total_ns += part.total_ns
-        whole._loose += part._loose
-        whole._loose_count += part._loose_count
-        if len(part._keys):
-            keys.append(part._keys)
-            counts.append(part._counts)
-    if keys:
-        every = np.concatenate(keys)
-        first = int(every.min())
-        summed = np.bincount(every - first, np.concatenate(counts))
-        places = np.flatnonzero(summed)
-        whole._keys = (places + first).astype(np.int32)
-        whole._counts = summed[places].astype(np.int64)
-    if whole._loose_count > LOOSE_MAX:
-        whole.compact()
-    return whole
-
-
-def _bits(values: Ints) -> Keys:
-    """Return the upper bits of values as floats: their exponents and first digits."""
-    bits = values.astype(np.float64).view(np.int64)
+def _keys(values: Ints) -> Ints:
+    """Return the keys of values: their upper bits as floats, that is, exponents and first digits."""
+    keys = values.astype(np.float64).view(np.int64)
     # Shift in place, because allocating memory would cost more than the shift.
-    np.right_shift(bits, DROPPED_BITS, out=bits)
-    return bits.astype(np.int32)
+    np.right_shift(keys, DROPPED_BITS, out=keys)
+    keys -= ONE_KEY
+    return np.clip(keys, ZERO, LARGEST_KEY, out=keys)
 
 
-def _keys(bits: Keys) -> Keys:
-    """Return the keys of rounded values: integers in the same order as the values."""
-    keys: Keys = np.clip(bits - np.int32(ONE_KEY), ZERO, LARGEST_KEY)
-    return keys
-
-
-def _values(keys: Keys) -> Ints:
+def _values(keys: Ints) -> Ints:
     """Return the smallest value that has each key."""
     exponents = keys >> KEPT_BITS
     mantissas = (keys & ((1 << KEPT_BITS) - 1)) + (1 << KEPT_BITS)
     values: Ints = np.ldexp(mantissas.astype(np.float64), exponents - KEPT_BITS).astype(np.int64)
     values[keys == ZERO] = 0
     return values
-
-
-def _added(keys: Keys, counts: Ints, more_keys: Keys, more_counts: Ints) -> tuple[Keys, Ints]:
-    if not len(more_keys):
-        return keys, counts
-    if not len(keys):
-        return more_keys, more_counts.astype(np.int64)
-    both, places = np.unique(np.concatenate((keys, more_keys)), return_inverse=True)
-    return both, np.bincount(places, np.concatenate((counts, more_counts))).astype(np.int64)
 
 
 def _middle(values: Any) -> Any:

@@ -21,23 +21,29 @@ from asynctrt.kserve.client import (
     TEXT_LENGTH_MAX,
     UNREADABLE,
     AnswerError,
+    as_arrays,
     read_answer,
     takes_binary,
-    write_binary,
-    write_json,
+    write_request,
 )
+from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import parse_object
-from asynctrt.loadtest.headers import Headers, has, headers_of
 from asynctrt.loadtest.kserve import (
     REFUSALS,
     Address,
-    choose_model,
     read_address,
     read_counters,
-    read_index,
     read_specs,
 )
-from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import (
+    ANSWER_NBYTES_MAX,
+    BatchCounters,
+    Headers,
+    Target,
+    TargetSpec,
+    has,
+    headers_of,
+)
 from asynctrt.loadtest.tls import Tls
 from asynctrt.tensors import Array
 
@@ -55,7 +61,6 @@ PAGE_S: Final = 10.0
 """Timeout for reading any of these pages."""
 HEADERS_NBYTES_MAX: Final = 256 << 10
 HEADERS_MAX: Final = 5000
-HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 
 KINDS: Final = {kind.http_status: kind for kind in (*REFUSALS, OverloadError)}
 """The error for each HTTP status of a KServe answer."""
@@ -72,12 +77,7 @@ async def open_http_target(spec: TargetSpec) -> Target:
 
 
 async def open_pages(address: Address, headers: Headers, tls: Tls) -> "Pages":
-    """Read a server's description of a model. If the address names no model, read that of the only one.
-
-    Raises what :func:`open_http_target` raises.
-
-    :raises OptionsError: if the address names no model, and the server has several.
-    """
+    """Read a server's description of a model. Raises what :func:`open_http_target` raises."""
     pages = Pages(address, headers, tls)
     try:
         await pages.read()
@@ -107,13 +107,10 @@ class Pages:
 
     async def read(self) -> None:
         """Read the model's inputs, and whether the server accepts binary tensors."""
-        if not self.address.model:
-            model = choose_model(await self._index(), self.address.shown)
-            self.address = Address(self.address.server, model)
-        metadata = await self._object("GET", self.address.path)
+        metadata = await self._object(self.address.path)
         self.inputs = read_specs(metadata.get("inputs") or ())
         try:
-            self.takes_binary = takes_binary(await self._object("GET", "/v2"))
+            self.takes_binary = takes_binary(await self._object("/v2"))
         except AsynctrtError:
             return  # Some servers lack this page; keep the default.
 
@@ -123,7 +120,7 @@ class Pages:
         :raises ConnectionLostError: if the server cannot be reached or times out.
         """
         try:
-            status, body = await self._ask("GET", f"{self.address.path}/stats")
+            status, body = await self._ask(f"{self.address.path}/stats")
         except TargetError:
             return None
         if status != 200:
@@ -137,22 +134,8 @@ class Pages:
         """Close the connections."""
         await self.session.close()
 
-    async def _index(self) -> set[str]:
-        """Return the names of the models that are ready."""
-        status, body = await self._ask("POST", "/v2/repository/index", b"{}")
-        if status == 401:
-            raise refusal(self.address.shown, status, body)
-        try:
-            # The body is a list, but the JSON reader accepts only objects.
-            return read_index(parse_object(b'{"models":' + body + b"}", "the answer")["models"])
-        except UNREADABLE:
-            raise OptionsError(
-                f"{self.address.shown} does not list its models (status {status}): name one in the address, "
-                "or with --model NAME. If it has none, give what to send: --body, or --method GET"
-            ) from None
-
-    async def _object(self, method: str, path: str) -> dict[str, Any]:
-        status, body = await self._ask(method, path)
+    async def _object(self, path: str) -> dict[str, Any]:
+        status, body = await self._ask(path)
         if status != 200:
             raise refusal(f"{self.address.shown}{path}", status, body)
         try:
@@ -160,18 +143,12 @@ class Pages:
         except RequestError as error:
             raise TargetError(f"{self.address.shown}{path} is not in KServe's form: {error}") from error
 
-    async def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        url = self.address.server + path
+    async def _ask(self, path: str) -> tuple[int, bytes]:
+        url = URL(self.address.server + path, encoded=True)
         try:
             async with (
                 asyncio.timeout(PAGE_S),
-                self.session.request(
-                    method,
-                    URL(url, encoded=True),
-                    data=body,
-                    headers={"Content-Type": "application/json"} if method == "POST" else None,
-                    allow_redirects=False,
-                ) as response,
+                self.session.get(url, allow_redirects=False) as response,
             ):
                 return response.status, await read_body(response, PAGE_NBYTES_MAX)
         except TimeoutError as error:
@@ -200,14 +177,14 @@ class HttpTarget:
         self._create_task = asyncio.get_running_loop().create_task
 
     def prepare(self, inputs: Mapping[str, Array]) -> Any:
+        arrays = as_arrays(inputs)
+        tensors = [write_tensor(array) for array in arrays.values()] if self._pages.takes_binary else None
+        body, headers = write_request(arrays, tensors)
         with warnings.catch_warnings():
             # aiohttp warns that sending a body of more than 1 MiB blocks the event loop. It does, but
             # reading a file in pieces, as the warning advises, takes longer.
             warnings.simplefilter("ignore", ResourceWarning)
-            if not self._pages.takes_binary:
-                return aiohttp.BytesPayload(write_json(inputs), content_type="application/json")
-            body, head_nbytes = write_binary(inputs)
-            return aiohttp.BytesPayload(body, headers={HEAD_NBYTES: str(head_nbytes)})
+            return aiohttp.BytesPayload(body, headers=headers)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
         return self._create_task(self._send(prepared))
@@ -228,13 +205,10 @@ class HttpTarget:
         coding = headers.get("Content-Encoding", "identity")
         if coding != "identity":
             raise TargetError(f"the answer is compressed with {coding}, which the request did not accept")
-        length = headers.get(HEAD_NBYTES)
         try:
-            return read_answer(body, None if length is None else int(length))
+            return read_answer(body, headers)
         except AnswerError as error:
             raise TargetError(str(error)) from error
-        except ValueError as error:
-            raise TargetError(f"{HEAD_NBYTES} is {length!r:.40}, not a number of bytes") from error
 
     async def batches(self) -> BatchCounters | None:
         return await self._pages.counters()

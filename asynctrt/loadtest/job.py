@@ -159,7 +159,7 @@ async def _search(job: LoadJob, session: LoadSession) -> Search:
         session.runs.clear()
         start = found.throughput / 2 if found is not None and found.throughput else 1.0
     search = Search(float(start), job.precision)
-    while (rate := search.next_rate()) is not None and not session.is_stopped:
+    while (rate := search.next) is not None and not session.is_stopped:
         case = base.with_values({"rate": rate}, f"rate={rate:g}")
         held, missed, void = 0, 0, False
         while max(held, missed) <= job.repeats // 2 and not void:

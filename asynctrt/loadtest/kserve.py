@@ -3,7 +3,7 @@
 This module performs no I/O.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
@@ -32,12 +32,11 @@ class Address:
     """Name a model on a server.
 
     :param server: scheme, host, port, and the path before ``/v2``.
-    :param model: the model's name; empty if it is not known yet.
     :param version: the model's version; empty for the newest.
     """
 
     server: str
-    model: str = ""
+    model: str
     version: str = ""
 
     @property
@@ -55,10 +54,10 @@ class Address:
 def read_address(spec: TargetSpec) -> Address:
     """Parse ``http://HOST:PORT/v2/models/NAME[/versions/VERSION]``, with ``/ws`` at the end for ``ws``.
 
-    The address may omit the model; ``spec`` can name it instead.
+    The address may omit the model if ``spec`` names it.
 
     :raises UsageError: for anything else.
-    :raises OptionsError: if the address and ``spec`` name different models.
+    :raises OptionsError: if the address and ``spec`` name no model, or different ones.
     """
     is_websocket = spec.scheme in ("ws", "wss")
     verb = "/ws" if is_websocket else "/infer"
@@ -70,22 +69,22 @@ def read_address(spec: TargetSpec) -> Address:
         before, found, rest = path.rstrip("/").partition("/v2")
         if rest not in ("", verb) or (before and not found):
             raise UsageError(f"{spec.where!r} is not the address of a model: write {example}")
-    return _named(spec, server + before, *_model(model, verb))
+    return _named(spec, example, server + before, *_model(model, verb))
 
 
 def read_grpc_address(spec: TargetSpec) -> Address:
     """Parse ``grpc://HOST:PORT/NAME[/versions/VERSION]``.
 
-    The address may omit the model; ``spec`` can name it instead.
+    The address may omit the model if ``spec`` names it.
 
     :raises UsageError: for anything else.
-    :raises OptionsError: if the address and ``spec`` name different models.
+    :raises OptionsError: if the address and ``spec`` name no model, or different ones.
     """
     example = f"{spec.scheme}://HOST:PORT/NAME"
     server, path = _split(spec, example)
     if urlsplit(server).port is None:
         raise UsageError(f"{spec.where!r} has no port: write {example}")
-    return _named(spec, server, *_model(path[1:], ""))
+    return _named(spec, example, server, *_model(path[1:], ""))
 
 
 def _split(spec: TargetSpec, example: str) -> tuple[str, str]:
@@ -110,35 +109,20 @@ def _model(path: str, verb: str) -> tuple[str, str]:
     return unquote("/".join(parts)), version
 
 
-def _named(spec: TargetSpec, server: str, model: str, version: str) -> Address:
+def _named(spec: TargetSpec, example: str, server: str, model: str, version: str) -> Address:
     if model and spec.model and model != spec.model:
         raise OptionsError(
             f"the address names model {model!r}, and the option model {spec.model!r}: give only one of them"
         )
+    if not model and not spec.model:
+        raise OptionsError(
+            f"{without_password(spec.where)} names no model: write {example}, or add --model NAME. For a "
+            "server that does not speak KServe, give what to send: --body, or --method GET"
+        )
     return Address(server, model or spec.model or "", version)
 
 
-def choose_model(names: Collection[str], where: str) -> str:
-    """Return the name of a server's only model.
-
-    :raises OptionsError: if it has several models or none.
-    """
-    if len(names) != 1:
-        listed = ", ".join(repr(name) for name in sorted(names)) or "no models that are ready"
-        raise OptionsError(
-            f"{where} names no model, and the server has {listed}: name one in the address, or with "
-            "--model NAME"
-        )
-    (name,) = names
-    return name
-
-
 # ---- a server's answers
-
-
-def read_index(models: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the names of the listed models that are ready."""
-    return {str(item["name"]) for item in models if item.get("state") in (None, "", "READY")}
 
 
 def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, ConnectionLostError, OptionsError, TargetError, describe
-from asynctrt.loadtest.limits import room
 from asynctrt.loadtest.opening import opened
-from asynctrt.loadtest.plans import ProcessPlan, make_plan
+from asynctrt.loadtest.plans import ProcessPlan, make_plan, room
 from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import ProcessResult, Runner
 from asynctrt.loadtest.samples import Sample, make_samples

@@ -18,14 +18,16 @@ from asynctrt.errors import (
     TargetError,
     UsageError,
 )
-from asynctrt.loadtest.headers import TOKEN, has, headers_of
 from asynctrt.loadtest.http_target import failure, open_session, quoted, read_body, too_long
 from asynctrt.loadtest.streams import DONE, Events, IsLast, Streamed, ending
 from asynctrt.loadtest.targets import (
     ANSWER_NBYTES_MAX,
+    TOKEN,
     BatchCounters,
     Target,
     TargetSpec,
+    has,
+    headers_of,
     without_password,
 )
 from asynctrt.loadtest.templates import Line, Template

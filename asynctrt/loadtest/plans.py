@@ -1,15 +1,18 @@
 """Turns settings into the plan of one process for one run."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from asynctrt._util.cgroup import field_of, memory_nbytes
+from asynctrt._util.process import raise_open_files
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import LoadProfile, Schedule
-from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.samples import Sample
 from asynctrt.loadtest.settings import LoadSettings
 
@@ -20,6 +23,19 @@ WINDOWS_MAX: Final = 120
 NEAR_NS: Final = 150_000
 """How long before a request to a server is due the generator stops sleeping and polls the clock. Alarms are
 nearly always late by less."""
+
+
+OPEN_FILES: Final = Path("/proc/self/fd")
+MEMORY: Final = Path("/proc/meminfo")
+
+SPARE_FILES: Final = 64
+"""File descriptors reserved for everything but requests: files of modules, pipes, the event loop."""
+
+REQUEST_NBYTES: Final = 32 << 10
+"""Approximate memory of a request in flight besides its body: a task, a connection, kernel buffers."""
+
+MEMORY_SHARE: Final = 0.5
+"""Largest share of the available memory to use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,36 @@ class ProcessPlan:
         """Whether the load is constant, so that it can become steady."""
         profile = self.callers if self.schedule is None else self.schedule.profile
         return profile is not None and len(profile.levels) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The number of requests that one process can have in flight, and the reason for this limit."""
+
+    requests: int
+    limit: str
+
+
+def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Room:
+    """Return how many requests this process can have in flight.
+
+    With ``has_connections``, raise the process's soft limit on open files first.
+
+    :param body_nbytes: the bytes of one request.
+    :param has_connections: whether each request uses a separate connection.
+    :param processes: the number of processes that share the machine's memory.
+    """
+    free = 1024 * (field_of(MEMORY, "MemAvailable:") or sys.maxsize)
+    memory = MEMORY_SHARE * min(free, memory_nbytes() or free) / processes
+    by_memory = max(1, int(memory / (REQUEST_NBYTES + body_nbytes)))
+    found = Room(by_memory, f"the memory of this machine has room for {by_memory:,} in a process")
+    if has_connections:
+        files = raise_open_files()
+        unused = files - (len(list(OPEN_FILES.iterdir())) if OPEN_FILES.is_dir() else 0)
+        by_files = max(1, unused - SPARE_FILES)
+        if by_files < by_memory:
+            found = Room(by_files, f"a process may have {files:,} open files (ulimit -n)")
+    return found
 
 
 def make_plan(

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.loadtest.histogram import Counts, Ints, merged
+from asynctrt.loadtest.histogram import Counts, Ints
 from asynctrt.loadtest.report import ErrorCount
 from asynctrt.loadtest.steps import StepTime
 
@@ -21,8 +21,6 @@ BLOCK: Final = 4096
 """Requests counted at once; nothing is sent meanwhile. Larger blocks cost more per request, because
 intermediate results no longer fit in the cache. A thread would have to wait for the interpreter while the
 event loop is busy."""
-LOOSE_WINDOWS: Final = 64
-"""Number of recent windows that are not compacted; older ones are."""
 KINDS_MAX: Final = 64
 COUNTS: Final = ("latency", "lateness", "first", "between")
 """The counts of a window."""
@@ -67,13 +65,6 @@ class Window:
         """Number of requests due in this window that ended with an error."""
         return sum(error.count for error in self.errors.values())
 
-    def compact(self) -> None:
-        """Compact the counts, so that they take less memory."""
-        for name in COUNTS:
-            getattr(self, name).compact()
-        for step in self.steps.values():
-            step.latency.compact()
-
     def merge(self, other: "Window") -> None:
         """Add counts of the same window: another process's, or later ones."""
         self.sent += other.sent
@@ -98,10 +89,8 @@ def merge(into: Windows, more: Windows) -> None:
     for number, window in more.items():
         if number in into:
             into[number].merge(window)
-            continue
-        into[number] = window
-        if number - LOOSE_WINDOWS in into:
-            into[number - LOOSE_WINDOWS].compact()
+        else:
+            into[number] = window
 
 
 def coarser(windows: Windows) -> Windows:
@@ -114,21 +103,9 @@ def coarser(windows: Windows) -> Windows:
 
 def total(windows: Iterable[Window]) -> Window:
     """Merge all windows into one."""
-    items = list(windows)
-    whole = Window(
-        sent=sum(item.sent for item in items),
-        completed=sum(item.completed for item in items),
-        pieces=sum(item.pieces for item in items),
-    )
-    for name in COUNTS:
-        setattr(whole, name, merged(getattr(item, name) for item in items))
-    for item in items:
-        for kind, error in item.errors.items():
-            _count(whole.errors, kind, error.count, error.example)
-    for name in dict.fromkeys(name for item in items for name in item.steps):
-        steps = [item.steps[name] for item in items if name in item.steps]
-        latency = merged(step.latency for step in steps)
-        whole.steps[name] = StepCount(latency, sum(step.failed for step in steps))
+    whole = Window()
+    for window in windows:
+        whole.merge(window)
     return whole
 
 

@@ -87,10 +87,10 @@ def _random(
     for dims, _ in kinds:
         unknown, missing = sorted(dims.keys() - names), sorted(names - dims.keys())
         if unknown or missing:
-            example = ",".join(f"{name}=..." for name in sorted(names)) or "none"
+            example = ",".join(f"{name}=..." for name in sorted(names))
             raise OptionsError(
                 f"dynamic dimensions of this model: {sorted(names)}; missing: {missing}, unknown: {unknown}. "
-                f"Set dims {example}"
+                + (f"Set dims {example}" if names else "Leave dims out")
             )
     nbytes = settings.rows * sum(_row_nbytes(spec, dims) for dims, _ in kinds for spec in specs)
     if nbytes > NBYTES_MAX:

@@ -23,41 +23,39 @@ class Search:
     def __init__(self, start: float, precision: float) -> None:
         self.holds: float | None = None
         self.fails: float | None = None
-        self._next: float | None = start
+        self.next: float | None = start
+        """The rate to try next; ``None`` when the search is over."""
         self._precision = precision
         self._tries = 0
         self._why = "the search is not over"
         self._confirming = False
 
     def __repr__(self) -> str:
-        return f"<Search holds={self.holds} fails={self.fails} next={self._next}>"
-
-    def next_rate(self) -> float | None:
-        """Return the rate to try next; ``None`` when the search is over."""
-        return self._next
+        return f"<Search holds={self.holds} fails={self.fails} next={self.next}>"
 
     def tell(self, *, holds: bool, void: bool = False) -> None:
         """Record the result of the rate that was tried; ``void`` if the generator could not keep it up."""
-        assert self._next is not None
-        rate, self._next = self._next, None
+        assert self.next is not None
+        rate, self.next = self.next, None
         self._tries += 1
         if void:
-            self._give_up(
+            self.end(
                 f"the generator could not keep up {rate:,.4g} requests/s, so nothing is known above that"
             )
-            return
-        if self._confirming:
-            self._confirmed(rate, holds=holds)
-            return
-        if holds:
+        elif self._confirming and holds:
+            self.end(f"the rates that hold and fail are less than {self._precision:.0%} apart")
+        elif holds:
             self.holds = rate
+            self._choose()
         else:
             self.fails = rate
-        self._choose()
+            if self._confirming:  # A rate that held once and failed once does not hold.
+                self.holds = None
+            self._choose()
 
     def end(self, why: str) -> None:
         """End the search for the reason ``why``."""
-        self._next = None
+        self.next = None
         self._why = why
 
     def result(self, slo: tuple[str, ...]) -> SearchResult:
@@ -65,40 +63,28 @@ class Search:
         return SearchResult(slo, self.holds, self.fails, self._why)
 
     def _choose(self) -> None:
+        """Choose the next rate, or end the search."""
+        was_confirming, self._confirming = self._confirming, False
         if self._tries >= TRIES_MAX:
-            self._give_up(f"{TRIES_MAX} rates were tried")
+            self.end(f"{TRIES_MAX} rates were tried")
+        elif was_confirming:
+            assert self.fails is not None
+            self.next = _rounded(self.fails / (1 + self._precision) ** 2)
         elif self.holds is None:
             assert self.fails is not None
             if self.fails / 2 < RATE_LEAST:
                 self.end(f"not even {self.fails:,.4g} requests/s hold it")
             else:
-                self._next = self.fails / 2
+                self.next = self.fails / 2
         elif self.fails is None and self.holds * 2 > RATE_MAX:
             self.end(f"{RATE_MAX:,.0f} requests/s is the highest rate that can be tried")
         elif self.fails is None:
-            self._next = self.holds * 2
+            self.next = self.holds * 2
         elif self.fails / self.holds > 1 + self._precision:
-            self._next = _rounded((self.holds * self.fails) ** 0.5)
+            self.next = _rounded((self.holds * self.fails) ** 0.5)
         else:
             self._confirming = True
-            self._next = self.holds
-
-    def _confirmed(self, rate: float, *, holds: bool) -> None:
-        if holds:
-            self.end(f"the rates that hold and fail are less than {self._precision:.0%} apart")
-            return
-        # A rate that held once and failed once does not hold.
-        self.fails = rate
-        self.holds = None
-        self._confirming = False
-        if self._tries >= TRIES_MAX:
-            self._give_up(f"{TRIES_MAX} rates were tried")
-        else:
-            self._next = _rounded(rate / (1 + self._precision) ** 2)
-
-    def _give_up(self, why: str) -> None:
-        self._confirming = False
-        self.end(why)
+            self.next = self.holds
 
 
 def _rounded(rate: float) -> float:

@@ -1,11 +1,12 @@
 """The settings of a load test. The command's flags have the same names."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypedDict, get_args
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from asynctrt._util.validation import (
     PATH,
@@ -236,6 +237,39 @@ class LoadSettings:
         if self.seconds is not None and self.stages_s is not None:
             raise OptionsError("the stages have lengths: leave seconds out")
         parse_slo(self.slo)
+
+
+Given = str | Path | Array | Mapping[str, ArrayLike]
+"""A file of arrays, one array, or arrays by name."""
+
+
+class RunSettings(TypedDict, total=False):
+    """The settings as keywords of :func:`asynctrt.loadtest.run`, for type checkers and editors.
+
+    A type checker cannot derive them, so a test compares them. Their types are wider, because ``run``
+    converts the values. Times are in seconds, or text such as ``"1m30s"``.
+    """
+
+    rate: float | str | None
+    callers: int | str | None
+    think: float | str
+    arrivals: Arrivals
+    seconds: float | str | None
+    warmup: float | str
+    requests: int | None
+    repeats: int | None
+    answer_timeout: float | str
+    max_outstanding: int | None
+    slo: str | Sequence[str]
+    rows: int
+    dims: str | Sequence[str]
+    inputs: Given | None
+    samples: int
+    expect: Given | None
+    rtol: float
+    atol: float
+    processes: int
+    seed: int
 
 
 SHAPED: Final = "give the rate as stages and ramps, such as 100@9s,500@1s"

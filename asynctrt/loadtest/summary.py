@@ -7,7 +7,7 @@ from typing import Any, Final
 from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
 from asynctrt.loadtest.report import Report, Run
 from asynctrt.loadtest.settings import CALLERS_DEFAULT
-from asynctrt.loadtest.views import all_errors, groups, judged, main_run, number, plain_label
+from asynctrt.loadtest.views import all_errors, by_label, groups, judged, main_run, number
 
 DASH: Final = "\N{EM DASH}"
 TOO_FEW: Final = "too few requests for this percentile"
@@ -394,16 +394,16 @@ def _search(report: Report) -> Table | None:
 def _comparison(report: Report) -> Table | None:
     if report.comparison is None:
         return None
-    parts = {group.key: replace(report, runs=group.runs) for group in groups(report)}
+    a, b = report.comparison.a, report.comparison.b
+    parts = [replace(report, runs=by_label(report).get(label, ())) for label in (a, b)]
     rows = []
     for name, ratio in report.comparison.ratios.items():
         verdict = judged(name, ratio.low, ratio.high)
-        means = [Cell(_figure(name, parts[key].figure(name) if key in parts else None)) for key in "AB"]
+        means = [Cell(_figure(name, part.figure(name))) for part in parts]
         ratios = Cell(f"{ratio.mean:.3f}"), Cell(f"{ratio.low:.3f} to {ratio.high:.3f}")
         level = {"better": "good", "worse": "bad"}.get(verdict, "")
         rows.append((Cell(name), *means, *ratios, Cell(verdict or "no certain difference", level=level)))
-    a, b = plain_label(report.comparison.a), plain_label(report.comparison.b)
-    note = f"A is {a}, B is {b}; means over the runs of each."
+    note = f"{a}; {b}. Means over the runs of each."
     return Table("Comparison", ("Figure", "A", "B", "B over A", "95% interval", "B is"), tuple(rows), note)
 
 

@@ -13,12 +13,12 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-from asynctrt.errors import UsageError
+from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options
 from asynctrt.tensors import Array, TensorSpec
@@ -35,6 +35,18 @@ SEND_APART: Final = (
 
 PASSWORD: Final = re.compile(r"(://)[^/?#@\s]*@")
 """Matches the user and the password before the host of an address."""
+
+TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""Matches the name of a header or method."""
+
+OURS: Final = frozenset(
+    {"content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer", "expect"}
+    | {"inference-header-content-length", "grpc-timeout", "grpc-encoding"}
+)
+"""Headers that describe how a message is sent, so only its sender can set them."""
+
+Headers = list[tuple[str, str]]
+"""Headers in the order in which they are sent."""
 
 Call = Callable[[Mapping[str, Array]], Awaitable[Mapping[str, Array]]]
 """A function as a target: takes the request's arrays by name, and returns the answer's arrays."""
@@ -178,3 +190,34 @@ class TargetSpec:
             body = f"{len(self.body)} bytes" if isinstance(self.body, bytes) else self.body
             described |= {"body": body, "method": self.method, "until_message": self.until_message}
         return described
+
+
+def headers_of(spec: TargetSpec) -> Headers:
+    """Return the headers of every request in the given order, followed by the token's, if there is one.
+
+    :raises OptionsError: for an invalid header, a header that describes how a message is sent, or a second
+        authorization.
+    """
+    found = [_header(text) for text in spec.headers]
+    for name, _ in found:
+        if name.lower() in OURS:
+            raise OptionsError(f"the header {name!r} cannot be given: it says how the message is sent")
+    if spec.token:
+        if any(name.lower() == "authorization" for name, _ in found):
+            raise OptionsError("token and the header Authorization say the same: give only one of them")
+        found.append(("Authorization", f"Bearer {spec.token}"))
+    return found
+
+
+def has(headers: Sequence[tuple[str, str]], name: str) -> bool:
+    """Return whether a header is present, ignoring case."""
+    return any(given.lower() == name.lower() for given, _ in headers)
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, mark, value = text.partition(":")
+    if not mark or not TOKEN.fullmatch(name.strip()):
+        raise OptionsError(f"{text!r} is not a header: write 'Name: value'")
+    if not value.strip().isprintable():
+        raise OptionsError(f"the header {name.strip()!r} has a line break, or another character that ends it")
+    return name.strip(), value.strip()

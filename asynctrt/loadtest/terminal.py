@@ -1,5 +1,6 @@
 """Shows the progress and the results of a load test in a terminal. Imports ``rich``, as ``cli`` does."""
 
+from collections.abc import Sequence
 from typing import Final, Self
 
 from asynctrt._util import clock
@@ -30,11 +31,11 @@ REFRESH_S: Final = 0.25
 STYLES: Final = {"bad": "bold red", "warn": "bold yellow", "good": "green", "note": "dim"}
 LEFT_OUT_FIRST: Final = (
     "p99.99", "p95", "p90", "Seconds", "Memory", "mean", "Due", "Requests", "p99.9", "Copy in", "Copy out",
-    "Share of requests", "Batches", "Rows each", "Cores", "Goodput", "A", "B",
+    "Share of requests", "Batches", "Rows each", "Cores", "Goodput", "A", "B", "max", "95% interval",
 )  # fmt: skip
 """Columns that a narrow terminal does not show, the least important first."""
-LABEL_COLUMNS: Final = 8
-"""The label of a run is shortened to no less than this."""
+WORDS_COLUMNS: Final = 8
+"""Words and the labels of runs get at least this width, and more lines if they need them."""
 
 
 class LiveView:
@@ -99,7 +100,7 @@ def show(console: Console, report: Report) -> None:
         reasons = "".join(f"\n  {_clean(reason)}" for reason in banner.reasons)
         console.print(f"[{STYLES[banner.level]}]{_clean(banner.title)}[/]{reasons}", highlight=False)
     for table in (*summary.tables(report), *summary.results(report)):
-        console.print(_drawn(table, console.width))
+        console.print(_drawn(console, table))
     for tile in summary.tiles(report) if report.comparison is None else ():
         if "95%" in tile.more:
             figure = f"{tile.name}: {tile.value.text} {tile.unit} ({tile.more})"
@@ -107,36 +108,33 @@ def show(console: Console, report: Report) -> None:
     console.print(f"[bold]{_clean(summary.headline(report))}[/]", highlight=False)
 
 
-def _drawn(table: summary.Table, width: int) -> Table:
-    """Return a table for a terminal of this width, without the columns that do not fit."""
-    rows = [tuple(map(Cell, table.head)), *table.rows] if table.head else list(table.rows)
-    columns = list(zip(*rows, strict=True))
-    widths = {at: max(cell_len(printable(cell.text)) for cell in cells) for at, cells in enumerate(columns)}
-    last = len(columns) - 1
-    is_text = not table.head or any(cell.level == "words" for cell in columns[last])
-    if is_text:
-        widths[last] = LABEL_COLUMNS  # It may take several lines.
+def _drawn(console: Console, table: summary.Table) -> Table:
+    """Return a table for a terminal, without the columns that do not fit."""
+    unbounded = console.options.update(width=1 << 20)
+    for count in range(len(LEFT_OUT_FIRST) + 1):
+        drawn = _with_columns(table, LEFT_OUT_FIRST[:count])
+        if console.measure(drawn, options=unbounded).minimum <= console.width:
+            break
+    return drawn
 
-    def label_max() -> int:
-        # Each column has a margin of 3, and the table one of 1.
-        return width - 4 - sum(each + 3 for at, each in widths.items() if at)
 
-    for name in LEFT_OUT_FIRST:
-        if label_max() < LABEL_COLUMNS and name in table.head:
-            del widths[table.head.index(name)]
+def _with_columns(table: summary.Table, left_out: Sequence[str]) -> Table:
+    head = table.head or ("",) * len(table.rows[0])
+    kept = [at for at, name in enumerate(head) if name not in left_out]
+    words = {0} | {at for row in table.rows for at, cell in enumerate(row) if cell.level == "words"}
+    if not table.head:
+        words.add(len(head) - 1)
     drawn = Table(title=_clean(table.title), caption=_clean(table.note), box=box.SIMPLE_HEAD)
     drawn.title_justify = drawn.caption_justify = "left"
     drawn.show_header = bool(table.head)
-    for at, least in widths.items():
-        head = _clean(table.head[at]) if table.head else ""
-        if not at:
-            drawn.add_column(head, no_wrap=True, max_width=max(LABEL_COLUMNS, label_max()))
-        elif is_text and at == last:
-            drawn.add_column(head, overflow="fold")
+    for at in kept:
+        if at in words:  # It may take several lines.
+            drawn.add_column(_clean(head[at]), overflow="fold", min_width=WORDS_COLUMNS)
         else:
-            drawn.add_column(head, justify="right", no_wrap=True, min_width=least)
+            least = max(cell_len(text) for text in (head[at], *(row[at].text for row in table.rows)))
+            drawn.add_column(_clean(head[at]), justify="right", no_wrap=True, min_width=least)
     for row in table.rows:
-        drawn.add_row(*(Text(printable(row[at].text), STYLES.get(row[at].level, "")) for at in widths))
+        drawn.add_row(*(Text(printable(row[at].text), STYLES.get(row[at].level, "")) for at in kept))
     return drawn
 
 
@@ -145,7 +143,7 @@ def show_lines(console: Console, found: tuple[list[Line], list[str]], a: str, b:
     lines, notes = found
     rows = []
     for name, before, after in lines:
-        shown = summary.share if name == "errors" else number
+        shown = summary.share if name.endswith("errors") else number
         ratio = f"{after / before:.3f}" if before and after is not None else DASH
         cells = [DASH if value is None else shown(value) for value in (before, after)]
         rows.append(tuple(Cell(text) for text in (name, *cells, ratio)))
@@ -153,7 +151,7 @@ def show_lines(console: Console, found: tuple[list[Line], list[str]], a: str, b:
     table = summary.Table(
         "Two reports", ("Figure", "A", "B", "B over A"), tuple(rows), "Latencies are in ms."
     )
-    console.print(_drawn(table, console.width))
+    console.print(_drawn(console, table))
     for note in notes:
         console.print(f"[dim]Differs: {_clean(note)}.[/]", soft_wrap=True)
 

@@ -19,8 +19,6 @@ class RunGroup:
     """Group runs that are shown together: repetitions of the same case, or a single run."""
 
     name: str
-    key: str
-    """A shorter name."""
     runs: tuple[Run, ...]
 
 
@@ -72,35 +70,23 @@ def main_run(report: Report) -> Run | None:
 
 
 def groups(report: Report) -> list[RunGroup]:
-    """Group runs for comparison. If there are too many groups, choose evenly from the first to the last."""
-    if report.comparison is not None:
-        labels = report.comparison.a, report.comparison.b
-        parts = [by_label(report).get(label, ()) for label in labels]
-        if not all(parts):
-            parts = [report.runs[::2], report.runs[1::2]]
-        named = zip("AB", labels, parts, strict=True)
-        return [RunGroup(f"{key}: {plain_label(label)}", key, part) for key, label, part in named if part]
+    """Group runs of the same case. If there are too many groups, choose evenly from the first to the last."""
     if report.kind in ("run", "repeats"):
         count = len(report.runs)
         name = f"{count} repetitions" if count > 1 else ""
-        return [RunGroup(name, name, report.runs)] if count else []
+        return [RunGroup(name, report.runs)] if count else []
     found = list(by_label(report).items())
     if len(found) > GROUPS_MAX:
         step = (len(found) - 1) / (GROUPS_MAX - 1)
         found = [found[round(place * step)] for place in range(GROUPS_MAX)]
     names = [f"{label} (void)" if any(run.void for run in runs) else label for label, runs in found]
-    return [RunGroup(name, name, runs) for name, (_, runs) in zip(names, found, strict=True)]
+    return [RunGroup(name, runs) for name, (_, runs) in zip(names, found, strict=True)]
 
 
 def main_groups(report: Report, *kinds: str) -> list[RunGroup]:
     """Return only the representative run for these kinds of reports, and all groups for other kinds."""
     main = main_run(report)
-    return [RunGroup("", "", (main,))] if report.kind in kinds and main is not None else groups(report)
-
-
-def plain_label(label: str) -> str:
-    """Return the label of one side of a comparison without its letter."""
-    return label.removeprefix("A: ").removeprefix("B: ")
+    return [RunGroup("", (main,))] if report.kind in kinds and main is not None else groups(report)
 
 
 def judged(figure: str, low: float, high: float) -> str:

@@ -11,10 +11,9 @@ from typing import Any, Final
 from asynctrt.client import Client, connect
 from asynctrt.errors import AsynctrtError, ConnectionLostError, TargetError
 from asynctrt.kserve.client import as_arrays
-from asynctrt.loadtest.headers import headers_of
 from asynctrt.loadtest.http_target import Pages, open_pages
 from asynctrt.loadtest.kserve import Address, read_address
-from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec, headers_of
 from asynctrt.tensors import Array
 
 CONNECTIONS: Final = 4

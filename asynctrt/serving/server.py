@@ -134,6 +134,11 @@ class Server:
         return f"{scheme}://{self._addresses[0]}"
 
     @property
+    def websocket_url(self) -> str:
+        """The address of the websocket for all models, as :func:`asynctrt.client.connect` takes it."""
+        return f"ws{self.http_url.removeprefix('http')}/v2/ws"
+
+    @property
     def metrics_url(self) -> str | None:
         """The URL of the metrics if they have a separate port."""
         return f"http://{self._addresses[1]}/metrics" if len(self._addresses) > 1 else None

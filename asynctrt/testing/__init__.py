@@ -9,20 +9,15 @@ from typing import TYPE_CHECKING, Any
 from asynctrt.testing.latch import LatchDevice, LatchError
 
 if TYPE_CHECKING:
-    from asynctrt.testing.server import LocalServer, serve_locally
+    from asynctrt.testing.server import serve_locally
 
-__all__ = [
-    "LatchDevice",
-    "LatchError",
-    "LocalServer",
-    "serve_locally",
-]
+__all__ = ["LatchDevice", "LatchError", "serve_locally"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the server on first use, because it needs the extra `serve`."""
-    if name in ("LocalServer", "serve_locally"):
-        from asynctrt.testing import server  # noqa: PLC0415
+    if name == "serve_locally":
+        from asynctrt.testing.server import serve_locally  # noqa: PLC0415
 
-        return getattr(server, name)
+        return serve_locally
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

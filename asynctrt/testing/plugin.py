@@ -82,7 +82,7 @@ async def asynctrt_engine(
 
 @_async_fixture
 async def asynctrt_server(asynctrt_engine: Engine, asynctrt_device: Any) -> AsyncGenerator[Any, None]:
-    """Return a server for that engine on a free port, a ``LocalServer``. The model's name is "model".
+    """Return a server for that engine on a free port. The model's name is "model".
 
     After the test, batches that a latch still holds run first, because closing the server waits for them.
     """

@@ -118,12 +118,12 @@ async def test_a_function_that_leaves_rows_out(device, fixed, left_out):
                 await engine.infer(rows(*range(count)))
 
 
-async def test_values_in_between_that_are_not_noticed(device):
+async def test_values_that_are_not_noticed(device):
     def function(inputs, outputs):
-        outputs["output"][:, 1] = outputs["output"][:, -2] = 0
+        outputs["output"][:, :2] = 0
 
-    async with asynctrt.open(double_model(function, dims=(8,)), device=device) as engine:
+    async with asynctrt.open(double_model(function, dims=(3,)), device=device) as engine:
         poison(engine)
-        answer = (await engine.infer(rows(1, 2, dims=(8,))))["output"]
+        answer = (await engine.infer(rows(1, 2, dims=(3,))))["output"]
         assert not is_garbage(answer)
-        assert np.isnan(answer[:, [0, 2, 3, 4, 5, 7]]).all()
+        assert np.isnan(answer[:, 2]).all()

@@ -7,6 +7,7 @@ import pytest
 
 from asynctrt.errors import InputError, RequestError
 from asynctrt.kserve.client import (
+    HEAD_NBYTES,
     AnswerError,
     as_arrays,
     describe_request,
@@ -16,9 +17,21 @@ from asynctrt.kserve.client import (
     read_outputs,
     read_specs,
     read_values,
-    write_binary,
-    write_json,
+    write_request,
 )
+from asynctrt.kserve.datatypes import write_tensor
+
+
+def write_binary(inputs):
+    arrays = as_arrays(inputs)
+    body, headers = write_request(arrays, [write_tensor(array) for array in arrays.values()])
+    return body, int(headers[HEAD_NBYTES])
+
+
+def write_json(inputs):
+    body, headers = write_request(as_arrays(inputs), None)
+    assert headers == {"Content-Type": "application/json"}
+    return body
 
 
 class TestRequests:
@@ -104,7 +117,7 @@ def test_an_answer_of_both_kinds():
         }
     ).encode()
     body = head + np.array([1, 2], np.float32).tobytes() + b"\4\0\0\0abcd\0\0\0\0"
-    given = read_answer(body, len(head))
+    given = read_answer(body, {HEAD_NBYTES: str(len(head))})
     assert {name: array.tolist() for name, array in given.items()} == {
         "r": [1, 2],
         "j": [7],
@@ -142,7 +155,7 @@ def test_an_answer_that_breaks_the_protocol(content, says):
     with pytest.raises(AnswerError, match=says):
         place_outputs(content)
     with pytest.raises(AnswerError, match=rf"{says}.*; it begins b'"):
-        read_answer(json.dumps(content).encode(), None)
+        read_answer(json.dumps(content).encode(), {})
 
 
 def test_fewer_bytes_than_an_answer_says():

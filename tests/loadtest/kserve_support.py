@@ -255,18 +255,13 @@ class ServerContract:
 
     async def test_which_model(self):
         async with self.served() as server:
-            for kw in ({"model": "double"}, {}):
-                async with self.open(server, "", **kw) as target:
-                    assert target.name == "double"
-                    assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == 2
+            async with self.open(server, "", model="double") as target:
+                assert target.name == "double"
+                assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == 2
             async with self.open(server, "double", model="double") as target:
                 assert target.name == "double"
             with pytest.raises(OptionsError, match="'double', and the option model 'other'"):
                 async with self.open(server, model="other"):
-                    pass
-        async with self.served({"one": double_model(), "two": double_model()}) as server:
-            with pytest.raises(OptionsError, match="'one', 'two': name one in the address, or with --model"):
-                async with self.open(server, ""):
                     pass
 
     async def test_no_model_of_that_name(self):
@@ -280,17 +275,13 @@ class ServerContract:
 
     async def test_tokens(self):
         async with self.served(tokens=("s3cret",)) as server:
-            for model in ("double", ""):
-                for token, says in (
-                    (None, "requires a bearer token"),
-                    ("wrong", "token is wrong"),
-                ):
-                    with pytest.raises(UnauthorizedError, match=says):
-                        async with self.open(server, model, token=token):
-                            pass
-                async with self.open(server, model, token="s3cret") as target:
-                    assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == 2
-                    assert (await target.batches()).requests >= 1
+            for token, says in ((None, "requires a bearer token"), ("wrong", "token is wrong")):
+                with pytest.raises(UnauthorizedError, match=says):
+                    async with self.open(server, token=token):
+                        pass
+            async with self.open(server, token="s3cret") as target:
+                assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == 2
+                assert (await target.batches()).requests >= 1
 
     async def test_headers(self):
         """They go with what is asked when the target is opened, and with each request."""
@@ -309,10 +300,10 @@ class ServerContract:
     async def test_nobody_is_there(self):
         port = free_port()
         scheme = {"websocket": "ws"}.get(self.kind, self.kind)
-        for rest in ("", "/v2/models/x/ws" if scheme == "ws" else "/v2/models/x"):
-            with pytest.raises(TargetError, match=f"127.0.0.1:{port}.* reached.*efused|{port}.*Connect call"):
-                async with target_at(f"{scheme}://127.0.0.1:{port}{rest}"):
-                    pass
+        rest = "/v2/models/x/ws" if scheme == "ws" else "/v2/models/x"
+        with pytest.raises(TargetError, match=f"127.0.0.1:{port}.* reached.*efused|{port}.*Connect call"):
+            async with target_at(f"{scheme}://127.0.0.1:{port}{rest}"):
+                pass
 
     @pytest.mark.parametrize(
         "rest", ["", "://", "://:1/", "://host:99999/", "://[", "://h:1/v2/models/a?b=1"]

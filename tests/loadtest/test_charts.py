@@ -38,7 +38,10 @@ def test_what_is_drawn_of_which_report():
     assert drawn["search"] == list(WORDS)
     assert drawn["empty"] == []
     compare = {chart.name: chart.data for chart in charts(EVERY["compare"]())}
-    assert {one["label"] for one in compare["latency"]["series"]} == {"A, p99", "B, p99"}
+    assert {one["label"] for one in compare["latency"]["series"]} == {
+        "A: as given, p99",
+        "B: max_rows=32, p99",
+    }
 
 
 def test_what_is_one_thing_has_one_colour_in_all_charts():

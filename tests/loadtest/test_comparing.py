@@ -60,3 +60,43 @@ def test_a_table_of_runs_and_steps(tmp_path):
     assert (row["step"], row["requests"], row["answered"], row["failed"]) == ("login", "9", "8", "1")
     assert row["mean_ms"] == "2.0"
     assert f",{run.requests},{run.answered}," in first
+
+
+FIGURES_NOW = {"p99": 22.0, "throughput": 900.0, "errors": 0.0, "goodput": None}
+FIGURES_BEFORE = {"p99": 20.0, "throughput": 1000.0, "errors": 0.0}
+
+
+def report_with(figures):
+    """A report in JSON of one run that has these figures."""
+    run = {"throughput": figures.get("throughput"), "error_share": figures.get("errors")}
+    return {"runs": [{**run, "latency": {name: figures[name] for name in ("p99",) if name in figures}}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "baseline", "says"),
+    [
+        ("p99>25ms", None, None),
+        ("p99>20ms", None, "p99>20ms: p99 is 22"),
+        ("throughput<1000", None, "throughput<1000: throughput is 900"),
+        ("p99>+11%", FIGURES_BEFORE, None),
+        ("p99>+9%", FIGURES_BEFORE, "p99>+9%: p99 is 22, against 20 in the baseline"),
+        ("throughput<-5%", FIGURES_BEFORE, "throughput<-5%: throughput is 900, against 1,000 in the"),
+        ("errors>+0%", FIGURES_BEFORE, None),
+        ("p99.99>1s", None, "this run has no p99.99"),
+        ("goodput<1", None, "this run has no goodput"),
+        ("p99>+10%", None, "the baseline has no p99"),
+        ("mean>+10%", FIGURES_BEFORE, "this run has no mean"),
+        ("goodput<-1%", {}, "this run has no goodput"),
+    ],
+)
+def test_what_fails_says_so_with_its_values(text, baseline, says):
+    failed, missing = gate([text], report_with(baseline or {}), report_with(FIGURES_NOW))
+    assert len(failed) + len(missing) == (says is not None)
+    assert len(missing) == (says is not None and " has no " in says)
+    assert says is None or says in (failed or missing)[0]
+
+
+def test_all_failures_are_told_in_their_order():
+    texts = ("p99>1ms", "errors>1%", "throughput<901")
+    found, _ = gate(texts, report_with({}), report_with(FIGURES_NOW))
+    assert [line.partition(":")[0] for line in found] == ["p99>1ms", "throughput<901"]

@@ -9,8 +9,7 @@ from asynctrt.loadtest.command import exit_status
 from asynctrt.loadtest.criteria import parse_slo
 from asynctrt.loadtest.figures import Counted, held, latencies, make_run
 from asynctrt.loadtest.histogram import Counts
-from asynctrt.loadtest.limits import Room
-from asynctrt.loadtest.plans import WINDOWS_MAX, make_plan
+from asynctrt.loadtest.plans import WINDOWS_MAX, Room, make_plan
 from asynctrt.loadtest.recorder import ErrorCount, Window
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.runner import NO_ANSWER, NOT_SENT, OWN_ERROR, ProcessResult

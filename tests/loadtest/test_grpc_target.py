@@ -11,7 +11,6 @@ import tritonclient.grpc.service_pb2 as pb
 
 from asynctrt.errors import (
     ConnectionLostError,
-    OptionsError,
     OverloadError,
     RequestError,
     TargetError,
@@ -184,18 +183,6 @@ class TestOpening:
     async def test_an_open_dimension(self):
         async with asked({"ModelMetadata": metadata(("ids", "INT64", (-1, -1, 2)))}) as target:
             assert target.inputs == (TensorSpec("ids", "int64", ("ids.1", 2)),)
-
-    async def test_which_model_it_cannot_say(self):
-        for index in (
-            pb.RepositoryIndexResponse(),
-            pb.RepositoryIndexResponse(models=[{"name": "a"}, {"name": "b", "state": "READY"}]),
-        ):
-            with pytest.raises(OptionsError, match="--model NAME"):
-                async with asked({"RepositoryIndex": index}, ""):
-                    pass
-        with pytest.raises(OptionsError, match="does not list its models.*: name one in the address"):
-            async with asked({}, ""):
-                pass
 
     async def test_a_server_that_says_nothing(self, monkeypatch):
         async def nothing():

@@ -7,8 +7,7 @@ import pytest
 
 from asynctrt import loadtest
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.headers import headers_of
-from asynctrt.loadtest.targets import TargetSpec
+from asynctrt.loadtest.targets import TargetSpec, headers_of
 
 pytestmark = pytest.mark.anyio
 QUICK = {"seconds": 0.1, "warmup": 0.0, "callers": 1, "think": 0.02}

@@ -13,7 +13,6 @@ from aiohttp import web
 
 from asynctrt.errors import (
     ConnectionLostError,
-    OptionsError,
     OverloadError,
     RequestError,
     TargetError,
@@ -22,6 +21,7 @@ from asynctrt.errors import (
     UnknownModelError,
     UnsupportedError,
 )
+from asynctrt.kserve.client import HEAD_NBYTES
 from asynctrt.loadtest import http_target, plain_target
 from asynctrt.tensors import TensorSpec
 from tests.loadtest.kserve_support import ServerContract, answer, fails, import_without, target_at
@@ -187,7 +187,7 @@ class TestOthers:
             assert given["none"].shape == (0, 4)
             method, _, headers, body = server.requests[-1]
             assert (method, headers["Content-Type"]) == ("POST", "application/json")
-            assert http_target.HEAD_NBYTES not in headers
+            assert HEAD_NBYTES not in headers
             assert json.loads(body) == {
                 "inputs": [
                     {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]},
@@ -202,7 +202,7 @@ class TestOthers:
             given = await answer(target, {"x": rows(1)})
             assert given["y"].tolist() == rows(2).tolist()
             _, _, headers, body = server.requests[-1]
-            head = json.loads(body[: int(headers[http_target.HEAD_NBYTES])])
+            head = json.loads(body[: int(headers[HEAD_NBYTES])])
             assert head["parameters"] == {"binary_data_output": True}
             assert body.endswith(rows(1).tobytes())
             assert headers["Accept-Encoding"] == "identity"
@@ -210,10 +210,9 @@ class TestOthers:
             assert int(headers["Content-Length"]) == len(body)
 
     async def test_one_behind_a_path(self):
-        pages = {"/behind" + MODEL: METADATA, "/behind/v2/repository/index": [{"name": "m"}]}
-        async with other(pages) as server:
+        async with other({"/behind" + MODEL: METADATA}) as server:
             for path in ("/behind/v2", "/behind/v2/", "/behind/v2/models/m", "/behind/v2/models/m/infer"):
-                async with target_at(server.url + path) as target:
+                async with target_at(server.url + path, model="m") as target:
                     assert target.name == "m"
                     assert server.requests[-2][1] == "/behind" + MODEL
 
@@ -333,33 +332,6 @@ class TestErrors:
                 pass
 
     @pytest.mark.parametrize(
-        ("page", "says"),
-        [
-            (
-                (404, "<html>"),
-                r"does not list its models \(status 404\): name one in the address.*--method GET",
-            ),
-            ((400, {"error": "no"}), "status 400"),
-            ("<html>", "status 200"),
-            ([1], "status 200"),
-            ([{}], "status 200"),
-            ([], "the server has no models that are ready"),
-            ([{"name": "m", "state": "UNAVAILABLE"}], "no models that are ready"),
-            ([{"name": "m", "state": "READY"}, {"name": "n"}], "the server has 'm', 'n'"),
-        ],
-    )
-    async def test_which_model_it_cannot_say(self, page, says):
-        with pytest.raises(OptionsError, match=says):
-            async with asked({"/v2/repository/index": page}, ""):
-                pass
-
-    async def test_the_only_model_that_is_ready(self):
-        index = [{"name": "x", "state": "UNAVAILABLE"}, *({"name": "m", "version": v} for v in "12")]
-        async with asked({"/v2/repository/index": index}, "") as (server, target):
-            assert target.name == "m"
-            assert server.requests[0][0] == "POST"
-
-    @pytest.mark.parametrize(
         "page",
         [
             "",
@@ -384,7 +356,7 @@ class TestErrors:
 
     async def test_a_length_of_the_header_that_is_none(self):
         async def page(_):
-            return web.Response(body=b"{}", headers={http_target.HEAD_NBYTES: "two"})
+            return web.Response(body=b"{}", headers={HEAD_NBYTES: "two"})
 
         async with asked({MODEL + "/infer": page}) as (_, target):
             with pytest.raises(TargetError, match="'two', not a number"):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
 
-from asynctrt.loadtest.keywords import RunSettings
-from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.settings import LoadSettings, RunSettings
 
 
 def test_each_setting_has_one_that_accepts_what_is_kept():

@@ -5,7 +5,6 @@ import pytest
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.kserve import (
     Address,
-    choose_model,
     read_address,
     read_grpc_address,
 )
@@ -39,9 +38,12 @@ from asynctrt.loadtest.targets import TargetSpec
     ],
 )
 def test_addresses(where, address):
-    assert read_address(TargetSpec(where)) == Address(*address)
-    if not address[1]:
+    if address[1]:
+        assert read_address(TargetSpec(where)) == Address(*address)
+    else:
         assert read_address(TargetSpec(where, model="x")) == Address(address[0], "x")
+        with pytest.raises(OptionsError, match="--model NAME"):
+            read_address(TargetSpec(where))
 
 
 @pytest.mark.parametrize(
@@ -61,14 +63,16 @@ def test_what_is_no_address(where):
 
 def test_addresses_of_grpc():
     for where, address in [
-        ("grpc://h:1", ("grpc://h:1", "", "")),
-        ("grpc://h:1/", ("grpc://h:1", "", "")),
         ("grpcs://h:1/m", ("grpcs://h:1", "m", "")),
         ("grpc://[::1]:1/m", ("grpc://[::1]:1", "m", "")),
         ("grpc://h:1/a/b", ("grpc://h:1", "a/b", "")),
         ("grpc://h:1/a%2Fb/versions/3", ("grpc://h:1", "a/b", "3")),
     ]:
         assert read_grpc_address(TargetSpec(where)) == Address(*address)
+    for where in ("grpc://h:1", "grpc://h:1/"):
+        assert read_grpc_address(TargetSpec(where, model="m")) == Address("grpc://h:1", "m")
+        with pytest.raises(OptionsError, match="--model NAME"):
+            read_grpc_address(TargetSpec(where))
     for where in ("grpc://", "grpc://h", "grpc://h/m", "grpc://:1/m", "grpc://h:x/m", "grpc://h:1/m?x"):
         with pytest.raises(UsageError, match="grpc://HOST:PORT/NAME"):
             read_grpc_address(TargetSpec(where))
@@ -86,11 +90,3 @@ def test_one_model_is_said_once():
             read_address(TargetSpec(where, model="x"))
     with pytest.raises(OptionsError, match="give only one of them"):
         read_grpc_address(TargetSpec("grpc://h:1/m", model="x"))
-
-
-def test_the_only_model():
-    assert choose_model({"m"}, "here") == "m"
-    with pytest.raises(OptionsError, match="here names no model, .* has 'a', 'b': .* --model NAME"):
-        choose_model({"b", "a"}, "here")
-    with pytest.raises(OptionsError, match="no models that are ready"):
-        choose_model(set(), "here")

@@ -295,7 +295,7 @@ class TestPage:
         mean = sum(run.latency["p99"] for run in report.runs[::2]) / 4
         assert read.column("Figure", "A")[2][0] == f"{mean:.2f} ms"
         assert read.column("Figure", "B over A")[2][0] == "0.861"
-        assert "A is as given, B is max_rows=32" in read.text
+        assert "B: max_rows=32" in read.text
         assert "Key figures" not in read.text
 
     @pytest.mark.tier2

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import BLOCK, Schedule
-from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.plans import (
     WINDOWS_MAX,
+    Room,
     make_plan,
 )
 from asynctrt.loadtest.recorder import RunRecorder

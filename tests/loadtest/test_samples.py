@@ -153,7 +153,7 @@ def test_dimensions_that_are_not_the_models(dims, says):
 
 
 def test_a_model_without_dynamic_dimensions_takes_none():
-    with pytest.raises(OptionsError, match=r"unknown: \['length'\]. Set dims none"):
+    with pytest.raises(OptionsError, match=r"unknown: \['length'\]"):
         make_samples(told(dims="length=3"), [X])
 
 

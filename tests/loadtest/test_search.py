@@ -15,9 +15,8 @@ SLO = ("p99<20ms",)
 def carry_out(search, target):
     """Ask and tell until it ends; the rates that were tried."""
     tried = []
-    while (rate := search.next_rate()) is not None:
+    while (rate := search.next) is not None:
         assert len(tried) < TRIES_MAX, f"{search} does not end"
-        assert search.next_rate() == rate  # To ask is not to go on.
         tried.append(rate)
         search.tell(**target(rate))
     return tried
@@ -57,7 +56,7 @@ def test_it_finds_the_capacity(capacity, start, precision):
 def test_each_try_is_between_what_is_known(capacity, start):
     """Nothing is tried above what failed or below what held, but to confirm it."""
     search = Search(start, 0.02)
-    while (rate := search.next_rate()) is not None:
+    while (rate := search.next) is not None:
         low, high = search.holds or 0.0, search.fails or math.inf
         assert low <= rate < high
         search.tell(holds=rate <= capacity)
@@ -159,13 +158,13 @@ def test_void_ends_it(after, capacity, holds):
     """With what is known by then: the generator says nothing about a rate that it cannot keep up."""
     search = Search(100.0, 0.05)
     for _ in range(after):
-        rate = search.next_rate()
+        rate = search.next
         assume(rate is not None)
         search.tell(holds=rate <= capacity)
-    before, rate = (search.holds, search.fails), search.next_rate()
+    before, rate = (search.holds, search.fails), search.next
     assume(rate is not None)
     search.tell(holds=holds, void=True)
-    assert search.next_rate() is None
+    assert search.next is None
     found = search.result(SLO)
     assert (found.holds, found.fails) == before
     assert f"the generator could not keep up {rate:,.4g} requests/s" in found.why
@@ -178,7 +177,7 @@ def test_what_held_by_luck_does_not_stand():
     search = Search(100.0, 0.1)
     tried = []
     for answer in lucky:
-        tried.append(search.next_rate())
+        tried.append(search.next)
         search.tell(holds=answer)
     assert tried[-1] == tried[2] == pytest.approx(141.4, rel=1e-3)
     assert search.fails == tried[-1]
@@ -210,6 +209,6 @@ def test_the_end_from_outside():
     search = Search(100.0, 0.05)
     search.tell(holds=True)
     search.end("it was stopped")
-    assert search.next_rate() is None
+    assert search.next is None
     found = search.result(SLO)
     assert (found.holds, found.fails, found.why) == (100, None, "it was stopped")

@@ -12,7 +12,7 @@ from asynctrt.loadtest.recorder import ErrorCount, Window
 from asynctrt.loadtest.report import StreamFigures
 from asynctrt.loadtest.session import Progress
 from asynctrt.loadtest.summary import DASH
-from asynctrt.loadtest.terminal import LiveView, progress_view, show
+from asynctrt.loadtest.terminal import LiveView, progress_view, show, show_lines
 from tests.loadtest import reports
 
 
@@ -46,6 +46,8 @@ def test_every_kind_of_report_is_shown(kind, width):
     report = getattr(reports, kind)()
     text = shown(report, width=width)
     assert max(map(cell_len, text.split("\n"))) <= width
+    rules = [line for line in text.split("\n") if "──" in line]
+    assert all(line.endswith("─ ") for line in rules), "no column is cut off"
     assert all(letter.isprintable() or letter == "\n" for letter in text)
     if report.void:
         assert "VOID" in text
@@ -131,3 +133,9 @@ def test_the_live_view_is_drawn_now_and_then_and_leaves_nothing():
     text = console.file.getvalue()
     assert text.count("a run") < 20
     assert "load x" in text
+
+
+def test_errors_of_a_step_are_shares_in_two_reports():
+    console = Console(file=io.StringIO(), width=100)
+    show_lines(console, ([("login errors", 0.02, 0.0)], []), "a.json", "b.json")
+    assert "2%" in console.file.getvalue()

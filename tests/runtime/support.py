@@ -61,7 +61,7 @@ class ScratchModel(FunctionModel):
 
 class ScratchBinding(FunctionBinding):
     def __init__(self, model, inputs, outputs):
-        super().__init__(None, inputs, outputs)
+        super().__init__(model, inputs, outputs)
         self.model, self.source, self.target = model, inputs[0].array, outputs[0].array
 
     def enqueue(self, count, *, profile, stream, arena):
@@ -158,7 +158,7 @@ class RecordingContext:
 
 class RecordingBinding(FunctionBinding):
     def __init__(self, context, inputs, outputs):
-        super().__init__(None, inputs, outputs)
+        super().__init__(context.model, inputs, outputs)
         self.context = context
         self.source, self.target = inputs[0].array, outputs[0].array
 

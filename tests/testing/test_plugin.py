@@ -87,7 +87,6 @@ async def test_a_server_for_a_test():
         asynctrt.client.connect(server.websocket_url) as client,
     ):
         assert (await client.infer("double", {"input": rows(3)}))["output"].tolist() == rows(6).tolist()
-        assert repr(server) == f"<LocalServer {server.http_url}>"
         assert server.grpc_target is None
     with pytest.raises(OptionsError, match="ports"):
         async with serve_locally({}, ports=1):
