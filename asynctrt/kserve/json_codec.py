@@ -99,8 +99,12 @@ class JsonCodec(ModelCodec):
             raise RequestError(
                 f"the JSON header should be {head_nbytes} bytes long, but the message has {len(body)}"
             )
+        head = bytes(body[:head_nbytes]) if head_nbytes <= LAYOUT_NBYTES_MAX else b""
+        layout = self._heads.get(head)
+        if layout is not None and layout.binary_nbytes == len(body) - head_nbytes:
+            return DecodedRequest(layout, "", read_inputs(layout, body, head_nbytes))
         content = parse_object(memoryview(body)[:head_nbytes], "the request", self.json_max)
-        return self.decode_parsed(content, head_nbytes, body, head_nbytes, pause)
+        return self.decode_parsed(content, head_nbytes, body, head_nbytes, pause, head=head)
 
     def decode_parsed(
         self,
@@ -109,10 +113,13 @@ class JsonCodec(ModelCodec):
         body: Buffer,
         start: int,
         pause: Pause = no_pause,
+        *,
+        head: bytes = b"",
     ) -> DecodedRequest:
         """Decode a request whose head, of ``head_nbytes``, has already been parsed.
 
         :param start: where its raw tensors begin in ``body``.
+        :param head: the head's bytes, to remember them if it has no id and no values; empty not to.
         :raises AsynctrtError: as :meth:`decode` does.
         """
         request_id = content.pop("id", "")
@@ -126,6 +133,8 @@ class JsonCodec(ModelCodec):
             layout = self._layout(content)
             if key:
                 remember(self._layouts, key, layout)
+        if head and key and layout.raw_numbers and not request_id:
+            remember(self._heads, head, layout)
         if layout.binary_nbytes != len(body) - start:
             raise RequestError(
                 f"the inputs declare {layout.binary_nbytes} bytes of tensors after the header, but "

@@ -541,9 +541,15 @@ class HttpConnection(asyncio.Protocol):
 
     def admit(self, request: HttpRequest) -> None:
         """Refuse an unauthorized request before its body; tell a client that waits for it to continue."""
+        known, version = request.known, self._api.tokens_version
+        if known is not None and known.admitted == version:
+            request.is_authorized = True
+            return
         try:
             if request.method != b"OPTIONS":
                 self._let_in(request)
+                if known is not None and not self._api.names_clients:
+                    known.admitted = version
         except AsynctrtError as error:
             self.refuse(request, error.http_status, str(error))
             return
@@ -669,9 +675,12 @@ class HttpConnection(asyncio.Protocol):
     def _start(self, request: HttpRequest) -> None:
         self._current = request
         self._api.ids.of(request.headers)
-        path = request.path
+        path, known = request.path, request.known
         if self._hub.log is not None:
             request.began_ns = clock.now_ns()
+        if known is not None and known.route is not None and request.is_authorized:
+            self._infer(known.route, request)
+            return
         if not request.is_authorized:
             answer = self._api.preflight(request.method, request.headers)
             try:
@@ -686,13 +695,18 @@ class HttpConnection(asyncio.Protocol):
         if request.method == b"POST" and b"content-encoding" not in request.headers:
             route = self._api.route(path)
             if route is not None and route.verb in INFERENCES:
+                if wants_compressed(request.headers):
+                    self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
+                    return
+                if known is not None:
+                    known.route = route
                 self._infer(route, request)
                 return
         self._task = self._hub.loop.create_task(self._respond(request))
 
     def _infer(self, route: ModelRoute, request: HttpRequest) -> None:
         headers, body = request.headers, request.body
-        if wants_compressed(headers) or (len(body) > FAST_NBYTES and self._api.is_slow(route, headers, body)):
+        if len(body) > FAST_NBYTES and self._api.is_slow(route, headers, body):
             self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
             return
         try:

@@ -75,13 +75,21 @@ class HttpRequest:
         "is_authorized",
         "is_broken",
         "keep_alive",
+        "known",
         "method",
         "path",
         "version",
     )
 
     def __init__(
-        self, method: bytes, path: bytes, version: str, headers: dict[bytes, bytes], *, keep_alive: bool
+        self,
+        method: bytes,
+        path: bytes,
+        version: str,
+        headers: dict[bytes, bytes],
+        *,
+        keep_alive: bool,
+        known: "KnownHead | None" = None,
     ) -> None:
         self.method = method
         self.path = path
@@ -90,6 +98,8 @@ class HttpRequest:
         self.headers = headers
         self.body: bytes | bytearray | memoryview = b""
         self.keep_alive = keep_alive
+        self.known = known
+        """The head that it shares with the previous request, if it does."""
         self.hold: Hold | None = None
         """The memory of its body, if that is large."""
         self.began_ns = 0
@@ -113,7 +123,17 @@ class KnownHead:
     :param body_nbytes: the number of bytes that follow it.
     """
 
-    __slots__ = ("has_body", "head", "head_nbytes", "headers", "method", "nbytes", "path")
+    __slots__ = (
+        "admitted",
+        "has_body",
+        "head",
+        "head_nbytes",
+        "headers",
+        "method",
+        "nbytes",
+        "path",
+        "route",
+    )
 
     def __init__(self, head: bytes, request: HttpRequest, body_nbytes: int) -> None:
         self.head = head
@@ -124,6 +144,10 @@ class KnownHead:
         self.path = request.path
         # A copy, since the request's own headers receive its id.
         self.headers = request.headers.copy()
+        self.admitted: int | None = None
+        """Set by the sink: the version of the rules by which it admitted a request with this head."""
+        self.route: Any = None
+        """Set by the sink: what its requests ask for, if that needs no further look at the headers."""
 
     @classmethod
     def of(cls, request: HttpRequest, fed: bytes, body_nbytes: int) -> "KnownHead | None":
@@ -151,7 +175,7 @@ class KnownHead:
 
     def request(self) -> HttpRequest:
         """Return a new request with this head."""
-        return HttpRequest(self.method, self.path, "1.1", self.headers.copy(), keep_alive=True)
+        return HttpRequest(self.method, self.path, "1.1", self.headers.copy(), keep_alive=True, known=self)
 
 
 class RequestSink(Protocol):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
+from asynctrt.kserve import json_codec
 from asynctrt.kserve.codec import LAYOUTS_MAX, STRINGS_MAX
 from asynctrt.kserve.datatypes import from_json
 from asynctrt.kserve.json_codec import JsonCodec
@@ -122,6 +123,32 @@ def test_layouts_are_bounded_and_keep_no_values(codec):
         codec.decode(*build(parameters={"priority": number}))
     assert len(codec._layouts) <= LAYOUTS_MAX
     assert all(layout.is_reusable for layout in codec._layouts.values())
+
+
+def test_the_same_head_is_not_parsed_again_and_the_tensors_and_ids_are_each_requests_own(codec, monkeypatch):
+    def asked(value, **given):
+        x, n = np.full((1, 2), value, np.float32), np.arange(3, dtype=np.int32)[None]
+        body, length = build([binary(X, x), binary(N, n)], x.tobytes() + n.tobytes(), **given)
+        call = codec.decode(body, length)
+        assert call.inputs["x"].tolist() == [[value, value]]
+        assert call.id == given.get("id", "")
+        return call
+
+    first = asked(1)
+    parsed = []
+    parse = json_codec.parse_object
+    monkeypatch.setattr(json_codec, "parse_object", lambda *given: parsed.append(given) or parse(*given))
+    assert asked(2).layout is first.layout
+    assert not parsed
+    for _ in range(2):
+        assert asked(3, id="7").layout is first.layout
+    assert len(parsed) == 2, "an id is each request's own"
+    body, length = build()
+    with pytest.raises(RequestError, match=r"20 bytes.*16 follow"):
+        codec.decode(body[:-4], length)
+    for number in range(LAYOUTS_MAX + 50):
+        asked(4, parameters={"priority": number})
+    assert len(codec._heads) <= LAYOUTS_MAX
 
 
 @pytest.mark.parametrize("more", [{}, {"parameters": {"priority": 2}}])

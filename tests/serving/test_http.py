@@ -112,6 +112,23 @@ class TestFraming:
                 assert (await raw.answer())[0] == status
                 assert len(checked) == 1
 
+    async def test_a_head_that_was_accepted_is_authorized_again_when_tokens_change(self):
+        async with serving(tokens=("old",)) as server, connected(server) as raw:
+            for tokens, statuses in ((("new",), (200, 200, 200)), (("old",), (401,))):
+                for status in statuses:
+                    raw.send(infer(1, Authorization="Bearer old"))
+                    assert (await raw.answer())[0] == status
+                server.api.use_tokens(tokens)
+
+    async def test_a_request_with_a_known_head_counts_for_its_own_client(self):
+        """A connection keeps the last of 8 heads in a row, and then others pass by."""
+        async with serving(client_header="X-Client") as server, connected(server) as raw:
+            for client in [*(f"c{number}" for number in range(20)), "c7", "c7", "c3", "c7", "c3", "c3"]:
+                raw.send(infer(1, X_Client=client))
+                assert outputs(await raw.answer()) == [2]
+                (connection,) = server._hub.connections
+                assert connection._account is server.api.memory.account(client.encode())
+
     async def test_pipelined_requests_of_all_kinds(self):
         async with serving() as server, connected(server) as raw:
             raw.send(request("/v2") + infer(1) + request("/nothing") + infer(2) + request("/v2/health/live"))
