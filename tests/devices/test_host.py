@@ -80,6 +80,32 @@ def test_short_work_comes_to_run_in_place(bench):
     assert runs[-1]
 
 
+def test_short_work_of_a_thread_is_done_when_its_launch_returns(bench):
+    """It needs the GIL, which the launching thread would otherwise keep, and neither is woken for the other."""
+    stream, event = bench.stream, bench.device.create_event()
+    threads, done = [], []
+    for _ in range(20):
+        stream.launch(lambda: threads.append(threading.get_ident()), label="work", run_on="thread")
+        stream.record(event)
+        done.append(event.query())
+        assert event.synchronize(WAIT_S)
+    assert threading.get_ident() not in threads
+    assert sum(done[-10:]) >= 5, "on a busy machine the thread may come late"
+
+
+def test_a_launch_does_not_wait_for_work_that_hangs_although_it_was_short(bench):
+    stream, event, gate = bench.stream, bench.device.create_event(), threading.Event()
+    for _ in range(20):
+        stream.launch(lambda: None, label="work", run_on="thread")
+        finish(stream, bench.device)
+    stream.launch(partial(hold, gate), label="work", run_on="thread")
+    stream.record(event)
+    assert not event.query()
+    gate.set()
+    assert event.synchronize(WAIT_S)
+    assert event.error is None
+
+
 def test_long_work_never_runs_in_place(bench):
     assert not any(bench.was_in_place(2 * HAND_OVER_NS) for _ in range(30))
 

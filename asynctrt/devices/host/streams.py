@@ -16,7 +16,7 @@ import numpy as np
 from asynctrt._util import clock
 from asynctrt._util.nesting import NestedRun, Runs
 from asynctrt.devices.base import Buffer, Event, Stream
-from asynctrt.devices.host.threads import StreamThreads
+from asynctrt.devices.host.threads import HAND_OVER_NS, StreamThreads
 from asynctrt.errors import DeviceError, ExecutionError
 from asynctrt.limits import Limits, hold_from_here, hold_no_longer
 
@@ -27,6 +27,9 @@ RunOn = Literal["thread", "loop", "auto"]
 
 HELD_NS: Final = 100_000_000
 """A run that holds the event loop for longer than this is logged; asyncio's debug mode has the same bound."""
+
+AWAIT_S: Final = 4 * HAND_OVER_NS / 1e9
+"""How long a launch waits for work in a thread that usually takes less than a hand-over."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -247,6 +250,8 @@ class HostStream:
         self._turns: list[None] = []
         self._awaited: HostEvent | None = None
         self._unfinished: Unfinished | None = None
+        # The lock on which the launching thread waits until the stream is idle.
+        self._idle: threading.Lock | None = None
         self._error: BaseException | None = None
         self._captured: HostGraph | None = None
         self._closed = False
@@ -301,9 +306,9 @@ class HostStream:
         if self._captured is not None:
             self._captured.add(partial(HostStream.launch, work=work, label=label, run_on=run_on, loop=loop))
             return
-        is_measured = run_on == "auto" == self._in_place
-        if not is_measured:
+        if self._in_place != "auto" or run_on == "loop":
             label = None
+        is_short = label is not None and self.threads.paces.is_short(label)
         in_place = self._in_place == "always"
         if run_on == "loop" and not in_place:
             running = _get_running_loop()
@@ -317,10 +322,30 @@ class HostStream:
             if self._is_served or not in_place:
                 work = partial(OnLoop, work, loop, self._name)
         may_wait = run_on != "auto"
-        if not self._is_served and (in_place or (is_measured and self.threads.paces.is_short(label))):
+        if self._is_served:
+            self._put(Launched(self._run, work, label, in_place=False, may_wait=may_wait))
+        elif in_place or (is_short and run_on == "auto"):
             self._run(work, label, in_place=True, may_wait=may_wait)
+        elif is_short:
+            self._run_in_thread(work, label)
         else:
             self._put(Launched(self._run, work, label, in_place=False, may_wait=may_wait))
+
+    def _run_in_thread(self, work: Work, label: Hashable) -> None:
+        """Run short work in a thread, and wait for it, for a short time.
+
+        The thread gets the GIL at once. If this thread, an event loop, went on instead, it would soon wait for
+        the GIL itself, and then be woken for what it could have had at once.
+        """
+        idle = self._idle = threading.Lock()
+        idle.acquire()
+        start_ns = self._now_ns()
+        self._put(Launched(self._run, work, label, in_place=False, may_wait=True, is_awaited=True))
+        try:
+            if not idle.acquire(timeout=AWAIT_S):
+                self.threads.paces.observe(label, self._now_ns() - start_ns, in_place=True)
+        except BaseException as error:
+            raise_on_loop(error)  # The work is under way.
 
     def record(self, event: Event) -> None:
         if not isinstance(event, HostEvent):
@@ -437,7 +462,10 @@ class HostStream:
             with self._lock:
                 if not self._operations:
                     self._is_served = False
-                    return
+                    idle, self._idle = self._idle, None
+                    break
+        if idle is not None:
+            idle.release()
 
     def _put(self, operation: Callable[[], bool]) -> None:
         if self._closed:
@@ -473,7 +501,9 @@ class HostStream:
                 return
             raise
 
-    def _run(self, work: Work, label: Hashable, *, in_place: bool, may_wait: bool) -> bool:
+    def _run(
+        self, work: Work, label: Hashable, *, in_place: bool, may_wait: bool, is_awaited: bool = False
+    ) -> bool:
         start_ns = self._now_ns()
         left: object = None
         if not in_place:
@@ -498,7 +528,7 @@ class HostStream:
         if took_ns > HELD_NS and in_place:
             warn_if_held(self._name, took_ns)
         if label is not None:
-            self.threads.paces.observe(label, took_ns, in_place=in_place)
+            self.threads.paces.observe(label, took_ns, in_place=in_place or is_awaited)
         if left is not None and isinstance(left, Unfinished):
             return self._suspend(left, run or NestedRun(self._runs), in_place=in_place)
         if run is not None:
