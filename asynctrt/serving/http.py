@@ -675,38 +675,41 @@ class HttpConnection(asyncio.Protocol):
     def _start(self, request: HttpRequest) -> None:
         self._current = request
         self._api.ids.of(request.headers)
-        path, known = request.path, request.known
         if self._hub.log is not None:
             request.began_ns = clock.now_ns()
+        known = request.known
         if known is not None and known.route is not None and request.is_authorized:
             self._infer(known.route, request)
             return
-        if not request.is_authorized:
-            answer = self._api.preflight(request.method, request.headers)
-            try:
-                if answer is None:
-                    self._let_in(request)
-            except AsynctrtError as error:
-                request.keep_alive = request.keep_alive and isinstance(error, UnauthorizedError)
-                answer = error_answer(error, request.headers)
-            if answer is not None:
-                self._send(answer)
-                return
+        if not request.is_authorized and not self._is_let_in(request):
+            return
         if request.method == b"POST" and b"content-encoding" not in request.headers:
-            route = self._api.route(path)
+            route = self._api.route(request.path)
             if route is not None and route.verb in INFERENCES:
-                if wants_compressed(request.headers):
-                    self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
-                    return
                 if known is not None:
                     known.route = route
                 self._infer(route, request)
                 return
         self._task = self._hub.loop.create_task(self._respond(request))
 
+    def _is_let_in(self, request: HttpRequest) -> bool:
+        """Authorize a request without a body, or answer it: with a refusal, or as a preflight."""
+        answer = self._api.preflight(request.method, request.headers)
+        try:
+            if answer is None:
+                self._let_in(request)
+                return True
+        except AsynctrtError as error:
+            request.keep_alive = request.keep_alive and isinstance(error, UnauthorizedError)
+            answer = error_answer(error, request.headers)
+        self._send(answer)
+        return False
+
     def _infer(self, route: ModelRoute, request: HttpRequest) -> None:
         headers, body = request.headers, request.body
-        if len(body) > FAST_NBYTES and self._api.is_slow(route, headers, body):
+        if (b"accept-encoding" in headers and wants_compressed(headers)) or (
+            len(body) > FAST_NBYTES and self._api.is_slow(route, headers, body)
+        ):
             self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
             return
         try:

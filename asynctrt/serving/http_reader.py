@@ -147,7 +147,7 @@ class KnownHead:
         self.admitted: int | None = None
         """Set by the sink: the version of the rules by which it admitted a request with this head."""
         self.route: Any = None
-        """Set by the sink: what its requests ask for, if that needs no further look at the headers."""
+        """Set by the sink: where its requests go, if that needs no further look at them."""
 
     @classmethod
     def of(cls, request: HttpRequest, fed: bytes, body_nbytes: int) -> "KnownHead | None":

@@ -81,7 +81,7 @@ def test_short_work_comes_to_run_in_place(bench):
 
 
 def test_short_work_of_a_thread_is_done_when_its_launch_returns(bench):
-    """It needs the GIL, which the launching thread would otherwise keep, and neither is woken for the other."""
+    """It needs the GIL, for which it would otherwise compete with the launching thread."""
     stream, event = bench.stream, bench.device.create_event()
     threads, done = [], []
     for _ in range(20):

@@ -16,7 +16,7 @@ import numpy as np
 from asynctrt._util import clock
 from asynctrt._util.nesting import NestedRun, Runs
 from asynctrt.devices.base import Buffer, Event, Stream
-from asynctrt.devices.host.threads import HAND_OVER_NS, StreamThreads
+from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import DeviceError, ExecutionError
 from asynctrt.limits import Limits, hold_from_here, hold_no_longer
 
@@ -27,9 +27,6 @@ RunOn = Literal["thread", "loop", "auto"]
 
 HELD_NS: Final = 100_000_000
 """A run that holds the event loop for longer than this is logged; asyncio's debug mode has the same bound."""
-
-AWAIT_S: Final = 4 * HAND_OVER_NS / 1e9
-"""How long a launch waits for work in a thread that usually takes less than a hand-over."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -250,8 +247,8 @@ class HostStream:
         self._turns: list[None] = []
         self._awaited: HostEvent | None = None
         self._unfinished: Unfinished | None = None
-        # The lock on which the launching thread waits until the stream is idle.
-        self._idle: threading.Lock | None = None
+        # A launch waits for this lock until a thread has served the stream.
+        self._served: threading.Lock | None = None
         self._error: BaseException | None = None
         self._captured: HostGraph | None = None
         self._closed = False
@@ -289,12 +286,13 @@ class HostStream:
     ) -> None:
         """Run ``work`` after everything launched earlier.
 
-        :param label: with ``auto``, a key for its duration: runs with the same label take about equally long,
-            on all streams of the device.
-        :param run_on: ``thread``: in a thread of the device. ``loop``: on the running event loop, at once if
-            the stream is idle. ``auto``: in place if runs with its label were measured to be shorter than a
-            hand-over, otherwise in a thread; use it only for work that never waits for the loop or for
-            anything else. A device with ``in_place="always"`` runs everything in place.
+        :param label: a key for its duration: runs with the same label take about equally long, on all streams
+            of the device.
+        :param run_on: ``thread``: in a thread of the device; if runs with its label were measured to be
+            shorter than a hand-over, the call usually returns once it is done. ``loop``: on the running event
+            loop, at once if the stream is idle. ``auto``: in place if runs with its label were measured to be
+            shorter than a hand-over, otherwise in a thread; use it only for work that never waits for the
+            loop or for anything else. A device with ``in_place="always"`` runs everything in place.
         :param loop: the event loop for ``loop`` if none is running in this thread; it must be free to run it.
         :raises ExecutionError: for ``loop``, if there is no event loop.
 
@@ -326,7 +324,7 @@ class HostStream:
             self._put(Launched(self._run, work, label, in_place=False, may_wait=may_wait))
         elif in_place or (is_short and run_on == "auto"):
             self._run(work, label, in_place=True, may_wait=may_wait)
-        elif is_short:
+        elif is_short and self.threads.may_lend():
             self._run_in_thread(work, label)
         else:
             self._put(Launched(self._run, work, label, in_place=False, may_wait=may_wait))
@@ -334,16 +332,14 @@ class HostStream:
     def _run_in_thread(self, work: Work, label: Hashable) -> None:
         """Run short work in a thread, and wait for it, for a short time.
 
-        The thread gets the GIL at once. If this thread, an event loop, went on instead, it would soon wait for
-        the GIL itself, and then be woken for what it could have had at once.
+        The thread gets the GIL at once. If this thread went on instead, an event loop, it would compete for
+        the GIL, form smaller batches meanwhile, and be woken for the result.
         """
-        idle = self._idle = threading.Lock()
-        idle.acquire()
-        start_ns = self._now_ns()
+        served = self._served = threading.Lock()
+        served.acquire()
         self._put(Launched(self._run, work, label, in_place=False, may_wait=True, is_awaited=True))
         try:
-            if not idle.acquire(timeout=AWAIT_S):
-                self.threads.paces.observe(label, self._now_ns() - start_ns, in_place=True)
+            self.threads.lend_gil_until(served)
         except BaseException as error:
             raise_on_loop(error)  # The work is under way.
 
@@ -446,6 +442,9 @@ class HostStream:
         except IndexError:
             return  # The turn was taken back.
         self._go_through(may_run=True)
+        served, self._served = self._served, None
+        if served is not None:
+            served.release()
 
     def _go_through(self, *, may_run: bool) -> None:
         """Run queued operations. Without ``may_run``, leave the first work and all after it to a thread."""
@@ -462,10 +461,7 @@ class HostStream:
             with self._lock:
                 if not self._operations:
                     self._is_served = False
-                    idle, self._idle = self._idle, None
-                    break
-        if idle is not None:
-            idle.release()
+                    return
 
     def _put(self, operation: Callable[[], bool]) -> None:
         if self._closed:

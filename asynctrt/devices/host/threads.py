@@ -305,9 +305,9 @@ class StreamThreads:
 
     def lend_gil(self) -> bool:
         """Yield the GIL to a thread that waits for it. Return False, at once, if none seems to."""
-        now_ns = self._now_ns()
-        if now_ns < self._lend_next_ns or not GIL:
+        if not self.may_lend():
             return False
+        now_ns = self._now_ns()
         stalled = [worker.is_stalled(now_ns) for worker in self._workers]
         # A thread that was given work and has not started it.
         idle = sum(worker.serves is None for worker in self._workers)
@@ -316,12 +316,24 @@ class StreamThreads:
             return False
         # An earlier release of the baton must not end the hand-over before it starts.
         self._baton.acquire(blocking=False)
-        if self._baton.acquire(timeout=LEND_S) or self._have_computed(now_ns):
+        return self._lent(self._baton.acquire(timeout=LEND_S) or self._have_computed(now_ns))
+
+    def may_lend(self) -> bool:
+        """Return whether to yield the GIL to a thread that needs it: not just after this gained nothing."""
+        return GIL and self._now_ns() >= self._lend_next_ns
+
+    def lend_gil_until(self, served: threading.Lock) -> None:
+        """Yield the GIL until a thread releases a lock, for a short time."""
+        self._lent(served.acquire(timeout=LEND_S))
+
+    def _lent(self, has_gained: bool) -> bool:  # noqa: FBT001  (the only argument)
+        """Record whether a hand-over gained anything, and return it."""
+        if has_gained:
             self._lend_pause_ns = LEND_PAUSE_NS_MIN
-            return True
-        self._lend_next_ns = self._now_ns() + self._lend_pause_ns
-        self._lend_pause_ns = min(2 * self._lend_pause_ns, LEND_PAUSE_NS_MAX)
-        return False
+        else:
+            self._lend_next_ns = self._now_ns() + self._lend_pause_ns
+            self._lend_pause_ns = min(2 * self._lend_pause_ns, LEND_PAUSE_NS_MAX)
+        return has_gained
 
     def _have_computed(self, lent_ns: int) -> bool:
         """Return whether a thread computed for most of the lent time and is not done: it needs the GIL again.
