@@ -127,7 +127,7 @@ class RequestLayout:
         self.timeout = timeout
         """Seconds that the request may be queued, or ``None``."""
         # The shapes, encoded head and HTTP head of the last answer, which the next one usually shares.
-        self.answer_key: tuple[tuple[int, ...], ...] | None = None
+        self.answer_key: list[tuple[int, ...]] | None = None
         self.answer = b""
         self.http_head = b""
 

@@ -222,13 +222,15 @@ class JsonCodec(ModelCodec):
         :raises RequestError: if JSON cannot hold an output wanted as JSON.
         """
         layout = request.layout
-        outputs = layout.outputs
-        values = [result[spec.name] for spec, _ in outputs]
         if layout.plain:
-            return self._plain_answer(layout, values), []
+            return self._plain_answer(layout, [result[spec.name] for spec, _ in layout.outputs]), []
+        values: list[Array] = []
         tensors: list[Buffer] = []
-        key = tuple([value.shape for value in values])
-        for (_, binary), value in zip(outputs, values, strict=True):
+        key = []
+        for spec, binary in layout.outputs:
+            value = result[spec.name]
+            values.append(value)
+            key.append(value.shape)
             if layout.is_simple and value.nbytes <= COPIED_NBYTES_MAX:
                 tensors.append(value.tobytes())
             elif binary:

@@ -298,7 +298,7 @@ class ProtobufCodec(ModelCodec):
         """Return the answer, a serialized ``ModelInferResponse``. ``pause`` is called at intervals."""
         layout = request.layout
         values = [result[spec.name] for spec, _ in layout.outputs]
-        shapes = tuple([value.shape for value in values])
+        shapes = [value.shape for value in values]
         if shapes != layout.answer_key:
             layout.answer_key, layout.answer = shapes, self._described(layout, shapes)
         pieces: list[Any] = [layout.answer]

@@ -752,30 +752,32 @@ class HttpConnection(asyncio.Protocol):
             return
         try:
             decoded, codec, result = inference.request, inference.served.codec, inference.future.result()
-            if not decoded.layout.is_simple and codec.is_slow_answer(decoded.layout, result):
+            layout = decoded.layout
+            if not layout.is_simple and codec.is_slow_answer(layout, result):
                 self._task = self._hub.loop.create_task(self._answer_slowly(inference, request))
                 return
             head, tensors = codec.encode(decoded, result)
         except BaseException as error:
             self._send(error_answer(_answerable(error), request.headers))
             return
-        nbytes = len(head)
-        for tensor in tensors:
-            nbytes += len(tensor)
-        has_origin = self._hub.has_cors and b"origin" in request.headers
-        is_usual = request.keep_alive and request.version != "1.0" and not self._is_half_closed
-        if not tensors or not is_usual or self._hub.is_draining or has_origin:
+        hub = self._hub
+        if (
+            not tensors
+            or not request.keep_alive
+            or request.version == "1.0"
+            or self._is_half_closed
+            or hub.is_draining
+            or (hub.has_cors and b"origin" in request.headers)
+        ):
             self._send(encoded_answer(head, tensors, inference))
             return
-        layout = decoded.layout
+        nbytes = len(head) + sum(map(len, tensors))
         start = layout.http_head
         if not start or decoded.id:
             start = BINARY_HEAD % (len(head), nbytes)
             if head is layout.answer:
                 layout.http_head = start
-        self._write(
-            (start, request.headers[ID_HEADER], b"\r\n", self._hub.end_of_head, head), tensors, nbytes
-        )
+        self._write((start, request.headers[ID_HEADER], b"\r\n", hub.end_of_head, head), tensors, nbytes)
         self._done(200, nbytes, inference)
 
     async def _answer_slowly(self, inference: Inference, request: HttpRequest) -> None:
