@@ -62,9 +62,9 @@ def threads(monkeypatch):
 def watch(monkeypatch, kind, name, found):
     method = getattr(kind, name)
 
-    def watched(self, *arguments):
+    def watched(self, *arguments, **settings):
         found.append((name, threading.current_thread() is threading.main_thread()))
-        return method(self, *arguments)
+        return method(self, *arguments, **settings)
 
     monkeypatch.setattr(kind, name, watched)
 
@@ -77,11 +77,11 @@ class Gate:
         self.opened = threading.Event()
         method = JsonCodec.decode_parsed
 
-        def gated(codec, *arguments):
+        def gated(codec, *arguments, **settings):
             if threading.current_thread() is not threading.main_thread():
                 self.reached.set()
                 assert self.opened.wait(WAIT_S)
-            return method(codec, *arguments)
+            return method(codec, *arguments, **settings)
 
         monkeypatch.setattr(JsonCodec, "decode_parsed", gated)
 
