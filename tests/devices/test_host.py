@@ -84,13 +84,13 @@ def test_short_work_of_a_thread_is_done_when_its_launch_returns(bench):
     """It needs the GIL, for which it would otherwise compete with the launching thread."""
     stream, event = bench.stream, bench.device.create_event()
     threads, done = [], []
-    for _ in range(20):
+    for _ in range(100):
         stream.launch(lambda: threads.append(threading.get_ident()), label="work", run_on="thread")
         stream.record(event)
         done.append(event.query())
         assert event.synchronize(WAIT_S)
     assert threading.get_ident() not in threads
-    assert sum(done[-10:]) >= 5, "on a busy machine the thread may come late"
+    assert sum(done) >= 10, "on a busy machine the thread may come late, but not each time"
 
 
 def test_a_launch_does_not_wait_for_work_that_hangs_although_it_was_short(bench):
