@@ -35,7 +35,6 @@ LEAST = {
     "front_faults": ["--requests", "1000", "--every", "0.1"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
     "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
-    "compare_commits": ["--repeats", "1", "--seconds", "0.02", "--loops", "asyncio", "--only", "a lone"],
 }
 LEAST_ON_GPU = {
     "completion": ["--seconds", "0.02", "--kernels", "200", "--varying", "200", "--loops", "idle,busy"],
@@ -63,7 +62,6 @@ PARTS = {
     "client",
     "servers",
     "mosec_server",
-    "compare_commits_child",
     "peer_servers",
     "peer_lit",
     "peer_bento",
@@ -126,6 +124,4 @@ def test_the_results_that_are_kept_are_of_benchmarks_that_there_are():
     names -= {"ran-host", "ran-h200", "ran-two-h200", "zoo"}
     on_gpu = {name for name in names if name.startswith("gpu-")}
     assert {name.split("-")[1] for name in on_gpu} <= set(LEAST_ON_GPU)
-    # A comparison of two commits is of no interest afterwards.
-    kept = {name.split("-")[0] for name in names - on_gpu}
-    assert kept == {*LEAST} - {"compare_commits"}
+    assert {name.split("-")[0] for name in names - on_gpu} == {*LEAST}

@@ -1,7 +1,6 @@
 """Check that any bytes given to the binary decoder become the call that they encode, or a caller's error.
 
-The functions `check_*` are the properties. tests/serving/test_fuzz.py tries them with Hypothesis, the rest of
-this module with atheris, which looks for inputs that reach new lines. README.md has the commands.
+The functions `check_*` are the properties, which tests/serving/test_fuzz.py tries with Hypothesis.
 """
 
 import json
@@ -13,13 +12,10 @@ import ml_dtypes
 import numpy as np
 import orjson
 
-from tests.fuzz.guided import Reader, instrumented, main
-
-with instrumented("asynctrt.kserve"):
-    from asynctrt.errors import CallerError, UnsupportedError
-    from asynctrt.kserve.datatypes import datatype_of, read_bytes
-    from asynctrt.kserve.json_codec import JsonCodec, dump
-    from asynctrt.tensors import TensorSpec
+from asynctrt.errors import CallerError, UnsupportedError
+from asynctrt.kserve.datatypes import datatype_of, read_bytes
+from asynctrt.kserve.json_codec import JsonCodec, dump
+from asynctrt.tensors import TensorSpec
 
 DTYPES = [
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -209,120 +205,3 @@ def _are_same(array, data):
     return all(
         math.isclose(one, other, rel_tol=near, abs_tol=tiny) for one, other in zip(given, values, strict=True)
     )
-
-
-# ---- the fuzzer
-
-
-SIZES = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    8,
-    16,
-    255,
-    -1,
-    2**31,
-    2**40,
-    2**62,
-    2**63,
-    2**64 - 1,
-    2**64,
-    1.0,
-    None,
-    "4",
-    [],
-    True,
-)
-
-
-def built_message(reader):
-    """Return a message that is nearly valid: the fuzzer chooses tensors, shapes and sizes."""
-    inputs = []
-    for _ in range(reader.number() % 4):
-        spec = INPUTS[reader.number() % len(INPUTS)]
-        item = {"name": spec.name, "datatype": datatype_of(reader.pick((spec, spec, spec, *INPUTS[:3])))}
-        item["shape"] = [reader.pick(SIZES) for _ in range(reader.number() % 4)]
-        size = reader.pick(("right", "right", "data", "any", "both"))
-        whole = [size for size in item["shape"] if type(size) is int]
-        if size == "data":
-            item["data"] = [reader.pick(SIZES) for _ in range(reader.number() % 8)]
-        else:
-            right = math.prod(whole) * spec.dtype.itemsize
-            item["parameters"] = {"binary_data_size": reader.pick(SIZES) if size == "any" else right}
-        if size == "both":
-            item["data"] = []
-        inputs.append(item)
-    content = {"id": reader.pick(("", "a", "é", 7)), "inputs": inputs}
-    if reader.number() % 4 == 0:
-        content["parameters"] = {reader.pick(("priority", "timeout", "x")): reader.pick(SIZES)}
-    head = orjson.dumps({key: value for key, value in content.items() if value != ""}, default=repr)
-    return head + reader.rest(), len(head)
-
-
-def test_one_input(data):
-    """Give one input to the decoder; its first byte chooses the entry point. The fuzzer calls this."""
-    reader = Reader(data)
-    kind = reader.number() % 6
-    if kind == 0:  # As on a websocket: the length comes first, and may be wrong.
-        nbytes = reader.number(4)
-        check_message(reader.rest(), nbytes)
-    elif kind == 1:  # A length that is always right: the header ends at a NUL byte.
-        head, _, tensors = reader.rest().partition(b"\0")
-        check_message(head + tensors, len(head))
-    elif kind == 2:
-        check_raw(reader.pick(RAW_INPUTS), reader.rest())
-    elif kind == 3:
-        count = reader.number(2) % 300
-        check_bytes(reader.rest(), count)
-    elif kind == 4:
-        check_plain(reader.rest())
-    else:
-        try:
-            message = built_message(reader)
-        except TypeError:  # A number that JSON cannot hold.
-            return
-        check_message(*message)
-
-
-def seeds():
-    """Yield valid inputs for the fuzzer to start from."""
-    for request_id in ("good", ""):
-        body, nbytes = good_message(request_id)
-        yield b"\0" + struct.pack("<I", nbytes) + body
-        yield b"\1" + body[:nbytes] + b"\0" + body[nbytes:]
-    for spec in INPUTS:
-        array = np.ones((1, *[2 if isinstance(dim, str) else dim for dim in spec.dims])).astype(spec.dtype)
-        described = {"name": spec.name, "datatype": datatype_of(spec), "shape": list(array.shape)}
-        values = array.tolist() if array.dtype.kind != "S" else np.full(array.shape, "b").tolist()
-        raw = wire_of(array)
-        outputs = [{"name": "out1", "parameters": {"binary_data": True}}, {"name": "out2"}]
-        parameters = {"priority": 1, "timeout": 1000, "binary_data_output": True}
-        whole = {"inputs": [described | {"data": values}], "outputs": outputs, "parameters": parameters}
-        yield b"\1" + json.dumps(whole).encode() + b"\0"
-        sized = {"inputs": [described | {"parameters": {"binary_data_size": len(raw)}}], "id": "x"}
-        yield b"\1" + json.dumps(sized).encode() + b"\0" + raw
-        for content in ({"inputs": {spec.name: values}}, {"instances": [{spec.name: values[0]}] * 2}):
-            yield b"\4" + json.dumps(content | {"parameters": {"priority": 1}}).encode()
-    for number, spec in enumerate(RAW_INPUTS):
-        yield bytes([2, number]) + (b"abc" if spec.dtype.kind == "S" else bytes(4 * spec.dtype.itemsize))
-    yield b"\3\3\0" + wire_of(np.array([b"a", b"", b"\0b"], "S8"))
-    for number in range(len(INPUTS)):
-        yield bytes([5, 1, number, 0, 2, 1, 2, 0]) + bytes(64)
-
-
-WORDS = [
-    *("instances", "signature_name", "serving_default"),
-    *("id", "inputs", "outputs", "parameters", "name", "datatype", "shape", "data", "binary_data_size"),
-    *("binary_data", "binary_data_output", "priority", "timeout", "classification", "shared_memory_region"),
-    *(datatype_of(spec) for spec in INPUTS),
-    *(spec.name for spec in INPUTS + OUTPUTS),
-]
-NUMBERS = ["-1", "0", "18446744073709551615", "9223372036854775807", "1e308", "1099511627776", "true", "null"]
-
-
-if __name__ == "__main__":
-    texts = [*(f'"{word}"' for word in WORDS), *NUMBERS]
-    main("tests.fuzz.decoder", __doc__, test_one_input, seeds, [text.encode() for text in texts])

@@ -4,21 +4,17 @@ Each is compared with one that is simpler: requests that come whole with the sam
 frames with the library alone, a split protobuf message with protobuf alone.
 """
 
-import struct
 
 from google.protobuf.message import DecodeError
 from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
+from asynctrt.errors import CallerError
+from asynctrt.kserve import protobuf
+from asynctrt.serving import frame_cutter
+from asynctrt.serving.http_reader import RequestReader
 from tests.fuzz.decoder import check_error
-from tests.fuzz.guided import Reader, instrumented, main
-
-with instrumented("asynctrt.kserve", "asynctrt.serving"):
-    from asynctrt.errors import CallerError
-    from asynctrt.kserve import protobuf
-    from asynctrt.serving import frame_cutter
-    from asynctrt.serving.http_reader import RequestReader
 
 NBYTES_MAX = 600
 MESSAGE = protobuf.message_classes()["ModelInferRequest"]
@@ -142,8 +138,8 @@ def check_frames(raw, sizes):
 # ---- protobuf
 
 
-def check_protobuf(raw):
-    """Check that a split message is the message."""
+def check_protobuf(raw, sizes):
+    """Check that a split message is the message. It comes whole."""
     try:
         split = protobuf.split_request(raw, fields_max=40, nbytes_max=NBYTES_MAX)
     except CallerError as error:
@@ -161,18 +157,7 @@ def check_protobuf(raw):
     assert found.SerializeToString(deterministic=True) == expected.SerializeToString(deterministic=True)
 
 
-# ---- the fuzzer
-
-
-def test_one_input(data):
-    """Give one input to a parser, which its first byte chooses. The fuzzer calls this."""
-    reader = Reader(data)
-    kind = reader.number() % 3
-    if kind < 2:
-        sizes = [size for size in reader.take(3) if size]
-        (check_http, check_frames)[kind](reader.rest(), sizes)
-    else:
-        check_protobuf(reader.rest())
+# ---- valid input to begin from
 
 
 def masked(opcode, data, *, fin=True):
@@ -180,7 +165,7 @@ def masked(opcode, data, *, fin=True):
 
 
 def seeds():
-    """Yield valid inputs for the fuzzer to start from."""
+    """Yield valid input for each check to begin from."""
     post = b"POST /v2/models/a/infer?x HTTP/1.1\r\nHost: a\r\n"
     for one in (
         b"GET / HTTP/1.0\r\n\r\n",
@@ -189,41 +174,22 @@ def seeds():
         post + b"Upgrade: h2c\r\nConnection: Upgrade\r\nContent-Length: 3\r\n\r\nabc" + post,
         b"GET /v2/ws HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nrest",
     ):
-        yield b"\0\7\1\50" + one
+        yield check_http, one
     for frames in (
         masked(Opcode.TEXT, b"a") + masked(Opcode.PING, b"") + masked(Opcode.CLOSE, b"\x03\xe8"),
         masked(Opcode.BINARY, bytes(200)) + masked(Opcode.BINARY, b""),
         masked(Opcode.BINARY, bytes(100), fin=False) + masked(Opcode.PING, b"a") + masked(Opcode.CONT, b"b"),
     ):
-        yield b"\1\7\1\50" + frames
+        yield check_frames, frames
     call = MESSAGE(model_name="a", id="b", raw_input_contents=[b"", bytes(20), b"c"])
     tensor = call.inputs.add(name="input", datatype="FP32", shape=[1, -1])
     tensor.contents.fp32_contents.append(1.5)
     call.parameters["priority"].int64_param = 3
-    yield b"\2" + call.SerializeToString()
-
-
-WORDS = [
-    *(b"\r\n", b"\r\n\r\n", b"HTTP/1.1", b"Content-Length: ", b"Transfer-Encoding: chunked", b"Host: "),
-    *(
-        b"Upgrade: websocket",
-        b"Connection: Upgrade",
-        b"0\r\n\r\n",
-        b"\xff\xff\xff\xff",
-        b"\x81\xfe",
-        b"\x88\x80",
-    ),
-    *(struct.pack("<Q", 2**63), b"\x3a\x03"),
-]
+    yield check_protobuf, call.SerializeToString()
 
 
 SMALL = (
     (frame_cutter, "LARGE_NBYTES", 40),
     (protobuf, "FAST_NBYTES", -1),
 )
-"""Limits from which on something is large, so low that the fuzzer's inputs reach what is done then."""
-
-if __name__ == "__main__":
-    for limit in SMALL:
-        setattr(*limit)
-    main("tests.fuzz.parsers", __doc__, test_one_input, seeds, WORDS)
+"""Limits from which on something is large, so low that short inputs reach what is done then."""
