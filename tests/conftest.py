@@ -45,25 +45,11 @@ def anyio_backend(request):
     return ("asyncio", {"use_uvloop": request.param})
 
 
-def pytest_addoption(parser):
-    """Add `--ran`."""
-    parser.addoption("--ran", type=Path, metavar="FILE", help="note there what passed on this machine")
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """Run more processes than there are cores: for half of its time a test waits for sockets and timers."""
     cores = len(os.sched_getaffinity(0))
     return cores + (cores + 1) // 2
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """Note what ran, if that was asked for."""
-    if config.getoption("--ran"):
-        # Not before it is needed: it looks for a GPU.
-        from tests.ran import note
-
-        note(config.getoption("--ran"), terminalreporter.stats)
 
 
 @cache

@@ -20,7 +20,6 @@ from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
 from asynctrt.serving import model_config
 from asynctrt.serving.settings import ServerSettings
-from tests.ran import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
@@ -393,24 +392,6 @@ def gpu_saturation():
         )
 
 
-def ran():
-    """Yield how many tests of each kind passed on each machine."""
-    machines = {"host": "no GPU (CI)", "h200": "one H200", "two-h200": "two H200"}
-    yield "", *machines.values()
-    found = {machine: results(f"ran-{machine}") for machine in machines}
-    for kind, _ in KINDS:
-        for on in ("host", "cuda"):
-            passed = [
-                sum(number for of, where, number in found[machine]["passed"] if (of, where) == (kind, on))
-                for machine in machines
-            ]
-            if any(passed):
-                yield (
-                    kind + (" (on CUDA)" if on == "cuda" else ""),
-                    *(f"{number:,}" if number else "" for number in passed),
-                )
-
-
 def gpu_urgent():
     yield "", "p50 ms", "p99 ms", "others, images/s"
     cases = figures("gpu-urgent")["cases"]
@@ -650,7 +631,6 @@ TABLES = {
     "lateness": lateness,
     "lengths": lengths,
     "agreement": agreement,
-    "ran": ran,
     "goodput": goodput,
     "goodput-really": goodput_really,
     "gpu-completion": gpu_completion,

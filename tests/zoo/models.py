@@ -276,6 +276,6 @@ OF_EXPORTERS = (
     Entry("keras_picture", lambda rng, size: {"picture": picture(rng, rows(size), 24, 24, 3)}),
     Entry("paddle_lines", lambda rng, size: {"x": picture(rng, rows(size), 3, 32, 64 + 32 * size)}),
 )
-"""Small models of `files/`, which `tests.zoo.make` made."""
+"""Small models in `files/` with random weights; `files/made.json` says which exporter made each."""
 
 ENTRIES = OF_WHEELS + OF_EXPORTERS

@@ -31,7 +31,7 @@ async def test_callers_at_once_get_the_answers_of_direct_runs(entry):
         assert compare.difference(answer, compare.direct_answer(session, request)) <= entry.tolerance
 
 
-def test_every_file_is_small_and_has_an_entry_and_a_maker():
+def test_every_file_is_small_and_has_an_entry_and_an_exporter():
     sizes = {path.stem: path.stat().st_size for path in FILES.glob("*.onnx")}
     assert (
         set(sizes)
