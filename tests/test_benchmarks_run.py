@@ -37,7 +37,7 @@ LEAST = {
     "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
 }
 LEAST_ON_GPU = {
-    "completion": ["--seconds", "0.02", "--kernels", "200", "--varying", "200", "--loops", "idle,busy"],
+    "completion": ["--seconds", "0.02", "--kernels", "200", "--loops", "idle,busy"],
     "saturation": ["--seconds", "0.05", "--repeats", "1", "--kernels", "300"],
     "urgent": ["--seconds", "0.1", "--repeats", "1"],
     "poisson": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--contexts", "2"],

@@ -111,7 +111,7 @@ class Callers:
             await asyncio.sleep(seconds)
             elapsed_ns, cpu_ns = clock.now_ns() - start_ns, clock.cpu_ns() - start_cpu_ns
             self._is_measured, self._is_over = False, True
-            await load.end()
+            load.end()
         done = len(self._latencies_ns)
         return {
             "rows_per_s": done / elapsed_ns * 1e9,

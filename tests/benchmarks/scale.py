@@ -17,7 +17,6 @@ from pathlib import Path
 
 from tests.benchmarks.client import infer_head
 from tests.benchmarks.common import arguments, median, save, show
-from tests.benchmarks.gpu.support import verdict, verdicts
 from tests.benchmarks.scale_clients import (
     by_clients,
     by_wrk,
@@ -28,7 +27,6 @@ from tests.benchmarks.scale_clients import (
 from tests.benchmarks.serving import INFER, SOCKET, grpc_body
 
 NOOP = "tests.benchmarks.serving:noop"
-FRONTS_TARGET, HTTP_TARGET = 0.8, 250_000
 PROTOCOLS = ("HTTP", "websocket", "gRPC")
 BARE = "bare processes"
 
@@ -181,24 +179,6 @@ def show_fronts(protocol, figures, options):
     )
 
 
-def verdicts_of_fronts(found):
-    said = []
-    for protocol in PROTOCOLS:
-        figures = found.get(protocol, {})
-        if "one process" in figures and "4 fronts" in figures:
-            gain = median(figures["4 fronts"], "requests_per_s") / median(
-                figures["one process"], "requests_per_s"
-            )
-            what = f"{protocol}, 4 fronts, of linear"
-            said.append(verdict(what, gain / 4, FRONTS_TARGET, is_at_least=True, unit=""))
-    http = found.get("HTTP", {}).items()
-    many = [median(runs, "requests_per_s") for name, runs in http if "fronts" in name]
-    if many:
-        what = "HTTP, a no-op model"
-        said.append(verdict(what, max(many), HTTP_TARGET, is_at_least=True, unit="requests/s"))
-    return said
-
-
 def settings():
     options = arguments(
         __doc__,
@@ -231,8 +211,6 @@ def main():
             save(options.json, __doc__, {"settings": given, "fronts": found})
 
         found = fronts(options, Path(name), note)
-    met = verdicts(verdicts_of_fronts(found))
-    save(options.json, __doc__, {"settings": given, "fronts": found, "verdicts": met})
     parts = [found, *(found[protocol] for protocol in PROTOCOLS if protocol in found)]
     if said := [failure for part in parts for failure in part.get("failed", ())]:
         sys.exit("\n".join(["failed:", *said]))

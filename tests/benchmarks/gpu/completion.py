@@ -22,7 +22,7 @@ from asynctrt.scheduling.batch_times import Times
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import RawLoop
-from tests.benchmarks.gpu.support import Load, check, open_device, quantiles_us, said, show, verdict, verdicts
+from tests.benchmarks.gpu.support import Load, check, open_device, quantiles_us, said, show
 
 COUNT_MIN = 400
 """Samples of a case at the least, for its 99th percentile, unless it takes four times as long as it may."""
@@ -30,7 +30,6 @@ COUNT_MIN = 400
 WARM_UP = 25
 TIMED_ONE_IN = 16
 ROW = np.arange(512, dtype=np.float32).reshape(1, 512)
-ROWS_MAX = 8
 
 
 class Samples:
@@ -95,8 +94,8 @@ def raw_late(kernels, model, raw, seconds):
             return samples.end()
 
 
-async def reaper_late(kernels, model, choose, waiting, seconds):
-    """Measure the reaper alone: launch the chosen batch, and await its event."""
+async def reaper_late(kernels, model, batch, waiting, seconds):
+    """Measure the reaper alone: launch a batch, and await its event."""
     loop = asyncio.get_running_loop()
     reaper = Reaper(loop, clock.now_ns, waiting=waiting)
     latency = Times()
@@ -112,7 +111,6 @@ async def reaper_late(kernels, model, choose, waiting, seconds):
     try:
         while is_wanted:
             future = loop.create_future()
-            batch = choose()
             # As the engine does, which takes the times of a few batches only: they cost the GPU some.
             is_timed = number < WARM_UP or not number % TIMED_ONE_IN
             (batch.launch_timed if is_timed else batch.launch)()
@@ -130,25 +128,24 @@ async def reaper_late(kernels, model, choose, waiting, seconds):
     return samples.end()
 
 
-async def infer_late(kernels, model, engine, seconds, rows=lambda: ROW):
+async def infer_late(kernels, model, engine, seconds):
     """Measure the whole engine, and the cores that it used, including its caller."""
     samples = Samples(kernels, seconds)
     is_wanted = True
     start_ns, start_cpu_ns = clock.now_ns(), clock.cpu_ns()
     while is_wanted:
-        given = rows()
-        answer = await engine.infer(given)
+        answer = await engine.infer(ROW)
         resumed_ns = clock.now_ns()
         is_wanted = samples.add(model.ended_ns, resumed_ns, resumed_ns)
-        check(answer, model.expected(given))
+        check(answer, model.expected(ROW))
     cores = (clock.cpu_ns() - start_cpu_ns) / (clock.now_ns() - start_ns)
     return samples.end(), cores
 
 
-def opened(model, device, waiting, rows_max=1):
-    graphs = "off" if device.name == "host" else tuple(range(1, rows_max + 1))
+def opened(model, device, waiting):
+    graphs = "off" if device.name == "host" else (1,)
     return asynctrt.open(
-        model, device=device, contexts=2, arenas=1, max_rows=rows_max, waiting=waiting, graphs=graphs
+        model, device=device, contexts=2, arenas=1, max_rows=1, waiting=waiting, graphs=graphs
     )
 
 
@@ -163,9 +160,9 @@ async def measure(device, kernels, work_us, options, figures):
         async with opened(model, device, waiting) as engine:
             for kind in options.loops.split(","):
                 load = Load(kind)
-                reaper = await reaper_late(kernels, model, lambda: raw.batches[0], waiting, options.seconds)
+                reaper = await reaper_late(kernels, model, raw.batches[0], waiting, options.seconds)
                 infer, cores = await infer_late(kernels, model, engine, options.seconds)
-                await load.end()
+                load.end()
                 figures[f"{work_us} us, {kind} loop, {waiting}"] = {
                     "work_us": work_us,
                     "loop": kind,
@@ -182,45 +179,6 @@ async def measure(device, kernels, work_us, options, figures):
         "after": quantiles_us(bases[1]),
     }
     raw.close()
-
-
-async def measure_varying(device, kernels, work_us, options, figures):
-    """Measure service times that vary by batch size, and outliers, with adaptive waiting on an idle loop."""
-    rng = np.random.default_rng(0)
-    rows = [np.full((count, 512), count, np.float32) for count in range(1, ROWS_MAX + 1)]
-    for name, outliers in (("1 to 8 rows", None), ("1 to 8 rows, 2% take 5 times as long", (50, 5))):
-        # From 5/8 to 12/8, the mean near the nominal time.
-        model = SpinModel(kernels, lambda count: work_us * 125 * (count + 4), outliers=outliers)
-        raws = [
-            RawLoop(device, model, count, depth=1, is_captured=device.prefers_graphs)
-            for count in range(1, ROWS_MAX + 1)
-        ]
-        for raw, given in zip(raws, rows, strict=True):
-            raw.fill(given)
-        base_ns = int(np.median(raw_late(kernels, model, raws[0], options.seconds).late_ns))
-        reaper = await reaper_late(
-            kernels,
-            model,
-            lambda raws=raws: raws[rng.integers(ROWS_MAX)].batches[0],
-            "adaptive",
-            options.seconds,
-        )
-        async with opened(model, device, "adaptive", ROWS_MAX) as engine:
-            for given in rows:
-                await engine.infer(given)
-            infer, cores = await infer_late(
-                kernels, model, engine, options.seconds, lambda: rows[rng.integers(ROWS_MAX)]
-            )
-        for raw in raws:
-            raw.close()
-        figures[f"{work_us} us, {name}"] = {
-            "work_us": work_us,
-            "varying": name,
-            "waiting": "adaptive",
-            "reaper": reaper.figures(base_ns, []),
-            "infer": infer.figures(base_ns, []),
-            "cores": cores,
-        }
 
 
 def report(figures, kernels, device):
@@ -257,52 +215,9 @@ def report(figures, kernels, device):
         "cores: of the process during infer, its caller included.",
         device=device,
     )
-    varying = {name: case for name, case in figures.items() if "varying" in case}
-    if varying:
-        show(
-            "adaptive on an idle loop with service times that vary, µs over raw",
-            ("case", "reaper p50", "p99", "infer p50", "p99", "cores", "samples"),
-            [
-                (
-                    name,
-                    *(f"{case['reaper'][q]:.1f}" for q in Q),
-                    *(f"{case['infer'][q]:.1f}" for q in Q),
-                    f"{case['cores']:.2f}",
-                    str(case["infer"]["count"]),
-                )
-                for name, case in varying.items()
-            ],
-            device=device,
-        )
 
 
 Q = ("p50_us", "p99_us")
-
-
-def targets(figures):
-    """Return the targets, which are for an event and its coroutine (reaper); infer is compared as well."""
-    lines = []
-    cores_most = {1000: 0.2, 5000: 0.1}
-    for name, case in figures.items():
-        for layer in ("reaper", "infer"):
-            if layer not in case:
-                continue
-            what = f"{name}, {layer}"
-            late = partial(verdict, is_at_least=False, unit="us")
-            is_idle = case.get("loop", "idle") == "idle"
-            if is_idle and case["waiting"] == "spin":
-                lines.append(late(f"{what} p50", case[layer]["p50_us"], 3))
-            if is_idle and case["waiting"] == "adaptive":
-                lines.append(late(f"{what} p50", case[layer]["p50_us"], 10))
-                lines.append(late(f"{what} p99", case[layer]["p99_us"], 60))
-            if not is_idle and case["waiting"] != "thread" and "ticks_p99" in case[layer]:
-                ticks = case[layer]["ticks_p99"]
-                lines.append(verdict(f"{what} p99", ticks, 1, is_at_least=False, unit="ticks"))
-        is_idle = case.get("loop", "idle") == "idle"
-        if is_idle and case["waiting"] == "adaptive" and case["work_us"] in cores_most:
-            most = cores_most[case["work_us"]]
-            lines.append(verdict(f"{name}, CPU", case["cores"], most, is_at_least=False, unit="cores"))
-    return verdicts(lines)
 
 
 def main():
@@ -311,8 +226,7 @@ def main():
         device="cuda:0",
         seconds=0.5,
         kernels="50,200,1000,5000",
-        varying="1000,5000",
-        loops="idle,busy,chatty",
+        loops="idle,busy",
         waiting="adaptive,spin,thread",
     )
     device = open_device(options.device)
@@ -322,12 +236,9 @@ def main():
         for work_us in map(int, filter(None, options.kernels.split(","))):
             with said(f"kernels of {work_us} us"):
                 uvloop.run(measure(device, kernels, work_us, options, figures))
-        for work_us in map(int, filter(None, options.varying.split(","))):
-            with said(f"about {work_us} us, varying"):
-                uvloop.run(measure_varying(device, kernels, work_us, options, figures))
     finally:  # What was measured before something failed is worth having.
         report(figures, kernels, device)
-        save(options.json, __doc__, {"cases": figures, "targets": targets(figures)}, device)
+        save(options.json, __doc__, {"cases": figures}, device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by the GPU benchmarks: the device, callers in a loop, loops with other work, verdicts."""
+"""Shared by the GPU benchmarks: the device, callers in a loop, loops with other work."""
 
 import asyncio
 from contextlib import contextmanager
@@ -122,20 +122,16 @@ def burn(duration_ns):
 
 
 class Load:
-    """Give the loop other work (``idle``, ``busy`` or ``chatty``), and record when its ticks began."""
+    """Give the loop other work if it is to be ``busy``, not ``idle``, and record when its ticks began."""
 
     BUSY_NS = 20_000
-    CHATTY_TASKS, CHATTY_NS = 32, 5_000
 
     def __init__(self, kind):
         self.ticks_ns = []
         self._is_over = False
-        self._tasks = []
         self._loop = asyncio.get_running_loop()
         if kind == "busy":
             self._loop.call_soon(self._burn)
-        elif kind == "chatty":
-            self._tasks = [self._loop.create_task(self._chat(number)) for number in range(self.CHATTY_TASKS)]
 
     def _burn(self):
         self.ticks_ns.append(clock.now_ns())
@@ -143,16 +139,8 @@ class Load:
         if not self._is_over:
             self._loop.call_soon(self._burn)
 
-    async def _chat(self, number):
-        while not self._is_over:
-            if not number:
-                self.ticks_ns.append(clock.now_ns())
-            burn(self.CHATTY_NS)
-            await asyncio.sleep(0)
-
-    async def end(self):
+    def end(self):
         self._is_over = True
-        await asyncio.gather(*self._tasks)
 
 
 @contextmanager
@@ -161,21 +149,3 @@ def said(what):
     start_ns = clock.now_ns()
     yield
     print(f"  measured {what}: {(clock.now_ns() - start_ns) / 1e9:.1f} s", flush=True)
-
-
-def verdict(what, value, target, *, is_at_least, unit):
-    """Return a record of one target: what was measured, and whether it was met."""
-    is_met = value >= target if is_at_least else value <= target
-    wanted = f"{'at least' if is_at_least else 'at most'} {target:g} {unit}".strip()
-    return {"what": what, "value": value, "target": wanted, "unit": unit, "is_met": bool(is_met)}
-
-
-def verdicts(found):
-    """Print which targets were met or, if there are many, which were missed."""
-    met = sum(line["is_met"] for line in found)
-    print(f"\n{met} of {len(found)} targets met")
-    for line in found:
-        if not line["is_met"] or len(found) <= 8:
-            value = f"{line['value']:.3g} {line['unit']}".strip()
-            print(f"  {'met   ' if line['is_met'] else 'MISSED'} {line['what']}: {value} ({line['target']})")
-    return found
