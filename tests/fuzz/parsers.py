@@ -4,7 +4,6 @@ Each is compared with one that is simpler: requests that come whole with the sam
 frames with the library alone, a split protobuf message with protobuf alone.
 """
 
-
 from google.protobuf.message import DecodeError
 from websockets.frames import Frame, Opcode
 from websockets.protocol import State
