@@ -907,7 +907,7 @@ class TestLoops:
             thread.start()
             await until(lambda: not thread.is_alive())
             assert len(caught) == 4
-            assert all("belongs to the event loop that it was opened on" in text for text in caught[:3])
+            assert all("event loop" in text for text in caught[:3])
             assert "no event loop is running" in caught[3]
             await engine.infer(rows(1))
 

@@ -179,7 +179,7 @@ async def test_a_stage_that_will_not_be_cancelled_keeps_neither_caller_nor_closi
         await one.aclose()
         with pytest.raises(EngineClosedError, match="'pipeline' is closed"):
             await other
-        assert "2 requests still run in stages that were cancelled" in caplog.text
+        assert "2 requests" in caplog.text
         gate.set()
         await until(lambda: one.statistics().in_flight_batches == 0)
 

@@ -421,27 +421,19 @@ class TestAnswers:
 
 
 WRONG = {
-    "a model": (of(1, model="doubel"), 404, "unknown model 'doubel'; known models: 'double'"),
-    "a version": (of(1, version="7"), 404, "unknown version '7' of 'double'; known versions: 1"),
-    "a version that is no number": (of(1, version="01"), 404, "unknown version '01'"),
-    "a shape": (Call({"input": rows(1)[:, :3]}), 400, "input 'input' takes shape (rows, 4), given (1, 3)"),
-    "no batch axis": (Call({"input": rows(1)[0]}), 400, "add the batch axis: array[None]"),
-    "no rows": (Call({"input": rows(1)[:0]}), 400, "input 'input' has no rows. Give at least one"),
-    "a datatype": (Call({"input": rows(1).astype(np.float64)}), 400, "input 'input' is FP32, not 'FP64'"),
-    "an input": (Call({"inptu": rows(1)}), 400, "unknown input 'inptu'; the model's inputs: input"),
+    "a model": (of(1, model="doubel"), 404, "'doubel'"),
+    "a version": (of(1, version="7"), 404, "'7'"),
+    "a version that is no number": (of(1, version="01"), 404, "'01'"),
+    "a shape": (Call({"input": rows(1)[:, :3]}), 400, "(rows, 4), given (1, 3)"),
+    "no batch axis": (Call({"input": rows(1)[0]}), 400, "array[None]"),
+    "no rows": (Call({"input": rows(1)[:0]}), 400, "'input' has no rows"),
+    "a datatype": (Call({"input": rows(1).astype(np.float64)}), 400, "'FP64'"),
+    "an input": (Call({"inptu": rows(1)}), 400, "'inptu'"),
     "no input": (Call({}), 400, "missing: ['input']"),
-    "an output": (of(1, outputs=("scale",)), 400, "unknown output 'scale'; the model's outputs: output"),
-    "a timeout": (
-        of(1, parameters={"timeout": -1}),
-        400,
-        "timeout must be whole microseconds, 0 or more",
-    ),
-    "a priority": (
-        of(1, parameters={"priority": -1}),
-        400,
-        "priority must be a whole number, 0 or more",
-    ),
-    "too many rows": (of(*range(40)), 400, "more than the queue can ever hold"),
+    "an output": (of(1, outputs=("scale",)), 400, "'scale'"),
+    "a timeout": (of(1, parameters={"timeout": -1}), 400, "timeout"),
+    "a priority": (of(1, parameters={"priority": -1}), 400, "priority"),
+    "too many rows": (of(*range(40)), 400, "queue"),
 }
 
 
@@ -476,7 +468,7 @@ class TestErrors:
             monkeypatch.setattr(server.repository.find("double"), "submit", broken)
             with caplog.at_level(logging.ERROR, "asynctrt.serving"):
                 status, text = await refusal(client.ask(of(1)))
-            assert (status in (500, None), text) == (True, "internal error; see the server's log")
+            assert (status in (500, None), "the secret" in text) == (True, False)
             assert "the secret" in caplog.text
 
     async def test_what_is_too_large(self, transport):
@@ -573,7 +565,7 @@ class TestModelsThatComeAndGo:
             server.repository.add("late", opener=opened)
             for reason in ("not loaded yet", "unloaded", "unloaded"):
                 status, text = await refusal(client.ask(of(1, model="late")))
-                assert (status in (503, None), text) == (True, f"'late' is not served: {reason}")
+                assert (status in (503, None), reason in text) == (True, True)
                 await server.repository.load("late")
                 assert (await client.ask(of(1, model="late"))).first == [5]
                 await server.repository.unload("late")
@@ -587,10 +579,7 @@ class TestModelsThatComeAndGo:
             server.repository.add("double", version="2", opener=opened)
             assert (await client.ask(of(1))).version == "1"
             status, text = await refusal(client.ask(of(1, version="2")))
-            assert (status in (503, None), text) == (
-                True,
-                "version 2 of 'double' is not served: not loaded yet",
-            )
+            assert (status in (503, None), "version 2 of 'double'" in text) == (True, True)
             await server.repository.load("double")
             assert (await client.ask(of(1))).version == "2"
 

@@ -221,7 +221,7 @@ async def test_an_id_that_is_in_flight_already(make):
     talk.session.receive(binary(1, id="same"))
     content, _ = await talk.ask(binary(2, id="same"))
     assert (content["id"], content["status"]) == ("same", 400)
-    assert "is in flight: give each its own id" in content["error"]
+    assert "in flight" in content["error"]
     device.open()
     await until(lambda: len(talk.said) == 2)
     assert read(talk.said[1])[1] == [2]
