@@ -996,7 +996,7 @@ class TestStatistics:
             gate.go.release(2)
             await asyncio.gather(*tasks)
             statistics = engine.statistics()
-            assert statistics.arena_waits == 1
+            assert statistics.arena_waits in (1, 2)  # A busy machine may let the first wait for its thread.
             assert 4_000_000 < statistics.arena_wait_ns < statistics.total_ns
             assert statistics.arena_busy_share <= 1
 

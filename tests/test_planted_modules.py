@@ -18,7 +18,7 @@ import pytest
 from tests.helpers import WAIT_S
 from tests.models import double_onnx
 
-pytestmark = pytest.mark.tier2
+pytestmark = [pytest.mark.tier2, pytest.mark.timeout(120)]
 ROOT = Path(__file__).parent.parent
 
 APPLICATION = """
@@ -83,10 +83,11 @@ def run(command, folder):
                 if line.startswith("metrics"):
                     break
             process.send_signal(signal.SIGTERM)
-        said.append(process.communicate(timeout=WAIT_S)[0])
+        said.append(process.communicate(timeout=3 * WAIT_S)[0])
         return process.returncode, "".join(said)
     finally:
         process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("command", CASES.values(), ids=CASES)

@@ -27,7 +27,7 @@ def asynctrt_command(*arguments, columns=160):
         capture_output=True,
         text=True,
         check=False,
-        timeout=WAIT_S,
+        timeout=2 * WAIT_S,
         env={**os.environ, "COLUMNS": str(columns)},
     )
     return done.returncode, done.stdout, done.stderr

@@ -17,7 +17,9 @@ from tests.workers import models
 from tests.workers.models import HANG, WAIT
 from tests.workers.test_served import body
 
-pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
+pytestmark = [pytest.mark.anyio, pytest.mark.tier2, pytest.mark.timeout(130)]
+WHOLE_S = 120
+"""What a test may take on a busy machine, on which processes start slowly."""
 
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR1}
 
@@ -60,7 +62,7 @@ def pids(processes):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("who", ["fronts", "workers"])
 async def test_what_dies_or_hangs_is_replaced(who, fault):
-    async with asyncio.timeout(WAIT_S), running("--batch-timeout=1") as server:
+    async with asyncio.timeout(WHOLE_S), running("--batch-timeout=1") as server:
         await check(server.url, range(1, 9))
         count = len(getattr(server, who))
         victim = getattr(server, who)[0]
@@ -99,7 +101,7 @@ async def orphans():
 
 @pytest.mark.parametrize(("fault", "others"), [("kill", "kill"), ("stop", "hang"), ("hang", "stop")])
 async def test_without_their_parent_all_others_end_whatever_they_do(fault, others):
-    async with asyncio.timeout(WAIT_S), orphans() as (process, url, children):
+    async with asyncio.timeout(WHOLE_S), orphans() as (process, url, children):
         if fault != "kill":
             process.send_signal(FAULTS[fault])
             await check(url, range(1, 21))  # It is not needed for that.
@@ -124,7 +126,7 @@ async def test_the_first_signal_drops_no_request_whoever_gets_it(tmp_path, monke
     """A service's supervisor sends it to every process, some to one of them twice."""
     gate = tmp_path / "gate"
     monkeypatch.setenv(models.GATE, str(gate))
-    async with asyncio.timeout(WAIT_S), running() as server, in_flight(server, gate, 12) as calls:
+    async with asyncio.timeout(WHOLE_S), running() as server, in_flight(server, gate, 12) as calls:
         for process in (server.process, *server.fronts, *server.workers, server.process, *server.fronts):
             process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.5)
@@ -137,7 +139,7 @@ async def test_the_first_signal_drops_no_request_whoever_gets_it(tmp_path, monke
 async def test_a_signal_to_one_process_drops_no_request(tmp_path, monkeypatch, who):
     gate = tmp_path / "gate"
     monkeypatch.setenv(models.GATE, str(gate))
-    async with asyncio.timeout(WAIT_S), running() as server:
+    async with asyncio.timeout(WHOLE_S), running() as server:
         before = pids(server.fronts)
         async with in_flight(server, gate, 12) as calls:
             for process in getattr(server, who):
@@ -157,7 +159,7 @@ async def test_a_second_signal_ends_it_at_once(fronts, fault):
     command = [sys.executable, "-m", "asynctrt", "serve", KIND, *flags]
     process = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(WHOLE_S):
             while not (line := await asyncio.to_thread(process.stderr.readline)).startswith("metrics"):
                 assert line
             children = psutil.Process(process.pid).children(recursive=True)
@@ -183,7 +185,7 @@ async def test_a_second_signal_ends_it_at_once(fronts, fault):
 
 
 async def test_a_row_that_hangs_costs_those_of_others_seconds():
-    async with asyncio.timeout(WAIT_S), running("--batch-timeout=9", "--contexts=1") as server:
+    async with asyncio.timeout(WHOLE_S), running("--batch-timeout=9", "--contexts=1") as server:
         await check(server.url, range(1, 9))
         hanging = asyncio.create_task(asked(server.url, HANG))
         await asyncio.sleep(0.5)
@@ -199,7 +201,7 @@ async def test_a_row_that_hangs_costs_those_of_others_seconds():
 
 async def test_a_front_whose_engine_is_lost_is_replaced():
     """The others have the same worker, and can answer."""
-    async with asyncio.timeout(WAIT_S), running() as server:
+    async with asyncio.timeout(WHOLE_S), running() as server:
         victim = server.fronts[0]
         victim.send_signal(signal.SIGUSR2)
         await until(lambda: victim.pid not in pids(server.fronts))
@@ -229,7 +231,7 @@ async def test_fronts_serve_what_there_was_when_the_server_was_started(tmp_path)
                 found.append((told["model_version"], told["outputs"][0]["data"][0]))
         return set(found)
 
-    async with asyncio.timeout(WAIT_S), running(model=str(folder)) as server:
+    async with asyncio.timeout(WHOLE_S), running(model=str(folder)) as server:
         assert await answers() == {("1", 6)}
         scale_onnx(folder / "m/2/model.onnx", 3)
         for _ in range(2):
