@@ -3,7 +3,6 @@
 ``kills``: requests whose every answer is checked while workers are ended by SIGKILL. ``faults``: a fault that
 happens once (an illegal address, on a GPU), a row that ends its worker whenever it is computed, and one that
 hangs, beside callers whose answers are checked: how long until they are answered, and the row is refused.
-``leaks``: descriptors, memory and the GPU's memory after many deaths.
 """
 
 import argparse
@@ -19,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import psutil
 import uvloop
 
 import asynctrt
@@ -41,7 +39,6 @@ def options():
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two kills")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--deaths", type=int, default=100)
     parser.add_argument("--batch-timeout", type=float, default=1.0)
     parser.add_argument("--only", default="")
     return parser.parse_args()
@@ -54,17 +51,6 @@ def row(first):
 def open_gate():
     """Let the next batch write where it must not."""
     Path(os.environ[GATE]).touch()
-
-
-def used_nbytes(device):
-    """The bytes of a GPU that are in use, or 0 where there is none."""
-    if device == "host":
-        return 0
-    from cuda.bindings import nvml
-
-    nvml.init_v2()
-    handle = nvml.device_get_handle_by_index_v2(int(device.partition(":")[2]))
-    return int(nvml.device_get_memory_info_v2(handle).used)
 
 
 class Callers:
@@ -175,29 +161,6 @@ async def faulted(model, given, device, first, **settings):
     }
 
 
-async def leaked(model, given, device):
-    """Kill many workers; return what there is after a tenth of them and in the end."""
-    own, looks = psutil.Process(), []
-    used_nbytes(device)  # What NVML opens is no leak.
-    async with asynctrt.open(model, isolation="spare", device=device) as engine:
-        for number in range(1, given.deaths + 1):
-            await engine.infer(row(1))
-            os.kill(engine.workers[0].pid, signal.SIGKILL)
-            while engine.workers[0].deaths < number:
-                await asyncio.sleep(0.001)
-            if number in (max(given.deaths // 10, 1), given.deaths):
-                await engine.infer(row(1))
-                await asyncio.sleep(2.0)  # The spare is loaded, and the dead one's memory is free.
-                looks.append(
-                    {
-                        "descriptors": own.num_fds(),
-                        "resident_mb": own.memory_info().rss / 1e6,
-                        "gpu_mb": used_nbytes(device) / 1e6,
-                    }
-                )
-    return {"deaths": given.deaths, "first": looks[0], "last": looks[-1]}
-
-
 def main():
     given = options()
     logging.getLogger("asynctrt").setLevel(logging.CRITICAL)  # Each death is an error there.
@@ -233,8 +196,6 @@ def main():
                     f"{what}, {name}",
                     {"longest_pause_ms": pause_ms, "refused_ms": refused_ms, "runs": runs},
                 )
-    if given.only in "leaks":
-        keep("leaks", uvloop.run(leaked(model, given, devices[0])))
     device = open_device(devices[0])
     save(given.json, __doc__, results, device)
     device.close()

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.http as triton
@@ -24,7 +23,7 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import FLOAT, double_model, failing_model, rows
-from tests.serving.support import DTYPES, WAIT_S, address, ask, connected, engine_of, request, serving
+from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving
 
 pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"
@@ -88,9 +87,9 @@ async def talking(kind, models=None, **settings):
         yield server, client
 
 
-def given(name, array, *, binary=True, datatype=None):
+def given(name, array, *, binary=True):
     """An input."""
-    tensor = triton.InferInput(name, list(array.shape), datatype or np_to_triton_dtype(array.dtype))
+    tensor = triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
     return tensor.set_data_from_numpy(array, binary_data=binary)
 
 
@@ -417,41 +416,6 @@ class TestInfer:
             assert [result.get_response()["id"] for result in results] == [f"id-{v}" for v in range(4)]
             # They were there together, and so in fewer batches.
             assert engine_of(server).statistics().batches == 2
-
-
-def extremes(dtype):
-    """A row of the ends of a dtype, and one of ordinary values."""
-    dtype = np.dtype(dtype)
-    if dtype.kind == "b":
-        return np.array([[True, False, False], [False, True, True]])
-    if dtype.kind == "S":
-        return np.array([[b"", b"sixteen bytes...", "Größe".encode()], [b"a\0b", b"x", b'"\\\n']], object)
-    if dtype.kind in "iu":
-        info = np.iinfo(dtype)
-        return np.array([[info.min, info.max, 0], [1, 2, info.max // 3]], dtype)
-    info = ml_dtypes.finfo(dtype)
-    return np.array([[info.max, info.min, info.smallest_subnormal], [0.1, -1.5, 1 / 3]], dtype)
-
-
-class TestDatatypes:
-    @pytest.mark.parametrize("datatype", DTYPES)
-    async def test_every_one_both_ways(self, kind, datatype):
-        array = extremes(DTYPES[datatype])
-        expected = array[:, ::-1].tolist()
-        async with talking(kind, {"model": reversing_model(DTYPES[datatype])}) as (_, client):
-            metadata = await client.get_model_metadata("model")
-            assert metadata["inputs"][0]["datatype"] == datatype
-            for binary in (True, False):
-                if datatype == "BF16" and not binary:
-                    continue  # The client refuses it; see below.
-                inputs = [given("input", array, binary=binary, datatype=datatype)]
-                for out in (True, False):
-                    result = await client.infer("model", inputs, outputs=[wanted("output", binary_data=out)])
-                    answer = result.as_numpy("output")
-                    if datatype == "BYTES" and not out:
-                        answer = np.char.encode(answer.astype(str), "utf-8")
-                    assert answer.tolist() == expected
-                    assert result.get_output("output")["datatype"] == datatype
 
 
 class TestVersions:
