@@ -16,19 +16,20 @@ import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import uvloop
 
 import asynctrt
 from asynctrt._util import clock
-from asynctrt._util.alarm import create_alarm
 from asynctrt._util.process import freeze_gc
 from asynctrt.cli.demo import ContentModel
 from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import save
 from tests.benchmarks.gpu.batchers import ByHand, Runner, async_batcher, back_to_back, bare_loop
 from tests.benchmarks.gpu.onnx_models import SUBJECTS, export
+from tests.benchmarks.gpu.resnet import Poisson
 from tests.benchmarks.gpu.support import Load, open_device, quantiles_us, said
 
 CALLERS = (1, 8, 64, 256)
@@ -120,47 +121,6 @@ class Callers:
             "cores": cpu_ns / elapsed_ns,
             **quantiles_us(self._latencies_ns or [elapsed_ns]),
         }
-
-
-class Arrivals:
-    """Requests that come at random, whatever becomes of earlier ones. Latency counts from their due times."""
-
-    def __init__(self, infer, answers, rate, seconds):
-        self._infer, self._answers = infer, answers
-        gaps = np.random.default_rng(11).exponential(1e9 / rate, max(int(rate * seconds), 20))
-        self._due_ns = (np.cumsum(gaps).astype(np.int64) + clock.now_ns() + 10_000_000).tolist()
-        self._next = 0
-        self._loop = asyncio.get_running_loop()
-        self._alarm = create_alarm(self._loop, self._send, clock.now_ns)
-        self._all_sent = self._loop.create_future()
-        self._tasks, self._latencies_ns = [], []
-
-    async def run(self):
-        """Return the latency of all but the first fifth."""
-        start_cpu_ns = clock.cpu_ns()
-        self._alarm.set(self._due_ns[0])
-        try:
-            await self._all_sent
-            await asyncio.gather(*self._tasks)
-        finally:
-            self._alarm.close()
-        cpu_us = (clock.cpu_ns() - start_cpu_ns) / 1e3
-        return quantiles_us(self._latencies_ns) | {"cpu_us_a_request": cpu_us / len(self._due_ns)}
-
-    def _send(self):
-        now_ns = clock.now_ns()
-        while self._next < len(self._due_ns) and self._due_ns[self._next] <= now_ns:
-            self._tasks.append(self._loop.create_task(self._one(self._next)))
-            self._next += 1
-        if self._next < len(self._due_ns):
-            self._alarm.set(self._due_ns[self._next])
-        elif not self._all_sent.done():
-            self._all_sent.set_result(None)
-
-    async def _one(self, number):
-        await self._infer(self._answers.samples[number % len(self._answers.samples)])
-        if number >= len(self._due_ns) // 5:
-            self._latencies_ns.append(clock.now_ns() - self._due_ns[number])
 
 
 def path_of(subject, given):
@@ -284,6 +244,15 @@ async def closed_loops(contenders, answers, given):
     return figures
 
 
+async def arrivals(infer, answers, rate, seconds):
+    """Return the figures of requests that come at random, 20 at the least."""
+    loop, start_cpu_ns = asyncio.get_running_loop(), clock.cpu_ns()
+    engine = SimpleNamespace(submit=lambda rows: loop.create_task(infer(rows)))
+    found = await Poisson(engine, answers.samples, rate, max(seconds, 20 / rate), 11).run()
+    requests = max(int(rate * seconds), 20)
+    return found | {"cpu_us_a_request": (clock.cpu_ns() - start_cpu_ns) / 1e3 / requests}
+
+
 async def at_random(contenders, answers, callers, given):
     """Return latencies at shares of what the slower of the engine and the batcher by hand can do."""
     most = callers[f"idle, {given.callers.split(',')[-1]}"]
@@ -294,8 +263,7 @@ async def at_random(contenders, answers, callers, given):
         for name, infer in contenders.items():
             if name == "async-batcher" and most[name]["rows_per_s"] < capacity * share * 1.05:
                 continue  # Its queue would grow without end.
-            arrivals = Arrivals(infer, answers, capacity * share, 2 * given.seconds)
-            runs[name] = await arrivals.run()
+            runs[name] = await arrivals(infer, answers, capacity * share, 2 * given.seconds)
         figures[f"{share:.0%}"] = runs
         print_line(f"Poisson {share:.0%}", runs)
     return figures
