@@ -25,8 +25,8 @@ from tests.benchmarks.common import parser_of, save
 from tests.benchmarks.gpu.plans import Checked, load, made_up
 from tests.benchmarks.gpu.poisson import ideal
 from tests.benchmarks.gpu.raw import Batch
-from tests.benchmarks.gpu.resnet import SIZES, Poisson
-from tests.benchmarks.gpu.support import burn, closed_loop, open_device, said, show
+from tests.benchmarks.gpu.resnet import SIZES, at_rate, medians, report_load
+from tests.benchmarks.gpu.support import burn, closed_loop, open_device, said
 
 SERVICE_ROUNDS = 30
 CALLERS = 256
@@ -81,23 +81,10 @@ async def under_poisson(device, model, rows, service, answered, options):
             check = Checked(rows, [await engine.infer(row) for row in rows])
             asynctrt.tune_process()
             for share, rate in rates.items():
-                await Poisson(engine, rows, rate, options.seconds / 3, 9).run()
-                runs = []
-                for seed in seeds:
-                    before, cpu_ns, start_ns = engine.statistics(), clock.cpu_ns(), clock.now_ns()
-                    run = await Poisson(engine, rows, rate, options.seconds, seed).run()
-                    after = engine.statistics()
-                    run["rows_a_batch"] = (after.rows - before.rows) / max(after.batches - before.batches, 1)
-                    run["cores"] = (clock.cpu_ns() - cpu_ns) / (clock.now_ns() - start_ns)
-                    runs.append(run)
-                found[share][name] = medians(runs)
+                found[share][name] = await at_rate(engine, rows, rate, options)
             for row in rows:
                 check(row, await engine.infer(row))
     return {"capacity": capacity, "computed": computed, "service_s": service, "load": found}
-
-
-def medians(runs):
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 async def rate_of(engine, check, rows, callers, seconds):
@@ -178,31 +165,6 @@ def report_work(busy):
         )
 
 
-def report_poisson(poisson, device):
-    lines = []
-    for share, found in poisson["load"].items():
-        best = found["ideal"]["p99_us"]
-        lines += [
-            (
-                f"{float(share):.0%}",
-                name,
-                f"{case['p50_us'] / 1e3:.2f}",
-                f"{case['p99_us'] / 1e3:.2f}",
-                f"{case['p99_us'] / best:.2f}",
-                f"{case['rows_a_batch']:.1f}" if "rows_a_batch" in case else "",
-                f"{case['cores']:.2f}" if "cores" in case else "",
-                str(int(case.get("errors", 0)) or ""),
-            )
-            for name, case in found.items()
-        ]
-    show(
-        f"Poisson arrivals, of {poisson['capacity']:,.0f} rows/s; the GPU: {poisson['computed']:,.0f}",
-        ("load", "batcher", "p50 ms", "p99 ms", "/ ideal", "rows a batch", "cores", "errors"),
-        lines,
-        device=device,
-    )
-
-
 async def measure(plans, options):
     device = open_device(options.device if options.plans else "host")
     models = [load(plan, device, options) for plan in plans]
@@ -221,7 +183,9 @@ async def measure(plans, options):
     with said("Poisson"):
         answered = figures["busy"][0.0]["rows_per_s"]
         figures["poisson"] = await under_poisson(device, first, rows_of[first], service, answered, options)
-    report_poisson(figures["poisson"], device)
+    poisson = figures["poisson"]
+    rates = f"load: of {poisson['capacity']:,.0f} rows/s; the GPU: {poisson['computed']:,.0f}."
+    report_load(poisson["load"], "Poisson arrivals", rates, device)
     save(options.json, __doc__, figures, device)
     for model in models:
         model.close()

@@ -13,8 +13,6 @@ the same process and in turn:
 "stolen" is the time for which the host of a virtual machine kept CPUs from it. A few pauses of milliseconds
 can make all of a p99, so only runs in which it is near 0 tell what the engine does.
 
-With ``--may-block`` the model says, as TensorRT's engines do, that a thread may have to enqueue its batches.
-
 On the host device a model that sleeps stands in for it.
 """
 
@@ -22,7 +20,6 @@ import asyncio
 import statistics
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import uvloop
@@ -30,7 +27,7 @@ import uvloop
 import asynctrt
 from asynctrt._util import clock
 from tests.benchmarks.common import arguments, save
-from tests.benchmarks.gpu.resnet import SIZES, Poisson, Subject
+from tests.benchmarks.gpu.resnet import SIZES, Poisson, Subject, at_rate, medians, report_load
 from tests.benchmarks.gpu.support import closed_loop, open_device, said, show
 
 CLOSED_LOOP_CALLERS = 64
@@ -196,30 +193,8 @@ async def engine_under_load(device, subject, contexts, rates, options, figures):
         await subject.check_all(engine)
         asynctrt.tune_process()
         for share, rate in rates.items():
-            await Poisson(engine, subject.images, rate, options.seconds / 3, 2).run()
-            runs = []
-            for seed in range(1, options.repeats + 1):
-                before, cpu_ns, start_ns = engine.statistics(), clock.cpu_ns(), clock.now_ns()
-                found = await Poisson(engine, subject.images, rate, options.seconds, seed).run()
-                after = engine.statistics()
-                batches = max(after.batches - before.batches, 1)
-                launched = {
-                    why: count - before.launched[why]
-                    for why, count in after.launched.items()
-                    if count > before.launched[why]
-                }
-                found["rows_a_batch"] = (after.rows - before.rows) / batches
-                timed = max(after.batches_timed - before.batches_timed, 1)
-                found["in_place_share"] = (after.arena_waits - before.arena_waits) / timed
-                found["in_place_us"] = (after.arena_wait_ns - before.arena_wait_ns) / timed / 1e3
-                found["compute_ms"] = (
-                    (after.compute_ns - before.compute_ns) / 1e6 / max(after.succeeded - before.succeeded, 1)
-                )
-                found["cores"] = (clock.cpu_ns() - cpu_ns) / (clock.now_ns() - start_ns)
-                runs.append((found, launched))
-            figures[share][f"engine, {contexts} contexts"] = _medians([found for found, _ in runs])
-            print(f"  {contexts} contexts at {share}: {runs[-1][1]}", flush=True)
-        figures["lanes"][contexts] = dict(getattr(engine.statistics(), "lanes", {}))
+            found = await at_rate(engine, subject.images, rate, options)
+            figures["load"][share][f"engine, {contexts} contexts"] = found
         callers = [subject.images[number % len(subject.images)] for number in range(CLOSED_LOOP_CALLERS)]
         closed = await closed_loop(engine, subject.check_rows, callers, options.seconds, is_timed=True)
         figures["closed loop"][f"engine, {contexts} contexts"] = closed
@@ -251,50 +226,12 @@ async def by_hand_closed_loop(by_hand, subject, seconds):
     return {"rows_per_s": rate}
 
 
-def _medians(runs):
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-
-
 def report(figures, device):
-    lines = []
-    for share, found in figures["load"].items():
-        best = found["ideal"]["p99_us"]
-        lines += [
-            (
-                share,
-                name,
-                f"{case['p50_us'] / 1e3:.2f}",
-                f"{case['p99_us'] / 1e3:.2f}",
-                f"{case['p99_us'] / best:.2f}",
-                f"{case['rows_a_batch']:.1f}" if "rows_a_batch" in case else "",
-                f"{case['cores']:.2f}" if "cores" in case else "",
-                f"{case['in_place_share']:.0%}" if "in_place_share" in case else "",
-                f"{case['in_place_us']:.0f}" if "in_place_us" in case else "",
-                f"{case['compute_ms']:.2f}" if "compute_ms" in case else "",
-                f"{case['stolen_ms']:.0f}" if "stolen_ms" in case else "",
-                str(int(case["errors"])) if case.get("errors") else "",
-            )
-            for name, case in found.items()
-        ]
-    show(
+    report_load(
+        figures["load"],
         "latency under Poisson arrivals, from when a request was due",
-        (
-            "load",
-            "batcher",
-            "p50 ms",
-            "p99 ms",
-            "p99 / ideal",
-            "rows a batch",
-            "cores",
-            "in place",
-            "by µs",
-            "compute ms",
-            "stolen ms",
-            "errors",
-        ),
-        lines,
         f"load: of {figures['capacity']:,.0f} images/s.",
-        device=device,
+        device,
     )
     by_hand = figures["closed loop"]["hand-written"]["rows_per_s"]
     show(
@@ -317,24 +254,22 @@ def main():
         shares="0.2,0.4,0.6,0.8,0.9",
         contexts="4,1,2,8",
         dtype="uint8",
-        may_block=False,
     )
     device = open_device(options.device)
     with said("the model"):
         subject = Subject(device, "float32" if options.device == "host" else options.dtype)
         by_hand = (SleepsByHand if options.device == "host" else ByHand)(device, subject)
         service = service_s(by_hand, subject.images)
-    subject.model.capabilities = replace(subject.model.capabilities, enqueue_may_block=options.may_block)
     asynctrt.tune_process()  # Collections of what torch has loaded would hold the loop for 50 ms.
     capacity = SIZES[-1] / service[SIZES[-1]]["compute"]
     rates = {f"{share:.0%}": share * capacity for share in map(float, options.shares.split(","))}
     load = {share: {} for share in rates}
-    figures = {"capacity": capacity, "service_s": service, "load": load, "closed loop": {}, "lanes": {}}
+    figures = {"capacity": capacity, "service_s": service, "load": load, "closed loop": {}}
     print({size: {name: f"{s * 1e3:.2f} ms" for name, s in by.items()} for size, by in service.items()})
     seeds = range(1, options.repeats + 1)
     for share, rate in rates.items():
         for name, which in (("ideal", "compute"), ("ideal, serial", "all")):
-            load[share][name] = _medians(
+            load[share][name] = medians(
                 [ideal(service, which, rate, options.seconds, seed) for seed in seeds]
             )
         with said(f"hand-written at {share}"):
@@ -342,15 +277,14 @@ def main():
                 uvloop.run(by_hand_under_load(by_hand, subject, rate, options.seconds, seed))
                 for seed in seeds
             ]
-        load[share]["hand-written"] = _medians(runs)
+        load[share]["hand-written"] = medians(runs)
     figures["closed loop"]["hand-written"] = uvloop.run(
         by_hand_closed_loop(by_hand, subject, options.seconds)
     )
     try:
         for contexts in map(int, options.contexts.split(",")):
             with said(f"{contexts} contexts"):
-                found = {**load, "lanes": figures["lanes"], "closed loop": figures["closed loop"]}
-                uvloop.run(engine_under_load(device, subject, contexts, rates, options, found))
+                uvloop.run(engine_under_load(device, subject, contexts, rates, options, figures))
     finally:  # What was measured before something failed is worth having.
         report(figures, device)
         save(options.json, __doc__, figures, device=device)

@@ -5,6 +5,7 @@ On the host device a model that sleeps stands in for it.
 """
 
 import asyncio
+import statistics
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.support import (
     check,
     quantiles_us,
+    show,
 )
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -150,3 +152,53 @@ class Poisson:
             self.errors += 1
         elif is_counted:
             self.latencies_ns.append(clock.now_ns() - due_ns)
+
+
+def medians(runs):
+    """Return the median of each figure over repeated runs."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+async def at_rate(engine, rows, rate, options):
+    """Return what an engine does with requests at random, in the median of as many runs as are wanted."""
+    await Poisson(engine, rows, rate, options.seconds / 3, 99).run()
+    runs = []
+    for seed in range(1, options.repeats + 1):
+        before, cpu_ns, start_ns = engine.statistics(), clock.cpu_ns(), clock.now_ns()
+        run = await Poisson(engine, rows, rate, options.seconds, seed).run()
+        after = engine.statistics()
+        run["rows_a_batch"] = (after.rows - before.rows) / max(after.batches - before.batches, 1)
+        run["cores"] = (clock.cpu_ns() - cpu_ns) / (clock.now_ns() - start_ns)
+        runs.append(run)
+    return medians(runs)
+
+
+def report_load(load, title, caption, device):
+    """Print latencies by share of the capacity and by who answers."""
+    lines = [
+        (
+            share,
+            name,
+            f"{case['p50_us'] / 1e3:.2f}",
+            f"{case['p99_us'] / 1e3:.2f}",
+            f"{case['p99_us'] / found['ideal']['p99_us']:.2f}",
+            f"{case['rows_a_batch']:.1f}" if "rows_a_batch" in case else "",
+            f"{case['cores']:.2f}" if "cores" in case else "",
+            f"{case['stolen_ms']:.0f}" if "stolen_ms" in case else "",
+            str(int(case.get("errors", 0)) or ""),
+        )
+        for share, found in load.items()
+        for name, case in found.items()
+    ]
+    columns = (
+        "load",
+        "batcher",
+        "p50 ms",
+        "p99 ms",
+        "/ ideal",
+        "rows a batch",
+        "cores",
+        "stolen ms",
+        "errors",
+    )
+    show(title, columns, lines, caption, device=device)

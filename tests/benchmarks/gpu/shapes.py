@@ -14,7 +14,6 @@ Answers are checked. On the host device the kernels sleep.
 
 import asyncio
 import heapq
-import statistics
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,7 +25,7 @@ from asynctrt._util import clock
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import Batch
-from tests.benchmarks.gpu.resnet import Poisson
+from tests.benchmarks.gpu.resnet import Poisson, medians
 from tests.benchmarks.gpu.support import check, open_device, said, show
 
 ROWS = 16
@@ -172,10 +171,6 @@ async def engine_under_load(device, kernels, width, rows, rates, options):
                 runs.append(run | {"rows_a_batch": (after.rows - before.rows) / batches})
         await check_all(engine, rows)
     return found
-
-
-def medians(runs):
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def measure(device, kernels, width, shapes, options):
