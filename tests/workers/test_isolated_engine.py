@@ -42,11 +42,11 @@ no_gpu = pytest.mark.skipif(gpu_is_here(), reason="there is a GPU, so its driver
 
 
 @asynccontextmanager
-async def opened(model=KIND, **settings):
+async def opened(model=KIND, *, within_s=WAIT_S, **settings):
     """An engine in a worker, and afterwards nothing left of it."""
     fds = set(os.listdir("/proc/self/fd"))
     async with (
-        asyncio.timeout(WAIT_S),
+        asyncio.timeout(within_s),
         asynctrt.open(model, **{"isolation": "process", **settings}) as engine,
     ):
         pids = [worker.pid for worker in engine.workers]

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from tests.helpers import WAIT_S, until
+from tests.helpers import until
 from tests.serving.support import engine_of, serving
 from tests.workers.models import SEGFAULT, workers_left
 
-pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
+pytestmark = [pytest.mark.anyio, pytest.mark.tier2, pytest.mark.timeout(120)]
 
 
 def body(*firsts):
@@ -33,7 +33,9 @@ async def serving_kind():
     """A server of the model ``kind``, which is in a worker process, and a client of the server."""
     settings = {"isolation": "process", "max_rows": 8}
     async with (
-        asyncio.timeout(WAIT_S),
+        asyncio.timeout(
+            110
+        ),  # A worker takes long to start on a busy machine, and the first test has several.
         serving({"kind": "tests.workers.models:kind"}, engine=settings) as server,
         aiohttp.ClientSession(server.http_url) as client,
     ):

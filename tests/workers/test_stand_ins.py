@@ -157,12 +157,12 @@ async def test_an_engine_that_is_closed_ends_its_second_workers():
     assert engine._front._heap.blocks == 0
 
 
+@pytest.mark.timeout(130)
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("row", [HANG, STOP])
 async def test_what_hangs_costs_others_seconds_and_not_the_batch_timeout(spare, row):
-    async with opened_for_real(
-        isolation="spare" if spare else "process", contexts=1, batch_timeout=12.0
-    ) as engine:
+    isolation = "spare" if spare else "process"
+    async with opened_for_real(isolation=isolation, contexts=1, batch_timeout=12.0, within_s=120) as engine:
         await engine.infer(rows(1))
         if spare:
             await until(lambda: engine.workers[0].spare == "ready")
