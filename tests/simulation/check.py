@@ -280,7 +280,7 @@ def check_seed(seed: int) -> Outcome | Failure:
 
 
 def shrink(scenario: Scenario, runs_max: int = SHRINK_RUNS_MAX) -> Scenario:
-    """Return a smaller world in which a rule is broken, too: fewer requests and faults, simpler settings."""
+    """Return a smaller world in which a rule is broken, too: fewer requests and faults."""
     runs = 0
 
     def fails(candidate: Scenario) -> bool:
@@ -293,7 +293,6 @@ def shrink(scenario: Scenario, runs_max: int = SHRINK_RUNS_MAX) -> Scenario:
         before = best
         for name in ("requests", "faults", "disturbances"):
             best = _fewer(best, name, fails)
-        best = _simpler(best, fails)
     return best
 
 
@@ -311,54 +310,6 @@ def _fewer(best: Scenario, name: str, fails: Callable[[Scenario], bool]) -> Scen
                 at += length
         length //= 2
     return best
-
-
-def _simpler(best: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
-    """Set what can be simple to its default, and strip the requests of what they do not need."""
-    plain = Scenario(seed=best.seed, requests=())
-    for item in dataclasses.fields(Scenario):
-        if item.name in ("seed", "requests", "faults", "disturbances"):
-            continue
-        value = getattr(plain, item.name)
-        if getattr(best, item.name) != value:
-            candidate = _with(best, item.name, value)
-            if _is_possible(candidate) and fails(candidate):
-                best = candidate
-    for name, value in (("patience_ns", None), ("timeout_ns", None), ("priority", 0), ("key", BatchKey())):
-        for place, (engine, arrival) in enumerate(best.requests):
-            if getattr(arrival, name) != value:
-                changed: Any = (engine, _changed(arrival, name, value))
-                candidate = _with(
-                    best, "requests", (*best.requests[:place], changed, *best.requests[place + 1 :])
-                )
-                if fails(candidate):
-                    best = candidate
-    return best
-
-
-def _is_possible(scenario: Scenario) -> bool:
-    """Return whether a world with simpler settings is still one that an engine would be opened with."""
-    # Slots fill their slab to the rows of the batch that they were made for.
-    slabs: Counter[Any] = Counter()
-    for engine, arrival in scenario.requests:
-        if arrival.key.slab is not None:
-            slabs[engine, arrival.key] += arrival.rows
-    return (
-        all(arrival.rows <= scenario.limit(arrival.key.shape) for _, arrival in scenario.requests)
-        and all(rows <= scenario.limit(key.shape) for (_, key), rows in slabs.items())
-        and scenario.rows_max <= scenario.queue_rows_max
-        and scenario.arenas <= scenario.contexts
-        and max(scenario.captured, default=0) <= scenario.rows_max
-        and all(arrival.priority < scenario.priorities for _, arrival in scenario.requests)
-        and all(engine < scenario.engines for engine, _ in scenario.requests)
-        and all(fault.engine < scenario.engines for fault in scenario.faults)
-        and not (scenario.is_alone and slabs)
-        and len(scenario.weights) in (0, scenario.engines)
-    )
-
-
-def _changed(arrival: Arrival, name: str, value: Any) -> Arrival:
-    return arrival._replace(**{name: value})
 
 
 def _with(scenario: Scenario, name: str, value: Any) -> Scenario:
