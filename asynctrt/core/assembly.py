@@ -147,9 +147,7 @@ class Capacity:
             # Empty batch sizes ask for one session that runs all sizes, so capture no size.
             return () if batch_sizes == () else sizes_to_prepare(batch_sizes, rows_max)
         if options.graphs == "auto":
-            # Each size takes another context in every bay, so capture few sizes: powers of four.
-            powers = (4**power for power in range(rows_max.bit_length()))
-            return tuple(sorted({least, rows_max, *(rows for rows in powers if least < rows < rows_max)}))
+            return tuple(sorted({least, *(rows for rows in few_sizes(None, rows_max) if rows > least)}))
         sizes = tuple(int(rows) for rows in options.graphs)
         if sizes[-1] > rows_max or sizes[0] < least:
             raise OptionsError(

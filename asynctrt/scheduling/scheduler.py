@@ -365,7 +365,9 @@ class Scheduler:
     ) -> Batch:
         self._number = number = self._number + 1
         is_timed = self._times.wants_times(number, key.shape, rows_run)
-        context, arena = self.room.contexts.acquire(profile)
+        # Graphs belong to one size each, so no context changes for them.
+        run = None if rows_run in self._policy.captured.sizes else (key.shape, rows_run)
+        context, arena = self.room.contexts.acquire(profile, run)
         lane, count = None, 1
         if self._concurrency.has_lanes:
             count = self._concurrency.allowed(rows, self._run_as.limit(key.shape))
