@@ -395,7 +395,8 @@ class ContextPool:
 
     :param arenas: the arenas that its contexts work in; ``None`` for a model that needs no arenas.
     :param graphs: batch sizes to capture, rising; the model says whether it can be captured at all.
-    :param profile_of: the profile for a captured batch of a size; ``None`` for a model without profiles.
+    :param profile_of: the profile for a captured batch of a shape and a number of rows; ``None`` for a model
+        without profiles.
     :param rows_held: the rows that a slab of a shape holds. Default: ``rows_max``.
     :param prepares: whether to run batches of some sizes beforehand, for a model that asks for it.
     :param padding: the dimensions and inputs to pad.
@@ -412,7 +413,7 @@ class ContextPool:
         arenas: Arenas | None,
         rows_max: int,
         graphs: Sequence[int] = (),
-        profile_of: Callable[[int], int | None] = lambda _: None,
+        profile_of: Callable[[Hashable, int], int | None] = lambda *_: None,
         rows_held: Callable[[Hashable], int] | None = None,
         prepares: bool = True,
         padding: Padding | None = None,
@@ -745,24 +746,27 @@ class ContextPool:
 
         The batch before it in its context usually had another size.
         """
+        shape = self._shapes[-1]
         sizes = [
-            (rows, self._profile_of(rows)) for rows in self._sizes_taken([max(largest // 2, 1), largest])
+            (rows, self._profile_of(shape, rows))
+            for rows in self._sizes_taken([max(largest // 2, 1), largest])
         ]
         if self._model.capabilities.keeps_sizes_apart or len(sizes) < 2:
             return 0
         context = self.contexts[0]
-        binding = context.slab(self._shapes[-1], self.layout).binding
+        binding = context.slab(shape, self.layout).binding
         assert binding is not None, "slabs of known shapes are bound when they are made"
         arena = own or (None if context.arena is None else context.arena.memory)
         end = context.untimed.computed
         return time_of_change(binding, sizes, stream=context.stream, end=end, arena=arena)
 
     def _sizes_taken(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes that a profile supports: there may be gaps between profiles."""
+        """Return the sizes that profiles take of every shape: there may be gaps between profiles."""
         taken = []
         for rows in sizes:
             try:
-                self._profile_of(rows)
+                for shape in self._shapes:
+                    self._profile_of(shape, rows)
             except InputError as error:
                 logger.debug("%r: batches of %d rows are not captured: %s", self._model.name, rows, error)
             else:
@@ -774,4 +778,6 @@ class ContextPool:
     ) -> Capture:
         scratch = own or (None if context.arena is None else context.arena.memory)
         slab = context.slab(shape, self.layout)
-        return context.begin_capture(slab, shape, rows, profile=self._profile_of(rows), scratch=scratch)
+        return context.begin_capture(
+            slab, shape, rows, profile=self._profile_of(shape, rows), scratch=scratch
+        )

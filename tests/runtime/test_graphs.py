@@ -375,7 +375,7 @@ class TestAnEngine:
 
     @pytest.mark.parametrize("error", [InputError("no profile takes it"), ExecutionError("it cannot tell")])
     def test_if_no_size_is_taken_nothing_is_captured(self, error):
-        def profile_of(rows):
+        def profile_of(shape, rows):
             raise error
 
         device = threads()
@@ -386,7 +386,7 @@ class TestAnEngine:
         made.close(WAIT_S)
 
     def test_sizes_between_two_profiles_are_left_out(self):
-        def profile_of(rows):
+        def profile_of(shape, rows):
             if 8 < rows < 32:
                 raise InputError("no profile takes 16 rows")
             return int(rows >= 32)
