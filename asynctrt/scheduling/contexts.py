@@ -67,14 +67,14 @@ class ContextAllocator:
         self._users[group] += 1
         return context, group
 
-    def keep(self, profile: Hashable = None) -> int | None:
-        """Return the context that a batch with ``profile`` would get now; ``None`` if no context is free.
+    def keep(self, profile: Hashable = None, run: Hashable = None) -> int | None:
+        """Return the context that such a batch would get now; ``None`` if no context is free.
 
         The next batch with this profile gets it, if it is then still free and in a least used arena.
         """
         if not self.free:
             return None
-        context = self._find(profile, None)
+        context = self._find(profile, run)
         self._kept = context, profile
         return context
 

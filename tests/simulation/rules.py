@@ -414,7 +414,7 @@ class Rules:
         for request in batch.requests:
             _hold(request.key == batch.key, "requests of different keys share a batch")
             _hold(request.state is State.IN_FLIGHT, "a launched request is not in flight")
-        sizes = policy.captured.sizes if batch.key.shape == () else ()
+        sizes = policy.captured.sizes
         padded = sizes[bisect_left(sizes, rows) :][:1]
         allowed: tuple[int, ...] = (rows, *padded) if limits.rows_fixed is None else (limits.rows_fixed,)
         if policy.is_alone:
