@@ -57,6 +57,7 @@ REMOVED_OPTIONS: Final = {
     "shapes": "onnx={'shapes': {...}} names shapes that come often",
     "shared": "onnx={'shared': [...]} says so of an ONNX model",
     "warm_spare": "isolation='spare' keeps a second worker",
+    "key": "sign the plan that was built, with ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
     "latency_target": "max_delay limits how long a batch waits for more requests, and timeout with "
     "timeout_until='answer' forms batches so that answers are in time",
     "suspendable": "close the engine to free its memory, and open it again; a server does so when a model is "

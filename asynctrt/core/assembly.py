@@ -34,7 +34,7 @@ from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_re
 from asynctrt.runtime.staging import Slab, lay_out
 from asynctrt.scheduling.company import MixedSizes
 from asynctrt.scheduling.concurrency import Lanes
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -147,9 +147,7 @@ class Capacity:
             # Empty batch sizes ask for one session that runs all sizes, so capture no size.
             return () if batch_sizes == () else sizes_to_prepare(batch_sizes, rows_max)
         if options.graphs == "auto":
-            # Each size takes another context in every bay, so capture few sizes: powers of four.
-            powers = (4**power for power in range(rows_max.bit_length()))
-            return tuple(sorted({least, rows_max, *(rows for rows in powers if least < rows < rows_max)}))
+            return tuple(sorted({least, *(rows for rows in few_sizes(None, rows_max) if rows > least)}))
         sizes = tuple(int(rows) for rows in options.graphs)
         if sizes[-1] > rows_max or sizes[0] < least:
             raise OptionsError(
@@ -563,18 +561,16 @@ def _shapes_to_capture(
     model: Model, padding: Padding | None, capacity: Capacity, shapes: Shapes
 ) -> tuple[Hashable, ...]:
     """Return all shapes to run before the first request, if there are few and a batch of each holds
-    ``rows_max`` rows.
-
-    Return none for plans: graphs of several shapes do not support profiles and arenas.
-    """
-    its = model.capabilities
-    is_run = capacity.graphs or its.needs_sizes
-    if padding is None or not is_run or its.enqueue_nbytes or its.has_profiles:
+    ``rows_max`` rows."""
+    if padding is None or not (capacity.graphs or model.capabilities.needs_sizes):
         return ()
     known = padding.shapes
-    is_right = len(known) <= SHAPES_MAX and all(
-        shapes.rows_held(shape) == capacity.rows_max for shape in known
-    )
+    if len(known) > SHAPES_MAX:
+        return ()
+    try:
+        is_right = all(shapes.rows_held(shape) == capacity.rows_max for shape in known)
+    except InputError:
+        return ()  # No profile takes one of them: it is named when a request has it.
     return known if is_right else ()
 
 
@@ -619,7 +615,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             arenas=arenas,
             rows_max=capacity.rows_max,
             graphs=capacity.graphs,
-            profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
+            profile_of=shapes.profile,
             rows_held=shapes.rows_held,
             prepares=not options.is_deterministic,  # Deterministic engines have only one batch size.
             padding=padding,
@@ -634,8 +630,8 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
         if pool.may_grow and builder is None and capacity.graphs and options.graphs != "auto":
             logger.warning(
                 "graphs is %s, but rows of %r vary in shape: its batches are put on the device call by call. "
-                "Graphs are captured of ONNX models, if pad gives the sizes of each dimension that varies, "
-                "at most %d shapes, and max_rows rows of each take at most %d MiB",
+                "Graphs are captured if pad gives the sizes of each dimension that varies, for at most %d "
+                "shapes, and max_rows rows of each take at most %d MiB",
                 options.graphs,
                 model.name,
                 SHAPES_MAX,

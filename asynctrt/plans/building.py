@@ -16,11 +16,12 @@ from asynctrt.backends.tensorrt.builder import Built, Report, build_plan
 from asynctrt.backends.tensorrt.built_here import record
 from asynctrt.backends.tensorrt.flavours import find_builder
 from asynctrt.backends.tensorrt.manifest import Manifest, ManifestTensor, manifest_path
+from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
 from asynctrt.core.loading import find_device
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, MissingExtraError, ModelError, OptionsError
-from asynctrt.plans.digest import digest_of, opened
+from asynctrt.plans.digest import digest_of
 
 MODEL_NBYTES_MAX: Final = 2 << 30
 """The limit of protobuf; larger models keep their weights in external files."""
@@ -82,10 +83,6 @@ def build(
     :raises DeviceUnavailableError, DeviceMemoryError: if the GPU is needed and cannot be used, or is full.
     :raises UsageError: if the plan cannot be written.
     """
-    if "key" in settings:
-        raise OptionsError(
-            "key was removed: sign the plan that was built, with ssh-keygen -Y sign -n asynctrt -f KEY PLAN"
-        )
     chosen = BuildOptions.from_settings(options, settings)
     source = read_source(Path(model))
     target = source.path.with_suffix(PLAN_SUFFIXES[0]) if plan is None else Path(plan)

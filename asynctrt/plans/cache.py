@@ -205,17 +205,6 @@ class PlanCache:
                 )
 
 
-def plan_for(
-    model: Path,
-    device: Device,
-    flavour: str | None,
-    options: BuildOptions,
-    cache: PlanCache | None = None,
-) -> CachedPlan:
-    """Return the plan for a model on a device, from the user's cache: see :meth:`PlanCache.plan_for`."""
-    return (cache or PlanCache.of_user()).plan_for(model, device, flavour, options)
-
-
 def _facts(source: OnnxContent, device: Device, flavour: str | None, options: BuildOptions) -> dict[str, Any]:
     """Return everything that a plan depends on."""
     chosen, version = _builder(flavour or options.flavour)

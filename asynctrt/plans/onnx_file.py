@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.backends.onnx_axes import UNKNOWN, Declared, read_axes
+from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.errors import MissingExtraError, ModelError
-from asynctrt.plans.digest import digest_of_file, opened
+from asynctrt.plans.digest import digest_of_file
 
 try:
     import onnx

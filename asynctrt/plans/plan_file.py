@@ -17,10 +17,11 @@ from asynctrt.backends.tensorrt.plan import (
     TAG_RTX,
     PlanHeader,
     capability_text,
+    opened,
     read_header,
 )
 from asynctrt.backends.tensorrt_options import FLAVOURS
-from asynctrt.plans.digest import digest_of_file, opened
+from asynctrt.plans.digest import digest_of_file
 
 SUFFIXES: Final = ("", "-cu11", "-cu12", "-cu13")
 """The suffixes of package names: none, or the CUDA version that the package is built for."""

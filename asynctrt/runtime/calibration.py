@@ -166,7 +166,7 @@ class _Bench:
         shapes = self._stage.shapes
         rows_max = shapes.limit(key.shape)
         sizes = {shapes.padded_rows(key.shape, rows) for rows in sizes_to_measure(rows_max)}
-        captured = self._stage.pool.captured.sizes if key.shape == () else ()
+        captured = self._stage.pool.captured.sizes
         if captured:
             # Before their times are known, batches are padded to the next captured size.
             sizes = {next((size for size in captured if size >= rows), rows) for rows in sizes}

@@ -4,15 +4,18 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model
-from asynctrt.devices.base import Device, check_room, mib
+from asynctrt.devices.base import Device
 from asynctrt.errors import UsageError
 from asynctrt.runtime.graphs import Capture, CaptureCosts
 from asynctrt.runtime.prepare import as_many_as_fit, check_share
+
+THREADS_MAX: Final = 64
+"""The most contexts that warm up at the same time."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -56,7 +59,7 @@ class Capturing(Generic[C]):
         shapes: Sequence[Hashable],
         begin: Callable[[C, Hashable, int], Capture],
         *,
-        threads_max: int = 64,
+        threads_max: int = THREADS_MAX,
         limit_nbytes: int | None = None,
     ) -> None:
         self._device = device
@@ -69,16 +72,12 @@ class Capturing(Generic[C]):
         self._cancellation = current()
 
     def run(self, sizes: Sequence[int]) -> tuple[Sequence[int], list[CaptureCosts]]:
-        """Capture the sizes. Blocks.
-
-        If the model pads all batches to them, drop every second size as long as they do not fit.
+        """Capture the sizes, or every second one as long as they do not fit. Blocks.
 
         :returns: the captured sizes, and the CPU time to launch each.
         :raises DeviceMemoryError: if they do not fit; some may be captured then.
         :raises UsageError: if the opening of the engine was cancelled.
         """
-        if not self._model.capabilities.keeps_sizes_apart:
-            return sizes, self._like_the_first(sizes)
         name, start_ns = self._model.name, clock.now_ns()
         logger.info(
             "%r: %d batch sizes%s are captured as CUDA graphs in %d contexts, which may take a while",
@@ -93,29 +92,11 @@ class Capturing(Generic[C]):
         return captured, costs
 
     def fit(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], list[CaptureCosts]]:
-        """Capture as many of the sizes as fit, as :meth:`run` does for a model that pads to them."""
+        """Capture as many of the sizes as fit, as :meth:`run` does."""
         return as_many_as_fit(self._model.name, tuple(sizes), self._side_by_side)
 
-    def _like_the_first(self, sizes: Sequence[int]) -> list[CaptureCosts]:
-        """Capture one batch to measure its memory, and the others only if enough is left for each."""
-        batches = [(context, *batch) for context in self._contexts for batch in self._batches(sizes)]
-        costs = []
-        for index, (context, shape, rows) in enumerate(batches):
-            free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
-            costs.append(context.keep_captured(shape, rows, self._warmed_up(context, shape, rows)))
-            if index == 0 and not self._device.unified:
-                each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
-                check_room(
-                    self._device,
-                    each_nbytes * (len(batches) - 1),
-                    f"{len(batches) - 1} more graphs of {self._model.name!r}, each with a context as large "
-                    f"as that of the first ({mib(each_nbytes)}),",
-                    "Name fewer sizes in graphs, or open the engine with fewer contexts",
-                )
-        return costs
-
     def _side_by_side(self, sizes: Sequence[int]) -> list[CaptureCosts]:
-        """Capture sizes that take different memory: warm up on one context, then on the others in parallel.
+        """Warm up the sizes on one context, then on the others in parallel, and capture them.
 
         Capture the largest first, to detect a model that cannot be captured before warming up all sizes.
 

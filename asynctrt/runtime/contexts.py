@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
+from statistics import median_low
 from typing import Final, cast
 
 from asynctrt._util.cancellation import current
@@ -22,8 +23,8 @@ from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
-from asynctrt.runtime.capturing import Capturing, are_dense
-from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch
+from asynctrt.runtime.capturing import THREADS_MAX, Capturing, are_dense
+from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, time_of_change
 from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.runtime.padding import PaddedSource
@@ -394,7 +395,8 @@ class ContextPool:
 
     :param arenas: the arenas that its contexts work in; ``None`` for a model that needs no arenas.
     :param graphs: batch sizes to capture, rising; the model says whether it can be captured at all.
-    :param profile_of: the profile for a captured batch of a size; ``None`` for a model without profiles.
+    :param profile_of: the profile for a captured batch of a shape and a number of rows; ``None`` for a model
+        without profiles.
     :param rows_held: the rows that a slab of a shape holds. Default: ``rows_max``.
     :param prepares: whether to run batches of some sizes beforehand, for a model that asks for it.
     :param padding: the dimensions and inputs to pad.
@@ -411,7 +413,7 @@ class ContextPool:
         arenas: Arenas | None,
         rows_max: int,
         graphs: Sequence[int] = (),
-        profile_of: Callable[[int], int | None] = lambda _: None,
+        profile_of: Callable[[Hashable, int], int | None] = lambda *_: None,
         rows_held: Callable[[Hashable], int] | None = None,
         prepares: bool = True,
         padding: Padding | None = None,
@@ -701,8 +703,20 @@ class ContextPool:
                 # Other engines may use these arenas at any time, and captures are not ordered with them.
                 own = self._device.allocate(arenas.arenas[0].memory.nbytes)
             begin = partial(self._begin_capture, own)
-            capturing = Capturing(self._device, self._model, self.contexts, self._shapes, begin)
-            sizes, costs = capturing.run(self._sizes_taken(sizes))
+            capturing = Capturing(
+                self._device,
+                self._model,
+                self.contexts,
+                self._shapes,
+                begin,
+                # Contexts may share an arena, in which no two may warm up at the same time.
+                threads_max=THREADS_MAX if arenas is None else 1,
+            )
+            sizes = self._sizes_taken(sizes)
+            if not sizes:
+                return
+            sizes, costs = capturing.run(sizes)
+            change_ns = self._change_ns(sizes[-1], own)
         except DeviceLostError:
             raise
         except Exception as error:
@@ -720,21 +734,39 @@ class ContextPool:
             for context in self.contexts:
                 context.forget_captured()
         else:
-            if not costs:
-                return
-            direct_ns = sorted(cost.direct_ns for cost in costs)[len(costs) // 2]
-            graph_ns = sorted(cost.graph_ns for cost in costs)[len(costs) // 2]
+            direct_ns = change_ns or median_low(cost.direct_ns for cost in costs)
+            graph_ns = median_low(cost.graph_ns for cost in costs)
             self.captured = Captured(tuple(sizes), direct_ns, graph_ns)
         finally:
             if own is not None:
                 own.close()
 
+    def _change_ns(self, largest: int, own: Buffer | None) -> int:
+        """Return the CPU time to enqueue a batch that is not captured, in ns; 0 if it was not measured.
+
+        The batch before it in its context usually had another size.
+        """
+        shape = self._shapes[-1]
+        sizes = [
+            (rows, self._profile_of(shape, rows))
+            for rows in self._sizes_taken([max(largest // 2, 1), largest])
+        ]
+        if self._model.capabilities.keeps_sizes_apart or len(sizes) < 2:
+            return 0
+        context = self.contexts[0]
+        binding = context.slab(shape, self.layout).binding
+        assert binding is not None, "slabs of known shapes are bound when they are made"
+        arena = own or (None if context.arena is None else context.arena.memory)
+        end = context.untimed.computed
+        return time_of_change(binding, sizes, stream=context.stream, end=end, arena=arena)
+
     def _sizes_taken(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes that a profile supports: there may be gaps between profiles."""
+        """Return the sizes that profiles take of every shape: there may be gaps between profiles."""
         taken = []
         for rows in sizes:
             try:
-                self._profile_of(rows)
+                for shape in self._shapes:
+                    self._profile_of(shape, rows)
             except InputError as error:
                 logger.debug("%r: batches of %d rows are not captured: %s", self._model.name, rows, error)
             else:
@@ -746,4 +778,6 @@ class ContextPool:
     ) -> Capture:
         scratch = own or (None if context.arena is None else context.arena.memory)
         slab = context.slab(shape, self.layout)
-        return context.begin_capture(slab, shape, rows, profile=self._profile_of(rows), scratch=scratch)
+        return context.begin_capture(
+            slab, shape, rows, profile=self._profile_of(shape, rows), scratch=scratch
+        )

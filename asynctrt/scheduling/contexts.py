@@ -1,6 +1,13 @@
 """Which execution context and which arena a batch runs on."""
 
 from collections.abc import Hashable
+from typing import Final
+
+SAME: Final = 0
+NOTHING_RAN: Final = 1
+OTHER_SHAPE: Final = 2
+OTHER_PROFILE: Final = 3
+"""How a batch differs from the one before in a context, in the order in which contexts are taken."""
 
 
 class ContextAllocator:
@@ -16,11 +23,13 @@ class ContextAllocator:
         self._contexts = contexts
         self._arenas = arenas
         # Free contexts by arena, the one used last on top; a single list if there is no arena.
-        groups = max(arenas, 1)
+        self._groups = groups = max(arenas, 1)
         self._free = [list(reversed(range(group, contexts, groups))) for group in range(groups)]
-        self._users = [0] * arenas if arena_users is None else arena_users
-        self._profiles: dict[int, Hashable] = {}
-        # When each was last acquired with a profile, counted in acquisitions.
+        self._users = [0] * groups if arena_users is None else arena_users
+        # The profile that each context last ran, and what it ran with it; and the context that last ran that.
+        self._ran: dict[int, tuple[Hashable, Hashable]] = {}
+        self._home: dict[tuple[Hashable, Hashable], int] = {}
+        # When each last ran with a profile, counted in such batches.
         self._used: dict[int, int] = {}
         self._acquired = 0
         # The context kept for the next batch, and the profile that this batch is expected to have.
@@ -37,46 +46,37 @@ class ContextAllocator:
         """Return how many contexts are free or will be free again."""
         return self._contexts - len(self.quarantined)
 
-    def acquire(self, profile: Hashable = None) -> tuple[int, int | None]:
-        """Take a context in the least used arena: the one used last, because it is warm.
+    def acquire(self, profile: Hashable = None, run: Hashable = None) -> tuple[int, int | None]:
+        """Take a context in the least used arena: without profiles, the one used last, because it is warm.
 
-        Contexts that last ran with the same ``profile`` come first, because changing the profile takes time.
+        With profiles, contexts that last ran the same come first: changing the shapes of a context takes
+        time, and changing its profile takes more.
 
+        :param run: the shape and the rows of the batch; ``None`` if no context has to change for it.
         :returns: the context and its arena.
         """
-        arena = None
-        free = self._free[0]
-        if self._arenas:
-            arena = self._arena_for(profile)
-            self._users[arena] += 1
-            free = self._free[arena]
-        kept, self._kept = self._kept, None
-        if kept is not None and kept[1] == profile and kept[0] in free:
-            context = kept[0]
-            free.remove(context)
-        elif profile is None:
-            context = free.pop()
-        else:
-            context = self._with_profile(free, profile)
-            free.remove(context)
-        if profile is not None:
-            self._profiles[context] = profile
-            self._acquired += 1
-            self._used[context] = self._acquired
+        context = self._find(profile, run)
+        self._kept = None
+        group = context % self._groups
+        self._free[group].remove(context)
         self.free -= 1
-        return context, arena
+        if profile is not None:
+            self._note(context, (profile, run))
+        if not self._arenas:
+            return context, None
+        self._users[group] += 1
+        return context, group
 
-    def keep(self, profile: Hashable = None) -> int | None:
-        """Return the context that a batch with ``profile`` would get now; ``None`` if no context is free.
+    def keep(self, profile: Hashable = None, run: Hashable = None) -> int | None:
+        """Return the context that such a batch would get now; ``None`` if no context is free.
 
-        The next batch with this profile gets it, if it is then still free and in the least used arena.
+        The next batch with this profile gets it, if it is then still free and in a least used arena.
         """
         if not self.free:
             return None
-        free = self._free[self._arena_for(profile) if self._arenas else 0]
-        if self._kept is None or self._kept[1] != profile or self._kept[0] not in free:
-            self._kept = free[-1] if profile is None else self._with_profile(free, profile), profile
-        return self._kept[0]
+        context = self._find(profile, run)
+        self._kept = context, profile
+        return context
 
     def release(self, context: int, arena: int | None) -> None:
         """Take back a context whose batch has ended."""
@@ -103,29 +103,43 @@ class ContextAllocator:
         free.clear()
         self.quarantined.update(range(arena, self._contexts, self._arenas))
 
-    def _arena_for(self, profile: Hashable) -> int:
-        """Return the least used arena with a free context.
+    def _note(self, context: int, ran: tuple[Hashable, Hashable]) -> None:
+        """Note what a context runs next."""
+        before = self._ran.get(context)
+        if before is not None and self._home.get(before) == context:
+            del self._home[before]
+        self._ran[context] = ran
+        self._home[ran] = context
+        self._acquired += 1
+        self._used[context] = self._acquired
 
-        Of several, return one with a free context that last had this profile; if there is none, one with a
-        context that had no profile yet; otherwise the one whose contexts were used least recently.
-        """
-        users, free = self._users, self._free
-        least = min(users[arena] for arena, contexts in enumerate(free) if contexts)
-        arenas = [arena for arena, contexts in enumerate(free) if contexts and users[arena] == least]
-        if profile is None or len(arenas) == 1:
-            return arenas[0]
-        for wanted in (profile, None):
-            for arena in arenas:
-                if any(self._profiles.get(context) == wanted for context in free[arena]):
-                    return arena
-        return min(arenas, key=lambda arena: max(self._used.get(context, 0) for context in free[arena]))
+    def _find(self, profile: Hashable, run: Hashable) -> int:
+        """Return the free context for the next batch."""
+        free, users = self._free, self._users
+        if self._kept is None:
+            home = self._home.get((profile, run))
+            if home is not None and home in free[home % self._groups] and not users[home % self._groups]:
+                return home  # No other context is better, which is usual.
+        least = min(users[group] for group, contexts in enumerate(free) if contexts)
+        groups = [group for group, contexts in enumerate(free) if contexts and users[group] == least]
+        if self._kept is not None and self._kept[1] == profile:
+            kept = self._kept[0]
+            if kept % self._groups in groups and kept in free[kept % self._groups]:
+                return kept
+        if profile is None:
+            return free[groups[0]][-1]
+        return min(
+            (context for group in groups for context in reversed(free[group])),
+            key=lambda context: self._cost(context, profile, run),
+        )
 
-    def _with_profile(self, free: list[int], profile: Hashable) -> int:
-        """Return the free context to run a profile on: one that last had it, else one without a profile, else
-        any."""
-        for wanted in (profile, None):
-            for context in reversed(free):
-                if self._profiles.get(context) == wanted:
-                    return context
-        # The one used least recently: its profile is rarely needed.
-        return free[0]
+    def _cost(self, context: int, profile: Hashable, run: Hashable) -> tuple[int, int]:
+        """Return what a context would have to change for a batch, and when it was used: of equal ones, the
+        one used least recently changes, since what it ran is rarely needed."""
+        ran = self._ran.get(context)
+        if ran is None:
+            return NOTHING_RAN, 0
+        used = self._used[context]
+        if ran[0] != profile:
+            return OTHER_PROFILE, used
+        return (OTHER_SHAPE, used) if ran[1] != run else (SAME, -used)

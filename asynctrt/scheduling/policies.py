@@ -360,7 +360,7 @@ class RunAs:
         if self._is_as_given:
             return rows, None
         rows_run = self._shapes.padded_rows(key.shape, rows)
-        if self._policy.captured.sizes and key.shape == ():
+        if self._policy.captured.sizes:
             rows_run = self._policy.rows_to_run(key.shape, rows_run, self._times.compute)
         return rows_run, self._shapes.profile(key.shape, rows_run)
 

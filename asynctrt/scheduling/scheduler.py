@@ -365,7 +365,7 @@ class Scheduler:
     ) -> Batch:
         self._number = number = self._number + 1
         is_timed = self._times.wants_times(number, key.shape, rows_run)
-        context, arena = self.room.contexts.acquire(profile)
+        context, arena = self.room.contexts.acquire(profile, self._run_of(key, rows_run))
         lane, count = None, 1
         if self._concurrency.has_lanes:
             count = self._concurrency.allowed(rows, self._run_as.limit(key.shape))
@@ -420,13 +420,19 @@ class Scheduler:
         if bucket is None or not bucket.rows:
             return None
         chosen = self._rows.preview(bucket, len(self._in_flight))
-        profile = None
+        profile = run = None
         if self._run_as.has_profiles:
-            profile = self._run_as.expected(bucket.key, sum(request.rows for request in chosen))[1]
+            rows = sum(request.rows for request in chosen)
+            rows_run, profile = self._run_as.expected(bucket.key, rows)
             if profile is None:
                 return None
-        context = self.room.contexts.keep(profile)
+            run = self._run_of(bucket.key, rows_run)
+        context = self.room.contexts.keep(profile, run)
         return None if context is None else (chosen, context)
+
+    def _run_of(self, key: BatchKey, rows_run: int) -> Hashable:
+        """Return what a context is set to for a batch; ``None`` for a graph, whose context is another one."""
+        return None if rows_run in self._policy.captured.sizes else (key.shape, rows_run)
 
     def next_wakeup(self) -> int | None:
         """Return the time in ns at which to call :meth:`next_batch` again even if nothing happens: a

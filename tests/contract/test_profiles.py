@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.backends.tensorrt.context import TensorRTContext
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError
 from tests.contract.devices import strict
@@ -158,3 +159,40 @@ async def test_padding_shows_nothing_of_an_earlier_batch(device, fixed, way):
                 np.testing.assert_array_equal(result[name], expected[name])
         assert model.flavour.module.violations() == ()
     model.close()
+
+
+async def test_batches_of_shapes_that_padding_names_are_captured(device, model, monkeypatch):
+    async with asynctrt.open(
+        model,
+        device=device,
+        contexts=2,
+        arenas=1,
+        max_rows=8,
+        pad={"tokens.1": (32, 64)},
+        graphs=(1, 4, 8),
+    ) as engine:
+        assert engine.statistics().graphs == (4, 8), "one profile takes no batch of 1"
+        enqueued = []
+        enqueue = TensorRTContext.enqueue
+
+        def count(context, binding, rows, **kw):
+            enqueued.append(rows)
+            enqueue(context, binding, rows, **kw)
+
+        monkeypatch.setattr(TensorRTContext, "enqueue", count)
+        async with asyncio.timeout(WAIT_S):
+            for rows in (4, 8):
+                await asyncio.gather(
+                    *[check(engine, tokens(rows, length, length)) for length in (5, 32, 40, 64)]
+                )
+            assert enqueued == [], "each is a graph"
+            await asyncio.gather(*[check(engine, tokens(n % 3 + 1, 5 + n % 60, n)) for n in range(200)])
+        assert model.flavour.module.violations() == ()
+
+
+async def test_shapes_that_no_profile_takes_are_not_captured(device, model):
+    async with asynctrt.open(
+        model, device=device, contexts=1, max_rows=8, pad={"tokens.1": (32, 512)}, graphs=(1, 4)
+    ) as engine:
+        assert engine.statistics().graphs == ()
+        await check(engine, tokens(2, 20))

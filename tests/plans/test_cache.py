@@ -346,7 +346,7 @@ def slow(source, flavour, options, *, device, report, key):
     print("building", flush=True)
     return build(source, flavour, options, report=report, key=key)
 cache.build_from = slow
-found = cache.plan_for(Path(sys.argv[1]), HostDevice(), "tensorrt_rtx", BuildOptions())
+found = cache.PlanCache.of_user().plan_for(Path(sys.argv[1]), HostDevice(), "tensorrt_rtx", BuildOptions())
 print(found.plan.header.nbytes)
 """
 

@@ -91,6 +91,43 @@ def test_a_batch_goes_to_a_context_that_ran_its_profile():
     assert allocator.free == 3
 
 
+@pytest.mark.parametrize("arenas", [0, 1, 3])
+def test_a_batch_goes_to_a_context_that_last_ran_its_shape(arenas):
+    """A change of shapes takes TensorRT as long as the rest of an enqueue, and longer."""
+    allocator = ContextAllocator(contexts=3, arenas=arenas)
+    ran = {}
+    for run in ("a", "b", "c"):
+        taken = ran[run] = allocator.acquire(0, run)
+        allocator.release(*taken)
+    assert len(set(ran.values())) == 3, "one that ran nothing yet comes before one with another shape"
+    for run in ("b", "a", "c", "c", "a"):
+        taken = allocator.acquire(0, run)
+        assert taken == ran[run]
+        allocator.release(*taken)
+    taken = allocator.acquire(0, "d")
+    assert taken == ran["b"], "the shape that was not run for the longest time is given up"
+    allocator.release(*taken)
+    assert allocator.acquire(0, "b") != ran["b"], "what it ran before does not count"
+
+
+def test_a_context_of_another_shape_comes_before_one_of_another_profile():
+    allocator = ContextAllocator(contexts=2, arenas=0)
+    first, other = allocator.acquire(0, "a"), allocator.acquire(1, "a")
+    allocator.release(*first)
+    allocator.release(*other)
+    assert allocator.acquire(0, "b") == first
+
+
+@pytest.mark.parametrize("arenas", [0, 3])
+def test_batches_that_change_no_context_keep_to_one(arenas):
+    allocator = ContextAllocator(contexts=3, arenas=arenas)
+    taken = []
+    for _ in range(5):
+        taken.append(allocator.acquire(0))
+        allocator.release(*taken[-1])
+    assert len(set(taken)) == 1
+
+
 def test_a_profile_without_a_context_of_its_own_takes_any_and_keeps_it():
     allocator = ContextAllocator(contexts=2, arenas=0)
     for profile in (0, 1):

@@ -578,10 +578,11 @@ class TestRowsRun:
         submit(plan, rows=3, shape=FIXED_SHAPE._replace(**variant))
         assert plan.next_batch(0).rows_run == 8
 
-    def test_rows_of_other_shapes_are_not_captured(self):
+    def test_so_are_rows_of_other_shapes(self):
+        """If any size is captured, it is captured of each shape that rows can have."""
         plan = scheduler(rows_max=8, captured=Captured((1, 8)))
         submit(plan, rows=3)
-        assert plan.next_batch(0).rows_run == 3
+        assert plan.next_batch(0).rows_run == 8
 
     def test_a_batch_that_was_not_timed_teaches_nothing(self):
         plan = scheduler(rows_max=4, concurrency=1)

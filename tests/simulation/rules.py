@@ -103,7 +103,7 @@ class Rules:
         self._asked_times: Counter[tuple[Hashable, int]] = Counter()
         # By what it takes to copy them, and their size, the batches of which that was measured.
         self._copied: set[tuple[Hashable, int]] = set()
-        self._profile_of: dict[int, int | None] = {}
+        self._ran: dict[int, tuple[int | None, object]] = {}
         # The longest that batches took to be copied in, to compute and to be copied out: each is expected by
         # itself, and there may be no batch that had all of them.
         self._longest_parts_ns = (0, 0, 0)
@@ -414,7 +414,7 @@ class Rules:
         for request in batch.requests:
             _hold(request.key == batch.key, "requests of different keys share a batch")
             _hold(request.state is State.IN_FLIGHT, "a launched request is not in flight")
-        sizes = policy.captured.sizes if batch.key.shape == () else ()
+        sizes = policy.captured.sizes
         padded = sizes[bisect_left(sizes, rows) :][:1]
         allowed: tuple[int, ...] = (rows, *padded) if limits.rows_fixed is None else (limits.rows_fixed,)
         if policy.is_alone:
@@ -549,10 +549,14 @@ class Rules:
             _hold(limits.users[batch.arena] - 1 == least, "a fuller arena was taken")
         if limits.profile_of is not None:
             mates = [one for one in free if batch.arena is None or one % limits.arenas == arena]
-            known = [one for one in mates if self._profile_of.get(one) == batch.profile]
-            wanted = known or [one for one in mates if one not in self._profile_of] or mates
+            is_captured = batch.rows_run in limits.policy.captured.sizes
+            ran = batch.profile, None if is_captured else (batch.key.shape, batch.rows_run)
+            same = [one for one in mates if self._ran.get(one) == ran]
+            new = [one for one in mates if one not in self._ran]
+            known = [one for one in mates if self._ran.get(one, (None,))[0] == batch.profile]
+            wanted = same or new or known or mates
             _hold(batch.context in wanted, "a context that had another profile was taken")
-            self._profile_of[batch.context] = batch.profile
+            self._ran[batch.context] = ran
 
     def _check_times(self, batch: Batch) -> None:
         """Every batch is timed where that costs nothing; else few of those that are short and well known."""

@@ -154,18 +154,18 @@ class _Line:
         self._file = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         self._lock = threading.RLock()
-        self.lost = threading.Event()
+        self._is_lost = False
 
     def tell(self, content: bytes = b"", **what: Any) -> None:
         """Send one line, and bytes after it. After the parent has closed the pipe, do nothing."""
         with self._lock:
-            if self.lost.is_set():
+            if self._is_lost:
                 return
             try:
                 self._file.write(json.dumps(what).encode() + b"\n" + content)
                 self._file.flush()
             except OSError:
-                self.lost.set()
+                self._is_lost = True
 
 
 class _ToParent(logging.Handler):
@@ -225,6 +225,5 @@ def _build(order: Mapping[str, Any], model: bytes, line: _Line) -> Built:
         find_builder(order["flavour"]),
         BuildOptions.from_settings(None, order["options"]),
         lambda step: line.tell(step=dataclasses.astuple(step)),
-        line.lost,
         device,
     )

@@ -2,7 +2,7 @@
 
 Two traps of the library shape this module. An error recorder beside an ``OnnxParser`` crashes the process
 when the network is destroyed, so this module uses none and reads errors from the log. The builder's callbacks
-must not raise, so cancellation is the return value of its progress monitor.
+must not raise. A build only ends early with its process (``build_process``).
 """
 
 import logging
@@ -22,7 +22,7 @@ from asynctrt.backends.tensorrt.plugins import register_plugins
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_text, profiles_of
 from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
 from asynctrt.devices.base import Device
-from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError, UsageError
+from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError
 
 CACHE_NBYTES_MAX: Final = 4 << 30
 
@@ -143,7 +143,6 @@ def build_plan(
     flavour: Flavour,
     options: BuildOptions,
     report: Report | None = None,
-    cancelled: threading.Event | None = None,
     device: Device | None = None,
 ) -> Built:
     """Build a plan. Blocks for seconds to hours, without holding the GIL.
@@ -151,13 +150,11 @@ def build_plan(
     :param model: the content of an ONNX file.
     :param path: the path of that file: weights beside it are read, and messages name it.
     :param report: called for each step. TensorRT 8 reports none.
-    :param cancelled: if set, the build ends soon; with TensorRT 8 it continues.
     :param device: the GPU to build on. Default: CUDA's own choice.
     :raises BuildError: if the model cannot be parsed, or no plan can be built from it.
     :raises OptionsError: for options that the package does not support, or that do not fit the model.
     :raises DeviceUnavailableError: if the builder needs CUDA, and CUDA cannot be used here.
     :raises DeviceMemoryError: if the GPU has too little memory.
-    :raises UsageError: if the build was cancelled.
     """
     check_flavour(flavour, options)
     if device is not None:
@@ -180,7 +177,7 @@ def build_plan(
     _configure(made)
     _add_profiles(made, profiles)
     cache = _timing_cache(made)
-    content = _run(made, report, cancelled)
+    content = _run(made, report)
     if cache is not None:
         assert options.timing_cache is not None
         write_whole(Path(options.timing_cache), bytes(memoryview(cache.serialize())))
@@ -445,19 +442,17 @@ def _timing_cache(made: _Build) -> Any:
     return cache
 
 
-def _run(made: _Build, report: Report | None, cancelled: threading.Event | None) -> bytes:
+def _run(made: _Build, report: Report | None) -> bytes:
     module = made.flavour.module
-    # Before TensorRT 10, a build reports nothing, and only the end of its process ends it early.
-    if hasattr(module, "IProgressMonitor"):
-        monitor = _make_monitor(module, report, cancelled)
+    # Before TensorRT 10, a build reports nothing.
+    if report is not None and hasattr(module, "IProgressMonitor"):
+        monitor = _make_monitor(module, report)
         keep_alive(made.config, monitor)
         made.config.progress_monitor = monitor
     made.log.take()
     plan = made.builder.build_serialized_network(made.network, made.config)
     if plan is not None:
         return bytes(memoryview(plan))
-    if cancelled is not None and cancelled.is_set():
-        raise UsageError(f"building a plan from {made.where} was cancelled")
     raise _failure(made)
 
 
@@ -497,11 +492,10 @@ def _logged(made: _Build) -> TensorRTErrors:
 
 
 class ProgressMonitor:
-    """Reports steps, and tells TensorRT whether to continue. TensorRT calls it on several threads."""
+    """Reports steps. TensorRT calls it on several threads."""
 
-    def __init__(self, report: Report | None, cancelled: threading.Event | None) -> None:
+    def __init__(self, report: Report) -> None:
         self._report = report
-        self._cancelled = cancelled
         self._lock = threading.RLock()
         self._phases: dict[str, tuple[str | None, int]] = {}
 
@@ -512,9 +506,9 @@ class ProgressMonitor:
         self._tell(phase_name, 0)
 
     def step_complete(self, phase_name: str, step: int) -> bool:
-        """Report that a step is done; return ``False`` to end the build."""
+        """Report that a step is done; return ``True``, as ``False`` would end the build."""
         self._tell(phase_name, int(step) + 1)
-        return self._cancelled is None or not self._cancelled.is_set()
+        return True
 
     def phase_finish(self, phase_name: str) -> None:
         """Report that a phase is done."""
@@ -525,8 +519,6 @@ class ProgressMonitor:
             self._phases.pop(phase_name, None)
 
     def _tell(self, phase: str, done: int) -> None:
-        if self._report is None:
-            return
         with self._lock:
             parent, total = self._phases.get(phase, (None, done))
         try:
@@ -535,10 +527,10 @@ class ProgressMonitor:
             logger.warning("the callback for the progress of a build raised", exc_info=True)
 
 
-def _make_monitor(module: Any, report: Report | None, cancelled: threading.Event | None) -> Any:
+def _make_monitor(module: Any, report: Report) -> Any:
     class Monitor(ProgressMonitor, module.IProgressMonitor):  # type: ignore[misc]  # Known at run time.
         def __init__(self) -> None:
             module.IProgressMonitor.__init__(self)
-            ProgressMonitor.__init__(self, report, cancelled)
+            ProgressMonitor.__init__(self, report)
 
     return Monitor()

@@ -359,9 +359,15 @@ class TensorRTContext:
             self._call("set_output_allocator", name, self._output_allocator)
 
     def _set_shapes(self, binding: "TensorRTBinding", rows: int) -> None:
-        """Set the shapes of inputs, and check that the outputs have the shapes that memory is bound for."""
+        """Set the shapes of inputs. The first time, check that the outputs have the shapes that memory is
+        bound for: they follow from the inputs' shapes."""
         for memory in binding.inputs:
             self._call("set_input_shape", memory.name, (rows, *memory.dims))
+        if rows not in binding.checked:
+            self._check_shapes(binding, rows)
+            binding.checked.add(rows)
+
+    def _check_shapes(self, binding: "TensorRTBinding", rows: int) -> None:
         what = f"infer_shapes for {rows} rows of {binding.dims}"
         before = self._recorder.num_errors()
         try:
@@ -437,6 +443,8 @@ class TensorRTBinding:
         self._profiles: dict[tuple[int, int | None], Profile] = {}
         self.inputs = inputs
         self.outputs = outputs
+        self.checked: set[int] = set()
+        """The numbers of rows for which the shapes of the outputs were checked."""
         self.dims = tuple(memory.dims for memory in inputs)
         self.bound = (*inputs, *(memory for memory in outputs if memory is not None))
         self.unbound = tuple(

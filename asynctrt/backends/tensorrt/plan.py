@@ -7,7 +7,10 @@ truncated one, another version, another GPU.
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
@@ -138,29 +141,36 @@ def capability_text(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def _read_file(path: Path) -> bytes:
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """Open a plan or another model file for reading.
+
+    :raises ModelNotFoundError: if there is no such file.
+    :raises ModelError: if it cannot be read.
+    """
     try:
         with open_regular(path) as file:
-            # Refuse a file that is not a plan before reading all of it, however large it is.
-            read_header(
-                file.read(HEADER_NBYTES), where=repr(str(path)), nbytes=os.fstat(file.fileno()).st_size
-            )
-            file.seek(0)
-            # Not memory-mapped, because truncating a mapped file would kill the process.
-            return file.read()
+            yield file
     except FileNotFoundError as error:
         raise ModelNotFoundError(
-            f"there is no file {str(path)!r}. Give the path of a TensorRT plan; the working directory is "
-            f"{str(Path.cwd())!r}"
+            f"there is no file {str(path)!r}. Give the path of a TensorRT plan or an .onnx file; the working "
+            f"directory is {str(Path.cwd())!r}"
         ) from error
     except IsADirectoryError as error:
-        raise ModelNotFoundError(
-            f"{str(path)!r} is a folder. Give the path of a TensorRT plan in it"
-        ) from error
+        raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of a file in it") from error
     except OSError as error:
         raise ModelError(
             f"{str(path)!r} cannot be read: {error.strerror}. Check its owner and mode"
         ) from error
+
+
+def _read_file(path: Path) -> bytes:
+    with opened(path) as file:
+        # Refuse a file that is not a plan before reading all of it, however large it is.
+        read_header(file.read(HEADER_NBYTES), where=repr(str(path)), nbytes=os.fstat(file.fileno()).st_size)
+        file.seek(0)
+        # Not memory-mapped, because truncating a mapped file would kill the process.
+        return file.read()
 
 
 def _guess(content: bytes) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import re
-import threading
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from asynctrt.backends.tensorrt.builder import ProgressMonitor, build_plan, chec
 from asynctrt.backends.tensorrt.flavours import Flavour, find_builder
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import BuildError, DeviceUnavailableError, OptionsError, UsageError
+from asynctrt.errors import BuildError, DeviceUnavailableError, OptionsError
 from tests.doubles.tensorrt import StrictTensorRT
 from tests.gpu.support import gpu_is_here
 from tests.models import double_onnx, node, save
@@ -28,8 +27,8 @@ RTX = find_builder("tensorrt_rtx")
 F = TensorProto.FLOAT
 
 
-def build(path, *, report=None, cancelled=None, **options):
-    return build_plan(path.read_bytes(), path, RTX, BuildOptions(**options), report, cancelled)
+def build(path, *, report=None, **options):
+    return build_plan(path.read_bytes(), path, RTX, BuildOptions(**options), report)
 
 
 @pytest.fixture
@@ -73,19 +72,6 @@ def test_steps_are_told_and_each_phase_ends(model):
     assert whole[0].done == 0
     assert whole[-1].done == whole[-1].total > 1
     assert {step.parent for step in steps} > {None, whole[0].phase}
-
-
-def test_a_build_that_is_cancelled_ends(model):
-    cancelled = threading.Event()
-    seen = []
-
-    def report(step):
-        seen.append(step)
-        cancelled.set()
-
-    with pytest.raises(UsageError, match="double.onnx' was cancelled"):
-        build(model, report=report, cancelled=cancelled)
-    assert len(seen) < 10, "it did not go on to the end"
 
 
 def test_a_callback_that_raises_does_not_end_the_process(model, caplog):
@@ -382,7 +368,7 @@ def test_the_flags_of_version_11_are_a_part_of_them():
 
 def test_a_monitor_that_is_told_of_a_phase_it_does_not_know():
     steps = []
-    monitor = ProgressMonitor(steps.append, None)
+    monitor = ProgressMonitor(steps.append)
     assert monitor.step_complete("unknown", 3)
     monitor.phase_finish("unknown")
     assert [step.parent for step in steps] == [None, None]
@@ -477,8 +463,7 @@ class Library86:
 
     def build(self, path, **options):
         flavour = Flavour("tensorrt", self, is_real=False)
-        cancelled = threading.Event()
-        return build_plan(path.read_bytes(), path, flavour, BuildOptions(**options), [].append, cancelled)
+        return build_plan(path.read_bytes(), path, flavour, BuildOptions(**options), [].append)
 
 
 def test_a_plan_of_8_6(model, tmp_path):
