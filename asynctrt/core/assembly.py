@@ -237,18 +237,21 @@ class EngineParts:
         Blocks.
 
         If engines divide the device, the times of batches that run alone are measured either way, because
-        batches are charged by them.
+        batches are charged by them; and so is what changes of the batch size cost, if they may cost much.
         """
         found = Calibration()
         is_divided = options.weight is not None and self.is_pipelined
+        changes = self.pool.may_grow and self.model.capabilities.changes_slowly
         if getattr(self.device, "holds_batches", False):
             found = self.calibration
-        elif options.lanes is None or is_divided:
+        elif options.lanes is None or is_divided or changes:
             lanes_max = self.lanes_max if options.lanes is None else 1
-            found = calibrate(self, lanes_max, for_times=is_divided)
+            found = calibrate(self, lanes_max, for_times=is_divided, for_changes=changes)
         if options.lanes is not None:
             lanes = Lanes.fixed(min(options.lanes, self.lanes_max), self.capacity.rows_max)
             found = found._replace(lanes=lanes)
+        if self.builder is not None:
+            self.builder.in_turn = self.is_pipelined and found.lanes.are_one
         return dataclasses.replace(self, calibration=found)
 
     def padded_as(self, found: Found) -> "EngineParts":
@@ -284,6 +287,7 @@ class EngineParts:
                 lanes_max=self.lanes_max,
                 may_enqueue_slowly=its.enqueue_may_block and not self.pool.always_replays,
                 answers_in_time=options.timeout_until == "answer",
+                change_ns=self.calibration.change_ns,
             ),
             shapes=self.shapes,
             queue_rows_max=options.max_queue_rows,
@@ -435,6 +439,8 @@ def build_on(
         parts = _made_as_proven(loaded, found, options, shared)
         try:
             parts = parts.calibrated(options)
+            if isinstance(options.onnx, OnnxOptions) and options.onnx.shapes:
+                _specialise(parts, options, options.onnx.shapes)
         except BaseException:
             parts.close(UNDO_S)
             raise
@@ -489,13 +495,6 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     if batching.is_on and not parts.batching.is_on:
         parts.close(UNDO_S)
         parts = make_and_prove(parts.batching)
-    named = options.onnx.shapes if isinstance(options.onnx, OnnxOptions) else ()
-    if named:
-        try:
-            _specialise(parts, options, named)
-        except BaseException:
-            parts.close(UNDO_S)
-            raise
     if not parts.batching.is_on and options.batching != "off":
         logger.warning("%r: each request runs alone, since %s", given.name, parts.batching.reason)
     return parts

@@ -283,11 +283,11 @@ class PooledContext:
         is_captured = scratch is None and (self._captured or self._told)
         captured = self._captured_of(source) if is_captured else None
         if captured is not None:
-            captured.graph.launch(stream=stream)
+            captured.launch(stream, events.computed)
         else:
             binding = source.inputs.binding or self.binding(source)
             binding.enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
-        stream.record(events.computed)
+            stream.record(events.computed)
         if source.has_copies_out:
             source.put_out(stream)
             stream.record(events.copied_out)
@@ -302,7 +302,9 @@ class PooledContext:
             return None
         if self._told and (site := self._told.get(source.batch.key.shape)) is not None:
             # A batch whose rows were staged before the shape was specialised lies elsewhere.
-            return site.captured.get(source.batch.rows_run) if source.slab is site.slab else None
+            captured = site.captured.get(source.batch.rows_run) if source.slab is site.slab else None
+            is_stuck = captured is not None and captured.turns is not None and captured.turns.is_stuck
+            return None if is_stuck else captured
         return self._captured.get((source.batch.key.shape, source.batch.rows_run))
 
     def _wait_for_turn(self, lane: ComputeOrder | None) -> None:

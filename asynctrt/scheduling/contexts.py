@@ -1,6 +1,7 @@
 """Which execution context and which arena a batch runs on."""
 
 from collections.abc import Hashable
+from typing import cast
 
 
 class ContextAllocator:
@@ -36,6 +37,31 @@ class ContextAllocator:
     def usable(self) -> int:
         """Return how many contexts are free or will be free again."""
         return self._contexts - len(self.quarantined)
+
+    @property
+    def shapes(self) -> set[Hashable]:
+        """Return the shapes that contexts ran last. Profiles must be pairs of a shape and a size."""
+        return {shape for shape, _ in self._sizes.values()}
+
+    def sizes(self, shape: Hashable) -> tuple[list[int], bool]:
+        """Return the sizes of a shape that free contexts ran last, and whether a busy one ran that shape.
+
+        Profiles must be pairs of a shape and a size.
+        """
+        ran = {context: size for context, (its, size) in self._sizes.items() if its == shape}
+        free = [size for context, size in ran.items() if self._is_free(context)]
+        return free, len(free) < len(ran)
+
+    def has_free(self, profile: Hashable) -> bool:
+        """Return whether a free context last ran with a profile."""
+        return any(its == profile and self._is_free(context) for context, its in self._profiles.items())
+
+    @property
+    def _sizes(self) -> dict[int, tuple[Hashable, int]]:
+        return cast("dict[int, tuple[Hashable, int]]", self._profiles)
+
+    def _is_free(self, context: int) -> bool:
+        return any(context in contexts for contexts in self._free)
 
     def acquire(self, profile: Hashable = None) -> tuple[int, int | None]:
         """Take a context in the least used arena: the one used last, because it is warm.
@@ -92,6 +118,7 @@ class ContextAllocator:
         The same goes for all others in its arena: a batch there could wait forever for this one.
         """
         self.quarantined.add(context)
+        self._profiles.pop(context, None)
         if arena is not None:
             self._users[arena] -= 1
             self.quarantine_arena(arena)
