@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol, cast
@@ -14,7 +15,7 @@ from asynctrt.backends.base import Model, ProfiledModel, SpecialisableModel, ran
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
-from asynctrt.core.independence import alone_of, is_alone, prove, structural
+from asynctrt.core.independence import alone_of, begin_on_host, is_alone, prove, structural
 from asynctrt.core.inputs import InputCheck
 from asynctrt.core.lengths import Found
 from asynctrt.core.loading import find_device, load_model
@@ -482,9 +483,13 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
         return made if model is given else dataclasses.replace(made, owned=(*made.owned, model))
 
     def make_and_prove(batching: Batching) -> EngineParts:
-        parts = make(given if batching.is_on else alone_of(given, batching.reason))
+        model = given if batching.is_on else alone_of(given, batching.reason)
+        try_on_host = partial(_make_on_host, options)
+        with ThreadPoolExecutor(1, "asynctrt-probe") as threads:
+            on_host = begin_on_host(model, device, options, batching, try_on_host, threads)
+            parts = make(model)
         try:
-            proven, lengths = prove(parts, options, batching, make, partial(_make_on_host, options))
+            proven, lengths = prove(parts, options, batching, make, on_host)
             return dataclasses.replace(parts.padded_as(lengths), batching=proven)
         except BaseException:
             parts.close(UNDO_S)
