@@ -118,9 +118,7 @@ def begin_on_host(
         return None
     twin_of = cast("TwinModel", model).host_twin
     # With the cancellation of this thread's work.
-    return threads.submit(
-        copy_context().run, _tried_on_host, model, options, batching, twin_of, make_on_host
-    )
+    return threads.submit(copy_context().run, _tried_on_host, model, options, batching, twin_of, make_on_host)
 
 
 def prove(

@@ -19,6 +19,7 @@ from asynctrt.devices.base import Buffer, Event
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
 from asynctrt.runtime.inflight import InFlight
+from asynctrt.runtime.prepare import CHANGE_NS_MIN
 from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of
 from asynctrt.scheduling.batch import trial_batch
 from asynctrt.scheduling.concurrency import ONE_LANE, Lanes, Rate, choose_lanes
@@ -68,7 +69,7 @@ class Calibration(NamedTuple):
     key: BatchKey = BatchKey()
     """The key of the batches that were measured."""
     change_ns: int = 0
-    """How much longer a batch takes after one of another size; 0 if that was not measured."""
+    """How much longer a batch takes after one of another size, if it does; 0 if that was not measured."""
 
     @property
     def compute_ns(self) -> dict[int, int]:
@@ -109,8 +110,14 @@ def calibrate(
     try:
         bench = _Bench(stage, lanes_max)
         found = bench.measure()
-        if for_changes:
-            found = found._replace(change_ns=bench.measure_change())
+        if for_changes and (change_ns := bench.measure_change()) >= CHANGE_NS_MIN:
+            found = found._replace(change_ns=change_ns)
+            logger.info(
+                "%r: a batch takes %.0f ms longer in a context that ran another size or shape before, so "
+                "contexts change their size only once it has cost that much time",
+                stage.model.name,
+                change_ns / 1e6,
+            )
         bench.forget_slabs()
     except (DeviceLostError, UsageError):
         raise

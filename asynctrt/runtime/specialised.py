@@ -4,7 +4,8 @@ A library that knows the sizes of all dimensions computes what depends on them a
 instead of on the CPU in each batch, and plans its kernels once. So a model whose dimensions are all symbolic
 runs like one whose shapes are fixed. Each batch size of each shape takes a context. Where batches compute one
 after the other, all contexts of the engine share it, each with a graph that reads and writes the slab of that
-context; otherwise there is one beside each. Its answers are compared with those of a context for any size.
+context; otherwise there is one beside each. Its answers are compared with the answers of a context
+for any size.
 """
 
 import logging

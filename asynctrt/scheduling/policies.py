@@ -38,15 +38,18 @@ class AnySize:
     """Lets a batch of any size run on any context."""
 
     until_ns: int | None = None
-    """Until when at most a batch waits for which :meth:`size` returned ``None``."""
+    """Until when at most a batch waits for which :meth:`fit` returned ``None``."""
 
-    def size(self, key: BatchKey, rows: int, now_ns: int) -> int | None:
-        """Return the rows to run a batch with, whether it has fewer or more; 0 for as many as it has, and
-        ``None`` if it has to wait for a context.
+    def fit(
+        self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
+    ) -> tuple[tuple[Request, ...], int, int] | None:
+        """Return the requests of the next batch of a bucket, their rows, and how many rows to run it with at
+        least; ``None`` if it has to wait for a context.
 
-        :param rows: the rows that it would have.
+        :param chosen: the requests that it would have, with ``rows`` rows.
+        :param reason: why it is launched.
         """
-        return 0
+        return chosen, rows, 0
 
     def profile(self, key: BatchKey, rows_run: int, profile: int | None) -> Hashable:
         """Return what the context of a batch must have run before to run it without delay."""
@@ -57,29 +60,43 @@ class KeptSizes(AnySize):
     """Keeps contexts at the shape and the number of rows that they ran last, where a change takes long.
 
     A batch runs on a context of its shape: padded if it has fewer rows, and cut if it has more. It waits if
-    all of these are busy, for as long as a change takes. What a wrong size costs is added up for each shape.
-    Once it is as much as a change, another context changes to the size that is wanted. So batches take at
-    most about twice the time that they would take if all changes were known beforehand.
+    all of these are busy, for as long as a change takes. The time that a wrong size loses is added up for
+    each shape. Once it is as long as a change, a context changes to the size that is wanted. So batches lose
+    at most about as much time by wrong sizes as by changes.
 
-    :param change_ns: how much longer a batch takes on a context that ran another size before.
     :param times: how long batches take.
+    :param change_ns: how much longer a batch takes on a context that ran another size before.
     """
 
     def __init__(self, contexts: ContextAllocator, shapes: Shapes, times: BatchTimes, change_ns: int) -> None:
         self._contexts, self._shapes, self._times = contexts, shapes, times
         self._change_ns = change_ns
-        # What wrong sizes have cost since a context last changed, by shape.
+        # The time lost since a context last changed, by shape.
         self._lost_ns: dict[Hashable, int] = {}
         self._since_ns: int | None = None
 
-    def size(self, key: BatchKey, rows: int, now_ns: int) -> int | None:
-        shape = key.shape
-        if self._shapes.is_specialised(shape):
-            return 0
-        free, busy = self._contexts.sizes(shape)
+    def fit(
+        self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
+    ) -> tuple[tuple[Request, ...], int, int] | None:
+        key = bucket.key
+        size = 0 if self._shapes.is_specialised(key.shape) else self._size(key.shape, rows, now_ns)
+        if size is None:
+            return None
+        if 0 < size < rows and key.slab is None:
+            # The first request is never cut.
+            head = bucket.head(by_age=reason is Reason.AGED)
+            chosen, rows = bucket.choose(max(size, 0 if head is None else head.rows), reason is Reason.AGED)
+        return chosen, rows, size
+
+    def profile(self, key: BatchKey, rows_run: int, profile: int | None) -> Hashable:
+        return None if self._shapes.is_specialised(key.shape) else (key.shape, rows_run)
+
+    def _size(self, shape: Hashable, rows: int, now_ns: int) -> int | None:
+        """Return the size of the context that a batch of ``rows`` runs on; ``None`` if it has to wait."""
+        free, is_busy = self._contexts.sizes(shape)
         wanted = self._shapes.padded_rows(shape, rows)
         if not free:
-            return None if busy and self._waits(now_ns) else self._change(shape, wanted)
+            return None if is_busy and self._waits(now_ns) else self._change(shape, wanted)
         self._since_ns = None
         size = min((size for size in free if size >= rows), default=max(free))
         lost_ns = self._lost_ns.get(shape, 0) + self._loss_ns(shape, rows, size, wanted)
@@ -87,9 +104,6 @@ class KeptSizes(AnySize):
             return self._change(shape, wanted)
         self._lost_ns[shape] = lost_ns
         return size
-
-    def profile(self, key: BatchKey, rows_run: int, profile: int | None) -> Hashable:
-        return None if self._shapes.is_specialised(key.shape) else (key.shape, rows_run)
 
     def _change(self, shape: Hashable, wanted: int) -> int:
         known = self._contexts.shapes - {shape}
@@ -107,8 +121,8 @@ class KeptSizes(AnySize):
     def _loss_ns(self, shape: Hashable, rows: int, size: int, wanted: int) -> int:
         """Return how much longer the rows of a batch take with ``size`` rows than with ``wanted``.
 
-        Until a size has run, hope for the best: that fewer rows take as much less time, and more rows none
-        more.
+        Until the wanted size has run, assume the best: that its time is proportional to its rows if they are
+        fewer, and the same if they are more.
         """
         took_ns = self._times.compute.typical(shape, size)
         if took_ns is None:

@@ -297,15 +297,11 @@ class Scheduler:
             if late:
                 queue.give_up(late)
                 continue
-            size = room.sizes.size(bucket.key, rows, now_ns)
-            if size is None:
+            fitted = room.sizes.fit(bucket, chosen, rows, reason, now_ns)
+            if fitted is None:
                 room.bides, room.until_ns = True, room.sizes.until_ns
                 break
-            if 0 < size < rows and bucket.key.slab is None:
-                # The first request is never cut.
-                head = bucket.head(by_age=reason is Reason.AGED)
-                chosen, rows = bucket.choose(max(size, 0 if head is None else head.rows), reason is Reason.AGED)
-            return self._form(bucket, chosen, rows, reason, now_ns, size)
+            return self._form(bucket, *fitted, reason, now_ns)
         return self._next_again(now_ns) if again.parts else None
 
     def _form(
@@ -313,13 +309,13 @@ class Scheduler:
         bucket: BucketQueue,
         chosen: tuple[Request, ...],
         rows: int,
+        rows_min: int,
         reason: Reason,
         now_ns: int,
-        size: int = 0,
     ) -> Batch | RejectedBatch:
         """Remove the requests of a batch from their queues, and launch it.
 
-        :param size: the rows to run it with, if it has no more.
+        :param rows_min: how many rows to run it with at least, if no others join it.
         """
         queue, own, own_rows = self.queue, chosen, rows
         key, joined = bucket.key, NONE_JOINED
@@ -331,8 +327,8 @@ class Scheduler:
         after = IN_FLIGHT
         try:
             rows_run, profile = self._run_as.find(key, rows)
-            if size > rows_run and not joined:
-                rows_run = size
+            if not joined:
+                rows_run = max(rows_run, rows_min)
             self.taken = chosen
         except Exception as raised:
             error, after = raised, State.FAILED

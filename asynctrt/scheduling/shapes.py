@@ -98,7 +98,7 @@ class Shapes:
             self._sizes_of.pop(shape, None)
 
     def is_specialised(self, shape: Hashable) -> bool:
-        """Return whether a shape has sizes of its own."""
+        """Return whether :meth:`specialise` gave a shape other sizes."""
         return shape in self._sizes_of
 
     def limit(self, shape: Hashable) -> int:

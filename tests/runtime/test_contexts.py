@@ -344,7 +344,6 @@ class TestPinnedMemory:
             self.grow(made, 400_000, 1)
         made.close(WAIT_S)
 
-
     def test_what_was_outgrown_is_kept_while_there_is_room_as_freeing_it_holds_up_all_others(self, tmp_path):
         made = self.pool(tmp_path, memory_nbytes=60 << 20)
         device = made._device

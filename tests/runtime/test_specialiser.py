@@ -29,7 +29,9 @@ def path(tmp_path):
 
 def opened(model, **settings):
     return asynctrt.open(
-        model, device=in_place(), **{"contexts": 2, "max_rows": 4, "graphs": (1, 2, 4), "lanes": 2, **settings}
+        model,
+        device=in_place(),
+        **{"contexts": 2, "max_rows": 4, "graphs": (1, 2, 4), "lanes": 2, **settings},
     )
 
 

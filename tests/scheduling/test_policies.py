@@ -53,9 +53,7 @@ class TestKeptSizes:
     def plan(self, **kw):
         self.shapes = Shapes(rows_max=8, profiles=None)
         self.shapes.restrict(self.SIZES)
-        return scheduler(
-            8, contexts=2, change_ns=self.CHANGE_NS, shapes=self.shapes, queue_rows_max=64, **kw
-        )
+        return scheduler(8, contexts=2, change_ns=self.CHANGE_NS, shapes=self.shapes, queue_rows_max=64, **kw)
 
     def run(self, plan, rows=None, compute_ns=100, **kw):
         """Submit rows, run a batch, and return its rows, and those that it is run with."""
