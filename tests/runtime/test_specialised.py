@@ -205,6 +205,36 @@ def test_batches_that_were_staged_before_or_after_a_change_are_right(tmp_path, d
     assert model.alive == 0
 
 
+def test_what_contexts_share_is_not_used_behind_a_batch_that_hangs(tmp_path, device):
+    model = SpecialisedSessions(sequence_onnx(tmp_path / "sequence.onnx"))
+    key = BatchKey((("length", 3),))
+    pool = make_pool(model, device, contexts=2)
+    builder = Builder(device, model, 2, captures=True)
+    builder.in_turn = True
+    pool.adopt(builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation()))
+
+    def run(context):
+        """Run a batch, and return how many batches ran call by call so far."""
+        request = make_request(np.full((2, 3), context, np.float32), key=key)
+        source = pool.source(make_batch(request, key=key, context=context))
+        source.stage()
+        pooled = pool.contexts[context]
+        pooled.enqueue(source, pooled.untimed)
+        assert pooled.untimed.copied_out.synchronize(WAIT_S)
+        np.testing.assert_array_equal(source.slab.outputs["doubled"][:2], np.full((2, 3), 2 * context))
+        return sum(len(session.runs) for session in model.sessions)
+
+    ran = run(0)
+    assert run(1) == run(0) == ran, "they were replayed"
+    pool.contexts[0].stream.is_abandoned = True
+    assert run(1) == ran + 1
+    pool.contexts[0].stream.is_abandoned = False
+    assert run(1) == ran + 1
+    assert pool.close(WAIT_S) == 0
+    builder.close()
+    assert model.alive == 0
+
+
 def test_what_other_shapes_hold_counts(tmp_path, device):
     """All of them together may hold half of what was free at first."""
     model = model_of(tmp_path)
