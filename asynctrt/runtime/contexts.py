@@ -22,6 +22,7 @@ from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
+from asynctrt.options import BATCH_NBYTES_MAX
 from asynctrt.runtime.capturing import Capturing, are_dense
 from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch
 from asynctrt.runtime.jobs import Job
@@ -133,7 +134,7 @@ class PooledContext:
         self._buffers: StagingBuffers | None = None
         self._grown: StagingBuffers | None = None
         # Memory that became too small, kept because freeing it holds up all other calls of CUDA (13 ms for 90
-        # MB on an H100). Memory at least doubles each time, so this is never more than what is used.
+        # MB on an H100). Memory usually doubles when it grows, so this is about as much as is used at most.
         self._outgrown: list[StagingBuffers] = []
         self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
         self._slot_bindings: OrderedDict[Slab, Binding] = OrderedDict()
@@ -213,7 +214,10 @@ class PooledContext:
         :param nbytes: allocate this much, or twice the memory so far, if that is more and there is room.
         :raises DeviceMemoryError: if there is no room.
         """
-        for wanted in (max(layout.nbytes, nbytes, 2 * self.slab_nbytes), layout.nbytes):
+        doubled = 2 * self.slab_nbytes
+        if layout.nbytes <= BATCH_NBYTES_MAX:
+            doubled = min(doubled, BATCH_NBYTES_MAX)  # Only single rows may need more.
+        for wanted in (max(layout.nbytes, nbytes, doubled), layout.nbytes):
             with suppress(DeviceMemoryError):
                 self._grown = StagingBuffers(self._device, wanted)
                 return

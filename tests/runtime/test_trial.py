@@ -291,7 +291,7 @@ def test_rows_of_a_trial_are_the_first_rows_of_a_larger_one(dtype, row):
     large = np.empty((7, row), dtype)
     for number in range(SAMPLES):
         large[...] = _sample(number, large)
-        for rows in (1, 2, 5):
-            small = np.empty((rows, row), dtype)
+        for count in (1, 2, 5):
+            small = np.empty((count, row), dtype)
             small[...] = _sample(number, small)
-            np.testing.assert_array_equal(small, large[:rows])
+            np.testing.assert_array_equal(small, large[:count])
