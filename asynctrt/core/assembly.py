@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol, cast
@@ -14,7 +15,7 @@ from asynctrt.backends.base import Model, ProfiledModel, SpecialisableModel, ran
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
-from asynctrt.core.independence import alone_of, is_alone, prove, structural
+from asynctrt.core.independence import alone_of, begin_on_host, is_alone, prove, structural
 from asynctrt.core.inputs import InputCheck
 from asynctrt.core.lengths import Found
 from asynctrt.core.loading import find_device, load_model
@@ -235,18 +236,21 @@ class EngineParts:
         Blocks.
 
         If engines divide the device, the times of batches that run alone are measured either way, because
-        batches are charged by them.
+        batches are charged by them; and so is what changes of the batch size cost, if they may cost much.
         """
         found = Calibration()
         is_divided = options.weight is not None and self.is_pipelined
+        changes = self.pool.may_grow and self.model.capabilities.changes_slowly
         if getattr(self.device, "holds_batches", False):
             found = self.calibration
-        elif options.lanes is None or is_divided:
+        elif options.lanes is None or is_divided or changes:
             lanes_max = self.lanes_max if options.lanes is None else 1
-            found = calibrate(self, lanes_max, for_times=is_divided)
+            found = calibrate(self, lanes_max, for_times=is_divided, for_changes=changes)
         if options.lanes is not None:
             lanes = Lanes.fixed(min(options.lanes, self.lanes_max), self.capacity.rows_max)
             found = found._replace(lanes=lanes)
+        if self.builder is not None:
+            self.builder.in_turn = self.is_pipelined and found.lanes.are_one
         return dataclasses.replace(self, calibration=found)
 
     def padded_as(self, found: Found) -> "EngineParts":
@@ -282,6 +286,7 @@ class EngineParts:
                 lanes_max=self.lanes_max,
                 may_enqueue_slowly=its.enqueue_may_block and not self.pool.always_replays,
                 answers_in_time=options.timeout_until == "answer",
+                change_ns=self.calibration.change_ns,
             ),
             shapes=self.shapes,
             queue_rows_max=options.max_queue_rows,
@@ -433,6 +438,8 @@ def build_on(
         parts = _made_as_proven(loaded, found, options, shared)
         try:
             parts = parts.calibrated(options)
+            if isinstance(options.onnx, OnnxOptions) and options.onnx.shapes:
+                _specialise(parts, options, options.onnx.shapes)
         except BaseException:
             parts.close(UNDO_S)
             raise
@@ -474,9 +481,13 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
         return made if model is given else dataclasses.replace(made, owned=(*made.owned, model))
 
     def make_and_prove(batching: Batching) -> EngineParts:
-        parts = make(given if batching.is_on else alone_of(given, batching.reason))
+        model = given if batching.is_on else alone_of(given, batching.reason)
+        try_on_host = partial(_make_on_host, options)
+        with ThreadPoolExecutor(1, "asynctrt-probe") as threads:
+            on_host = begin_on_host(model, device, options, batching, try_on_host, threads)
+            parts = make(model)
         try:
-            proven, lengths = prove(parts, options, batching, make, partial(_make_on_host, options))
+            proven, lengths = prove(parts, options, batching, make, on_host)
             return dataclasses.replace(parts.padded_as(lengths), batching=proven)
         except BaseException:
             parts.close(UNDO_S)
@@ -487,13 +498,6 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     if batching.is_on and not parts.batching.is_on:
         parts.close(UNDO_S)
         parts = make_and_prove(parts.batching)
-    named = options.onnx.shapes if isinstance(options.onnx, OnnxOptions) else ()
-    if named:
-        try:
-            _specialise(parts, options, named)
-        except BaseException:
-            parts.close(UNDO_S)
-            raise
     if not parts.batching.is_on and options.batching != "off":
         logger.warning("%r: each request runs alone, since %s", given.name, parts.batching.reason)
     return parts

@@ -7,15 +7,18 @@ over a whole batch), each request runs alone. Padding is tested in the same way.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, NamedTuple, Protocol, TypeVar, cast
 
 from asynctrt._util import clock
 from asynctrt.backends.base import Model, TwinModel
 from asynctrt.backends.whole import run_alone
 from asynctrt.core.inputs import InputCheck
 from asynctrt.core.lengths import Found, Lengths, advice
+from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError, describe
 from asynctrt.options import Options
 from asynctrt.runtime.probe import (
@@ -86,38 +89,77 @@ def alone_of(model: Model, reason: str) -> Model:
     return model if is_alone(model) else run_alone(model, reason)
 
 
+class OnHost(NamedTuple):
+    """What made-up rows on the host have shown."""
+
+    batching: Batching
+    ran: Ran | None = None
+    """The rows that ran in one batch, to be run on the device as well."""
+    lengths: Found = Found()
+
+
+def begin_on_host(
+    model: Model,
+    device: Device,
+    options: Options,
+    batching: Batching,
+    make_on_host: Callable[[Model], Parts],
+    threads: Executor,
+) -> "Future[OnHost] | None":
+    """Begin to try a model on the host, in a thread, while its contexts on the device are created.
+
+    Made-up rows may make a model fail, and libraries for GPUs do not always survive that.
+
+    :param batching: the decision from shapes and options.
+    :param make_on_host: creates the parts for another model on the host.
+    :returns: the result to pass to :func:`prove`; ``None`` for a model without a twin on the host.
+    """
+    if not model.capabilities.has_host_twin or not _is_tried(model, device, options):
+        return None
+    twin_of = cast("TwinModel", model).host_twin
+    # With the cancellation of this thread's work.
+    return threads.submit(copy_context().run, _tried_on_host, model, options, batching, twin_of, make_on_host)
+
+
 def prove(
     parts: Parts,
     options: Options,
     batching: Batching,
     make: Callable[[Model], Parts],
-    make_on_host: Callable[[Model], Parts],
+    on_host: "Future[OnHost] | None",
 ) -> tuple[Batching, Found]:
     """Test whether rows are independent, and whether padding changes answers. Blocks.
 
-    A model with a twin on the host is tried there first: made-up rows may make it fail, and libraries for
-    GPUs do not always survive that. Rows that ran on the host are then compared on the device.
+    Rows that ran on the host before are then compared on the device.
 
     :param batching: the decision from shapes and options.
     :param make: creates the parts for another model on the same device.
-    :param make_on_host: creates the parts for another model on the host.
+    :param on_host: the result of :func:`begin_on_host`.
     :raises OptionsError: if padding changes answers.
     :raises DeviceLostError: if the device is lost.
     """
     model = parts.model
-    is_tried = model.capabilities.is_pure or options.batching == "probe"
-    if not is_tried or getattr(parts.device, "holds_batches", False):
+    if not _is_tried(model, parts.device, options):
         return batching, Found()
-    start_ns = clock.now_ns()
-    if not model.capabilities.has_host_twin:
+    if on_host is None:
+        start_ns = clock.now_ns()
         batching, _, lengths = _tried(parts, options, batching, make)
     else:
-        twin_of = cast("TwinModel", model).host_twin
-        batching, lengths = _tried_on_host(parts, options, batching, twin_of, make_on_host)
-    batching = replace(batching, lengths=_said_of_lengths(model, lengths))
+        batching, ran, lengths = on_host.result()
+        start_ns = clock.now_ns() - batching.probe_ns
+        if ran is not None and batching.is_on:
+            batching, lengths = _confirmed(parts, options, batching, ran, lengths)
+        else:
+            lengths = Found()
     taken_ns = clock.now_ns() - start_ns
+    batching = replace(batching, lengths=_said_of_lengths(model, lengths), probe_ns=taken_ns)
     logger.debug("%r: batching is %s (%.1f ms)", model.name, batching, taken_ns / 1e6)
-    return replace(batching, probe_ns=batching.probe_ns + taken_ns), lengths
+    return batching, lengths
+
+
+def _is_tried(model: Model, device: Device, options: Options) -> bool:
+    is_safe = model.capabilities.is_pure or options.batching == "probe"
+    return is_safe and not getattr(device, "holds_batches", False)
 
 
 def _said_of_lengths(model: Model, found: Found) -> str:
@@ -135,24 +177,23 @@ def _said_of_lengths(model: Model, found: Found) -> str:
 
 
 def _tried_on_host(
-    parts: Parts,
+    model: Model,
     options: Options,
     batching: Batching,
     twin_of: Callable[[], Model],
     make_on_host: Callable[[Model], Parts],
-) -> tuple[Batching, Found]:
-    """Return the decision from made-up rows on the host and, if they ran there, on the device."""
+) -> OnHost:
+    """Return the decision from made-up rows on the host."""
+    start_ns = clock.now_ns()
     try:
         twin = make_on_host(twin_of())
     except AsynctrtError as error:
         what = f"made-up rows could not be run on the host: {said_of(error)}"
-        verdict = _settled(Verdict(is_independent=None, what=what), parts.model)
-        return _decided(verdict, parts.model, options) if batching.is_on else batching, Found()
+        verdict = _settled(Verdict(is_independent=None, what=what), model)
+        return OnHost(_decided(verdict, model, options) if batching.is_on else batching)
     with closing_parts(twin):
         batching, ran, lengths = _tried(twin, options, batching, make_on_host, is_twin=True)
-    if ran is None or not batching.is_on:
-        return batching, Found()
-    return _confirmed(parts, options, batching, ran, lengths)
+    return OnHost(replace(batching, probe_ns=clock.now_ns() - start_ns), ran, lengths)
 
 
 @contextmanager

@@ -134,6 +134,9 @@ class Graph(Protocol):
 class Stream(Protocol):
     """A queue of work that the device runs in order."""
 
+    is_abandoned: bool
+    """Whether its work was abandoned as hung."""
+
     @property
     def handle(self) -> int:
         """Return the handle to pass to libraries: for CUDA, the ``cudaStream_t`` as an integer. Never 0."""

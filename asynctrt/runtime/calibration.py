@@ -19,6 +19,7 @@ from asynctrt.devices.base import Buffer, Event
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
 from asynctrt.runtime.inflight import InFlight
+from asynctrt.runtime.prepare import CHANGE_NS_MIN
 from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of
 from asynctrt.scheduling.batch import trial_batch
 from asynctrt.scheduling.concurrency import ONE_LANE, Lanes, Rate, choose_lanes
@@ -67,6 +68,8 @@ class Calibration(NamedTuple):
     """The measurements; empty if there were none."""
     key: BatchKey = BatchKey()
     """The key of the batches that were measured."""
+    change_ns: int = 0
+    """How much longer a batch takes after one of another size, if it does; 0 if that was not measured."""
 
     @property
     def compute_ns(self) -> dict[int, int]:
@@ -88,22 +91,34 @@ def sizes_to_measure(rows_max: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def calibrate(stage: Stage, lanes_max: int, *, for_times: bool = False) -> Calibration:
+def calibrate(
+    stage: Stage, lanes_max: int, *, for_times: bool = False, for_changes: bool = False
+) -> Calibration:
     """Measure how many lanes pay off, up to ``lanes_max``. Blocks.
 
     A model that is not known to be safe to try, or that fails, gets one lane.
 
     :param for_times: also measure where only one lane is possible, to learn how long batches take.
+    :param for_changes: also measure how long changes of the batch size take.
     :raises DeviceLostError: if the device is lost.
     :raises UsageError: if the opening of the engine was cancelled.
     """
     its = stage.model.capabilities
-    if (lanes_max < 2 and not for_times) or not (its.is_pure or its.is_capturable):
+    if not (lanes_max > 1 or for_times or for_changes) or not (its.is_pure or its.is_capturable):
         return Calibration()
     bench = None
     try:
         bench = _Bench(stage, lanes_max)
         found = bench.measure()
+        if for_changes and (change_ns := bench.measure_change()) >= CHANGE_NS_MIN:
+            found = found._replace(change_ns=change_ns)
+            logger.info(
+                "%r: a batch takes %.0f ms longer in a context that ran another size or shape before, so "
+                "contexts change their size only once it has cost that much time",
+                stage.model.name,
+                change_ns / 1e6,
+            )
+        bench.forget_slabs()
     except (DeviceLostError, UsageError):
         raise
     except Exception as error:
@@ -184,11 +199,31 @@ class _Bench:
         for context, scratch in zip(self._contexts, self._scratch, strict=True):
             if context.arena is not None and scratch is None:
                 context.arena.last_use = None  # That use is over.
+        return Calibration(lanes, tuple(rates), key)
+
+    def forget_slabs(self) -> None:
+        """Free what slabs needed. Freeing it later, when larger shapes come, would wait for batches."""
         if self._stage.pool.may_grow:
-            # Freeing them later, when larger shapes come, would wait for the batches on the device.
             for context in self._contexts:
                 context.forget_slabs()
-        return Calibration(lanes, tuple(rates), key)
+
+    def measure_change(self) -> int:
+        """Return how much longer a batch takes after one of another size, in ns; 0 if all have one size."""
+        shapes, shape = self._stage.shapes, self._key.shape
+        sizes = shapes.padded_rows(shape, 1), shapes.padded_rows(shape, shapes.limit(shape))
+        if sizes[0] == sizes[1]:
+            return 0
+        # After the first batch, the size is another one than that of the second batch.
+        _, changed_ns, same_ns = [self._once(rows) for rows in (sizes[1], sizes[0], sizes[0])]
+        return max(changed_ns - same_ns, 0)
+
+    def _once(self, rows: int) -> int:
+        """Run a batch on the first context; return how long that took, in ns."""
+        flight = self._make_flight(rows, 0)
+        start_ns = clock.now_ns()
+        self._enqueue(flight)
+        self._wait_for(flight)
+        return clock.now_ns() - start_ns
 
     def _find_sample(self) -> Sample:
         """Return a row that the model takes, with dimensions as close to ``USUAL`` as possible."""

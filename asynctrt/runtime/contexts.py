@@ -23,6 +23,7 @@ from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
+from asynctrt.options import BATCH_NBYTES_MAX
 from asynctrt.runtime.capturing import THREADS_MAX, Capturing, are_dense
 from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, time_of_change
 from asynctrt.runtime.jobs import Job
@@ -133,6 +134,9 @@ class PooledContext:
             raise
         self._buffers: StagingBuffers | None = None
         self._grown: StagingBuffers | None = None
+        # Memory that became too small, kept because freeing it holds up all other calls of CUDA (13 ms for 90
+        # MB on an H100). Memory usually doubles when it grows, so this is about as much as is used at most.
+        self._outgrown: list[StagingBuffers] = []
         self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
         self._slot_bindings: OrderedDict[Slab, Binding] = OrderedDict()
         # If any shape is captured, all are, so their few slabs are never evicted and do not grow.
@@ -149,7 +153,8 @@ class PooledContext:
     def nbytes(self) -> int:
         """The bytes of staging memory and its counterpart on the device."""
         told = sum(site.nbytes for site in tuple(self._told.values()))
-        return told + (self._buffers.nbytes if self._buffers else 0)
+        outgrown = sum(buffers.nbytes for buffers in tuple(self._outgrown))
+        return told + outgrown + (self._buffers.nbytes if self._buffers else 0)
 
     def adopt(self, shape: Hashable, site: Site) -> None:
         """Run later batches of a shape in its separate contexts. A batch in flight keeps its slab."""
@@ -179,7 +184,9 @@ class PooledContext:
             layout = layout_of(shape)
             if self._buffers is None or self.missing_nbytes(layout):
                 grown, self._grown = self._grown or StagingBuffers(self._device, layout.nbytes), None
-                self._forget()
+                self._forget_slabs()
+                if self._buffers is not None:
+                    self._outgrown.append(self._buffers)
                 self._buffers = grown
             slab = self._slabs[shape] = Slab(layout, self._buffers)
             if len(self._slabs) > SLABS_MAX:
@@ -203,18 +210,20 @@ class PooledContext:
             self._buffers = StagingBuffers(self._device, nbytes)
 
     def grow(self, layout: Layout, nbytes: int) -> None:
-        """Allocate memory for a slab of this layout, in any thread; :meth:`slab` then frees the old memory.
+        """Allocate memory for a slab of this layout, in any thread; :meth:`slab` uses it from then on.
 
-        Freeing it here would wait for all work on the device, unless this thread runs the event loop.
-
-        :param nbytes: allocate this much if that is more and there is room.
+        :param nbytes: allocate this much, or twice the memory so far, if that is more and there is room.
+        :raises DeviceMemoryError: if there is no room.
         """
-        try:
-            self._grown = StagingBuffers(self._device, max(layout.nbytes, nbytes))
-        except DeviceMemoryError:
-            if nbytes <= layout.nbytes:
-                raise
-            self._grown = StagingBuffers(self._device, layout.nbytes)
+        doubled = 2 * self.slab_nbytes
+        if layout.nbytes <= BATCH_NBYTES_MAX:
+            doubled = min(doubled, BATCH_NBYTES_MAX)  # Only single rows may need more.
+        for wanted in (max(layout.nbytes, nbytes, doubled), layout.nbytes):
+            with suppress(DeviceMemoryError):
+                self._grown = StagingBuffers(self._device, wanted)
+                return
+        self._close_outgrown()
+        self._grown = StagingBuffers(self._device, layout.nbytes)
 
     def is_captured(self, shape: Hashable, rows: int) -> bool:
         """Return whether batches of ``rows`` rows of this shape were captured."""
@@ -284,11 +293,11 @@ class PooledContext:
         is_captured = scratch is None and (self._captured or self._told)
         captured = self._captured_of(source) if is_captured else None
         if captured is not None:
-            captured.graph.launch(stream=stream)
+            captured.launch(stream, events.computed)
         else:
             binding = source.inputs.binding or self.binding(source)
             binding.enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
-        stream.record(events.computed)
+            stream.record(events.computed)
         if source.has_copies_out:
             source.put_out(stream)
             stream.record(events.copied_out)
@@ -303,7 +312,9 @@ class PooledContext:
             return None
         if self._told and (site := self._told.get(source.batch.key.shape)) is not None:
             # A batch whose rows were staged before the shape was specialised lies elsewhere.
-            return site.captured.get(source.batch.rows_run) if source.slab is site.slab else None
+            captured = site.captured.get(source.batch.rows_run) if source.slab is site.slab else None
+            is_stuck = captured is not None and captured.turns is not None and captured.turns.is_stuck
+            return None if is_stuck else captured
         return self._captured.get((source.batch.key.shape, source.batch.rows_run))
 
     def _wait_for_turn(self, lane: ComputeOrder | None) -> None:
@@ -380,10 +391,18 @@ class PooledContext:
             self._forget()
             self.reserve(SLAB_NBYTES_MIN)
 
-    def _forget(self) -> None:
+    def _forget_slabs(self) -> None:
         self.forget_captured()
         self._slabs.clear()
         self._slot_bindings.clear()
+
+    def _close_outgrown(self) -> None:
+        while self._outgrown:
+            self._outgrown.pop().close()
+
+    def _forget(self) -> None:
+        self._forget_slabs()
+        self._close_outgrown()
         for buffers in (self._buffers, self._grown):
             if buffers is not None:
                 buffers.close()

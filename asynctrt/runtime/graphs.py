@@ -9,6 +9,7 @@ captured from is given other shapes or memory ("How TensorRT works", CUDA graphs
 that a graph refers to, and kernels that cuDNN made for it, in the next run of a session.
 """
 
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from statistics import median
@@ -61,13 +62,49 @@ class CallByCall:
         """Do nothing: its context holds all that it uses."""
 
 
+class Turns:
+    """The order in which graphs of one context run, on any streams, because they use the same memory."""
+
+    __slots__ = ("_last", "_lock", "_stream")
+
+    def __init__(self) -> None:
+        # Threads launch graphs whose launch takes long.
+        self._lock = threading.Lock()
+        self._last: Event | None = None
+        self._stream: Stream | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the latest graph hangs, so that no other may run."""
+        return self._stream is not None and self._stream.is_abandoned
+
+    def launch(self, graph: "Graph | CallByCall", stream: Stream, done: Event) -> None:
+        """Launch a graph after all that were launched before it, and record ``done`` behind it."""
+        with self._lock:
+            if self._last is not None and self._stream is not stream:
+                stream.wait(self._last)
+            graph.launch(stream=stream)
+            stream.record(done)
+            self._last, self._stream = done, stream
+
+
 class CapturedBatch(NamedTuple):
-    """A graph, and the context that belongs to it alone."""
+    """A graph, and the context that it was captured from."""
 
     context: ExecutionContext
     graph: Graph | CallByCall
     launch_ns: int
     """The CPU time to launch it; 0 if not measured."""
+    turns: Turns | None = None
+    """The turns of graphs that share the context; ``None`` if it belongs to this one alone."""
+
+    def launch(self, stream: Stream, done: Event) -> None:
+        """Put the batch on a stream, and record ``done`` behind it."""
+        if self.turns is not None:
+            self.turns.launch(self.graph, stream, done)
+            return
+        self.graph.launch(stream=stream)
+        stream.record(done)
 
     def close(self) -> None:
         """Release both. No launch may be in progress."""

@@ -2,13 +2,15 @@
 
 A library that knows the sizes of all dimensions computes what depends on them alone when it loads a model,
 instead of on the CPU in each batch, and plans its kernels once. So a model whose dimensions are all symbolic
-runs like one whose shapes are fixed. Each batch size of each shape takes a context, beside each context of
-the engine. Its answers are compared with the answers of a context for any size.
+runs like one whose shapes are fixed. Each batch size of each shape takes a context. Where batches compute one
+after the other, all contexts of the engine share it, each with a graph that reads and writes the slab of that
+context; otherwise there is one beside each. Its answers are compared with the answers of a context
+for any size.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, cast
@@ -25,7 +27,7 @@ from asynctrt.backends.base import (
 from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError
 from asynctrt.runtime.capturing import Capturing
-from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, wait_for
+from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, Turns, wait_for
 from asynctrt.runtime.prepare import SHARE_MAX, Place, sizes_that_pay
 from asynctrt.runtime.staging import Layout, Slab, StagingBuffers, lay_out
 from asynctrt.runtime.trial import SAMPLES, Expected, Trial
@@ -64,10 +66,21 @@ class Site:
         self.slab = Slab(layout, StagingBuffers(self._device, layout.nbytes))
         return self.slab
 
-    def keep_captured(self, shape: Hashable, rows: int, capture: Capture) -> CaptureCosts:
-        """Finish a warmed-up capture, as for a :class:`~asynctrt.runtime.capturing.CapturingContext`."""
-        self.captured[rows], costs = capture.finish()
+    def keep_captured(
+        self, shape: Hashable, rows: int, capture: Capture, turns: Turns | None = None
+    ) -> CaptureCosts:
+        """Finish a warmed-up capture, as for a :class:`~asynctrt.runtime.capturing.CapturingContext`.
+
+        :param turns: the turns of graphs that share its context.
+        """
+        captured, costs = capture.finish()
+        self.captured[rows] = captured._replace(turns=turns)
         return costs
+
+    def share(self, turns: Mapping[int, Turns]) -> None:
+        """Let other sites capture graphs from the contexts of this one."""
+        for rows, captured in self.captured.items():
+            self.captured[rows] = captured._replace(turns=turns[rows])
 
     def forget_captured(self) -> None:
         """Close all contexts."""
@@ -152,20 +165,21 @@ class Reference:
             self._stream.close(0.0)
             raise
         self._slab: Slab | None = None
-        self._expected: dict[int, Expected] = {}
-        self.times_ns: dict[int, int] = {}
-        """How long a batch of some rows took, run several times in a row."""
+        self._expected: Expected = {}
+        self._rows = 0
 
     def bind(self, slab: Slab) -> None:
         """Run batches of another shape in its slab from now on."""
         self._slab = slab
         self._binding = self._context.bind(slab.input_memory(), slab.output_memory())
-        self._expected, self.times_ns = {}, {}
+        self._expected, self._rows = {}, 0
 
     def expected(self, rows: int) -> Expected:
-        """Return the answers to the rows of a trial with ``rows`` rows."""
-        found = self._expected.get(rows)
-        if found is None:
+        """Return the answers to the rows of a trial with ``rows`` rows.
+
+        They are the first rows of a trial with more, so this runs a batch only if it never ran one as large.
+        """
+        if rows > self._rows:
             assert self._slab is not None, "it is bound first"
             trial = Trial(self._slab, rows, self._stream)
             for number in range(SAMPLES):
@@ -174,9 +188,15 @@ class Reference:
                 trial.put_out()
                 wait_for(self._stream, self._end, "a batch")
                 trial.note(number)
-            found = self._expected[rows] = trial.expected
-            self.times_ns[rows] = least_ns(partial(self._run, rows), self._stream, self._end)
-        return found
+            self._expected, self._rows = trial.expected, rows
+        return {
+            number: {name: array[:rows] for name, array in outputs.items()}
+            for number, outputs in self._expected.items()
+        }
+
+    def time_ns(self, rows: int) -> int:
+        """Return how long a batch of some rows takes, run several times in a row."""
+        return least_ns(partial(self._run, rows), self._stream, self._end)
 
     def sizes_that_pay(self, rows_max: int) -> tuple[int, ...]:
         """Return the sizes to keep apart; empty if changes of the size are fast."""
@@ -187,7 +207,7 @@ class Reference:
         """Free the memory of its runs, and forget the slab. Blocks."""
         self._context.settle()
         del self._binding
-        self._slab, self._expected = None, {}
+        self._slab, self._expected, self._rows = None, {}, 0
 
     def close(self) -> None:
         """Close the context. Blocks until its work has ended."""
@@ -214,6 +234,8 @@ class Builder:
         self._device, self._model = device, model
         self._contexts = contexts
         self._captures = captures
+        self.in_turn = False
+        """Whether batches compute one after the other, so that contexts of the engine can share one."""
         self._reference: Reference | None = None
         # Created to lay out the slabs, and captured first.
         self._first: ExecutionContext | None = None
@@ -254,7 +276,7 @@ class Builder:
                     reference.bind(slabs[0])
                     fit = partial(self._fit, shape, sites, reference, threads_max, limit_nbytes)
                     taken, is_captured = self._fill(shape, sizes, reference, fit)
-                before_ns = {rows: reference.times_ns[rows] for rows in sorted({taken[0], taken[-1]})}
+                before_ns = {rows: reference.time_ns(rows) for rows in (taken[-1], taken[0])}
                 after_ns = {rows: sites[0].timed_ns(rows) for rows in taken}
                 reference.rest()
             except BaseException:
@@ -312,16 +334,27 @@ class Builder:
     ) -> tuple[int, ...]:
         """Fill the sites with contexts of as many sizes as fit, and return these."""
         begin = partial(self._begin, reference, is_direct=is_direct)
+        first, *others = sites
+        is_shared = self.in_turn and not is_direct
         capturing = Capturing(
             self._device,
             self._model,
-            sites,
+            [first] if is_shared else sites,
             [shape],
             begin,
             threads_max=threads_max,
             limit_nbytes=limit_nbytes,
         )
-        return capturing.fit(sizes)[0]
+        taken = capturing.fit(sizes)[0]
+        if is_shared:
+            turns = {rows: Turns() for rows in taken}
+            first.share(turns)
+            for site in others:
+                for rows in reversed(taken):
+                    capture = begin(site, shape, rows, first=first)
+                    capture.warm_up()
+                    site.keep_captured(shape, rows, capture, turns[rows])
+        return taken
 
     def _fill(
         self, shape: Hashable, sizes: Sequence[int], reference: Reference, fit: Callable[..., tuple[int, ...]]
@@ -343,13 +376,27 @@ class Builder:
         return fit(sizes, is_direct=True), False
 
     def _begin(
-        self, reference: Reference, site: Site, shape: Hashable, rows: int, *, is_direct: bool
+        self,
+        reference: Reference,
+        site: Site,
+        shape: Hashable,
+        rows: int,
+        *,
+        is_direct: bool,
+        first: Site | None = None,
     ) -> Capture:
+        """Begin to capture a batch in the slab of a site.
+
+        :param first: a site whose context of that size is shared. Default: the site gets a new context.
+        """
         assert site.slab is not None
         # The first site, whose slab the reference uses as well, captures each size before any other does,
         # and the largest size before all others.
         expected = reference.expected(rows)
         context, self._first = self._first, None
+        if first is not None:
+            context = first.captured[rows].context
+        place = first or site
         return Capture(
             self._device,
             self._model,
@@ -357,8 +404,8 @@ class Builder:
             symbols_of(shape),
             rows,
             profile=None,
-            stream=site.stream,
-            end=site.end,
+            stream=place.stream,
+            end=place.end,
             arena=None,
             scratch=None,
             expected=expected,

@@ -73,6 +73,11 @@ class Lanes(NamedTuple):
                 return count
         return self.growing[-1][1] if self.growing else 1
 
+    @property
+    def are_one(self) -> bool:
+        """Return whether no batches compute side by side."""
+        return self.full == 1 and all(count == 1 for _, count in self.growing)
+
     def by_rows(self, rows_max: int) -> dict[int, int]:
         """Return the number of lanes, by the largest number of rows for which it holds."""
         found: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """Which execution context and which arena a batch runs on."""
 
 from collections.abc import Hashable
-from typing import Final
+from typing import Final, cast
 
 SAME: Final = 0
 NOTHING_RAN: Final = 1
@@ -45,6 +45,24 @@ class ContextAllocator:
     def usable(self) -> int:
         """Return how many contexts are free or will be free again."""
         return self._contexts - len(self.quarantined)
+
+    @property
+    def shapes(self) -> set[Hashable]:
+        """Return the shapes that contexts ran last. Profiles must be pairs of a shape and a size."""
+        return {shape for shape, _ in self._sizes().values()}
+
+    def sizes(self, shape: Hashable) -> tuple[list[int], bool]:
+        """Return the sizes of a shape that free contexts ran last, and whether a busy one ran that shape.
+
+        Profiles must be pairs of a shape and a size.
+        """
+        ran = {context: size for context, (its, size) in self._sizes().items() if its == shape}
+        free = [size for context, size in ran.items() if self._is_free(context)]
+        return free, len(free) < len(ran)
+
+    def has_free(self, profile: Hashable) -> bool:
+        """Return whether a free context last ran with a profile."""
+        return any(its == profile and self._is_free(context) for context, (its, _) in self._ran.items())
 
     def acquire(self, profile: Hashable = None, run: Hashable = None) -> tuple[int, int | None]:
         """Take a context in the least used arena: without profiles, the one used last, because it is warm.
@@ -102,6 +120,17 @@ class ContextAllocator:
         self.free -= len(free)
         free.clear()
         self.quarantined.update(range(arena, self._contexts, self._arenas))
+
+    def _sizes(self) -> dict[int, tuple[Hashable, int]]:
+        """Return the shape and size that each usable context ran last."""
+        return {
+            context: cast("tuple[Hashable, int]", profile)
+            for context, (profile, _) in self._ran.items()
+            if context not in self.quarantined
+        }
+
+    def _is_free(self, context: int) -> bool:
+        return context in self._free[context % self._groups]
 
     def _note(self, context: int, ran: tuple[Hashable, Hashable]) -> None:
         """Note what a context runs next."""

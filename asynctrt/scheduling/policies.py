@@ -3,14 +3,14 @@
 Is there room for it (:class:`Room`)? Is it the turn of a part of a batch that failed (:class:`Again`), and if
 not, which bucket's turn is it (:class:`Turns`)? May the batch still grow (:class:`AtOnce`,
 :class:`JustInTime`)? Which rows does it take (:class:`TakeRows` and its subclasses)? With how many rows is it
-run (:class:`RunAs`)?
+run (:class:`RunAs`), and on which contexts may that be (:class:`AnySize`, :class:`KeptSizes`)?
 
 To add a policy, such as one that limits the tokens of a batch, write a class with the same method, and pass
 it to the scheduler where that is created (``core/assembly.py``).
 """
 
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from asynctrt.scheduling.batch import Batch, Flight, Reason
 from asynctrt.scheduling.batch_times import BatchTimes
@@ -34,6 +34,105 @@ Chosen = tuple[tuple[Request, ...], int, tuple[Request, ...]]
 they must leave the queue first, and nothing else is chosen."""
 
 
+class AnySize:
+    """Lets a batch of any size run on any context."""
+
+    until_ns: int | None = None
+    """Until when at most a batch waits for which :meth:`fit` returned ``None``."""
+
+    def fit(
+        self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
+    ) -> tuple[tuple[Request, ...], int, int] | None:
+        """Return the requests of the next batch of a bucket, their rows, and how many rows to run it with at
+        least; ``None`` if it has to wait for a context.
+
+        :param chosen: the requests that it would have, with ``rows`` rows.
+        :param reason: why it is launched.
+        """
+        return chosen, rows, 0
+
+    def profile(self, key: BatchKey, rows_run: int, profile: int | None) -> Hashable:
+        """Return what the context of a batch must have run before to run it without delay."""
+        return profile
+
+
+class KeptSizes(AnySize):
+    """Keeps contexts at the shape and the number of rows that they ran last, where a change takes long.
+
+    A batch runs on a context of its shape: padded if it has fewer rows, and cut if it has more. It waits if
+    all of these are busy, for as long as a change takes. The time that a wrong size loses is added up for
+    each shape. Once it is as long as a change, a context changes to the size that is wanted. So batches lose
+    at most about as much time by wrong sizes as by changes.
+
+    :param times: how long batches take.
+    :param change_ns: how much longer a batch takes on a context that ran another size before.
+    """
+
+    def __init__(self, contexts: ContextAllocator, shapes: Shapes, times: BatchTimes, change_ns: int) -> None:
+        self._contexts, self._shapes, self._times = contexts, shapes, times
+        self._change_ns = change_ns
+        # The time lost since a context last changed, by shape.
+        self._lost_ns: dict[Hashable, int] = {}
+        self._since_ns: int | None = None
+
+    def fit(
+        self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
+    ) -> tuple[tuple[Request, ...], int, int] | None:
+        key = bucket.key
+        size = 0 if self._shapes.is_specialised(key.shape) else self._size(key.shape, rows, now_ns)
+        if size is None:
+            return None
+        if 0 < size < rows and key.slab is None:
+            # The first request is never cut.
+            head = bucket.head(by_age=reason is Reason.AGED)
+            chosen, rows = bucket.choose(max(size, 0 if head is None else head.rows), reason is Reason.AGED)
+        return chosen, rows, size
+
+    def profile(self, key: BatchKey, rows_run: int, profile: int | None) -> Hashable:
+        return None if self._shapes.is_specialised(key.shape) else (key.shape, rows_run)
+
+    def _size(self, shape: Hashable, rows: int, now_ns: int) -> int | None:
+        """Return the size of the context that a batch of ``rows`` runs on; ``None`` if it has to wait."""
+        free, is_busy = self._contexts.sizes(shape)
+        wanted = self._shapes.padded_rows(shape, rows)
+        if not free:
+            return None if is_busy and self._waits(now_ns) else self._change(shape, wanted)
+        self._since_ns = None
+        size = min((size for size in free if size >= rows), default=max(free))
+        lost_ns = self._lost_ns.get(shape, 0) + self._loss_ns(shape, rows, size, wanted)
+        if size != wanted and lost_ns >= self._change_ns:
+            return self._change(shape, wanted)
+        self._lost_ns[shape] = lost_ns
+        return size
+
+    def _change(self, shape: Hashable, wanted: int) -> int:
+        known = self._contexts.shapes - {shape}
+        self._lost_ns = {other: lost_ns for other, lost_ns in self._lost_ns.items() if other in known}
+        self._since_ns = None
+        return wanted
+
+    def _waits(self, now_ns: int) -> bool:
+        """Return whether a batch still waits for a busy context."""
+        if self._since_ns is None:
+            self._since_ns = now_ns
+        self.until_ns = self._since_ns + self._change_ns
+        return now_ns < self.until_ns
+
+    def _loss_ns(self, shape: Hashable, rows: int, size: int, wanted: int) -> int:
+        """Return how much longer the rows of a batch take with ``size`` rows than with ``wanted``.
+
+        Until the wanted size has run, assume the best: that its time is proportional to its rows if they are
+        fewer, and the same if they are more.
+        """
+        took_ns = self._times.compute.typical(shape, size)
+        if took_ns is None:
+            return 0
+        would_ns = took_ns * min(wanted, size) // size
+        if self._times.compute.has_seen(shape, wanted):
+            would_ns = self._times.compute.typical(shape, wanted) or 0
+        return max(took_ns - would_ns * min(rows, size) // rows, 0)
+
+
 class Room:
     """Whether there is room for another batch: a free context, and a share of the device.
 
@@ -49,9 +148,12 @@ class Room:
         self.share: Share | None = None
         """The scheduler's share, if schedulers divide the device; ``None`` if it takes what it can get."""
         self.until_ns: int | None = None
-        """The latest time until which the device is left to others; ``None`` if it is not left to them."""
+        """The latest time until which the device is left to others, or a batch waits for a context of its
+        size; ``None`` if neither is so."""
         self.bides = False
-        """Whether what is queued waits for company, not for the device."""
+        """Whether what is queued waits for company or for a context of its size, not for the device."""
+        self.sizes = AnySize()
+        """Decides which sizes a batch may have on the contexts that are free."""
 
     @property
     def is_free(self) -> bool:

@@ -75,6 +75,8 @@ class Policy:
     :param answers_in_time: whether deadlines apply to answers, so that even full batches are formed as late
         as possible.
     :param patience_ns: the wait after which a request is overdue.
+    :param change_ns: how much longer a batch takes on a context that ran another size before; 0 if contexts
+        may change their size at any time.
     :param is_alone: whether each request runs as a separate batch, whatever else is queued.
     """
 
@@ -90,6 +92,7 @@ class Policy:
     may_enqueue_slowly: bool = False
     answers_in_time: bool = False
     patience_ns: int = PATIENCE_NS
+    change_ns: int = 0
 
     def ready_ns(self, oldest_arrival_ns: int, deadline_ns: int) -> int:
         """Return when a bucket that is not full has waited long enough, in ns."""

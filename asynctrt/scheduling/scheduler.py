@@ -27,6 +27,7 @@ from asynctrt.scheduling.policies import (
     HalvesFirst,
     InTime,
     JustInTime,
+    KeptSizes,
     Room,
     RunAs,
     SpreadOverCores,
@@ -118,6 +119,8 @@ class Scheduler:
             in_flight_max,
         )
         """Decides whether there is room for a batch; holds the contexts."""
+        if policy.change_ns:
+            self.room.sizes = KeptSizes(self.room.contexts, shapes, self._times, policy.change_ns)
         self._run_as = RunAs(policy, shapes, self._times)
         forecast = Forecast(
             policy, self._times, self._concurrency, self._in_flight, in_flight_max, self._run_as.expected_rows
@@ -291,15 +294,29 @@ class Scheduler:
                 break
             bucket, reason = turn
             chosen, rows, late = self._rows.choose(bucket, in_flight, now_ns, reason)
-            if not late:
-                return self._form(bucket, chosen, rows, reason, now_ns)
-            queue.give_up(late)
+            if late:
+                queue.give_up(late)
+                continue
+            fitted = room.sizes.fit(bucket, chosen, rows, reason, now_ns)
+            if fitted is None:
+                room.bides, room.until_ns = True, room.sizes.until_ns
+                break
+            return self._form(bucket, *fitted, reason, now_ns)
         return self._next_again(now_ns) if again.parts else None
 
     def _form(
-        self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
+        self,
+        bucket: BucketQueue,
+        chosen: tuple[Request, ...],
+        rows: int,
+        rows_min: int,
+        reason: Reason,
+        now_ns: int,
     ) -> Batch | RejectedBatch:
-        """Remove the requests of a batch from their queues, and launch it."""
+        """Remove the requests of a batch from their queues, and launch it.
+
+        :param rows_min: how many rows to run it with at least, if no others join it.
+        """
         queue, own, own_rows = self.queue, chosen, rows
         key, joined = bucket.key, NONE_JOINED
         if queue.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
@@ -310,6 +327,8 @@ class Scheduler:
         after = IN_FLIGHT
         try:
             rows_run, profile = self._run_as.find(key, rows)
+            if not joined:
+                rows_run = max(rows_run, rows_min)
             self.taken = chosen
         except Exception as raised:
             error, after = raised, State.FAILED
@@ -365,7 +384,10 @@ class Scheduler:
     ) -> Batch:
         self._number = number = self._number + 1
         is_timed = self._times.wants_times(number, key.shape, rows_run)
-        context, arena = self.room.contexts.acquire(profile, self._run_of(key, rows_run))
+        kept = self.room.sizes.profile(key, rows_run, profile)
+        # The time of a change is not that of a batch.
+        is_timed = is_timed and (kept is profile or self.room.contexts.has_free(kept))
+        context, arena = self.room.contexts.acquire(kept, self._run_of(key, rows_run))
         lane, count = None, 1
         if self._concurrency.has_lanes:
             count = self._concurrency.allowed(rows, self._run_as.limit(key.shape))

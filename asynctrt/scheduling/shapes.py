@@ -97,6 +97,10 @@ class Shapes:
         else:
             self._sizes_of.pop(shape, None)
 
+    def is_specialised(self, shape: Hashable) -> bool:
+        """Return whether :meth:`specialise` gave a shape other sizes."""
+        return shape in self._sizes_of
+
     def limit(self, shape: Hashable) -> int:
         """Return the most rows of a batch of this shape.
 

@@ -1,6 +1,7 @@
 """Sessions for each stream, as on a GPU, on the host device: the CPU provider on a slab's memory."""
 
 import ctypes
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -93,7 +94,8 @@ class SpecialisedSessions(CapturableSessions):
         cannot be captured).
     :param held: waited for before each session that is told sizes is loaded.
     :param batch_s: how long each batch takes, besides.
-    :param change_s: how long a session that was told nothing takes for a batch of another size, besides.
+    :param change_s: how long a session plans for a batch of another size or shape than the one before,
+        besides. Sessions plan one after the other, as with cuDNN: who plans beside others waits for them.
     """
 
     capabilities = replace(CapturableSessions.capabilities, is_specialisable=True, changes_slowly=True)
@@ -105,18 +107,23 @@ class SpecialisedSessions(CapturableSessions):
         self.batch_s = batch_s
         self.told = 0
         """How many sessions were to be told sizes."""
+        self.changes = 0
+        """How often sessions that were told nothing changed their size."""
+        self._planning = threading.Lock()
 
     def load_session(self, device, stream, sizes):
         way = self._next_way() if sizes else "good"
         session = super().load_session(device, stream, sizes)
         run, put = session.run, session.put
-        session.rows = None
+        session.planned = None
 
         def planned(binding, stream, batch):
-            if not sizes and session.rows != batch.rows:
-                time.sleep(self.change_s)
+            if session.planned != batch:
+                self.changes += not sizes
+                with self._planning:
+                    time.sleep(self.change_s)
             time.sleep(self.batch_s)
-            session.rows = batch.rows
+            session.planned = batch
             put(binding, stream, batch)
 
         def wrong(binding, options):

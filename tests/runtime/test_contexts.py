@@ -344,6 +344,20 @@ class TestPinnedMemory:
             self.grow(made, 400_000, 1)
         made.close(WAIT_S)
 
+    def test_what_was_outgrown_is_kept_while_there_is_room_as_freeing_it_holds_up_all_others(self, tmp_path):
+        made = self.pool(tmp_path, memory_nbytes=60 << 20)
+        device = made._device
+        held = device.memory().held_nbytes
+        grown = self.grow(made, 100_000, 0)
+        assert device.memory().held_nbytes == held + 2 * grown
+        again = self.grow(made, 120_000, 0)
+        assert again == 2 * grown, "so that it rarely grows"
+        assert made.nbytes == device.memory().held_nbytes == held + 2 * grown + 2 * again
+        self.grow(made, 700_000, 0)
+        assert len(made.contexts[0]._outgrown) == 1, "the others were freed for what had no room"
+        made.close(WAIT_S)
+        assert device.memory().held_nbytes == 0
+
 
 def test_what_is_remembered_of_shapes_is_bounded(tmp_path):
     made = sequence_pool(tmp_path)

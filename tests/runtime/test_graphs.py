@@ -1,6 +1,7 @@
 """Graphs: what is captured is what runs, in a context of its own, whatever the rows come from."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.runtime.contexts import SLABS_MAX, PooledContext
+from asynctrt.runtime.graphs import CapturedBatch, Turns
 from asynctrt.tensors import TensorSpec
 from tests.models import Gate, double_model, rows
 from tests.runtime.support import (
@@ -47,6 +49,29 @@ def captured(context, slab, count):
     capture = context.begin_capture(slab, (), count, profile=None, scratch=None)
     capture.warm_up()
     return context.keep_captured((), count, capture)
+
+
+def test_graphs_that_share_a_context_run_in_turn():
+    device = HostDevice(in_place="never", unified=False, threads=2)
+    streams, go, ran = [device.create_stream() for _ in range(2)], threading.Event(), []
+    graphs, turns = [], Turns()
+    for work in (lambda: (go.wait(WAIT_S), ran.append(0)), lambda: ran.append(1)):
+        streams[0].begin_capture()
+        streams[0].launch(work, label="work")
+        graphs.append(CapturedBatch(None, streams[0].end_capture(), 0, turns))
+    done = [device.create_event(is_timed=False) for _ in range(2)]
+    for graph, stream, event in zip(graphs, streams, done, strict=True):
+        graph.launch(stream, event)
+    assert not done[1].synchronize(0.05)
+    assert not turns.is_stuck
+    streams[1].abandon()
+    assert turns.is_stuck, "nothing may run after what hangs"
+    go.set()
+    assert done[1].synchronize(WAIT_S)
+    assert ran == [0, 1]
+    for stream in streams:
+        assert stream.close(WAIT_S)
+    device.close()
 
 
 class TestOneContext:
@@ -314,7 +339,7 @@ class TestAnEngine:
             return context
 
         model.create_context = create_large
-        pool = make_pool(model, device, contexts=2, graphs=sizes)
+        pool = make_pool(model, device, contexts=2, graphs=sizes, rows_max=8)
         assert pool.captured.sizes == captured
         assert len(made) <= 2 + len(sizes) + (2 * len(captured) if captured else len(sizes) // 2)
         warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -1,6 +1,7 @@
 """Made-up rows: what counts as a difference, and where they are run."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import asynctrt
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.core.lengths import Lengths
+from asynctrt.errors import DeviceMemoryError
 from asynctrt.runtime.probe import differing
 from tests.backends.onnx_sessions import HostSessions
 from tests.benchmarks.lengths import encoder_onnx
+from tests.helpers import WAIT_S
 from tests.models import node, rows, save
 
 FLOAT = 1
@@ -138,3 +141,32 @@ async def test_what_batches_take_is_measured_on_the_device_alone(tmp_path, monke
     async with asynctrt.open(model, device=device) as engine:
         assert "padding sequence changed no answer" in engine.batching.lengths
     assert measured == [model]
+
+
+class Waiting(Fragile):
+    """A model that loads no session on the device before it is tried on the host."""
+
+    def __init__(self, path, error=None):
+        super().__init__(path)
+        self.is_tried, self.error = threading.Event(), error
+
+    def load_session(self, device, stream, sizes):
+        assert self.is_tried.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return super().load_session(device, stream, sizes)
+
+    def host_twin(self):
+        self.is_tried.set()
+        return super().host_twin()
+
+
+@pytest.mark.anyio
+async def test_a_model_is_tried_on_the_host_while_it_is_loaded_for_the_device(tmp_path):
+    device = asynctrt.HostDevice(in_place="always", unified=False)
+    path = encoder_onnx(tmp_path / "encoder.onnx", 8)
+    async with asynctrt.open(Waiting(path), device=device) as engine:
+        assert "padding sequence changed no answer" in engine.batching.lengths
+    with pytest.raises(DeviceMemoryError, match="no room"):
+        await asynctrt.open(Waiting(path, DeviceMemoryError("there is no room")), device=device)
+    assert not [thread for thread in threading.enumerate() if "asynctrt-probe" in thread.name]

@@ -29,8 +29,9 @@ def model_of(tmp_path, **settings):
     return SpecialisedSessions(detector_onnx(tmp_path / "detector.onnx"), **settings)
 
 
-def build(device, model, *, captures=True, sizes=SIZES, cancellation=None, threads_max=1):
+def build(device, model, *, captures=True, sizes=SIZES, cancellation=None, threads_max=1, in_turn=False):
     builder = Builder(device, model, 2, captures=captures)
+    builder.in_turn = in_turn
     given = {"threads_max": threads_max, "cancellation": cancellation or Cancellation()}
     try:
         return builder.build(SHAPE, sizes, **given)
@@ -38,16 +39,17 @@ def build(device, model, *, captures=True, sizes=SIZES, cancellation=None, threa
         builder.close()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_each_size_is_captured_beside_each_context(tmp_path, device, threads):
+@pytest.mark.parametrize(("threads", "in_turn"), [(1, False), (2, False), (2, True)])
+def test_each_size_is_captured_beside_each_context(tmp_path, device, threads, in_turn):
     model = model_of(tmp_path)
-    made = build(device, model, threads_max=threads)
+    made = build(device, model, threads_max=threads, in_turn=in_turn)
     told = made.statistics
     assert (told.shape, told.batch_sizes, told.is_captured) == ("height=32 width=64", SIZES, True)
     assert (set(told.before_ns), set(told.after_ns)) == ({1, 4}, set(SIZES))
     assert min(*told.before_ns.values(), *told.after_ns.values(), told.built_ns) > 0
     assert [sorted(site.captured) for site in made.sites] == [[1, 2, 4]] * 2
-    assert model.alive == 2 * 3, "what was told nothing is closed"
+    assert model.alive == (3 if in_turn else 2 * 3), "what was told nothing is closed"
+    assert model.changes == 2, "the largest size shows the answers, and the smallest how long it took"
     for site in made.sites:
         staging = site.slab.inputs[0]
         assert np.ptp(staging, axis=(1, 2, 3)).min() > 0, "valid rows are everywhere"
@@ -199,6 +201,36 @@ def test_batches_that_were_staged_before_or_after_a_change_are_right(tmp_path, d
     pool.adopt(builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation()))
     assert pool.close(WAIT_S) == 0
     assert model.alive == 1, "what was told nothing serves all shapes"
+    builder.close()
+    assert model.alive == 0
+
+
+def test_what_contexts_share_is_not_used_behind_a_batch_that_hangs(tmp_path, device):
+    model = SpecialisedSessions(sequence_onnx(tmp_path / "sequence.onnx"))
+    key = BatchKey((("length", 3),))
+    pool = make_pool(model, device, contexts=2)
+    builder = Builder(device, model, 2, captures=True)
+    builder.in_turn = True
+    pool.adopt(builder.build(key.shape, SIZES, threads_max=1, cancellation=Cancellation()))
+
+    def run(context):
+        """Run a batch, and return how many batches ran call by call so far."""
+        request = make_request(np.full((2, 3), context, np.float32), key=key)
+        source = pool.source(make_batch(request, key=key, context=context))
+        source.stage()
+        pooled = pool.contexts[context]
+        pooled.enqueue(source, pooled.untimed)
+        assert pooled.untimed.copied_out.synchronize(WAIT_S)
+        np.testing.assert_array_equal(source.slab.outputs["doubled"][:2], np.full((2, 3), 2 * context))
+        return sum(len(session.runs) for session in model.sessions)
+
+    ran = run(0)
+    assert run(1) == run(0) == ran, "they were replayed"
+    pool.contexts[0].stream.is_abandoned = True
+    assert run(1) == ran + 1
+    pool.contexts[0].stream.is_abandoned = False
+    assert run(1) == ran + 1
+    assert pool.close(WAIT_S) == 0
     builder.close()
     assert model.alive == 0
 

@@ -29,7 +29,9 @@ def path(tmp_path):
 
 def opened(model, **settings):
     return asynctrt.open(
-        model, device=in_place(), **{"contexts": 2, "max_rows": 4, "graphs": (1, 2, 4), **settings}
+        model,
+        device=in_place(),
+        **{"contexts": 2, "max_rows": 4, "graphs": (1, 2, 4), "lanes": 2, **settings},
     )
 
 
@@ -75,6 +77,16 @@ async def test_a_shape_that_recurs_runs_in_contexts_of_its_own(path, caplog):
     assert model.alive == 0
 
 
+async def test_where_batches_compute_in_turn_contexts_share_what_was_built(path):
+    model = SpecialisedSessions(path)
+    async with opened(model, contexts=4, lanes=1) as engine:
+        await until(engine, lambda: shapes_of(engine))
+        assert model.alive == 4 + 1 + 3
+        for number in range(40):
+            await asyncio.gather(*(check(engine, 3, 1 + n % 4, number + n) for n in range(9)))
+    assert model.alive == 0
+
+
 async def test_until_then_batches_have_few_sizes(path):
     """So that no more of them are planned anew than need be."""
     async with opened(SpecialisedSessions(path), max_rows=6, graphs="auto") as engine:
@@ -85,6 +97,18 @@ async def test_until_then_batches_have_few_sizes(path):
     model.capabilities = replace(model.capabilities, changes_slowly=False)
     async with opened(model) as engine:
         assert engine.statistics().batch_sizes == ()
+
+
+async def test_until_then_contexts_keep_their_sizes_if_changes_take_long(path):
+    """Arrivals at random would have a batch of another size planned each time."""
+    model = SpecialisedSessions(path, change_s=0.1)
+    model.capabilities = replace(model.capabilities, is_specialisable=False)
+    async with opened(model, max_rows=16, graphs="auto") as engine:
+        changes, batches = model.changes, engine.statistics().batches
+        for number in range(60):
+            await asyncio.gather(*(check(engine, 3, 1, n) for n in range(1 + 7 * number % 16)))
+        assert engine.statistics().batches - batches >= 60
+        assert model.changes - changes <= 8
 
 
 def held(path):
@@ -247,7 +271,10 @@ async def test_a_model_that_gains_nothing_is_warned_of(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"batching": "deterministic", "graphs": "auto", "contexts": 1}, {"batching": "off", "graphs": "auto"}],
+    [
+        {"batching": "deterministic", "graphs": "auto", "contexts": 1, "lanes": 1},
+        {"batching": "off", "graphs": "auto"},
+    ],
 )
 async def test_engines_that_gain_nothing_build_nothing(path, settings):
     model = SpecialisedSessions(path)

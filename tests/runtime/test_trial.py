@@ -15,6 +15,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError
 from asynctrt.runtime.capturing import are_dense
 from asynctrt.runtime.prepare import sizes_up_to
+from asynctrt.runtime.trial import SAMPLES, _sample
 from asynctrt.tensors import TensorSpec
 from tests.models import rows
 
@@ -281,3 +282,16 @@ async def test_what_another_context_has_no_memory_for_is_forgotten_on_all(caplog
     assert graphs == ()
     assert "no room for another context" in caplog.text
     assert all(context.is_closed for context in model.contexts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
+@pytest.mark.parametrize("row", [3, 40_000])
+def test_rows_of_a_trial_are_the_first_rows_of_a_larger_one(dtype, row):
+    """So the answers to a large batch are those to all smaller ones."""
+    large = np.empty((7, row), dtype)
+    for number in range(SAMPLES):
+        large[...] = _sample(number, large)
+        for count in (1, 2, 5):
+            small = np.empty((count, row), dtype)
+            small[...] = _sample(number, small)
+            np.testing.assert_array_equal(small, large[:count])

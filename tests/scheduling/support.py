@@ -48,11 +48,13 @@ def scheduler(
     rows_fixed=None,
     profiles=None,
     contexts=2,
+    change_ns=0,
+    shapes=None,
     **kw,
 ):
     return Scheduler(
-        policy=Policy(rows_max, delay_ns_max, concurrency, is_parallel, captured),
-        shapes=Shapes(rows_max=rows_max, rows_fixed=rows_fixed, profiles=profiles),
+        policy=Policy(rows_max, delay_ns_max, concurrency, is_parallel, captured, change_ns=change_ns),
+        shapes=shapes or Shapes(rows_max=rows_max, rows_fixed=rows_fixed, profiles=profiles),
         contexts=contexts,
         **{"queue_rows_max": 16, "priorities": 3, "arenas": 0, "in_flight_max": contexts, **kw},
     )
