@@ -1,8 +1,10 @@
 """Whoever sends much that is worth little, or nothing to its end, harms himself alone: on every protocol."""
 
 import asyncio
+import contextlib
 import gzip
 import itertools
+import socket
 import zlib
 from contextlib import asynccontextmanager
 
@@ -12,6 +14,7 @@ import tritonclient.grpc.service_pb2 as pb
 from websockets.exceptions import ConnectionClosed
 
 from asynctrt.serving import grpc_server
+from asynctrt.serving.grpc_connections import GrpcConnections, connections, end_of, surplus
 from asynctrt.serving.grpc_server import HEALTH_SERVICE, SERVICE
 from asynctrt.serving.http import PIPELINE_MAX, SPARE
 from asynctrt.serving.http_reader import SLICE_NBYTES, RequestReader
@@ -174,6 +177,71 @@ class TestStrangers:
             finally:
                 for manager in kept:
                     await manager.__aexit__(None, None, None)
+
+    async def test_over_grpc_too_silent_connections_give_way(self):
+        """They come again as soon as they are closed, and whoever has sent a request keeps its connection."""
+        async with serving(grpc=True, max_connections=8, tokens=(TOKEN,)) as server:
+
+            async def hold():
+                while True:
+                    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                        async with by_hand(server) as raw:
+                            await raw.until("no frame", None)
+                    await asyncio.sleep(0.1)
+
+            async def ask(channel):
+                method = channel.unary_unary(f"/{SERVICE}/ServerMetadata")
+                await method(b"", metadata=GOOD, timeout=WAIT_S)
+
+            async with grpc.aio.insecure_channel(server.grpc_target) as kept:
+                await ask(kept)
+                changes = []
+                kept_state = asyncio.create_task(kept.wait_for_state_change(grpc.ChannelConnectivity.READY))
+                kept_state.add_done_callback(changes.append)
+                holding = [asyncio.create_task(hold()) for _ in range(12)]
+                for _ in range(3):
+                    await asyncio.sleep(0.3)
+                    options = [("grpc.use_local_subchannel_pool", 1)]
+                    async with grpc.aio.insecure_channel(server.grpc_target, options) as channel:
+                        await ask(channel)
+                    await ask(kept)
+                assert not changes
+                for task in (*holding, kept_state):
+                    task.cancel()
+                await asyncio.wait([*holding, kept_state])
+
+    def test_which_connections_are_closed(self):
+        big, small, one = (f"ipv4:10.0.0.{number}" for number in range(3))
+        ends = [end_of(f"{big}:{port}") for port in (1, 2, 3)]
+        ends += [end_of(f"{small}:{port}") for port in (1, 2)]
+        ends += [end_of(f"{one}:1")]
+        known = {end_of(f"{host}:1") for host in (big, small, one)}
+        order = [ends[2], ends[1], ends[4]]
+        assert surplus(ends, known, 6) == []
+        assert surplus(ends, known, 3) == order
+        assert surplus(ends, known, 0)[:3] == order
+        assert surplus(ends, set(ends), 5) == [ends[2]]
+
+    @pytest.mark.parametrize(
+        ("listens", "host"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")]
+    )
+    def test_connections_are_found_by_the_names_that_grpc_has_for_them(self, listens, host):
+        family = socket.AF_INET6 if ":" in listens else socket.AF_INET
+        try:
+            listener = socket.create_server((listens, 0), family=family, dualstack_ipv6=listens == "::")
+        except (OSError, ValueError) as error:
+            pytest.skip(f"there is no IPv6 here: {error}")
+        with listener:
+            port = listener.getsockname()[1]
+            with socket.create_connection((host, port)) as client, listener.accept()[0] as accepted:
+                name = f"ipv6:%5B{host}%5D" if ":" in host else f"ipv4:{host}"
+                peer = f"{name}:{client.getsockname()[1]}"
+                assert connections(port) == {end_of(peer): accepted.fileno()}
+                one = GrpcConnections(1)
+                one.port = port
+                one.shut_down([peer])
+                client.settimeout(WAIT_S)
+                assert client.recv(1) == b""
 
     async def test_names_are_checked_at_the_port_for_metrics_too(self):
         async with serving(metrics_port=0, tokens=(TOKEN,), allow_hosts=("mine.example",)) as server:
