@@ -7,6 +7,7 @@ import itertools
 import socket
 import zlib
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 import pytest
@@ -297,6 +298,7 @@ class Http2:
     def __init__(self, reader, writer):
         self._reader = reader
         self.send = writer.write
+        self.drain = writer.drain
         self.acknowledges = True
         """Whether it acknowledges the server's settings."""
         self.credit = {}
@@ -504,6 +506,71 @@ class TestGrpc:
             await until(lambda: not server._grpc._streams)
             other.send(frame(1, 4, 1, call("ServerLive")))
             assert fails(grpc.StatusCode.OK) in await other.until(1, 1, has_ended=True)
+
+
+def numbered(*frames):
+    """Return the frames of one call after another: each is a function of its stream's number."""
+    return lambda count: b"".join(one(2 * count + 1) for one in frames)
+
+
+BEGINNING = call("ModelInfer", (b"authorization", b"Bearer " + TOKEN.encode()))
+STREAM = call("ModelStreamInfer", (b"authorization", b"Bearer " + TOKEN.encode()))
+GRPC_FLOODS = {
+    "settings": (b"", frame(4, 0, 0, b"\0\3\0\0\0\x64")),
+    "pings": (b"", frame(6, 0, 0, bytes(8))),
+    "room to send": (b"", frame(8, 0, 0, b"\0\0\0\1")),
+    "priorities": (b"", frame(2, 0, 1, b"\0\0\0\0\1")),
+    "unknown frames": (b"", frame(0x77, 0, 0, bytes(100))),
+    "empty data": (frame(1, 4, 1, BEGINNING), frame(0, 0, 1)),
+    "empty headers": (frame(1, 0, 1, BEGINNING), frame(9, 0, 1)),
+    "headers without an end": (frame(1, 0, 1, BEGINNING), frame(9, 0, 1, literal(b"x", bytes(100)))),
+    "empty messages of a stream": (frame(1, 4, 1, STREAM), frame(0, 0, 1, bytes(5))),
+    "calls that are reset": (
+        b"",
+        numbered(partial(frame, 1, 4, payload=BEGINNING), partial(frame, 3, 0, payload=b"\0\0\0\x08")),
+    ),
+    "calls without a token": (
+        b"",
+        numbered(partial(frame, 1, 4, payload=call("ModelInfer")), partial(frame, 0, 1, payload=bytes(5))),
+    ),
+    "calls of unknown methods": (b"", numbered(partial(frame, 1, 5, payload=call("Unknown")))),
+}
+"""What is sent once, and then again and again. gRPC's core ends some of these connections."""
+
+
+@pytest.mark.tier2
+class TestGrpcFloods:
+    @pytest.mark.parametrize("element", GRPC_FLOODS)
+    async def test_others_are_answered_meanwhile_and_nothing_is_held(self, element):
+        first, piece = GRPC_FLOODS[element]
+        if not callable(piece):
+            piece = partial(lambda piece, _: piece, piece)
+
+        async def flood(server):
+            counts = itertools.count()
+            with contextlib.suppress(ConnectionError):
+                async with by_hand(server) as raw:
+                    raw.send(first)
+                    while True:
+                        raw.send(b"".join(piece(next(counts)) for _ in range(50)))
+                        await raw.drain()
+                        await asyncio.sleep(0)
+
+        async with (
+            serving(grpc=True, tokens=(TOKEN,)) as server,
+            grpc.aio.insecure_channel(server.grpc_target) as channel,
+        ):
+            pouring = [asyncio.create_task(flood(server)) for _ in range(2)]
+            for _ in range(10):
+                method = channel.unary_unary(f"/{SERVICE}/ServerMetadata")
+                await method(b"", metadata=GOOD, timeout=WAIT_S, wait_for_ready=True)
+                assert (await ask(server, "/v2", Authorization=f"Bearer {TOKEN}"))[0] == 200
+            for task in pouring:
+                task.cancel()
+            for ended in await asyncio.gather(*pouring, return_exceptions=True):
+                assert ended is None or isinstance(ended, asyncio.CancelledError)
+            served = server._grpc
+            await until(lambda: not (server.api.memory.nbytes or served._streams or served._reading))
 
 
 class TestTokens:
