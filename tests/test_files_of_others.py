@@ -1,19 +1,24 @@
 """Whatever lies where a file is to be read: it is refused, and neither waited for nor read without end."""
 
+import ast
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import asynctrt
 from asynctrt._util.files import SpecialFileError, open_regular, read_regular
+from asynctrt.backends.tensorrt.abilities import check_lean_runtime
 from asynctrt.backends.tensorrt.built_here import is_recorded
+from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.jit import KernelCache
 from asynctrt.backends.tensorrt.manifest import read_manifest
 from asynctrt.backends.tensorrt.plan import read_plan
 from asynctrt.backends.tensorrt.signatures import check_signature
 from asynctrt.core.loading import load_model
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import AsynctrtError, CallerError
+from asynctrt.errors import AsynctrtError, CallerError, ModelError
 from asynctrt.plans.building import read_source
 from asynctrt.plans.digest import digest_of
 from asynctrt.plans.onnx_file import read_onnx_file
@@ -88,6 +93,54 @@ def test_what_is_no_file_of_that_kind_is_refused(tmp_path, name, kind):
         READERS[name](path)
     assert isinstance(caught.value, AsynctrtError)
     assert name in str(caught.value) or str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_a_lean_runtime_that_is_no_file_is_refused_before_the_library_waits_for_it(tmp_path, kind):
+    path = tmp_path / "libnvinfer_lean.so"
+    KINDS[kind](path)
+    flavour = Flavour("tensorrt", SimpleNamespace(__version__="10.16.1"), is_real=False)
+    with pytest.raises(ModelError, match="libnvinfer_lean"):
+        check_lean_runtime(flavour, path)
+
+
+OPENED_OTHERWISE = {
+    "of the system": {
+        *("_util/cgroup.py", "backends/tensorrt/flavours.py", "devices/host/device.py", "loadtest/making.py"),
+        *("doctor/probes/kernel_log.py", "doctor/probes/package.py", "plans/cache.py", "serving/sampler.py"),
+    },
+    "/dev/null": {"__main__.py", "_util/forks.py", "serving/listener.py"},
+    "of packages": {"cli/demo.py", "kserve/protobuf.py", "loadtest/page.py", "serving/dashboard.py"},
+    "named on the command line of a load test": {
+        f"loadtest/{name}.py" for name in ("command", "samples", "templates", "tls")
+    },
+    "written": {"serving/fronts.py", "serving/log.py"},
+    "to open others": {"_util/files.py"},
+}
+"""Modules that open files by other ways than ``open_regular``, by what files these are."""
+
+
+def opens_a_file(node):
+    """Return whether code opens a file by a way that waits for pipes, and follows links anywhere."""
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func
+    if isinstance(called, ast.Attribute):
+        mode = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+        is_of_os = isinstance(called.value, ast.Name) and called.value.id == "os"
+        is_open = called.attr == "open" and (is_of_os or mode in ("r", "rb", "w", "wb", "a", "ab", "r+b"))
+        return is_open or called.attr in ("read_text", "read_bytes")
+    return isinstance(called, ast.Name) and called.id == "open"
+
+
+def test_whatever_else_opens_files_opens_none_of_others():
+    package = Path(asynctrt.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if any(map(opens_a_file, ast.walk(ast.parse(path.read_text("utf-8")))))
+    }
+    assert found == set().union(*OPENED_OTHERWISE.values())
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless", "loop"])

@@ -11,12 +11,9 @@ messages, on the one thread that all calls share: that is turned off, and done h
 import asyncio
 import logging
 import os
-import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -46,6 +43,7 @@ from asynctrt.serving.admission import Caller, Inference, Served, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
+from asynctrt.serving.grpc_connections import GrpcConnections
 from asynctrt.serving.http import SWEEP_S
 from asynctrt.serving.listener import HANDSHAKE_S, cannot_listen
 from asynctrt.serving.memory import SMALL_NBYTES, Hold
@@ -149,6 +147,7 @@ class GrpcServer:
         self._codecs: WeakKeyDictionary[Served, ProtobufCodec] = WeakKeyDictionary()
         self._callers: WeakValueDictionary[tuple[str, bytes | None], Caller] = WeakValueDictionary()
         self._streams: set[_Stream] = set()
+        self._connections = GrpcConnections(settings.max_connections)
         self._server: Any = None
         self._is_stopping = False
         self._answer_nbytes_max = settings.max_grpc_message or message_nbytes(api.repository)
@@ -215,6 +214,7 @@ class GrpcServer:
                 raise cannot_listen(host, port, error, "grpc_port") from error
             raise
         self._server = server
+        self._connections.port = int(bound)
         self._sweep()
         return int(bound)
 
@@ -240,6 +240,7 @@ class GrpcServer:
             if now_ns - reading.since_ns > limit_ns:
                 reading.give_up()
         self._look_at_answers(now_ns)
+        self._connections.look(peer for peer, _ in self._callers)
         if self._tokens_version != self._api.tokens_version:
             self._tokens_version = self._api.tokens_version
             for stream in list(self._streams):
@@ -250,7 +251,7 @@ class GrpcServer:
         peer = context.peer()
         if peer not in self._shut:
             self._shut.add(peer)
-            shut_down(peer)
+            self._connections.shut_down([peer])
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the call has too many headers")
 
     def _look_at_answers(self, now_ns: int) -> None:
@@ -266,8 +267,7 @@ class GrpcServer:
                 del self._sending[key]
             elif is_needed and sending.since_ns < late_ns:
                 peers.add(sending.peer)
-        for peer in peers:
-            shut_down(peer)
+        self._connections.shut_down(peers)
 
     def _reporting(self, work: Callable[[Any], Awaitable[bytes]]) -> Any:
         """Return the handler of a unary method that answers with ``work``, or with its error.
@@ -325,7 +325,7 @@ class GrpcServer:
             ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX + 1),
             ("grpc.max_connection_idle_ms", idle_ms),
             # Connections beyond these are closed; further calls on one connection wait at the client.
-            ("grpc.max_allowed_incoming_connections", min(settings.max_connections, NBYTES_MAX)),
+            ("grpc.max_allowed_incoming_connections", min(self._connections.accepted_max, NBYTES_MAX)),
             ("grpc.max_concurrent_streams", min(settings.max_requests_per_connection, NBYTES_MAX)),
             # It would refuse further calls, instead of letting them wait.
             ("grpc.http.overload_protection", 0),
@@ -429,6 +429,7 @@ class GrpcServer:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
         # A proxy sends several clients' calls on one connection.
         key = context.peer(), self._api.named(headers)
+        self._connections.know(key[0])
         caller = self._callers.get(key)
         if caller is None:
             caller = self._callers[key] = Caller(address_of(key[0]))
@@ -934,20 +935,6 @@ class _Sending(NamedTuple):
     since_ns: int
     task: asyncio.Task[Any]
     peer: str
-
-
-def shut_down(peer: str) -> None:
-    """Shut down this process's connection with a peer, whose socket gRPC owns."""
-    address, port = address_of(peer), peer.rpartition(":")[2]
-    for entry in list(Path("/proc/self/fd").iterdir()):
-        with suppress(OSError):
-            if not entry.is_socket():
-                continue
-            with socket.socket(fileno=os.dup(int(entry.name))) as one:
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                found = one.getpeername() if is_tcp else ("", 0)
-                if str(found[1]) == port and address_of(found) == address:
-                    one.shutdown(socket.SHUT_RDWR)
 
 
 class _Failure(NamedTuple):

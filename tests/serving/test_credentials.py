@@ -5,11 +5,12 @@ import logging
 import os
 import signal
 import ssl
+import sys
 
 import grpc
 import pytest
 
-from asynctrt.errors import OptionsError
+from asynctrt.errors import OptionsError, UnauthorizedError
 from asynctrt.serving.credentials import CONFIG_NBYTES_MAX, TOKENS_MAX, Certificate, read_tokens
 from tests.helpers import until
 from tests.serving.support import WAIT_S, address, connected, request, serving, settle_grpc
@@ -68,6 +69,22 @@ def test_a_certificate_that_is_broken_later_is_refused(tmp_path):
 async def status_with(raw, token):
     raw.send(request("/v2/models/double", Authorization=f"Bearer {token}"))
     return (await raw.answer())[0]
+
+
+@pytest.mark.anyio
+async def test_a_refusal_costs_the_same_for_one_token_and_a_thousand():
+    calls = []
+    for count in (1, 1000):
+        async with serving(tokens=tuple(f"token-{number}" for number in range(count))) as server:
+            made = []
+            sys.setprofile(lambda _, event, what, made=made: made.append(event))
+            try:
+                with pytest.raises(UnauthorizedError):
+                    server.api.authorize(b"/v2/models/double", {b"authorization": b"Bearer wrong"})
+            finally:
+                sys.setprofile(None)
+            calls.append(len(made))
+    assert calls[0] == calls[1]
 
 
 @pytest.mark.anyio

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import aiohttp
 import psutil
@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import WAIT_S, free_port, until
 from tests.serving.test_fronts import KIND, ROOT, asked, check, counts, running
 from tests.workers import models
-from tests.workers.models import HANG, WAIT
+from tests.workers.models import HANG, RAISE, WAIT
 from tests.workers.test_served import body
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2, pytest.mark.timeout(130)]
@@ -24,10 +24,17 @@ WHOLE_S = 120
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR1}
 
 HANDLERS = """
-import ctypes, signal, sys
+import ctypes, os, signal, sys
 # Native code that keeps Python's lock.
-signal.signal(signal.SIGUSR1, lambda *_: ctypes.PyDLL(None).sleep(100000))
+hang = lambda *_: ctypes.PyDLL(None).sleep(100000)
+signal.signal(signal.SIGUSR1, hang)
+if (start_s := os.environ.get("ASYNCTRT_TEST_START_S")) and "serve" in sys.orig_argv:
+    from asynctrt.serving import fronts
+    fronts.START_S = float(start_s)
 if "asynctrt.serving.front" in sys.orig_argv:
+    if os.path.exists(path := os.environ.get("ASYNCTRT_TEST_HANG", "")):
+        os.unlink(path)
+        hang()
     from asynctrt.workers.front import Dispatcher as Front
     made, init = [], Front.__init__
     def noted(self, *args, **settings):
@@ -209,6 +216,51 @@ async def test_a_front_whose_engine_is_lost_is_replaced():
         while len(await counts(server.metrics, "asynctrt_contexts")) < 2:
             await asyncio.sleep(0.05)
         await check(server.url, range(1, 41))
+        assert len(server.workers) == 1
+
+
+async def test_a_front_that_hangs_while_it_starts_is_replaced(tmp_path, monkeypatch):
+    hang = tmp_path / "hang"
+    monkeypatch.setenv("ASYNCTRT_TEST_HANG", str(hang))
+    monkeypatch.setenv("ASYNCTRT_TEST_START_S", "8")
+    async with asyncio.timeout(2 * WAIT_S), running() as server:
+        hang.touch()
+        server.fronts[0].kill()
+        while hang.exists() or len(server.fronts) < 2:
+            await asyncio.sleep(0.05)
+        before = pids(server.fronts)
+        await check(server.url, range(1, 9))  # By the other one.
+        while not pids(server.fronts) - before:
+            await asyncio.sleep(0.05)
+        while len(await counts(server.metrics, "asynctrt_contexts")) < 2:
+            await asyncio.sleep(0.05)
+        await check(server.url, range(1, 41))
+
+
+async def test_callers_who_always_send_what_fails_fail_nobody_else():
+    """Of 40 callers, a twentieth, a fifth and a half, over two fronts, whose rows share batches."""
+    async with (
+        asyncio.timeout(WAIT_S),
+        running("--max-rows=16") as server,
+        AsyncExitStack() as stack,
+    ):
+        # A connection each, as one of another session may be to another front.
+        clients = [await stack.enter_async_context(aiohttp.ClientSession(server.url)) for _ in range(40)]
+        for bad in (2, 8, 20):
+            answered = dict.fromkeys(range(bad, 40), 0)
+
+            async def call(number, bad=bad, answered=answered):
+                payload = body(RAISE if number < bad else number)
+                while min(answered.values()) < 5:
+                    async with clients[number].post("/v2/models/kind/infer", json=payload) as response:
+                        answer = await response.json()
+                        if number < bad:
+                            assert (response.status, "this request alone" in answer["error"]) == (500, True)
+                        else:
+                            assert answer["outputs"][0]["data"][0] == 2 * number
+                            answered[number] += 1
+
+            await asyncio.gather(*[call(number) for number in range(40)])
         assert len(server.workers) == 1
 
 

@@ -1,10 +1,13 @@
 """Whoever sends much that is worth little, or nothing to its end, harms himself alone: on every protocol."""
 
 import asyncio
+import contextlib
 import gzip
 import itertools
+import socket
 import zlib
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 import pytest
@@ -12,6 +15,7 @@ import tritonclient.grpc.service_pb2 as pb
 from websockets.exceptions import ConnectionClosed
 
 from asynctrt.serving import grpc_server
+from asynctrt.serving.grpc_connections import GrpcConnections, connections, end_of, surplus
 from asynctrt.serving.grpc_server import HEALTH_SERVICE, SERVICE
 from asynctrt.serving.http import PIPELINE_MAX, SPARE
 from asynctrt.serving.http_reader import SLICE_NBYTES, RequestReader
@@ -175,6 +179,71 @@ class TestStrangers:
                 for manager in kept:
                     await manager.__aexit__(None, None, None)
 
+    async def test_over_grpc_too_silent_connections_give_way(self):
+        """They come again as soon as they are closed, and whoever has sent a request keeps its connection."""
+        async with serving(grpc=True, max_connections=8, tokens=(TOKEN,)) as server:
+
+            async def hold():
+                while True:
+                    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                        async with by_hand(server) as raw:
+                            await raw.until("no frame", None)
+                    await asyncio.sleep(0.1)
+
+            async def ask(channel):
+                method = channel.unary_unary(f"/{SERVICE}/ServerMetadata")
+                await method(b"", metadata=GOOD, timeout=WAIT_S)
+
+            async with grpc.aio.insecure_channel(server.grpc_target) as kept:
+                await ask(kept)
+                changes = []
+                kept_state = asyncio.create_task(kept.wait_for_state_change(grpc.ChannelConnectivity.READY))
+                kept_state.add_done_callback(changes.append)
+                holding = [asyncio.create_task(hold()) for _ in range(12)]
+                for _ in range(3):
+                    await asyncio.sleep(0.3)
+                    options = [("grpc.use_local_subchannel_pool", 1)]
+                    async with grpc.aio.insecure_channel(server.grpc_target, options) as channel:
+                        await ask(channel)
+                    await ask(kept)
+                assert not changes
+                for task in (*holding, kept_state):
+                    task.cancel()
+                await asyncio.wait([*holding, kept_state])
+
+    def test_which_connections_are_closed(self):
+        big, small, one = (f"ipv4:10.0.0.{number}" for number in range(3))
+        ends = [end_of(f"{big}:{port}") for port in (1, 2, 3)]
+        ends += [end_of(f"{small}:{port}") for port in (1, 2)]
+        ends += [end_of(f"{one}:1")]
+        known = {end_of(f"{host}:1") for host in (big, small, one)}
+        order = [ends[2], ends[1], ends[4]]
+        assert surplus(ends, known, 6) == []
+        assert surplus(ends, known, 3) == order
+        assert surplus(ends, known, 0)[:3] == order
+        assert surplus(ends, set(ends), 5) == [ends[2]]
+
+    @pytest.mark.parametrize(
+        ("listens", "host"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")]
+    )
+    def test_connections_are_found_by_the_names_that_grpc_has_for_them(self, listens, host):
+        family = socket.AF_INET6 if ":" in listens else socket.AF_INET
+        try:
+            listener = socket.create_server((listens, 0), family=family, dualstack_ipv6=listens == "::")
+        except (OSError, ValueError) as error:
+            pytest.skip(f"there is no IPv6 here: {error}")
+        with listener:
+            port = listener.getsockname()[1]
+            with socket.create_connection((host, port)) as client, listener.accept()[0] as accepted:
+                name = f"ipv6:%5B{host}%5D" if ":" in host else f"ipv4:{host}"
+                peer = f"{name}:{client.getsockname()[1]}"
+                assert connections(port) == {end_of(peer): accepted.fileno()}
+                one = GrpcConnections(1)
+                one.port = port
+                one.shut_down([peer])
+                client.settimeout(WAIT_S)
+                assert client.recv(1) == b""
+
     async def test_names_are_checked_at_the_port_for_metrics_too(self):
         async with serving(metrics_port=0, tokens=(TOKEN,), allow_hosts=("mine.example",)) as server:
             port = int(server.metrics_url.split(":")[2].split("/")[0])
@@ -229,6 +298,7 @@ class Http2:
     def __init__(self, reader, writer):
         self._reader = reader
         self.send = writer.write
+        self.drain = writer.drain
         self.acknowledges = True
         """Whether it acknowledges the server's settings."""
         self.credit = {}
@@ -436,6 +506,71 @@ class TestGrpc:
             await until(lambda: not server._grpc._streams)
             other.send(frame(1, 4, 1, call("ServerLive")))
             assert fails(grpc.StatusCode.OK) in await other.until(1, 1, has_ended=True)
+
+
+def numbered(*frames):
+    """Return the frames of one call after another: each is a function of its stream's number."""
+    return lambda count: b"".join(one(2 * count + 1) for one in frames)
+
+
+BEGINNING = call("ModelInfer", (b"authorization", b"Bearer " + TOKEN.encode()))
+STREAM = call("ModelStreamInfer", (b"authorization", b"Bearer " + TOKEN.encode()))
+GRPC_FLOODS = {
+    "settings": (b"", frame(4, 0, 0, b"\0\3\0\0\0\x64")),
+    "pings": (b"", frame(6, 0, 0, bytes(8))),
+    "room to send": (b"", frame(8, 0, 0, b"\0\0\0\1")),
+    "priorities": (b"", frame(2, 0, 1, b"\0\0\0\0\1")),
+    "unknown frames": (b"", frame(0x77, 0, 0, bytes(100))),
+    "empty data": (frame(1, 4, 1, BEGINNING), frame(0, 0, 1)),
+    "empty headers": (frame(1, 0, 1, BEGINNING), frame(9, 0, 1)),
+    "headers without an end": (frame(1, 0, 1, BEGINNING), frame(9, 0, 1, literal(b"x", bytes(100)))),
+    "empty messages of a stream": (frame(1, 4, 1, STREAM), frame(0, 0, 1, bytes(5))),
+    "calls that are reset": (
+        b"",
+        numbered(partial(frame, 1, 4, payload=BEGINNING), partial(frame, 3, 0, payload=b"\0\0\0\x08")),
+    ),
+    "calls without a token": (
+        b"",
+        numbered(partial(frame, 1, 4, payload=call("ModelInfer")), partial(frame, 0, 1, payload=bytes(5))),
+    ),
+    "calls of unknown methods": (b"", numbered(partial(frame, 1, 5, payload=call("Unknown")))),
+}
+"""What is sent once, and then again and again. gRPC's core ends some of these connections."""
+
+
+@pytest.mark.tier2
+class TestGrpcFloods:
+    @pytest.mark.parametrize("element", GRPC_FLOODS)
+    async def test_others_are_answered_meanwhile_and_nothing_is_held(self, element):
+        first, piece = GRPC_FLOODS[element]
+        if not callable(piece):
+            piece = partial(lambda piece, _: piece, piece)
+
+        async def flood(server):
+            counts = itertools.count()
+            with contextlib.suppress(ConnectionError):
+                async with by_hand(server) as raw:
+                    raw.send(first)
+                    while True:
+                        raw.send(b"".join(piece(next(counts)) for _ in range(50)))
+                        await raw.drain()
+                        await asyncio.sleep(0)
+
+        async with (
+            serving(grpc=True, tokens=(TOKEN,)) as server,
+            grpc.aio.insecure_channel(server.grpc_target) as channel,
+        ):
+            pouring = [asyncio.create_task(flood(server)) for _ in range(2)]
+            for _ in range(10):
+                method = channel.unary_unary(f"/{SERVICE}/ServerMetadata")
+                await method(b"", metadata=GOOD, timeout=WAIT_S, wait_for_ready=True)
+                assert (await ask(server, "/v2", Authorization=f"Bearer {TOKEN}"))[0] == 200
+            for task in pouring:
+                task.cancel()
+            for ended in await asyncio.gather(*pouring, return_exceptions=True):
+                assert ended is None or isinstance(ended, asyncio.CancelledError)
+            served = server._grpc
+            await until(lambda: not (server.api.memory.nbytes or served._streams or served._reading))
 
 
 class TestTokens:

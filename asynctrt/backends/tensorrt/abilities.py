@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt._util.files import SpecialFileError, open_regular
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.plan import TAG_RTX, PlanHeader
 from asynctrt.errors import ModelError
@@ -185,10 +186,15 @@ def check_lean_runtime(flavour: Flavour, path: Path) -> None:
 
 
 def _lean_major(path: Path) -> int | None:
-    """Return the major version of a lean runtime from the name in it; ``None`` if there is no name."""
+    """Return the major version of a lean runtime from the name in it; ``None`` if there is no name.
+
+    :raises ModelError: if the path is not a regular file: the library would wait for a pipe.
+    """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = LEAN_NAME.search(content)
             return None if found is None else int(found[1])
+    except SpecialFileError as error:
+        raise ModelError(f"the lean runtime {str(path)!r} cannot be read: {error}") from error
     except (OSError, ValueError):
         return None
