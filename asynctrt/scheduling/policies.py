@@ -29,7 +29,7 @@ Part = tuple[BatchKey, tuple[Request, ...]]
 Turn = tuple[BucketQueue, Reason]
 """The bucket to launch from, and why it is launched now."""
 
-Chosen = tuple[tuple[Request, ...], int, tuple[Request, ...]]
+Chosen = tuple[Sequence[Request], int, tuple[Request, ...]]
 """The requests of a batch, their rows, and requests that would be too late for it. If there are late ones,
 they must leave the queue first, and nothing else is chosen."""
 
@@ -239,7 +239,7 @@ class TakeRows:
         """Return the requests of the next batch of a bucket; change nothing."""
         return *bucket.choose(self.rows_max(bucket, in_flight, reason), reason is Reason.AGED), ()
 
-    def preview(self, bucket: BucketQueue, in_flight: int) -> tuple[Request, ...]:
+    def preview(self, bucket: BucketQueue, in_flight: int) -> Sequence[Request]:
         """Return the requests that the next batch of a bucket would probably have if it were launched now."""
         return bucket.choose(self.rows_max(bucket, in_flight, Reason.AHEAD))[0]
 
@@ -248,8 +248,8 @@ class TakeOneRequest(TakeRows):
     """Takes one request, whatever else is queued."""
 
     def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
-        head = bucket.head(by_age=reason is Reason.AGED)
-        return bucket.rows_max if head is None else head.rows
+        head = bucket.head(by_age=True) if reason is Reason.AGED else None
+        return bucket.head_rows if head is None else head.rows
 
 
 class SpreadOverCores(TakeRows):
@@ -263,11 +263,10 @@ class SpreadOverCores(TakeRows):
     def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
         if bucket.rows < 2 or reason is Reason.AGED or bucket.key.slab is not None:
             return bucket.rows_max
-        head = bucket.head()
         return self._policy.rows_to_take(
             bucket.key.shape,
             bucket.rows,
-            0 if head is None else head.rows,
+            bucket.head_rows,
             rows_max=bucket.rows_max,
             buckets=self._buckets.waiting,
             in_flight=in_flight,
@@ -298,8 +297,7 @@ class HalvesFirst(TakeRows):
         if bucket.key.slab is not None or reason is Reason.AGED or self._concurrency.occupied:
             return bucket.rows_max
         rows = min(bucket.rows, bucket.rows_max)
-        head = bucket.head()
-        half = max((rows + 1) // 2, 0 if head is None else head.rows)
+        half = max((rows + 1) // 2, bucket.head_rows)
         if half >= rows or not self._room.is_for_two:
             return bucket.rows_max  # There is no second context to copy the others in for.
         key, compute, delay_ns = bucket.key, self._times.compute, self._times.delay_ns
@@ -328,7 +326,9 @@ class InTime(TakeRows):
         if not self._deadlines.line:
             return self._policy.choose(bucket, in_flight, now_ns, reason)
 
-        def choose(rows_max: int) -> tuple[tuple[Request, ...], int]:
+        bucket.make_objects()
+
+        def choose(rows_max: int) -> tuple[Sequence[Request], int]:
             return bucket.choose(rows_max, reason is Reason.AGED)
 
         rows_max = self.rows_max(bucket, in_flight, reason)
