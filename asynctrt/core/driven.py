@@ -57,7 +57,7 @@ class RequestDriver(Protocol):
 
 
 class PlainDriver(Protocol):
-    """A driver that has a shorter way for plain requests: a row without a deadline, priority or choice of
+    """A driver with a shorter way for plain requests: one row, without a deadline, priority or choice of
     outputs."""
 
     def enter(
@@ -77,7 +77,7 @@ class DrivenEngine(Engine):
     :param limit: returns the rows that one batch of a key holds.
     :param rows_unsplit: up to this many rows are never split, whatever their key.
     :param runs: the runs of the model's function, if the model is a function.
-    :param plain: takes plain requests. Default: ``driver`` takes them too.
+    :param plain: takes plain requests. Default: ``driver`` takes them like all others.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class DrivenEngine(Engine):
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
         future = _Answer(loop=self._loop)
-        future.leave = None
+        future.leave = future.request = None
         if timeout is None and priority is NO_PRIORITY and outputs is HOST and limits_here() is None:
             if rows == 1 and (plain := self._plain) is not None:
                 plain.enter(arrays, key, future)
@@ -156,7 +156,7 @@ class DrivenEngine(Engine):
             queued = self._queue(arrays, rows, key, timeout, priority, outputs, future)
         if isinstance(queued, SplitCall):
             return queued.begin(self._loop)
-        future.leave = lambda _: self._driver.cancel(queued)
+        future.leave, future.request = self._driver.cancel, queued
         return future
 
     async def drain(self) -> None:
@@ -270,15 +270,17 @@ class DrivenEngine(Engine):
 class _Answer(asyncio.Future[InferResult]):
     """The future of :meth:`DrivenEngine.submit`: cancelling it removes its request from the queue at once."""
 
-    __slots__ = ("leave",)
+    __slots__ = ("leave", "request")
 
-    leave: "Callable[[asyncio.Future[InferResult]], None] | None"
+    leave: "Callable[[Any], None] | None"
     """Takes its request out of the queue; ``None`` until it is queued."""
+    request: Request | None
+    """Its request; ``None`` for a plain one, which is known by its future."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         if not super().cancel(msg):
             return False
         if self.leave is not None:
-            self.leave(self)
-            self.leave = None
+            self.leave(self if self.request is None else self.request)
+            self.leave = self.request = None
         return True

@@ -119,11 +119,13 @@ class PlainRequest(Request):
 
     @property
     def state(self) -> State:
+        """Return its state."""
         state: State = _STATE.__get__(self)
         return MASKED if state is IN_FLIGHT and self.has_left else state
 
     @state.setter
     def state(self, state: State) -> None:
+        """Set its state."""
         _STATE.__set__(self, state)
 
     @property
@@ -209,8 +211,11 @@ def complete(requests: Sequence[Request]) -> tuple[int, int]:
     :returns: how many of its requests are answered, and the sum of their arrival times in ns.
     """
     if type(requests) is PlainRequests and (flat := requests.flat):
-        gone = [future for future in flat[0::FIELDS] if future.done()]
-        arrivals = _arrivals_of_waiting(flat) if gone else flat[2::FIELDS]
+        arrivals = flat[2::FIELDS]
+        for future in flat[0::FIELDS]:
+            if future.done():
+                arrivals = _arrivals_of_waiting(flat)
+                break
         return len(arrivals), sum(arrivals)
     answered, arrived_ns = len(requests), 0
     for request in requests:
