@@ -8,7 +8,7 @@ from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
+from asynctrt.scheduling.queues import A_PLAIN_ONE, BucketQueue, Buckets, DeadlineHeap, OpenBatch
 from asynctrt.scheduling.request import (
     FIELDS,
     NO_DEADLINE_NS,
@@ -84,7 +84,10 @@ class Queue:
         room = self.rows_max - self.rows
         if room <= 0:
             self._refuse(1, 1)
-        opened.begin(self._bucket_of(key), key, room, now_ns)
+        bucket = self._bucket
+        if bucket is None or bucket.key is not key:
+            bucket = self._bucket_of(key)
+        opened.begin(bucket, key, room, now_ns)
         opened.flat.extend((future, payload, now_ns))
 
     def submit(self, request: Request) -> None:
@@ -148,7 +151,8 @@ class Queue:
         opened.flat = []
         opened.bucket = None
         self.rows += len(flat) // FIELDS
-        self.buckets.extended(bucket)
+        if bucket.priority < 0 or (bucket.rows >= bucket.rows_max and not bucket.is_full):
+            self.buckets.pushed(bucket, A_PLAIN_ONE)
 
     def object_of(self, future: Any) -> PlainRequest | None:
         """Return the object of a plain request by its future; ``None`` if it is not queued any more."""

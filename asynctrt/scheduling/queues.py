@@ -314,8 +314,9 @@ class BucketQueue:
         :param by_age: begin with the priority whose first request is due first.
         """
         if flat := self.flat:
-            rows = min(self.rows, rows_max)
-            return PlainRequests(flat[: FIELDS * rows], self.key), rows
+            if self.rows <= rows_max:
+                return PlainRequests(flat, self.key), self.rows
+            return PlainRequests(flat[: FIELDS * rows_max], self.key), rows_max
         if not self._tombstones and not self._calls and self.rows <= rows_max:
             return tuple(chain.from_iterable(self._by_priority)), self.rows
         return self._choose_fitting(self._heads() if by_age else self._by_priority, rows_max)
@@ -343,11 +344,10 @@ class BucketQueue:
 
     def take(self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT) -> None:
         """Remove the requests that :meth:`choose` returned, and set their state to ``after``."""
-        if isinstance(chosen, PlainRequests):
-            # In this order, Ctrl-C may leave requests in both places, but loses none.
+        if type(chosen) is PlainRequests:
             chosen.launch(after)
             self.rows -= rows
-            del self.flat[: FIELDS * rows]
+            self.flat = self.flat[FIELDS * rows :] if self.rows else []
             return
         for request in chosen:
             request.state = after
@@ -530,11 +530,6 @@ class Buckets:
         if len(self.by_key) - self.waiting >= EMPTY_MAX:
             self.by_key = {key: kept for key, kept in self.by_key.items() if kept.rows}
         self.by_key[bucket.key] = bucket
-
-    def extended(self, bucket: BucketQueue) -> None:
-        """Note that plain requests have joined a bucket."""
-        if bucket.priority < 0 or (bucket.rows >= bucket.rows_max and not bucket.is_full):
-            self.pushed(bucket, A_PLAIN_ONE)
 
     def pushed(self, bucket: BucketQueue, request: Request) -> None:
         """Note that a request has joined a bucket. Call it if :meth:`BucketQueue.push` returned True."""
