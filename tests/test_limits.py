@@ -27,6 +27,8 @@ def asked(engine, **own):
     future = engine.submit(rows(1), **own)
     request = future.request
     future.cancel()
+    if request is None:  # A plain one has neither.
+        return None, 0
     has_deadline = request.deadline_ns < 1 << 62
     return (request.deadline_ns - request.arrival_ns) / 1e9 if has_deadline else None, request.priority
 

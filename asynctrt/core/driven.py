@@ -46,11 +46,6 @@ class RequestDriver(Protocol):
         :param outputs: the names of the outputs that the caller wants; ``None`` for all.
         """
 
-    def enter(
-        self, payload: Any, rows: int, key: BatchKey, future: "asyncio.Future[InferResult] | None" = None
-    ) -> Request:
-        """Queue rows that have no deadline, priority or choice of outputs, or raise and change nothing."""
-
     def cancel(self, request: Request) -> None:
         """Drop the request of a caller that was cancelled."""
 
@@ -61,6 +56,19 @@ class RequestDriver(Protocol):
         """Wait until every request is answered."""
 
 
+class PlainDriver(Protocol):
+    """A driver with a shorter way for plain requests: one row, without a deadline, priority or choice of
+    outputs."""
+
+    def enter(
+        self, payload: Any, key: BatchKey, future: "asyncio.Future[InferResult] | None" = None
+    ) -> "asyncio.Future[InferResult]":
+        """Queue a row, or raise and change nothing."""
+
+    def leave(self, future: "asyncio.Future[InferResult]") -> None:
+        """Drop the row of a caller that was cancelled."""
+
+
 class DrivenEngine(Engine):
     """An engine that checks requests and passes them to a driver.
 
@@ -69,6 +77,7 @@ class DrivenEngine(Engine):
     :param limit: returns the rows that one batch of a key holds.
     :param rows_unsplit: up to this many rows are never split, whatever their key.
     :param runs: the runs of the model's function, if the model is a function.
+    :param plain: takes plain requests. Default: ``driver`` takes them like all others.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class DrivenEngine(Engine):
         limit: Callable[[BatchKey], int],
         rows_unsplit: int,
         runs: Runs,
+        plain: PlainDriver | None = None,
     ) -> None:
         super().__init__(loop, options)
         self._driver = driver
@@ -90,7 +100,7 @@ class DrivenEngine(Engine):
         self._rows_unsplit = rows_unsplit
         self._runs = runs
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
-        self._enter = driver.enter if self._timeout_ns is None else self._enter_with_timeout
+        self._plain = plain if self._timeout_ns is None else None
 
     async def infer(
         self,
@@ -103,19 +113,19 @@ class DrivenEngine(Engine):
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
-        queued: Request | SplitCall
-        if (
-            timeout is None
-            and priority is NO_PRIORITY
-            and outputs is HOST
-            and rows <= self._rows_unsplit
-            and limits_here() is None
-        ):
-            queued = self._enter(arrays, rows, key)
+        if timeout is None and priority is NO_PRIORITY and outputs is HOST and limits_here() is None:
+            if rows == 1 and (plain := self._plain) is not None:
+                future = plain.enter(arrays, key)
+                try:
+                    return await future
+                except (asyncio.CancelledError, GeneratorExit):
+                    plain.leave(future)
+                    raise
+            queued = self._queue_unlimited(arrays, rows, key)
         else:
             queued = self._queue(arrays, rows, key, timeout, priority, outputs)
-            if isinstance(queued, SplitCall):
-                return await queued.joined()
+        if isinstance(queued, SplitCall):
+            return await queued.joined()
         try:
             return await queued.future  # type: ignore[no-any-return]
         except (asyncio.CancelledError, GeneratorExit):
@@ -135,20 +145,18 @@ class DrivenEngine(Engine):
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
         future = _Answer(loop=self._loop)
-        queued: Request | SplitCall
-        if (
-            timeout is None
-            and priority is NO_PRIORITY
-            and outputs is HOST
-            and rows <= self._rows_unsplit
-            and limits_here() is None
-        ):
-            queued = self._enter(arrays, rows, key, future)
+        future.leave = future.request = None
+        if timeout is None and priority is NO_PRIORITY and outputs is HOST and limits_here() is None:
+            if rows == 1 and (plain := self._plain) is not None:
+                plain.enter(arrays, key, future)
+                future.leave = plain.leave
+                return future
+            queued = self._queue_unlimited(arrays, rows, key, future)
         else:
             queued = self._queue(arrays, rows, key, timeout, priority, outputs, future)
-            if isinstance(queued, SplitCall):
-                return queued.begin(self._loop)
-        future.driver, future.request = self._driver, queued
+        if isinstance(queued, SplitCall):
+            return queued.begin(self._loop)
+        future.leave, future.request = self._driver.cancel, queued
         return future
 
     async def drain(self) -> None:
@@ -202,23 +210,28 @@ class DrivenEngine(Engine):
             key, names = self._wanted(outputs, arrays, rows, key)
         timeout_ns, priority, run = self._checked(timeout, priority)
         queued: Request | SplitCall
-        if rows > self._rows_unsplit and rows > self._limit(key):
-            queued = self._split(arrays, rows, key, priority, timeout_ns, names)
-        else:
+        if self._fits(rows, key):
             queued = self._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
+        else:
+            queued = self._split(arrays, rows, key, priority, timeout_ns, names)
         if run is not None:
             self._wait_in(run, [queued] if isinstance(queued, Request) else queued.requests)
         return queued
 
-    def _enter_with_timeout(
+    def _queue_unlimited(
         self,
         arrays: tuple[Any, ...],
         rows: int,
         key: BatchKey,
         future: "asyncio.Future[InferResult] | None" = None,
-    ) -> Request:
+    ) -> Request | SplitCall:
         """Queue a call whose only limit is the default timeout."""
-        return self._driver.submit(arrays, rows, key, 0, self._timeout_ns, future)
+        if self._fits(rows, key):
+            return self._driver.submit(arrays, rows, key, 0, self._timeout_ns, future)
+        return self._split(arrays, rows, key, 0, self._timeout_ns, None)
+
+    def _fits(self, rows: int, key: BatchKey) -> bool:
+        return rows <= self._rows_unsplit or rows <= self._limit(key)
 
     def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int, NestedRun | None]:
         """Return a call's timeout in ns and its priority, limited by :func:`asynctrt.within`.
@@ -257,15 +270,17 @@ class DrivenEngine(Engine):
 class _Answer(asyncio.Future[InferResult]):
     """The future of :meth:`DrivenEngine.submit`: cancelling it removes its request from the queue at once."""
 
-    __slots__ = ("driver", "request")
+    __slots__ = ("leave", "request")
 
-    driver: RequestDriver
+    leave: "Callable[[Any], None] | None"
+    """Takes its request out of the queue; ``None`` until it is queued."""
     request: Request | None
+    """Its request; ``None`` for a plain one, which is known by its future."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         if not super().cancel(msg):
             return False
-        if self.request is not None:
-            self.driver.cancel(self.request)
-            self.request = None
+        if self.leave is not None:
+            self.leave(self if self.request is None else self.request)
+            self.leave = self.request = None
         return True

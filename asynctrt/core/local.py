@@ -82,6 +82,7 @@ class LocalEngine(DrivenEngine):
             limit=scheduler.limit,
             rows_unsplit=0 if parts.shapes.limit_varies else capacity.rows_max,
             runs=pool.runs,
+            plain=driver,
         )
         parts.divide_device(scheduler, options, loop, driver.pump_soon)
         scheduler.seed(parts.calibration.key, parts.calibration.compute_ns)

@@ -47,7 +47,7 @@ from asynctrt.runtime.staging import (
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Captured
-from asynctrt.scheduling.request import Request
+from asynctrt.scheduling.request import PlainRequests, Request
 
 SLAB_NBYTES_MIN: Final = 1 << 20
 """The memory for slabs that a context has from the start, where shapes vary and staging memory is pinned. To
@@ -579,7 +579,9 @@ class ContextPool:
             padded = PaddedSource(batch, slab, padding)
             if padded.is_cut:
                 return padded
-        if type(batch.requests[0].payload) is SharedRows and are_shared(batch.requests):
+        requests = batch.requests
+        is_plain = type(requests) is PlainRequests
+        if not is_plain and type(requests[0].payload) is SharedRows and are_shared(requests):
             return SharedSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
         source = RowSource(batch, slab)
         if ahead is not None:

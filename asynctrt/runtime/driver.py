@@ -39,7 +39,7 @@ from asynctrt.runtime.spans import copy_out, fills, outputs_of
 from asynctrt.runtime.staging import AheadRows, FilledSlab, Slab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, holds
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.tensors import Array, BatchRecord, InferResult, restore_axes
 
@@ -91,6 +91,7 @@ class Driver:
         self._context = contextvars.copy_context()
         self._scheduler = scheduler
         self._queue = scheduler.queue
+        self._open = scheduler.queue.open
         self._pool = pool
         self._now_ns = now_ns
         self._name = repr(model.name)
@@ -165,13 +166,13 @@ class Driver:
         if outputs is not None:
             request.outputs = outputs
             self._names_outputs = True
-        self._submit(request, now_ns)
+        self._do_queue(now_ns, self._queue.submit, request)
         return request
 
-    def _submit(self, request: Request, now_ns: int) -> None:
-        """Queue a request, and schedule a pump for the end of the tick."""
+    def _do_queue(self, now_ns: int, queue: Callable[..., None], *what: Any) -> None:
+        """Queue requests, and schedule a pump for the end of the tick."""
         try:
-            self._queue.submit(request)
+            queue(*what)
             if not self._pump_is_scheduled:
                 self._loop.call_soon(self._pump, context=self._context)
                 self._pump_is_scheduled = True
@@ -183,23 +184,23 @@ class Driver:
             raise
 
     def enter(
-        self, payload: Any, rows: int, key: BatchKey, future: asyncio.Future[InferResult] | None = None
-    ) -> Request:
-        """Queue rows without a deadline, a priority or a choice of outputs; raises as :meth:`submit` does.
+        self, payload: Any, key: BatchKey, future: asyncio.Future[InferResult] | None = None
+    ) -> asyncio.Future[InferResult]:
+        """Queue a row without a deadline, a priority or a choice of outputs; raises as :meth:`submit` does.
 
-        A single row with the key of the open batch joins that batch: nothing is decided until the pump runs.
+        If it has the key of the open batch, it joins that: nothing is decided until the pump runs.
         """
         if future is None:
             future = self._create_future()
-        # All requests of a tick arrived when its first one did.
-        now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
-        request = Request(rows, key, 0, now_ns, NO_DEADLINE_NS, payload, future)
-        opened = self._queue.open
-        if key is opened.key and rows == 1 and len(opened.requests) < opened.rows_max:
-            opened.requests.append(request)
+        opened = self._open
+        flat = opened.flat
+        if key is opened.key and len(flat) < opened.length_max:  # The same as `join`, without the call.
+            flat += (future, payload, opened.arrival_ns)
         else:
-            self._submit(request, now_ns)
-        return request
+            # All requests of a tick arrived when its first one did.
+            now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
+            self._do_queue(now_ns, self._queue.enter, key, future, payload, now_ns)
+        return future
 
     def submit_parts(
         self,
@@ -220,14 +221,7 @@ class Driver:
             self._names_outputs = True
             for request in requests:
                 request.outputs = outputs
-        try:
-            self._queue.submit_all(requests)
-            self.pump_soon()
-        except Exception:
-            raise
-        except BaseException as error:
-            self._interrupted(error)
-            raise
+        self._do_queue(now_ns, self._queue.submit_all, requests)
         return requests
 
     def cancel(self, request: Request) -> None:
@@ -235,6 +229,15 @@ class Driver:
         if self._scheduler.cancel(request):
             # Its tombstone stays in the queue for a while, and must not keep the caller's arrays alive.
             request.payload = request.future = None
+            self._tell_if_idle()
+
+    def leave(self, future: asyncio.Future[InferResult]) -> None:
+        """Do the same as :meth:`cancel` for what :meth:`enter` queued."""
+        if not future.done():
+            future.cancel()
+        if not future.cancelled() or (self._to_deliver is not None and holds(self._to_deliver[0], future)):
+            return  # It is answered, or counts as answered.
+        if self._scheduler.left(future):
             self._tell_if_idle()
 
     async def wait_idle(self) -> None:
@@ -332,6 +335,7 @@ class Driver:
             self._in_pump = True
             self._pump_is_scheduled = False
             started_ns = now_ns = self._now_ns()
+            queue.close_open()
             if queue.has_to_expire:
                 # Requests that came after the last pump get a chance to be launched before they can expire.
                 self._give_up_waiting(now_ns, self._pumped_ns)

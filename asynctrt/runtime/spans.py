@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from asynctrt.runtime.results import ResultMemory
-from asynctrt.scheduling.request import Request
+from asynctrt.scheduling.request import PlainRequests, Request
 from asynctrt.tensors import SHARED_NBYTES_MAX, Array
 
 PART_NBYTES_MIN: Final = 1 << 20
@@ -17,6 +17,8 @@ PART_NBYTES_MIN: Final = 1 << 20
 
 def spans_of(requests: Sequence[Request]) -> list[slice]:
     """Return the rows of each request in the batch, in the order in which they are gathered."""
+    if type(requests) is PlainRequests:
+        return [slice(row, row + 1) for row in range(len(requests))]
     spans = []
     stop = 0
     for request in requests:
@@ -55,6 +57,8 @@ def outputs_of(requests: Sequence[Request]) -> tuple[frozenset[str] | None, bool
 
     :returns: the names of all outputs that any caller wants, or ``None`` if a caller wants all outputs.
     """
+    if type(requests) is PlainRequests:
+        return None, False
     wanted = {request.outputs for request in requests}
     if len(wanted) == 1:
         return wanted.pop(), False
@@ -66,6 +70,8 @@ def views_of(
     outputs: Mapping[str, Array], requests: Sequence[Request], spans: Sequence[slice]
 ) -> list[dict[str, Array]]:
     """Return views of the rows of each request, in the outputs that its caller wants."""
+    if type(requests) is PlainRequests:
+        return [{name: array[span] for name, array in outputs.items()} for span in spans]
     return [
         {
             name: array[span]

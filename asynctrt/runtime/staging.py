@@ -27,7 +27,7 @@ from asynctrt.runtime.answers import changed_error
 from asynctrt.runtime.spans import parts_of, rows_between, spans_of, views_of
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import Shared
-from asynctrt.scheduling.request import Request
+from asynctrt.scheduling.request import FIELDS, PlainRequests, Request
 from asynctrt.tensors import (
     Array,
     BatchRecord,
@@ -334,16 +334,16 @@ class AheadRows:
         self.requests: tuple[Request, ...] = ()
         self.rows = 0
 
-    def keep_to(self, requests: tuple[Request, ...]) -> None:
+    def keep_to(self, requests: Sequence[Request]) -> None:
         """Keep the leading rows that ``requests`` have in the same place; forget the others."""
         count = len(self.requests)
-        if self.requests == requests[:count]:  # Requests are equal only to themselves.
+        if self.requests == tuple(requests[:count]):  # Requests are equal only to themselves.
             return
         same = takewhile(lambda pair: pair[0] is pair[1], zip(self.requests, requests, strict=False))
         self.requests = tuple(request for request, _ in same)
         self.rows = sum(request.rows for request in self.requests)
 
-    def extend(self, requests: tuple[Request, ...], nbytes_max: int) -> bool:
+    def extend(self, requests: Sequence[Request], nbytes_max: int) -> bool:
         """Copy missing rows of these requests, up to about ``nbytes_max`` bytes; return whether some remain.
 
         :raises ValueError: for arrays whose number of rows has changed.
@@ -455,8 +455,8 @@ class RowSource:
     def arrays_of(self, index: int) -> Sequence[Array]:
         """Return the rows of each request for one input."""
         requests = self.batch.requests
-        if len(requests) == 1:
-            return (requests[0].payload[index],)
+        if type(requests) is PlainRequests:
+            return [payload[index] for payload in requests.payloads()]
         return [request.payload[index] for request in requests]
 
     def put(self, number: int, index: int, view: Array) -> None:
@@ -698,6 +698,12 @@ def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], reco
     """Answer every caller that still waits, and drop what their requests hold."""
     batches = (record,)
     try:
+        if type(requests) is PlainRequests and (flat := requests.flat):
+            for future, arrival_ns, own in zip(flat[0::FIELDS], flat[2::FIELDS], outputs, strict=True):
+                if not future.done():
+                    future.set_result(InferResult(own, batches, arrival_ns))
+            requests.clear()
+            return
         for request, own in zip(requests, outputs, strict=True):
             future = request.future
             if future is not None and not future.done():

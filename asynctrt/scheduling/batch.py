@@ -1,6 +1,6 @@
 """A batch as the scheduler decided it: nothing about it changes afterwards."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -85,7 +85,7 @@ class Batch(NamedTuple):
     number: int
     """The number of the batch, counted from 1."""
     key: BatchKey
-    requests: tuple[Request, ...]
+    requests: Sequence[Request]
     rows: int
     """The rows of its requests."""
     rows_run: int
@@ -137,5 +137,5 @@ def trial_batch(
 class RejectedBatch(NamedTuple):
     """Requests that cannot be launched because their model raised when it was asked about them."""
 
-    requests: tuple[Request, ...]
+    requests: Sequence[Request]
     error: Exception

@@ -45,14 +45,14 @@ MARGIN_SHARE: Final = 16
 reserved for what is not measured, such as other callbacks on the event loop. ``LEAD_MARGIN_NS``
 alone was used first, but the times of longer batches vary by more."""
 
-Choose = Callable[[int], tuple[tuple[Request, ...], int]]
+Choose = Callable[[int], tuple[Sequence[Request], int]]
 """Given the most rows of a batch, returns its requests and their rows."""
 
 
 class Punctual(NamedTuple):
     """A batch that is expected to end in time, and the requests that are too late for it."""
 
-    requests: tuple[Request, ...]
+    requests: Sequence[Request]
     rows: int
     late: tuple[Request, ...] = ()
 

@@ -29,7 +29,7 @@ Part = tuple[BatchKey, tuple[Request, ...]]
 Turn = tuple[BucketQueue, Reason]
 """The bucket to launch from, and why it is launched now."""
 
-Chosen = tuple[tuple[Request, ...], int, tuple[Request, ...]]
+Chosen = tuple[Sequence[Request], int, tuple[Request, ...]]
 """The requests of a batch, their rows, and requests that would be too late for it. If there are late ones,
 they must leave the queue first, and nothing else is chosen."""
 
@@ -41,8 +41,8 @@ class AnySize:
     """Until when at most a batch waits for which :meth:`fit` returned ``None``."""
 
     def fit(
-        self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
-    ) -> tuple[tuple[Request, ...], int, int] | None:
+        self, bucket: BucketQueue, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
+    ) -> tuple[Sequence[Request], int, int] | None:
         """Return the requests of the next batch of a bucket, their rows, and how many rows to run it with at
         least; ``None`` if it has to wait for a context.
 
@@ -76,8 +76,8 @@ class KeptSizes(AnySize):
         self._since_ns: int | None = None
 
     def fit(
-        self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, reason: Reason, now_ns: int
-    ) -> tuple[tuple[Request, ...], int, int] | None:
+        self, bucket: BucketQueue, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
+    ) -> tuple[Sequence[Request], int, int] | None:
         key = bucket.key
         size = 0 if self._shapes.is_specialised(key.shape) else self._size(key.shape, rows, now_ns)
         if size is None:
@@ -341,7 +341,7 @@ class TakeRows:
         """Return the requests of the next batch of a bucket; change nothing."""
         return *bucket.choose(self.rows_max(bucket, in_flight, reason), reason is Reason.AGED), ()
 
-    def preview(self, bucket: BucketQueue, in_flight: int) -> tuple[Request, ...]:
+    def preview(self, bucket: BucketQueue, in_flight: int) -> Sequence[Request]:
         """Return the requests that the next batch of a bucket would probably have if it were launched now."""
         return bucket.choose(self.rows_max(bucket, in_flight, Reason.AHEAD))[0]
 
@@ -350,8 +350,8 @@ class TakeOneRequest(TakeRows):
     """Takes one request, whatever else is queued."""
 
     def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
-        head = bucket.head(by_age=reason is Reason.AGED)
-        return bucket.rows_max if head is None else head.rows
+        head = bucket.head(by_age=True) if reason is Reason.AGED else None
+        return bucket.head_rows if head is None else head.rows
 
 
 class SpreadOverCores(TakeRows):
@@ -365,11 +365,10 @@ class SpreadOverCores(TakeRows):
     def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
         if bucket.rows < 2 or reason is Reason.AGED or bucket.key.slab is not None:
             return bucket.rows_max
-        head = bucket.head()
         return self._policy.rows_to_take(
             bucket.key.shape,
             bucket.rows,
-            0 if head is None else head.rows,
+            bucket.head_rows,
             rows_max=bucket.rows_max,
             buckets=self._buckets.waiting,
             in_flight=in_flight,
@@ -400,8 +399,7 @@ class HalvesFirst(TakeRows):
         if bucket.key.slab is not None or reason is Reason.AGED or self._concurrency.occupied:
             return bucket.rows_max
         rows = min(bucket.rows, bucket.rows_max)
-        head = bucket.head()
-        half = max((rows + 1) // 2, 0 if head is None else head.rows)
+        half = max((rows + 1) // 2, bucket.head_rows)
         if half >= rows or not self._room.is_for_two:
             return bucket.rows_max  # There is no second context to copy the others in for.
         key, compute, delay_ns = bucket.key, self._times.compute, self._times.delay_ns
@@ -430,7 +428,9 @@ class InTime(TakeRows):
         if not self._deadlines.line:
             return self._policy.choose(bucket, in_flight, now_ns, reason)
 
-        def choose(rows_max: int) -> tuple[tuple[Request, ...], int]:
+        bucket.make_objects()
+
+        def choose(rows_max: int) -> tuple[Sequence[Request], int]:
             return bucket.choose(rows_max, reason is Reason.AGED)
 
         rows_max = self.rows_max(bucket, in_flight, reason)

@@ -1,14 +1,23 @@
 """The queue of an engine: it accepts or refuses requests, and holds them until they are launched or leave."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, QueueFullError, copy_for
 from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
-from asynctrt.scheduling.request import NO_DEADLINE_NS, Change, Request, change, change_all
+from asynctrt.scheduling.queues import A_PLAIN_ONE, BucketQueue, Buckets, DeadlineHeap, OpenBatch
+from asynctrt.scheduling.request import (
+    FIELDS,
+    NO_DEADLINE_NS,
+    Change,
+    PlainRequest,
+    Request,
+    change,
+    change_all,
+)
 
 
 class Queue:
@@ -42,7 +51,9 @@ class Queue:
         # which drop empty ones only to add another.
         self._bucket: BucketQueue | None = None
         self.open = OpenBatch()
-        """Requests since the last decision about which nothing needs to be decided."""
+        """Plain requests that came since the last decision."""
+        # The queued requests that were plain and now have objects, by their futures.
+        self._made: dict[Any, PlainRequest] = {}
         self.deadlines = DeadlineHeap()
         self.has_to_expire = False
         """Whether a deadline must be watched, or callers must be notified that their requests left the
@@ -55,12 +66,29 @@ class Queue:
         """Why new requests are refused; ``None`` if they are accepted."""
 
     def __repr__(self) -> str:
-        return f"<Queue requests={self.requests} rows={self.rows + len(self.open.requests)}>"
+        return f"<Queue requests={self.requests} rows={self.rows + len(self.open)}>"
 
     @property
     def requests(self) -> int:
         """Return how many requests wait. Any thread may ask."""
-        return sum(bucket.requests for bucket in self.buckets) + len(self.open.requests)
+        return sum(bucket.requests for bucket in self.buckets) + len(self.open)
+
+    def enter(self, key: BatchKey, future: Any, payload: Any, now_ns: int) -> None:
+        """Queue a plain request that cannot join the open batch, or raise as :meth:`submit`.
+
+        :param future: has a future's ``done()``, which is how the scheduler sees that its caller has left.
+        """
+        opened = self.open
+        if opened.bucket is not None:
+            self.close_open()
+        room = self.rows_max - self.rows
+        if room <= 0:
+            self._refuse(1, 1)
+        bucket = self._bucket
+        if bucket is None or bucket.key is not key:
+            bucket = self._bucket_of(key)
+        opened.begin(bucket, key, room, now_ns)
+        opened.flat.extend((future, payload, now_ns))
 
     def submit(self, request: Request) -> None:
         """Queue one request, or raise and change nothing.
@@ -73,25 +101,15 @@ class Queue:
         :raises InputError: if no profile of the model takes its shape.
         :raises ExecutionError: if the model fails to say which profile does.
         """
-        if self.open.bucket is not None:
-            self.close_open()
+        self.close_open()
         rows, has_deadline = request.rows, request.deadline_ns != NO_DEADLINE_NS
         if has_deadline:
             self._foresee(request, 1)
         if self.rows + rows > self.rows_max:
             self._make_room((request,), rows)
-        bucket, key = self._bucket, request.key
-        bucket = bucket if bucket is not None and bucket.key is key else self._bucket_of(key)
+        bucket = self._bucket_of(request.key)
         self.rows += rows
-        if has_deadline or request.priority:
-            needs_place = bucket.push(request)
-        else:  # The same as `push`, without the call: most requests have neither.
-            bucket.plain.append(request)
-            if bucket.rows:
-                self.open.begin(bucket, self.rows_max - self.rows)
-            bucket.rows = rows = bucket.rows + rows
-            needs_place = bucket.priority < 0 or (rows >= bucket.rows_max and not bucket.is_full)
-        if needs_place:
+        if bucket.push(request):
             self.buckets.pushed(bucket, request)
         if has_deadline:
             # Each request has at least one row.
@@ -124,19 +142,25 @@ class Queue:
     def close_open(self) -> None:
         """Move the requests of the open batch into the queue of their bucket, where decisions need them."""
         opened = self.open
-        bucket, requests = opened.bucket, opened.requests
+        bucket, flat = opened.bucket, opened.flat
         if bucket is None:
             return
         opened.key = None
-        if requests:
-            # In this order, Ctrl-C may leave requests in both places, but loses none.
-            bucket.plain.extend(requests)
-            opened.requests = []
-            self.rows += len(requests)
-            bucket.rows += len(requests)
-            if bucket.rows >= bucket.rows_max and not bucket.is_full:
-                self.buckets.pushed(bucket, requests[0])
+        # In this order, Ctrl-C may leave requests in both places, but loses none.
+        bucket.extend(flat)
+        opened.flat = []
         opened.bucket = None
+        self.rows += len(flat) // FIELDS
+        if bucket.priority < 0 or (bucket.rows >= bucket.rows_max and not bucket.is_full):
+            self.buckets.pushed(bucket, A_PLAIN_ONE)
+
+    def object_of(self, future: Any) -> PlainRequest | None:
+        """Return the object of a plain request by its future; ``None`` if it is not queued any more."""
+        if future not in self._made:
+            self.close_open()
+            for bucket in self.buckets:
+                bucket.make_objects()
+        return self._made.get(future)
 
     def leave(self, request: Request, what: Change) -> None:
         """Take a queued request out of its bucket from wherever it stands."""
@@ -188,16 +212,18 @@ class Queue:
         :returns: the queued requests, and the requests that had left the queue as too late but were not
             answered.
         """
-        queued = list(dict.fromkeys(self.buckets.clear()))
+        # After Ctrl-C, a plain request may be there twice, with two objects.
+        queued = {request.future or request: request for request in self.buckets.clear()}
+        self._made.clear()
         self.rows = 0
         late, self._late = self._late, []
-        return queued, late
+        return list(queued.values()), late
 
     def fail(self, requests: Iterable[Request]) -> None:
         """Note that requests failed before they were launched."""
         failed = list(requests)
+        self._counters.failed += sum([not request.has_left for request in failed])
         change_all(failed, Change.FAIL)
-        self._counters.failed += len(failed)
 
     def _foresee(self, request: Request, requests: int, rows_before: int = 0) -> None:
         """Refuse a request, or all requests of a call, if it would be too late."""
@@ -221,7 +247,7 @@ class Queue:
         self._bucket_of(requests[0].key)  # If it raises, it does so before anything has changed.
         for request in displaced:
             self.leave(request, Change.FAIL)
-        self._counters.failed += len(displaced)
+        self._counters.failed += sum([not request.has_left for request in displaced])
         self.displaced += displaced
         self.has_to_expire = True
 
@@ -231,7 +257,7 @@ class Queue:
             return bucket
         bucket = self.buckets.by_key.get(key)
         if bucket is None:
-            bucket = BucketQueue(key, self._priorities, self._limit(key.shape), self._patience_ns)
+            bucket = BucketQueue(key, self._priorities, self._limit(key.shape), self._patience_ns, self._made)
             self.buckets.add(bucket)
         self._bucket = bucket
         return bucket

@@ -14,12 +14,22 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
-from typing import Final
+from typing import Any, Final
 
 from asynctrt.scheduling.batch import Reason
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS, Policy
-from asynctrt.scheduling.request import IN_FLIGHT, NO_DEADLINE_NS, QUEUED, Request, State
+from asynctrt.scheduling.request import (
+    FIELDS,
+    IN_FLIGHT,
+    NO_DEADLINE_NS,
+    QUEUED,
+    PlainRequest,
+    PlainRequests,
+    Request,
+    State,
+    made_of,
+)
 
 TOMBSTONES_MIN: Final = 64
 """Below this many tombstones, rebuilding costs more than skipping them does."""
@@ -49,6 +59,9 @@ EMPTY_MAX: Final = 256
 """How many empty buckets are kept, so that a shape which comes again needs no new one. It bounds memory if
 shapes keep changing; the number was not tuned."""
 
+A_PLAIN_ONE: Final = Request(1, FIXED_SHAPE, 0, 0)
+"""What all plain requests are alike to a policy."""
+
 
 class SplitCall:
     """A call of several parts: one is in the queue, and the others wait to follow it.
@@ -72,20 +85,24 @@ class BucketQueue:
     A request is due at its deadline, or after waiting for ``patience_ns`` if that is earlier. So no request
     waits for later ones for longer than that, and without deadlines the order is that of arrival. The parts
     of a split call count as arriving one after the other.
+
+    As long as all of its requests are plain, they are in ``flat`` and have no objects.
+
+    :param made: where to note the objects that are made of plain requests, by their futures.
     """
 
     __slots__ = (
         "_by_priority",
         "_calls",
-        "_first",
+        "_made",
         "_patience_ns",
         "_tombstones",
         "_urgent_rows",
         "deadline_ns",
+        "flat",
         "is_full",
         "is_ready",
         "key",
-        "plain",
         "priority",
         "ready_ns",
         "rows",
@@ -94,8 +111,18 @@ class BucketQueue:
         "turns_kept",
     )
 
-    def __init__(self, key: BatchKey, priorities: int, rows_max: int, patience_ns: int = PATIENCE_NS) -> None:
+    def __init__(
+        self,
+        key: BatchKey,
+        priorities: int,
+        rows_max: int,
+        patience_ns: int = PATIENCE_NS,
+        made: dict[Any, PlainRequest] | None = None,
+    ) -> None:
         self.key = key
+        self.flat: list[Any] = []
+        """The fields of plain requests; empty if any request has an object."""
+        self._made = {} if made is None else made
         self.rows_max = rows_max
         """Rows that one batch of this bucket holds."""
         self.rows = 0
@@ -109,10 +136,7 @@ class BucketQueue:
         self.turn = -NO_DEADLINE_NS
         self.turns_kept = 0
         self._by_priority: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
-        self.plain = self._by_priority[-1]
-        """The requests of priority 0."""
         self._tombstones = 0
-        self._first: tuple[Request, ...] | None = None  # The last choice, if it is the front of the queue.
         self._patience_ns = patience_ns
         # Rows by priority. Rows of priority 0 are not counted, as they go behind all others.
         self._urgent_rows: dict[int, int] = {}
@@ -126,13 +150,51 @@ class BucketQueue:
     def requests(self) -> int:
         """Return how many requests are queued. Other threads may ask, and may miss concurrent changes."""
         parts = sum(len(call.parts) for call in tuple(self._calls.values()))
-        return max(sum(map(len, self._by_priority)) + parts - self._tombstones, 0)
+        return max(sum(map(len, self._by_priority)) + parts - self._tombstones, len(self.flat) // FIELDS)
+
+    @property
+    def head_rows(self) -> int:
+        """Return the rows of the request that the next batch of this bucket starts with; 0 if it is empty."""
+        if self.flat:
+            return 1
+        head = self.head()
+        return 0 if head is None else head.rows
+
+    @property
+    def head_priority(self) -> int:
+        """Return the priority of that request; -1 if the bucket is empty."""
+        if self.flat:
+            return 0
+        head = self.head()
+        return -1 if head is None else head.priority
+
+    def extend(self, flat: list[Any]) -> None:
+        """Append plain requests."""
+        if not self.rows:
+            self.flat = flat
+        elif self.flat:
+            self.flat += flat
+        else:
+            self._append_made(flat)
+        self.rows += len(flat) // FIELDS
+
+    def make_objects(self) -> None:
+        """Make the objects of its plain requests, as something is about to happen to one of them alone."""
+        if flat := self.flat:
+            self._append_made(flat)
+            self.flat = []
+
+    def _append_made(self, flat: list[Any]) -> None:
+        made = made_of(flat, self.key)
+        self._by_priority[-1].extend(made)
+        self._made.update(zip(flat[0::FIELDS], made, strict=True))
 
     def push(self, request: Request) -> bool:
         """Append a queued request; a larger priority is more urgent.
 
         :returns: whether this may change the bucket's turn.
         """
+        self.make_objects()
         queue = self._by_priority[-1 - request.priority]
         if request.deadline_ns != NO_DEADLINE_NS and queue and self._goes_before(request, queue[-1]):
             queue.insert(self._place_in(queue, request), request)
@@ -149,6 +211,7 @@ class BucketQueue:
 
     def push_parts(self, parts: Sequence[Request]) -> bool:
         """Append the parts of one call, as :meth:`push`. All count at once, but join the queue one by one."""
+        self.make_objects()
         first, *others = parts
         self._calls[first] = call = SplitCall(others, self._due_ns(first))
         self.rows += call.rows
@@ -158,6 +221,7 @@ class BucketQueue:
 
     def discard(self, request: Request) -> None:
         """Forget a request whose state has just left QUEUED. Its place becomes a tombstone."""
+        self._made.pop(request.future, None)
         self.rows -= request.rows
         self._tombstones += 1
         if request.priority:
@@ -171,6 +235,7 @@ class BucketQueue:
         priority = request.priority
         if not self.rows:
             return 0
+        self.make_objects()
         queue = self._by_priority[-1 - priority]
         above = sum(rows for level, rows in self._urgent_rows.items() if level > priority)
         if queue and self._goes_before(request, queue[-1]):
@@ -183,10 +248,13 @@ class BucketQueue:
 
     def overdue_ns(self) -> int:
         """Return when the first of its requests is due, of any priority. The queue must not be empty."""
+        if self.flat:
+            return int(self.flat[2]) + self._patience_ns
         return min(self._due_ns(queue[0]) for queue in self._heads())
 
     def waiting(self) -> Iterator[Request]:
         """Yield the queued requests, most urgent first."""
+        self.make_objects()
         for priority in reversed(range(len(self._by_priority))):
             for requests in (self._by_priority[-1 - priority], *self._parts(priority)):
                 for request in requests:
@@ -198,6 +266,7 @@ class BucketQueue:
 
         :param by_age: return the request that is due first, whatever its priority.
         """
+        self.make_objects()
         if by_age:
             return self._heads()[0][0]
         for queue in self._by_priority:
@@ -213,10 +282,13 @@ class BucketQueue:
 
         This goes through all requests, so it is for buckets that do not fill a batch.
         """
+        if self.flat:
+            return int(self.flat[2])
         return min(request.arrival_ns for request in self.waiting())
 
     def newest(self, priority: int) -> Iterator[Request]:
         """Return the queued requests of one priority, starting with the one that would go last."""
+        self.make_objects()
         queue = self._by_priority[-1 - priority]
         while queue and queue[-1].state is not QUEUED:
             queue.pop()
@@ -233,7 +305,7 @@ class BucketQueue:
         self,
         rows_max: int,
         by_age: bool = False,  # noqa: FBT001, FBT002  (a keyword would cost each batch)
-    ) -> tuple[tuple[Request, ...], int]:
+    ) -> tuple[Sequence[Request], int]:
         """Return the requests of the next batch, at most ``rows_max`` rows, and their rows. Change nothing.
 
         A request that does not fit into the rest of the batch is passed over in favour of smaller ones behind
@@ -241,12 +313,12 @@ class BucketQueue:
 
         :param by_age: begin with the priority whose first request is due first.
         """
-        if not self._tombstones and not self._calls:
+        if flat := self.flat:
             if self.rows <= rows_max:
-                return tuple(chain.from_iterable(self._by_priority)), self.rows
-            if self.rows == len(self.plain) and not self._urgent_rows:  # Each has one row, so the first fit.
-                self._first = first = tuple(islice(self.plain, rows_max))
-                return first, rows_max
+                return PlainRequests(flat, self.key), self.rows
+            return PlainRequests(flat[: FIELDS * rows_max], self.key), rows_max
+        if not self._tombstones and not self._calls and self.rows <= rows_max:
+            return tuple(chain.from_iterable(self._by_priority)), self.rows
         return self._choose_fitting(self._heads() if by_age else self._by_priority, rows_max)
 
     @staticmethod
@@ -270,34 +342,23 @@ class BucketQueue:
                         break
         return tuple(chosen), rows_max - room
 
-    def take(  # noqa: C901  (a call a batch less)
-        self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT
-    ) -> None:
+    def take(self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT) -> None:
         """Remove the requests that :meth:`choose` returned, and set their state to ``after``."""
-        is_first = chosen is self._first and not self._tombstones
-        self._first = None
+        if type(chosen) is PlainRequests:
+            chosen.launch(after)
+            self.rows -= rows
+            self.flat = self.flat[FIELDS * rows :] if self.rows else []
+            return
         for request in chosen:
             request.state = after
-            if is_first:
-                self.plain.popleft()
-        if is_first:
-            self.rows -= rows
-            return
-        if rows == self.rows:
-            self.plain.clear()
-            self.rows = self._tombstones = 0
-            self.deadline_ns = NO_DEADLINE_NS
-            if self._urgent_rows:
-                for queue in self._by_priority:
-                    queue.clear()
-                self._urgent_rows.clear()
-            if self._calls:
-                self._calls.clear()
-            return
-        if self._urgent_rows:
+            if request.priority:
+                self._urgent_rows[request.priority] -= request.rows
+        if self._made:
             for request in chosen:
-                if request.priority:
-                    self._urgent_rows[request.priority] -= request.rows
+                self._made.pop(request.future, None)
+        if rows == self.rows:
+            self._clear()
+            return
         self.rows -= rows
         self._tombstones += len(chosen)
         if self._calls:
@@ -305,6 +366,14 @@ class BucketQueue:
                 self._let_next_in(part)
         self.head()
         self._bury()
+
+    def _clear(self) -> None:
+        for queue in self._by_priority:
+            queue.clear()
+        self.rows = self._tombstones = 0
+        self.deadline_ns = NO_DEADLINE_NS
+        self._urgent_rows.clear()
+        self._calls.clear()
 
     def _let_next_in(self, part: Request) -> None:
         """Append the next part of a call when one has left the queue; if its deadline is earlier than others
@@ -370,44 +439,46 @@ class BucketQueue:
             self._tombstones = 0
 
 
-JoinedRows = tuple[BucketQueue, tuple[Request, ...], int]
+JoinedRows = tuple[BucketQueue, Sequence[Request], int]
 """Requests of another bucket that join a batch, and their rows."""
 
 
 class OpenBatch:
-    """Requests for the latest bucket that came since the last decision, in the order of their arrival.
+    """Plain requests of one key that came since the last decision, in the order of their arrival.
 
-    Each has one row and neither a deadline nor a priority, so nothing needs to be decided about it. The
-    caller appends it to ``requests`` directly, if its key is ``key`` and there are fewer than ``rows_max``.
-    The scheduler closes the batch before it looks at its queues. The batch is open only while its bucket has
-    a queued request.
+    A plain request of that key is appended to ``flat`` directly, as long as that is not ``length_max`` long.
+    The scheduler closes the batch before it looks at its queues.
     """
 
-    __slots__ = ("bucket", "key", "requests", "rows_max")
+    __slots__ = ("arrival_ns", "bucket", "flat", "key", "length_max")
 
     def __init__(self) -> None:
         self.bucket: BucketQueue | None = None
         self.key: BatchKey | None = None
-        self.requests: list[Request] = []
-        self.rows_max = 0
+        """``None`` while no batch is open."""
+        self.flat: list[Any] = []
+        self.length_max = 0
+        self.arrival_ns = 0
 
-    def begin(self, bucket: BucketQueue, rows_max: int) -> None:
-        """Open the batch for a bucket, for as many rows as the queue has room for."""
+    def begin(self, bucket: BucketQueue, key: BatchKey, rows_max: int, now_ns: int) -> None:
+        """Open the batch for a bucket, for as many rows as the queue has room for.
+
+        :param key: the key by whose identity requests join: equal to the bucket's.
+        """
         self.bucket = bucket
-        self.key = bucket.key
-        self.rows_max = rows_max
+        self.key = key
+        self.length_max = FIELDS * rows_max
+        self.arrival_ns = now_ns
 
-    def join(self, request: Request) -> bool:
-        """Add a request if nothing needs to be decided about it; return whether it was added."""
-        if (
-            request.key is not self.key
-            or request.rows != 1
-            or request.priority
-            or request.deadline_ns != NO_DEADLINE_NS
-            or len(self.requests) >= self.rows_max
-        ):
+    def __len__(self) -> int:
+        return len(self.flat) // FIELDS
+
+    def join(self, key: BatchKey, future: Any, payload: Any) -> bool:
+        """Add a plain request, if it may join; return whether it did."""
+        flat = self.flat
+        if key is not self.key or len(flat) >= self.length_max:
             return False
-        self.requests.append(request)
+        flat += (future, payload, self.arrival_ns)
         return True
 
 
@@ -488,8 +559,7 @@ class Buckets:
 
     def left(self, bucket: BucketQueue) -> None:
         """Note that requests have left a bucket without a batch."""
-        head = bucket.head()
-        self._place(bucket, -1 if head is None else head.priority)
+        self._place(bucket, bucket.head_priority)
 
     def take_joined(self, joined: Sequence[JoinedRows], after: State) -> None:
         """Remove requests that join another bucket's batch, and set their state to ``after``."""
@@ -511,8 +581,8 @@ class Buckets:
         if bucket.is_full:
             self.full -= 1
             bucket.is_full = False
-        if bucket.rows and (head := bucket.head()) is not None:
-            self._place(bucket, head.priority)
+        if bucket.rows:
+            self._place(bucket, bucket.head_priority)
             if had_turn and self._keeps_turn(bucket):
                 bucket.turns_kept += 1
                 self._levels[bucket.priority].ready.move_to_end(bucket, last=False)
@@ -703,7 +773,8 @@ class Buckets:
 
     def _ready_ns(self, bucket: BucketQueue) -> int:
         """Return when a filling bucket becomes ready. As it holds less than a batch, this is cheap."""
-        bucket.deadline_ns = min(request.deadline_ns for request in bucket.waiting())
+        if not bucket.flat:
+            bucket.deadline_ns = min(request.deadline_ns for request in bucket.waiting())
         return self._policy.ready_ns(bucket.oldest_arrival_ns(), bucket.deadline_ns)
 
     @staticmethod

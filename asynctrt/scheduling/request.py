@@ -1,8 +1,13 @@
-"""One request, and the table that says how its state may change."""
+"""One request, and the table that says how its state may change; and plain requests, which need no object.
 
-from collections.abc import Iterable, Sequence
+A request is plain if it has one row, no deadline and no priority, and wants all outputs. Nothing is decided
+about a single plain request, so they are kept side by side in a list, and the future of each is its state:
+pending, answered or cancelled. Objects are made of them only where something happens to one of them alone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, overload
 
 from asynctrt.errors import InternalError
 from asynctrt.scheduling.key import BatchKey
@@ -94,8 +99,102 @@ class Request:
         self.reserve_ns = 0
         """How much earlier ``deadline_ns`` is than its caller's deadline, to leave time to compute it."""
 
+    @property
+    def has_left(self) -> bool:
+        """Whether its caller has gone away, which the scheduler will hear later in this tick."""
+        return False
+
     def __repr__(self) -> str:
         return f"<Request {self.state.name} rows={self.rows} priority={self.priority}>"
+
+
+class PlainRequest(Request):
+    """The object of a plain request. In flight, it is masked as soon as its future is done."""
+
+    __slots__ = ()
+
+    def __init__(self, key: BatchKey, state: State, future: Any, payload: Any, arrival_ns: int) -> None:
+        super().__init__(1, key, 0, arrival_ns, NO_DEADLINE_NS, payload, future)
+        self.state = state
+
+    @property
+    def state(self) -> State:
+        """Return its state."""
+        state: State = _STATE.__get__(self)
+        return MASKED if state is IN_FLIGHT and self.has_left else state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        """Set its state."""
+        _STATE.__set__(self, state)
+
+    @property
+    def has_left(self) -> bool:
+        return self.future is not None and bool(self.future.done())
+
+
+_STATE: Final[Any] = Request.__dict__["state"]
+
+FIELDS: Final = 3
+"""The entries of a plain request in a list: its future, its payload, and its arrival in ns."""
+
+
+class PlainRequests(Sequence[Request]):
+    """Plain requests that are launched together. Iterating over them makes their objects.
+
+    :param flat: :data:`FIELDS` entries for each request.
+    """
+
+    __slots__ = ("_made", "flat", "key", "state")
+
+    def __init__(self, flat: list[Any], key: BatchKey) -> None:
+        self.flat = flat
+        """Empty once objects were made, and once they were answered."""
+        self.key = key
+        self.state = QUEUED
+        """The state of objects that are made now."""
+        self._made: tuple[PlainRequest, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.flat) // FIELDS or len(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Request, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Request | tuple[Request, ...]:
+        return self._objects()[index]
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._objects())
+
+    def launch(self, state: State) -> None:
+        """Set the state of all."""
+        self.state = state
+        for request in self._made:
+            request.state = state
+
+    def payloads(self) -> list[Any]:
+        """Return the payload of each."""
+        return self.flat[1::FIELDS] or [request.payload for request in self._made]
+
+    def clear(self) -> None:
+        """Drop them all, and what they hold."""
+        self.flat, self._made = [], ()
+
+    def _objects(self) -> tuple[PlainRequest, ...]:
+        if flat := self.flat:
+            self._made = made_of(flat, self.key, self.state)
+            self.flat = []
+        return self._made
+
+
+def made_of(flat: list[Any], key: BatchKey, state: State = QUEUED) -> tuple[PlainRequest, ...]:
+    """Return objects for plain requests."""
+    fields = zip(flat[0::FIELDS], flat[1::FIELDS], flat[2::FIELDS], strict=True)
+    return tuple([PlainRequest(key, state, *own) for own in fields])
 
 
 def change(request: Request, what: Change) -> None:
@@ -111,6 +210,13 @@ def complete(requests: Sequence[Request]) -> tuple[int, int]:
 
     :returns: how many of its requests are answered, and the sum of their arrival times in ns.
     """
+    if type(requests) is PlainRequests and (flat := requests.flat):
+        arrivals = flat[2::FIELDS]
+        for future in flat[0::FIELDS]:
+            if future.done():
+                arrivals = _arrivals_of_waiting(flat)
+                break
+        return len(arrivals), sum(arrivals)
     answered, arrived_ns = len(requests), 0
     for request in requests:
         if request.state is IN_FLIGHT:
@@ -120,6 +226,25 @@ def complete(requests: Sequence[Request]) -> tuple[int, int]:
             change(request, Change.COMPLETE)
             answered -= 1
     return answered, arrived_ns
+
+
+def waiting_in(requests: Sequence[Request]) -> int:
+    """Return how many requests in flight have callers who still wait. Any thread may ask."""
+    if type(requests) is PlainRequests and (flat := requests.flat):
+        return len(_arrivals_of_waiting(flat))
+    return sum([request.state is IN_FLIGHT for request in requests])
+
+
+def _arrivals_of_waiting(flat: list[Any]) -> list[int]:
+    both = zip(flat[0::FIELDS], flat[2::FIELDS], strict=True)
+    return [arrival_ns for future, arrival_ns in both if not future.done()]
+
+
+def holds(requests: Sequence[Request], future: Any) -> bool:
+    """Return whether the request with this future is among them."""
+    if type(requests) is PlainRequests and requests.flat:
+        return future in requests.flat[0::FIELDS]
+    return any(request.future is future for request in requests)
 
 
 def awaited(requests: Sequence[Request]) -> tuple[Request, ...]:

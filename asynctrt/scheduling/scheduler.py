@@ -10,7 +10,7 @@ is it? May that batch still grow? Which rows does it take, and with how many is 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 from asynctrt.errors import AsynctrtError, InternalError
 from asynctrt.scheduling.batch import Batch, Flight, Reason, RejectedBatch
@@ -47,6 +47,7 @@ from asynctrt.scheduling.request import (
     change,
     change_all,
     complete,
+    waiting_in,
 )
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import Share
@@ -182,13 +183,12 @@ class Scheduler:
     @property
     def queued_rows(self) -> int:
         """Return the rows that wait, over all buckets."""
-        return self.queue.rows + len(self.queue.open.requests)
+        return self.queue.rows + len(self.queue.open)
 
     @property
     def has_to_launch(self) -> bool:
         """Return whether any request waits to be launched, for the first time or again."""
-        # The open batch is behind a queued request, so `rows` shows whether anything waits.
-        return self.queue.rows > 0 or bool(self.again.parts)
+        return self.queue.rows > 0 or self.queue.open.key is not None or bool(self.again.parts)
 
     @property
     def is_idle(self) -> bool:
@@ -227,7 +227,7 @@ class Scheduler:
         # Masked requests have been counted as cancelled or failed.
         again = [requests for _, requests in tuple(self.again.parts)]
         under_way = [*again, *(batch.requests for batch in tuple(self._in_flight.values()))]
-        waiting = sum(request.state is IN_FLIGHT for requests in under_way for request in requests)
+        waiting = sum(map(waiting_in, under_way))
         return Snapshot(
             Counters(**values),
             submitted=counters.ended + queued + waiting,
@@ -264,6 +264,14 @@ class Scheduler:
         if self._mask(request):
             self._counters.cancelled += 1
         return False
+
+    def left(self, future: Any) -> bool:
+        """Cancel a plain request, whose future has been cancelled. Return whether it was queued."""
+        request = self.queue.object_of(future)
+        if request is not None:
+            self.queue.leave(request, Change.CANCEL)
+        self._counters.cancelled += 1
+        return request is not None
 
     def fail_one(self, request: Request) -> None:
         """Fail one request of a batch in flight; the others go on."""
@@ -307,7 +315,7 @@ class Scheduler:
     def _form(
         self,
         bucket: BucketQueue,
-        chosen: tuple[Request, ...],
+        chosen: Sequence[Request],
         rows: int,
         rows_min: int,
         reason: Reason,
@@ -321,8 +329,9 @@ class Scheduler:
         key, joined = bucket.key, NONE_JOINED
         if queue.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
             key, joined = self._join(bucket)
-            chosen += tuple(chain.from_iterable(others for _, others, _ in joined))
-            rows += sum(more for *_, more in joined)
+            if joined:
+                chosen = (*chosen, *chain.from_iterable(others for _, others, _ in joined))
+                rows += sum(more for *_, more in joined)
         error: Exception | None = None
         after = IN_FLIGHT
         try:
@@ -338,7 +347,7 @@ class Scheduler:
         queue.buckets.launched(bucket)
         queue.rows -= rows
         if error is not None:
-            self._counters.failed += len(chosen)
+            self._counters.failed += sum([not request.has_left for request in chosen])
             return RejectedBatch(chosen, error)
         self.again.was_part = False
         if reason is Reason.AGED:
@@ -375,7 +384,7 @@ class Scheduler:
     def _launch(
         self,
         key: BatchKey,
-        chosen: tuple[Request, ...],
+        chosen: Sequence[Request],
         rows: int,
         rows_run: int,
         profile: int | None,
@@ -435,12 +444,13 @@ class Scheduler:
         compute; ``None`` if there is none."""
         return None if self._growth.bucket is None else self._growth.bucket.key
 
-    def early(self) -> tuple[tuple[Request, ...], int] | None:
+    def early(self) -> tuple[Sequence[Request], int] | None:
         """Return the requests that the held-back batch would have now, and the context that it would run on;
         ``None`` if that is not known."""
         bucket = self._growth.bucket
         if bucket is None or not bucket.rows:
             return None
+        bucket.make_objects()  # Which rows were copied already is known by them.
         chosen = self._rows.preview(bucket, len(self._in_flight))
         profile = run = None
         if self._run_as.has_profiles:

@@ -195,12 +195,6 @@ class Dispatcher:
             self._loop.call_soon(self._flush, context=self._context)
         return request
 
-    def enter(
-        self, payload: Any, rows: int, key: BatchKey, future: "asyncio.Future[InferResult] | None" = None
-    ) -> Request:
-        """Accept rows that have no deadline, priority or choice of outputs, as :meth:`submit` does."""
-        return self.submit(payload, rows, key, 0, None, future)
-
     def cancel(self, request: Request) -> None:
         """Drop the request of a caller who has gone away."""
         if request.state is not QUEUED:

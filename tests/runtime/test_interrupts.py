@@ -29,7 +29,7 @@ from tests.helpers import until
 from tests.models import rows
 from tests.runtime.support import WAIT_S
 
-ENTRIES = ("_pump", "_look", "submit")
+ENTRIES = ("_pump", "_look", "submit", "enter")
 """Where the loop, or a caller, enters the driver."""
 
 

@@ -14,7 +14,7 @@ from asynctrt.scheduling.policies import Room, TakeRows, Turns
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
-from asynctrt.scheduling.request import NO_DEADLINE_NS, State
+from asynctrt.scheduling.request import FIELDS, NO_DEADLINE_NS, PlainRequest, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import DeviceShares, Share
@@ -39,15 +39,37 @@ def one_row_too_many(original, self, rows_max, *more):
     return original(self, rows_max + 1, *more)
 
 
-def an_open_batch_takes_what_is_urgent(original, self, request):
-    if request.key is not self.key or request.rows != 1 or len(self.requests) >= self.rows_max:
-        return False
-    self.requests.append(request)
-    return True
+def an_open_batch_takes_any_key(original, self, key, future, payload):
+    return original(self, self.key or key, future, payload)
 
 
-def an_open_batch_has_no_bound(original, self, bucket, rows_max):
-    original(self, bucket, 2 * rows_max + 1)
+def an_open_batch_has_no_bound(original, self, bucket, key, rows_max, now_ns):
+    original(self, bucket, key, 2 * rows_max + 1, now_ns)
+
+
+def an_open_batch_is_closed_once_too_often(original, self):
+    bucket, flat = self.open.bucket, self.open.flat
+    original(self)
+    if len(flat) > FIELDS:
+        bucket.extend(list(flat[:FIELDS]))
+        self.rows += 1
+
+
+def plain_requests_are_made_in_disorder(original, self, flat):
+    original(self, flat)
+    self._by_priority[-1].rotate(1)
+
+
+def a_plain_request_is_launched_again(original, self, chosen, rows, after=State.IN_FLIGHT):
+    kept = list(self.flat[-FIELDS:]) if len(self.flat) == FIELDS * rows else []
+    original(self, chosen, rows, after)
+    self.flat += kept
+    self.rows += bool(kept)
+
+
+def plain_requests_never_leave(original, self, future):
+    self._counters.cancelled += 1
+    return False
 
 
 def rows_counted_twice(original, self, request):
@@ -58,7 +80,7 @@ def rows_counted_twice(original, self, request):
 def a_request_in_two_batches(original, self, chosen, rows, after=State.IN_FLIGHT):
     kept = chosen[-1]
     original(self, chosen, rows, after)
-    if not self.requests:
+    if not self.requests and not isinstance(kept, PlainRequest):
         kept.state = State.QUEUED
         self._by_priority[-1 - kept.priority].append(kept)
 
@@ -205,7 +227,7 @@ def a_queue_without_a_bound(original, self, rows, requests):
 
 
 def a_queue_with_a_row_less(original, self, request):
-    if self.rows + len(self.open.requests) + request.rows == self.rows_max:
+    if self.rows + len(self.open) + request.rows == self.rows_max:
         raise QueueFullError("one row too soon")
     original(self, request)
 
@@ -426,8 +448,12 @@ PLANTED = [
     (BucketQueue, "choose", leave_the_head_behind),
     (BucketQueue, "choose", one_row_too_many),
     (Queue, "submit", rows_counted_twice),
-    (OpenBatch, "join", an_open_batch_takes_what_is_urgent),
+    (OpenBatch, "join", an_open_batch_takes_any_key),
     (OpenBatch, "begin", an_open_batch_has_no_bound),
+    (Queue, "close_open", an_open_batch_is_closed_once_too_often),
+    (BucketQueue, "_append_made", plain_requests_are_made_in_disorder),
+    (BucketQueue, "take", a_plain_request_is_launched_again),
+    (Scheduler, "left", plain_requests_never_leave),
     (BucketQueue, "take", a_request_in_two_batches),
     (BucketQueue, "discard", a_tombstone_is_launched),
     (BucketQueue, "oldest_arrival_ns", the_delay_begins_anew_with_each),

@@ -20,6 +20,7 @@ class Flight:
         "copied_in_ns",
         "copy_in_ns",
         "copy_out_ns",
+        "decided",
         "error",
         "group",
         "hangs",
@@ -30,8 +31,16 @@ class Flight:
         "waits",
     )
 
-    def __init__(self, batch: Batch, landed: Callable[["Flight"], None], group: int = 0) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        landed: Callable[["Flight"], None],
+        group: int = 0,
+        decided: Batch | None = None,
+    ) -> None:
         self.batch = batch
+        self.decided = batch if decided is None else decided
+        """The same batch as the scheduler knows it."""
         self.group = group
         """Whose it is, of several engines on the device."""
         self.landed = landed

@@ -1,6 +1,6 @@
 """What drives a scheduler in a simulated world: the driver's part, without rows, memory or an event loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from asynctrt.errors import (
@@ -11,7 +11,14 @@ from asynctrt.errors import (
 )
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
+from asynctrt.scheduling.request import (
+    FIELDS,
+    NO_DEADLINE_NS,
+    PlainRequest,
+    PlainRequests,
+    Request,
+    State,
+)
 from asynctrt.scheduling.scheduler import Scheduler
 from tests.simulation.arrivals import Arrival
 from tests.simulation.device import Flight, VirtualDevice
@@ -71,6 +78,45 @@ class Observer(Protocol):
         """See that everything was launched that is to be launched now."""
 
 
+class PlainCaller(Request):
+    """A plain request as observers see it. It is also its own future, as no object is made of most."""
+
+    def __init__(self, key: BatchKey, now_ns: int) -> None:
+        self.made: PlainRequest | None = None
+        """The object that the scheduler made of it."""
+        self.is_done = False
+        super().__init__(1, key, 0, now_ns)
+
+    def done(self) -> bool:
+        """Return whether it was answered or cancelled."""
+        return self.is_done
+
+    @property
+    def state(self) -> State:
+        """Its state, as the scheduler has it."""
+        return self._state if self.made is None else self.made.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+
+
+def callers_of(requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Return what observers know of requests that the scheduler returned."""
+    if type(requests) is PlainRequests and requests.flat:
+        callers = tuple(requests.flat[0::FIELDS])
+        for caller in callers:
+            if not caller.is_done:
+                caller.state = requests.state
+        return callers
+    found = []
+    for request in requests:
+        if isinstance(request, PlainRequest):
+            request.future.made = request
+        found.append(request.future if isinstance(request, PlainRequest) else request)
+    return tuple(found)
+
+
 class VirtualEngine:
     """Asks the scheduler what the driver asks, in the same order, and does what it says on a virtual device.
 
@@ -122,21 +168,22 @@ class VirtualEngine:
         timeline = self._timeline
         now_ns = timeline.now_ns + self.offset_ns
         timeout_ns = arrival.timeout_ns
-        request = Request(
-            arrival.rows,
-            self._keys.setdefault(arrival.key, arrival.key),
-            arrival.priority,
-            now_ns,
-            NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns,
-        )
+        key = self._keys.setdefault(arrival.key, arrival.key)
+        queue = self.scheduler.queue
         self.events += 1
         try:
-            if not self.scheduler.queue.open.join(request):
-                self.scheduler.queue.submit(request)
+            if arrival.rows == 1 and not arrival.priority and timeout_ns is None:
+                request: Request = PlainCaller(key, now_ns)
+                if not queue.open.join(key, request, None):
+                    queue.enter(key, request, None, now_ns)
+            else:
+                deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
+                request = Request(arrival.rows, key, arrival.priority, now_ns, deadline_ns)
+                queue.submit(request)
         except AsynctrtError as error:
             self.observer.refused(request, error)
             return None
-        if displaced := list(self.scheduler.queue.take_displaced()):
+        if displaced := list(callers_of(queue.take_displaced())):
             self.events += len(displaced)
             self.observer.displaced(displaced, request)
         self.observer.submitted(request)
@@ -151,7 +198,16 @@ class VirtualEngine:
         """Let the caller of a request go away."""
         if self._timeline.is_late(self.cancel, request):
             return
-        was_queued = self.scheduler.cancel(request)
+        if not isinstance(request, PlainCaller):
+            was_queued = self.scheduler.cancel(request)
+        elif request.state in (State.QUEUED, State.IN_FLIGHT):
+            is_queued = request.state is State.QUEUED
+            request.is_done = True
+            was_queued = self.scheduler.left(request)
+            if request.made is None:
+                request.state = State.CANCELLED if is_queued else State.MASKED
+        else:
+            was_queued = False
         self.events += 1
         self.observer.cancelled(request, was_queued=was_queued)
 
@@ -166,7 +222,7 @@ class VirtualEngine:
         if self.lost is not None:
             return
         self.lost = why
-        self.observer.closed(self.scheduler.close(why), why)
+        self.observer.closed(list(callers_of(self.scheduler.close(why))), why)
         for flight in tuple(self.flights.values()):
             self._fail(flight, quarantine=True)
 
@@ -184,15 +240,15 @@ class VirtualEngine:
         scheduler = self.scheduler
         now_ns = timeline.now_ns + self.offset_ns
         if due := scheduler.queue.expire(now_ns, self._pumped_ns):
-            self._expire(due, now_ns, self._pumped_ns)
+            self._expire(list(callers_of(due)), now_ns, self._pumped_ns)
         self._pumped_ns = now_ns
         while (decided := scheduler.next_batch(now_ns)) is not None:
             if isinstance(decided, Batch):
                 self._start(decided, now_ns)
             else:
-                self.observer.rejected(decided)
+                self.observer.rejected(decided._replace(requests=callers_of(decided.requests)))
         if scheduler.queue.has_to_expire and (due := scheduler.queue.expire(now_ns)):
-            self._expire(due, now_ns, NO_DEADLINE_NS)
+            self._expire(list(callers_of(due)), now_ns, NO_DEADLINE_NS)
         self.observer.pumped(now_ns)
         wakeup_ns = scheduler.next_wakeup()
         if wakeup_ns is not None and wakeup_ns < self._alarm_ns:
@@ -210,10 +266,11 @@ class VirtualEngine:
         self.events += len(due)
         self.observer.expired(due, now_ns, arrived_by_ns)
 
-    def _start(self, batch: Batch, now_ns: int) -> None:
+    def _start(self, decided: Batch, now_ns: int) -> None:
         self.events += 1
+        batch = decided._replace(requests=callers_of(decided.requests))
         self.observer.launched(batch, now_ns)
-        flight = Flight(batch, self._landed, self._group)
+        flight = Flight(batch, self._landed, self._group, decided)
         self.flights[batch.number] = flight
         kind, much = self._faults.get(batch.number, ("", 1.0)) if self._faults else ("", 1.0)
         if kind == "memory":
@@ -224,14 +281,15 @@ class VirtualEngine:
             self.on_lost(DeviceLostError("the device was lost"))
             return
         if kind == "row":
-            refused = batch.requests[int(much) % len(batch.requests)]
-            self.scheduler.fail_one(refused)
-            self.observer.row_refused(refused)
+            number = int(much) % len(batch.requests)
+            self.scheduler.fail_one(decided.requests[number])
+            callers_of(decided.requests)
+            self.observer.row_refused(batch.requests[number])
         elif kind == "refused":
             flight.error = ExecutionError("the model raised")
         flight.hangs = kind == "hang"
         self.device.start(flight, much if kind == "slow" else 1.0)
-        self.observer.expected(batch, self.scheduler.started(batch, now_ns))
+        self.observer.expected(batch, self.scheduler.started(decided, now_ns))
         if self._batch_timeout_ns is not None:
             self._timeline.at(self._timeline.now_ns + self._batch_timeout_ns, self._hung, flight)
 
@@ -242,9 +300,11 @@ class VirtualEngine:
         if self._timeline.is_late(self._landed, flight):
             return
         now_ns = self._timeline.now_ns + self.offset_ns
-        scheduler.ran(batch, now_ns, flight.compute_ns)
+        decided = flight.decided
+        scheduler.ran(decided, now_ns, flight.compute_ns)
         if flight.error is not None:
-            if scheduler.bisect(batch):
+            if scheduler.bisect(decided):
+                callers_of(decided.requests)
                 del self.flights[batch.number]
                 self.events += 1
                 self.observer.bisected(batch)
@@ -253,22 +313,33 @@ class VirtualEngine:
                 self._fail(flight)
             return
         if batch.is_timed and (flight.copy_in_ns or flight.copy_out_ns):
-            scheduler.observe_copies(batch, copy_in_ns=flight.copy_in_ns, copy_out_ns=flight.copy_out_ns)
+            scheduler.observe_copies(decided, copy_in_ns=flight.copy_in_ns, copy_out_ns=flight.copy_out_ns)
         if batch.is_timed and batch.lane is not None:
-            scheduler.observe_wait(batch, flight.started_ns - flight.copied_in_ns)
+            scheduler.observe_wait(decided, flight.started_ns - flight.copied_in_ns)
         if self._has_arenas or batch.lane is not None:
-            scheduler.landed(batch, now_ns)
+            scheduler.landed(decided, now_ns)
         del self.flights[batch.number]
-        scheduler.finished(batch, now_ns, flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns)
+        scheduler.finished(decided, now_ns, flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns)
+        self._deliver(decided)
         self.events += 1 + len(batch.requests)
         self.observer.answered(flight, now_ns)
         if not self._pump_is_due:
             self._pump(None)
 
+    @staticmethod
+    def _deliver(decided: Batch) -> None:
+        """Answer the plain requests of a batch."""
+        for caller in callers_of(decided.requests):
+            if isinstance(caller, PlainCaller):
+                if caller.made is None:
+                    caller.state = State.CANCELLED if caller.is_done else State.DONE
+                caller.is_done = True
+
     def _fail(self, flight: Flight, *, quarantine: bool = False) -> None:
         batch = flight.batch
         del self.flights[batch.number]
-        self.scheduler.failed(batch, quarantine=quarantine)
+        self.scheduler.failed(flight.decided, quarantine=quarantine)
+        callers_of(flight.decided.requests)
         self.events += 1 + len(batch.requests)
         self.observer.failed(batch, quarantine=quarantine)
         if not quarantine:
