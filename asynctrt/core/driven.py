@@ -121,6 +121,8 @@ class DrivenEngine(Engine):
                 except (asyncio.CancelledError, GeneratorExit):
                     plain.leave(future)
                     raise
+                finally:
+                    del future  # An exception in it holds this frame.
             queued = self._queue_unlimited(arrays, rows, key)
         else:
             queued = self._queue(arrays, rows, key, timeout, priority, outputs)

@@ -73,10 +73,13 @@ class ContextAllocator:
         :param run: the shape and the rows of the batch; ``None`` if no context has to change for it.
         :returns: the context and its arena.
         """
-        context = self._find(profile, run)
-        self._kept = None
-        group = context % self._groups
-        self._free[group].remove(context)
+        if profile is None and self._groups == 1 and self._kept is None:
+            context, group = self._free[0].pop(), 0
+        else:
+            context = self._find(profile, run)
+            self._kept = None
+            group = context % self._groups
+            self._free[group].remove(context)
         self.free -= 1
         if profile is not None:
             self._note(context, (profile, run))

@@ -147,7 +147,11 @@ class Queue:
             return
         opened.key = None
         # In this order, Ctrl-C may leave requests in both places, but loses none.
-        bucket.extend(flat)
+        if bucket.rows:
+            bucket.extend(flat)
+        else:  # The same for an empty bucket, without a call.
+            bucket.flat = flat
+            bucket.rows = len(flat) // FIELDS
         opened.flat = []
         opened.bucket = None
         self.rows += len(flat) // FIELDS

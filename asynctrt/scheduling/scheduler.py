@@ -394,9 +394,12 @@ class Scheduler:
         self._number = number = self._number + 1
         is_timed = self._times.wants_times(number, key.shape, rows_run)
         kept = self.room.sizes.profile(key, rows_run, profile)
-        # The time of a change is not that of a batch.
-        is_timed = is_timed and (kept is profile or self.room.contexts.has_free(kept))
-        context, arena = self.room.contexts.acquire(kept, self._run_of(key, rows_run))
+        if kept is None:
+            context, arena = self.room.contexts.acquire()
+        else:
+            # The time of a change is not that of a batch.
+            is_timed = is_timed and (kept is profile or self.room.contexts.has_free(kept))
+            context, arena = self.room.contexts.acquire(kept, self._run_of(key, rows_run))
         lane, count = None, 1
         if self._concurrency.has_lanes:
             count = self._concurrency.allowed(rows, self._run_as.limit(key.shape))

@@ -191,7 +191,7 @@ async def a_blocking_client():
 @asynccontextmanager
 async def a_server():
     async with serve_locally({"double": double_model()}) as server:
-        yield {"start": server.server.start, "stop": server.server.stop}
+        yield {"start": server.start, "stop": server.stop}
 
 
 KINDS = {
