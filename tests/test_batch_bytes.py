@@ -45,8 +45,8 @@ async def test_one_large_row_takes_no_memory_for_others(in_place, monkeypatch):
         async with asyncio.timeout(WAIT_S):
             result = await engine.infer(large)
         np.testing.assert_array_equal(result["output"], 2 * large)
-        # 8 MiB come and 8 go, on either side; for 64 rows that would be 1 GiB. The other context has 1 MiB, and
-        # so much was too small here.
+        # 8 MiB come and 8 go, on either side; for 64 rows that would be 1 GiB. The other context has 1 MiB,
+        # and as much was too small here.
         sides = 1 if device.unified else 2
         assert 16 * MIB <= engine.statistics().memory_nbytes / sides <= 18 * MIB
 
