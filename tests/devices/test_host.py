@@ -80,17 +80,18 @@ def test_short_work_comes_to_run_in_place(bench):
     assert runs[-1]
 
 
-def test_short_work_of_a_thread_is_done_when_its_launch_returns(bench):
+def test_short_work_of_a_thread_is_done_when_its_launch_returns(bench, monkeypatch):
     """It needs the GIL, for which it would otherwise compete with the launching thread."""
+    monkeypatch.setattr("asynctrt.devices.host.threads.LEND_S", WAIT_S)  # However busy the machine is.
     stream, event = bench.stream, bench.device.create_event()
     threads, done = [], []
-    for _ in range(100):
+    for _ in range(20):
         stream.launch(lambda: threads.append(threading.get_ident()), label="work", run_on="thread")
         stream.record(event)
         done.append(event.query())
         assert event.synchronize(WAIT_S)
     assert threading.get_ident() not in threads
-    assert sum(done) >= 10, "on a busy machine the thread may come late, but not each time"
+    assert all(done[10:])
 
 
 def test_a_launch_does_not_wait_for_work_that_hangs_although_it_was_short(bench):
