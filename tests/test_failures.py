@@ -256,6 +256,21 @@ class TestEngine:
             del first
             await all_gone(watch)
 
+    async def test_what_is_cancelled_behind_others_in_the_queue(self, watch, rows, submits):
+        device = LatchDevice(concurrency=1)
+        async with asynctrt.open(model(), device=device, contexts=1, max_rows=4) as engine:
+            others = [asyncio.ensure_future(engine.infer(np.ones((1, WIDTH), np.float32)))]
+            await device.wait_held(1)
+            others.append(asyncio.ensure_future(engine.infer(np.ones((1, WIDTH), np.float32))))
+            await until(lambda: engine.statistics().queued_rows == 1)
+            call = asyncio.ensure_future(self.call(engine, watch.rows(rows), submits))
+            await until(lambda: engine.statistics().queued_rows == 1 + rows)
+            await cancelled(call)
+            del call
+            await all_gone(watch)
+            device.open()
+            await asyncio.gather(*others)
+
     @pytest.mark.parametrize("end", ["cancel", "close", "batch_timeout"])
     async def test_what_runs(self, watch, end, rows, submits):
         go = asyncio.Event()

@@ -227,9 +227,7 @@ class Driver:
     def cancel(self, request: Request) -> None:
         """Take the request of a caller who has gone away out of the queue, or mask it if it is in flight."""
         if self._scheduler.cancel(request):
-            # Its tombstone stays in the queue for a while, and must not keep the caller's arrays alive.
-            request.payload = request.future = None
-            self._tell_if_idle()
+            self._bury(request)
 
     def leave(self, future: asyncio.Future[InferResult]) -> None:
         """Do the same as :meth:`cancel` for what :meth:`enter` queued."""
@@ -237,8 +235,14 @@ class Driver:
             future.cancel()
         if not future.cancelled() or (self._to_deliver is not None and holds(self._to_deliver[0], future)):
             return  # It is answered, or counts as answered.
-        if self._scheduler.left(future):
-            self._tell_if_idle()
+        request = self._scheduler.left(future)
+        if request is not None:
+            self._bury(request)
+
+    def _bury(self, request: Request) -> None:
+        """Drop what a request holds that was cancelled in the queue: its tombstone stays there for a while."""
+        request.payload = request.future = None
+        self._tell_if_idle()
 
     async def wait_idle(self) -> None:
         """Return when nothing is queued and nothing is in flight."""

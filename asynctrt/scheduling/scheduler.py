@@ -265,13 +265,13 @@ class Scheduler:
             self._counters.cancelled += 1
         return False
 
-    def left(self, future: Any) -> bool:
-        """Cancel a plain request, whose future has been cancelled. Return whether it was queued."""
+    def left(self, future: Any) -> Request | None:
+        """Cancel a plain request, whose future has been cancelled. Return it if it was queued."""
         request = self.queue.object_of(future)
         if request is not None:
             self.queue.leave(request, Change.CANCEL)
         self._counters.cancelled += 1
-        return request is not None
+        return request
 
     def fail_one(self, request: Request) -> None:
         """Fail one request of a batch in flight; the others go on."""

@@ -203,7 +203,7 @@ class VirtualEngine:
         elif request.state in (State.QUEUED, State.IN_FLIGHT):
             is_queued = request.state is State.QUEUED
             request.is_done = True
-            was_queued = self.scheduler.left(request)
+            was_queued = self.scheduler.left(request) is not None
             if request.made is None:
                 request.state = State.CANCELLED if is_queued else State.MASKED
         else:
