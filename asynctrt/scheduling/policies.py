@@ -51,6 +51,11 @@ class AnySize:
         """
         return chosen, rows, 0
 
+    def usual(self, shape: Hashable, rows_run: int) -> int:
+        """Return how many rows the context that is free for a batch runs: the fewest that hold its rows, or
+        else the most; ``rows_run`` if any number will do."""
+        return rows_run
+
     def profile(self, key: BatchKey, rows_run: int, profile: int | None) -> Hashable:
         """Return what the context of a batch must have run before to run it without delay."""
         return profile
@@ -88,6 +93,11 @@ class KeptSizes(AnySize):
             chosen, rows = bucket.choose(max(size, 0 if head is None else head.rows), reason is Reason.AGED)
         return chosen, rows, size
 
+    def usual(self, shape: Hashable, rows_run: int) -> int:
+        if self._shapes.is_specialised(shape):
+            return rows_run
+        return _fitting(self._contexts.sizes(shape)[0] or [rows_run], rows_run)
+
     def profile(self, key: BatchKey, rows_run: int, profile: int | None) -> Hashable:
         return None if self._shapes.is_specialised(key.shape) else (key.shape, rows_run)
 
@@ -98,7 +108,7 @@ class KeptSizes(AnySize):
         if not free:
             return None if is_busy and self._waits(now_ns) else self._change(shape, wanted)
         self._since_ns = None
-        size = min((size for size in free if size >= rows), default=max(free))
+        size = _fitting(free, rows)
         lost_ns = self._lost_ns.get(shape, 0) + self._loss_ns(shape, rows, size, wanted)
         if size != wanted and lost_ns >= self._change_ns:
             return self._change(shape, wanted)
@@ -131,6 +141,11 @@ class KeptSizes(AnySize):
         if self._times.compute.has_seen(shape, wanted):
             would_ns = self._times.compute.typical(shape, wanted) or 0
         return max(took_ns - would_ns * min(rows, size) // rows, 0)
+
+
+def _fitting(sizes: Sequence[int], rows: int) -> int:
+    """Return the smallest of these sizes that holds some rows, or else the largest."""
+    return min((size for size in sizes if size >= rows), default=max(sizes))
 
 
 class Room:

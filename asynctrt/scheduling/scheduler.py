@@ -336,8 +336,9 @@ class Scheduler:
         after = IN_FLIGHT
         try:
             rows_run, profile = self._run_as.find(key, rows)
-            if not joined:
-                rows_run = max(rows_run, rows_min)
+            if joined:
+                rows_min = self.room.sizes.usual(key.shape, rows_run)
+            rows_run = max(rows_run, rows_min)
             self.taken = chosen
         except Exception as raised:
             error, after = raised, State.FAILED
@@ -378,6 +379,7 @@ class Scheduler:
         except Exception as error:
             self.queue.fail(chosen)
             return RejectedBatch(chosen, error)
+        rows_run = max(rows_run, self.room.sizes.usual(key.shape, rows_run))
         self.again.was_part = True
         return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
 
@@ -455,14 +457,12 @@ class Scheduler:
             return None
         bucket.make_objects()  # Which rows were copied already is known by them.
         chosen = self._rows.preview(bucket, len(self._in_flight))
-        profile = run = None
-        if self._run_as.has_profiles:
-            rows = sum(request.rows for request in chosen)
-            rows_run, profile = self._run_as.expected(bucket.key, rows)
-            if profile is None:
-                return None
-            run = self._run_of(bucket.key, rows_run)
-        context = self.room.contexts.keep(profile, run)
+        key, sizes = bucket.key, self.room.sizes
+        rows_run, profile = self._run_as.expected(key, sum(request.rows for request in chosen))
+        if profile is None and self._run_as.has_profiles:
+            return None
+        rows_run = sizes.usual(key.shape, rows_run)
+        context = self.room.contexts.keep(sizes.profile(key, rows_run, profile), self._run_of(key, rows_run))
         return None if context is None else (chosen, context)
 
     def _run_of(self, key: BatchKey, rows_run: int) -> Hashable:

@@ -94,6 +94,21 @@ class TestJustInTime:
         assert (first.lane, batch.lane) == (0, 0)
         assert plan.next_wakeup() is None
 
+    def test_rows_are_copied_early_to_the_context_that_keeps_the_size_of_their_batch(self):
+        plan, now_ns = pipelined(change_ns=100 * MS)
+        contexts = {}
+        for shape in ("b", "c", "c", "d"):
+            submit(plan, shape=shape, now_ns=now_ns)
+            batch = plan.next_batch(now_ns)
+            contexts[shape] = batch.context
+            now_ns = run(plan, batch, now_ns)
+        submit(plan, shape="c", now_ns=now_ns)
+        plan.started(plan.next_batch(now_ns), now_ns + STAGING_NS)
+        submit(plan, now_ns=now_ns)
+        assert plan.next_batch(now_ns) is None
+        assert plan.early()[1] == contexts["b"]
+        assert plan.next_batch(plan.next_wakeup()).context == contexts["b"]
+
     @pytest.mark.parametrize("late", [0.0, 0.05, 0.3])
     def test_how_early_depends_on_how_many_are_late(self, late):
         plan, now_ns = pipelined()

@@ -3,6 +3,8 @@
 import pytest
 
 from asynctrt.scheduling.batch import Reason
+from asynctrt.scheduling.batch_times import TIMES_MIN
+from asynctrt.scheduling.company import MixedSizes
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policies import TakeRows
 from asynctrt.scheduling.shapes import Shapes
@@ -133,6 +135,25 @@ class TestKeptSizes:
         submit(plan, rows=3)
         assert self.run(plan) == (3, 4)
         assert self.run(plan) == (3, 4)
+
+    def test_rows_that_join_or_are_tried_again_are_padded_to_a_size_that_a_context_has(self):
+        plan = self.plan(
+            company=MixedSizes(
+                {("b",): 1, ("c",): 2}.__getitem__,
+                lambda holder, shape: holder in (("c",), shape),
+                [(units, 1000 + 10 * units) for units in (1, 100) for _ in range(TIMES_MIN)],
+            )
+        )
+        assert self.run(plan, 8, shape="c") == (8, 8)
+        assert self.run(plan, 8, shape="b") == (8, 8)
+        for _ in range(3):
+            submit(plan, shape="b")
+            assert self.run(plan, 1, shape="c") == (2, 8)
+        submit(plan, shape="c")
+        submit(plan, shape="c")
+        plan.bisect(plan.next_batch(0))
+        assert [self.run(plan) for _ in range(2)] == [(1, 8)] * 2
+        assert self.run(plan, 1, shape="b") == (1, 8)
 
     def test_a_shape_with_contexts_of_its_own_runs_in_its_sizes(self):
         plan = self.plan()
