@@ -59,6 +59,15 @@ class TestOneBucket:
         assert (a.state, b.state) == (State.IN_FLIGHT, State.QUEUED)
         assert (queue.requests, queue.rows) == (1, 1)
 
+    def test_taking_some_of_many_plain_requests_does_not_copy_the_others(self):
+        queue = queue_of()
+        queue.extend([field for number in range(5) for field in (number, "payload", 0)])
+        waiting = queue.flat
+        chosen, rows = queue.choose(2)
+        queue.take(chosen, rows)
+        assert (chosen.flat[::3], queue.flat[::3], queue.rows) == ([0, 1], [2, 3, 4], 3)
+        assert queue.flat is waiting
+
     def test_what_was_chosen_may_leave_in_another_way(self):
         a, b = request(), request(2)
         queue = queue_of(a, b)
