@@ -168,16 +168,21 @@ class Forecast:
             if self._policy.answers_in_time:
                 self.trial = (request,)
             return
-        predicted_ns = wait_ns + takes_ns
+        raise self._unreachable(request, bucket, rows_ahead, wait_ns + takes_ns)
+
+    def _unreachable(
+        self, request: Request, bucket: BucketQueue, rows_ahead: int, predicted_ns: int
+    ) -> DeadlineUnreachableError:
+        """Return the error for a request that would be too late."""
         what = "answered" if self._policy.answers_in_time else "launched"
         error = DeadlineUnreachableError(
             f"going by earlier batches, the request would be {what} in {predicted_ns / 1e6:.3f} ms at the "
-            f"earliest, but its timeout is {(request.deadline_ns - now_ns) / 1e6:.3f} ms: {rows_ahead} "
-            f"rows go first, {bucket.rows_max} in a batch, and {len(self._in_flight)} batches are in flight. "
-            "Retry later, allow more time, or send less"
+            f"earliest, but its timeout is {(request.deadline_ns - request.arrival_ns) / 1e6:.3f} ms: "
+            f"{rows_ahead} rows go first, {bucket.rows_max} in a batch, and {len(self._in_flight)} batches "
+            "are in flight. Retry later, allow more time, or send less"
         )
         error.predicted_s = predicted_ns / 1e9
-        raise error
+        return error
 
     def begins_ns(self, bucket: BucketQueue, rows: int, now_ns: int) -> int:
         """Return the time by which a batch that is launched now usually begins to compute."""

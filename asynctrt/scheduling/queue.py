@@ -247,6 +247,8 @@ class Queue:
             over = self.rows + rows - self.rows_max
             displaced = self.buckets.least_urgent(requests[0].priority, over)
         if not displaced:
+            if requests[-1] in self._forecast.trial:
+                self._forecast.trial = ()
             self._refuse(rows, len(requests))
         self._bucket_of(requests[0].key)  # If it raises, it does so before anything has changed.
         for request in displaced:

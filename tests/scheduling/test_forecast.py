@@ -1,8 +1,12 @@
 """What is refused because it would be too late, what goes first, and that nothing starves."""
 
+import gc
+import weakref
+from contextlib import suppress
+
 import pytest
 
-from asynctrt.errors import DeadlineError, DeadlineUnreachableError, EngineClosedError
+from asynctrt.errors import DeadlineError, DeadlineUnreachableError, EngineClosedError, QueueFullError
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.batch_times import SURE_SAMPLES
 from asynctrt.scheduling.forecast import PROBE_NS_MIN
@@ -65,6 +69,30 @@ class TestRefusals:
         for _ in range(10):
             submit(plan, 4, deadline_ns=1)
         assert counters(plan).refused_late == 0
+
+    @pytest.mark.parametrize("how", ["late", "late but tried", "late but tried, and there is no room"])
+    def test_what_is_refused_is_not_kept(self, how):
+        class Rows:
+            pass
+
+        plan = measured(queue_rows_max=8, answers_in_time=True)
+        submit(plan, 4)
+        launched(plan, 0)
+        submit(plan, 4 if how == "late but tried" else 8)
+        if how != "late":
+            plan.queue._forecast._probe_ns = 0
+        payload = Rows()
+        kept = weakref.ref(payload)
+        gc.disable()
+        try:
+            with suppress(DeadlineUnreachableError, QueueFullError):
+                submit(plan, deadline_ns=MS, payload=payload)
+            for request in plan.close(EngineClosedError("closed")):
+                request.payload = None
+            del payload, request
+            assert kept() is None
+        finally:
+            gc.enable()
 
     def test_what_would_not_be_launched_in_time_is_refused_at_once_with_the_prediction(self):
         plan = measured()
