@@ -298,6 +298,14 @@ def test_memory_grows_with_the_shapes_and_the_last_one_stays(tmp_path):
     made.close(WAIT_S)
 
 
+def test_ordinary_memory_that_became_too_small_is_freed(tmp_path):
+    made = sequence_pool(tmp_path)
+    for length in range(10, 1000, 10):
+        source_of(made, length)
+    assert made.nbytes == made.contexts[0].slab_nbytes == made.layout((("length", length),)).nbytes
+    made.close(WAIT_S)
+
+
 class TestPinnedMemory:
     """To allocate and free it waits for the batches on the device, so it is done seldom."""
 
