@@ -135,7 +135,7 @@ class PooledContext:
         self._buffers: StagingBuffers | None = None
         self._grown: StagingBuffers | None = None
         # Pinned memory that became too small, kept because freeing it holds up all other calls of CUDA (13 ms
-        # for 90 MB on an H100). It usually doubles when it grows, so this is about as much as is used at most.
+        # for 90 MB on an H100). It usually doubles when it grows, so this is about as much as is used.
         self._outgrown: list[StagingBuffers] = []
         self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
         self._slot_bindings: OrderedDict[Slab, Binding] = OrderedDict()

@@ -240,7 +240,7 @@ class Driver:
             self._bury(request)
 
     def _bury(self, request: Request) -> None:
-        """Drop what a request holds that was cancelled in the queue: its tombstone stays there for a while."""
+        """Drop what a request holds that was cancelled in the queue: its tombstone stays for a while."""
         request.payload = request.future = None
         self._tell_if_idle()
 
