@@ -71,20 +71,28 @@ def connections(port: int) -> dict[End, int]:
     return found
 
 
-def surplus(ends: Iterable[End], known: AbstractSet[End], connections_max: int) -> list[End]:
+def surplus(
+    ends: Iterable[End], known: AbstractSet[End], busy: AbstractSet[End], connections_max: int
+) -> list[End]:
     """Return the connections to close so that ``connections_max`` are left.
 
-    First those without a request yet, then others; of either, each time one of the client with the most.
+    First those without a request yet, then idle ones, then busy ones; of each, each time one of the client
+    with the most.
 
     :param ends: the connections that may be closed.
     :param known: the ends of connections on which there was a request.
+    :param busy: the ends of connections with requests in progress.
     """
+
+    def rank(end: End) -> int:
+        return 0 if end in busy else 1 if end in known else 2
+
     held: Counter[bytes] = Counter()
     ranked = []
-    for end in sorted(ends, key=lambda end: end not in known):
+    for end in sorted(ends, key=rank):
         client = end[2 : 2 + NETWORK_NBYTES]
         held[client] += 1
-        ranked.append((end not in known, held[client], end))
+        ranked.append((rank(end), held[client], end))
     ranked.sort(key=lambda one: one[:2], reverse=True)
     return [end for _, _, end in ranked[: max(0, len(ranked) - connections_max)]]
 
@@ -119,7 +127,7 @@ class GrpcConnections:
     def look(self, busy: Iterable[str]) -> None:
         """Close connections beyond the limit, in a thread, if there may be any.
 
-        :param busy: peers with requests in progress, which keep their connections.
+        :param busy: peers with requests in progress, whose connections are the last to go.
         """
         is_over = self._looking is None or self._looking.done()
         # All open files: counting only this port's connections would take a hundred times longer.
@@ -134,11 +142,11 @@ class GrpcConnections:
     def _close_surplus(self, known: set[str], busy: set[str]) -> set[str]:
         """Close connections beyond the limit, and return known peers whose connections have ended."""
         found = connections(self.port)
-        closable = self._seen.intersection(found).difference(map(end_of, busy))
+        closable = self._seen.intersection(found)
         self._seen = set(found)
         known_ends = {end_of(peer): peer for peer in known}
         room = self._connections_max - (len(found) - len(closable))
-        for end in surplus(closable, known_ends.keys(), max(0, room)):
+        for end in surplus(closable, known_ends.keys(), set(map(end_of, busy)), max(0, room)):
             _shut_down(end, found[end])
         return known - {known_ends[end] for end in found.keys() & known_ends.keys()}
 
@@ -152,8 +160,16 @@ class GrpcConnections:
 
 def _shut_down(end: End, descriptor: int) -> None:
     """Close a connection, unless gRPC has closed it, and its descriptor is another file by now."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-        host, port = one.getpeername()[:2]
-        family = "ipv4" if one.family == socket.AF_INET else "ipv6"
-        if end_of(f"{family}:{host}:{port}") == end:
-            one.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        copy = os.dup(descriptor)
+        try:
+            one = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            return
+        with one:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                host, port = one.getpeername()[:2]
+                family = "ipv4" if one.family == socket.AF_INET else "ipv6"
+                if end_of(f"{family}:{host}:{port}") == end:
+                    one.shutdown(socket.SHUT_RDWR)
