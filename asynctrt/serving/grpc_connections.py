@@ -3,12 +3,12 @@
 import asyncio
 import ctypes
 import os
+import resource
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from functools import partial
 from typing import Final
 from urllib.parse import unquote
@@ -41,9 +41,40 @@ def end_of(peer: str) -> End:
     return int(port).to_bytes(2) + packed.removeprefix(MAPPED)
 
 
-def descriptors() -> list[int]:
+def descriptors() -> Collection[int]:
     """Return the open files of this process."""
-    return [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  (paths would take longer)
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  (paths would take longer)
+    except OSError:
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # None is left to read the list with.
+
+
+class _Sockets:
+    """The system's functions for sockets, which need no object and no further descriptor for each."""
+
+    def __init__(self) -> None:
+        # Python's sockets would take ten times longer, during which the event loop waits for the GIL.
+        self._library = ctypes.PyDLL(None)
+        self._room, self._nbytes = ctypes.create_string_buffer(SOCKADDR_NBYTES), ctypes.c_uint32()
+
+    def end(self, descriptor: int, *, own: bool = False) -> End:
+        """Return the other end of a connection, or its own; empty if it is another file."""
+        ask = self._library.getsockname if own else self._library.getpeername
+        self._nbytes.value = SOCKADDR_NBYTES
+        if ask(descriptor, self._room, ctypes.byref(self._nbytes)):
+            return b""
+        found = self._room.raw
+        match int.from_bytes(found[:2], sys.byteorder):
+            case socket.AF_INET:
+                return found[2:8]
+            case socket.AF_INET6:
+                return found[2:4] + found[8:24].removeprefix(MAPPED)
+        return b""
+
+    def shut_down(self, end: End, descriptor: int) -> None:
+        """Close a connection, unless gRPC has closed it, and its descriptor is another file by now."""
+        if self.end(descriptor) == end:
+            self._library.shutdown(descriptor, socket.SHUT_RDWR)
 
 
 def connections(port: int) -> dict[End, int]:
@@ -51,23 +82,10 @@ def connections(port: int) -> dict[End, int]:
 
     The descriptors belong to gRPC, which may have closed them by now.
     """
-    # Python's sockets would take ten times longer, during which the event loop waits for the GIL.
-    library = ctypes.PyDLL(None)
-    room, nbytes = ctypes.create_string_buffer(SOCKADDR_NBYTES), ctypes.c_uint32()
-    wanted = port.to_bytes(2)
-    ipv4, ipv6 = (int(family).to_bytes(2, sys.byteorder) for family in (socket.AF_INET, socket.AF_INET6))
-
-    def ask(function: Callable[..., int], descriptor: int) -> bytes:
-        nbytes.value = SOCKADDR_NBYTES
-        return b"" if function(descriptor, room, ctypes.byref(nbytes)) else room.raw
-
-    found = {}
+    sockets, wanted, found = _Sockets(), port.to_bytes(2), {}
     for descriptor in descriptors():
-        own = ask(library.getsockname, descriptor)
-        is_ours = own[2:4] == wanted and own[:2] in (ipv4, ipv6)
-        if is_ours and (other := ask(library.getpeername, descriptor)):
-            address = other[4:8] if own[:2] == ipv4 else other[8:24].removeprefix(MAPPED)
-            found[other[2:4] + address] = descriptor
+        if sockets.end(descriptor, own=True)[:2] == wanted and (other := sockets.end(descriptor)):
+            found[other] = descriptor
     return found
 
 
@@ -141,13 +159,13 @@ class GrpcConnections:
 
     def _close_surplus(self, known: set[str], busy: set[str]) -> set[str]:
         """Close connections beyond the limit, and return known peers whose connections have ended."""
-        found = connections(self.port)
+        sockets, found = _Sockets(), connections(self.port)
         closable = self._seen.intersection(found)
         self._seen = set(found)
         known_ends = {end_of(peer): peer for peer in known}
         room = self._connections_max - (len(found) - len(closable))
         for end in surplus(closable, known_ends.keys(), set(map(end_of, busy)), max(0, room)):
-            _shut_down(end, found[end])
+            sockets.shut_down(end, found[end])
         return known - {known_ends[end] for end in found.keys() & known_ends.keys()}
 
     def shut_down(self, peers: Collection[str]) -> None:
@@ -155,21 +173,4 @@ class GrpcConnections:
         found = connections(self.port) if peers else {}
         for end in map(end_of, peers):
             if end in found:
-                _shut_down(end, found[end])
-
-
-def _shut_down(end: End, descriptor: int) -> None:
-    """Close a connection, unless gRPC has closed it, and its descriptor is another file by now."""
-    with suppress(OSError):
-        copy = os.dup(descriptor)
-        try:
-            one = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            return
-        with one:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                host, port = one.getpeername()[:2]
-                family = "ipv4" if one.family == socket.AF_INET else "ipv6"
-                if end_of(f"{family}:{host}:{port}") == end:
-                    one.shutdown(socket.SHUT_RDWR)
+                _Sockets().shut_down(end, found[end])

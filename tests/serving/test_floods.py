@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import os
+import resource
 import socket
 import zlib
 from contextlib import asynccontextmanager
@@ -17,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from asynctrt.serving import grpc_server
 from asynctrt.serving.grpc_connections import (
     GrpcConnections,
-    _shut_down,
+    _Sockets,
     connections,
     descriptors,
     end_of,
@@ -281,10 +283,29 @@ class TestStrangers:
         with here, there, (tmp_path / "file").open("wb") as file:
             before = len(descriptors())
             for other in (file, here):
-                _shut_down(end_of("ipv4:127.0.0.1:1"), other.fileno())
+                _Sockets().shut_down(end_of("ipv4:127.0.0.1:1"), other.fileno())
             assert len(descriptors()) == before
             here.send(b"x")
             assert there.recv(1) == b"x"
+
+    async def test_without_a_free_descriptor_connections_are_closed_and_tokens_revoked(self):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        async with serving(grpc=True, max_connections=8, tokens=(TOKEN,)) as server:
+            host, port = server.grpc_target.rsplit(":", 1)
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(15)]
+            ends = [asyncio.create_task(reader.read()) for reader, _ in silent]
+            await until(lambda: len(connections(int(port))) + sum(end.done() for end in ends) >= 15)
+            with contextlib.ExitStack() as stack:
+                stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(descriptors()) + 10, hard))
+                with contextlib.suppress(OSError):
+                    while True:
+                        stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+                server.api.use_tokens(("other",))
+                await until(lambda: server._grpc._tokens_version == server.api.tokens_version)
+                await until(lambda: sum(end.done() for end in ends) >= 7)
+            for _, writer in silent:
+                writer.transport.abort()
 
     async def test_names_are_checked_at_the_port_for_metrics_too(self):
         async with serving(metrics_port=0, tokens=(TOKEN,), allow_hosts=("mine.example",)) as server:
