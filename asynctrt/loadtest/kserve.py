@@ -115,9 +115,10 @@ def _named(spec: TargetSpec, example: str, server: str, model: str, version: str
             f"the address names model {model!r}, and the option model {spec.model!r}: give only one of them"
         )
     if not model and not spec.model:
+        plain = ". For a server that does not speak KServe, give what to send: --body, or --method GET"
         raise OptionsError(
-            f"{without_password(spec.where)} names no model: write {example}, or add --model NAME. For a "
-            "server that does not speak KServe, give what to send: --body, or --method GET"
+            f"{without_password(spec.where)} names no model: write {example}, or add --model NAME"
+            + ("" if spec.scheme.startswith("grpc") else plain)
         )
     return Address(server, model or spec.model or "", version)
 

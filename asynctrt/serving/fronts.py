@@ -140,15 +140,15 @@ class Texts:
             self._asked.set_result(text)
 
     async def _tell(self, what: str) -> None:
-        text = await self.known[what]()
+        fds = []
         try:
-            fd = file_of(text)
-        except OSError as error:
-            logger.warning("no %s could be sent to another process: %s", what, error)
-            self._send(Told(), ())
-            return
-        self._send(Told(), [fd])
-        os.close(fd)
+            fds.append(file_of(await self.known[what]()))
+        except Exception:
+            # The other end waits for an answer, and asks nothing else before it.
+            logger.exception("no %s could be sent to another process", what)
+        self._send(Told(), fds)
+        for fd in fds:
+            os.close(fd)
 
     def close(self) -> None:
         """Answer a pending request with an empty text. Idempotent."""
@@ -163,8 +163,12 @@ def file_of(content: bytes) -> int:
     :raises OSError: if the system refuses it.
     """
     fd = os.memfd_create("asynctrt", os.MFD_CLOEXEC)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 

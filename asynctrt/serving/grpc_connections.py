@@ -3,12 +3,12 @@
 import asyncio
 import ctypes
 import os
+import resource
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from functools import partial
 from typing import Final
 from urllib.parse import unquote
@@ -41,9 +41,40 @@ def end_of(peer: str) -> End:
     return int(port).to_bytes(2) + packed.removeprefix(MAPPED)
 
 
-def descriptors() -> list[int]:
+def descriptors() -> Collection[int]:
     """Return the open files of this process."""
-    return [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  (paths would take longer)
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208  (paths would take longer)
+    except OSError:
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # None is left to read the list with.
+
+
+class _Sockets:
+    """The system's functions for sockets, which need no object and no further descriptor for each."""
+
+    def __init__(self) -> None:
+        # Python's sockets would take ten times longer, during which the event loop waits for the GIL.
+        self._library = ctypes.PyDLL(None)
+        self._room, self._nbytes = ctypes.create_string_buffer(SOCKADDR_NBYTES), ctypes.c_uint32()
+
+    def end(self, descriptor: int, *, own: bool = False) -> End:
+        """Return the other end of a connection, or its own; empty if it is another file."""
+        ask = self._library.getsockname if own else self._library.getpeername
+        self._nbytes.value = SOCKADDR_NBYTES
+        if ask(descriptor, self._room, ctypes.byref(self._nbytes)):
+            return b""
+        found = self._room.raw
+        match int.from_bytes(found[:2], sys.byteorder):
+            case socket.AF_INET:
+                return found[2:8]
+            case socket.AF_INET6:
+                return found[2:4] + found[8:24].removeprefix(MAPPED)
+        return b""
+
+    def shut_down(self, end: End, descriptor: int) -> None:
+        """Close a connection, unless gRPC has closed it, and its descriptor is another file by now."""
+        if self.end(descriptor) == end:
+            self._library.shutdown(descriptor, socket.SHUT_RDWR)
 
 
 def connections(port: int) -> dict[End, int]:
@@ -51,40 +82,35 @@ def connections(port: int) -> dict[End, int]:
 
     The descriptors belong to gRPC, which may have closed them by now.
     """
-    # Python's sockets would take ten times longer, during which the event loop waits for the GIL.
-    library = ctypes.PyDLL(None)
-    room, nbytes = ctypes.create_string_buffer(SOCKADDR_NBYTES), ctypes.c_uint32()
-    wanted = port.to_bytes(2)
-    ipv4, ipv6 = (int(family).to_bytes(2, sys.byteorder) for family in (socket.AF_INET, socket.AF_INET6))
-
-    def ask(function: Callable[..., int], descriptor: int) -> bytes:
-        nbytes.value = SOCKADDR_NBYTES
-        return b"" if function(descriptor, room, ctypes.byref(nbytes)) else room.raw
-
-    found = {}
+    sockets, wanted, found = _Sockets(), port.to_bytes(2), {}
     for descriptor in descriptors():
-        own = ask(library.getsockname, descriptor)
-        is_ours = own[2:4] == wanted and own[:2] in (ipv4, ipv6)
-        if is_ours and (other := ask(library.getpeername, descriptor)):
-            address = other[4:8] if own[:2] == ipv4 else other[8:24].removeprefix(MAPPED)
-            found[other[2:4] + address] = descriptor
+        if sockets.end(descriptor, own=True)[:2] == wanted and (other := sockets.end(descriptor)):
+            found[other] = descriptor
     return found
 
 
-def surplus(ends: Iterable[End], known: AbstractSet[End], connections_max: int) -> list[End]:
+def surplus(
+    ends: Iterable[End], known: AbstractSet[End], busy: AbstractSet[End], connections_max: int
+) -> list[End]:
     """Return the connections to close so that ``connections_max`` are left.
 
-    First those without a request yet, then others; of either, each time one of the client with the most.
+    First those without a request yet, then idle ones, then busy ones; of each, each time one of the client
+    with the most.
 
     :param ends: the connections that may be closed.
     :param known: the ends of connections on which there was a request.
+    :param busy: the ends of connections with requests in progress.
     """
+
+    def rank(end: End) -> int:
+        return 0 if end in busy else 1 if end in known else 2
+
     held: Counter[bytes] = Counter()
     ranked = []
-    for end in sorted(ends, key=lambda end: end not in known):
+    for end in sorted(ends, key=rank):
         client = end[2 : 2 + NETWORK_NBYTES]
         held[client] += 1
-        ranked.append((end not in known, held[client], end))
+        ranked.append((rank(end), held[client], end))
     ranked.sort(key=lambda one: one[:2], reverse=True)
     return [end for _, _, end in ranked[: max(0, len(ranked) - connections_max)]]
 
@@ -119,7 +145,7 @@ class GrpcConnections:
     def look(self, busy: Iterable[str]) -> None:
         """Close connections beyond the limit, in a thread, if there may be any.
 
-        :param busy: peers with requests in progress, which keep their connections.
+        :param busy: peers with requests in progress, whose connections are the last to go.
         """
         is_over = self._looking is None or self._looking.done()
         # All open files: counting only this port's connections would take a hundred times longer.
@@ -133,13 +159,13 @@ class GrpcConnections:
 
     def _close_surplus(self, known: set[str], busy: set[str]) -> set[str]:
         """Close connections beyond the limit, and return known peers whose connections have ended."""
-        found = connections(self.port)
-        closable = self._seen.intersection(found).difference(map(end_of, busy))
+        sockets, found = _Sockets(), connections(self.port)
+        closable = self._seen.intersection(found)
         self._seen = set(found)
         known_ends = {end_of(peer): peer for peer in known}
         room = self._connections_max - (len(found) - len(closable))
-        for end in surplus(closable, known_ends.keys(), max(0, room)):
-            _shut_down(end, found[end])
+        for end in surplus(closable, known_ends.keys(), set(map(end_of, busy)), max(0, room)):
+            sockets.shut_down(end, found[end])
         return known - {known_ends[end] for end in found.keys() & known_ends.keys()}
 
     def shut_down(self, peers: Collection[str]) -> None:
@@ -147,13 +173,4 @@ class GrpcConnections:
         found = connections(self.port) if peers else {}
         for end in map(end_of, peers):
             if end in found:
-                _shut_down(end, found[end])
-
-
-def _shut_down(end: End, descriptor: int) -> None:
-    """Close a connection, unless gRPC has closed it, and its descriptor is another file by now."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-        host, port = one.getpeername()[:2]
-        family = "ipv4" if one.family == socket.AF_INET else "ipv6"
-        if end_of(f"{family}:{host}:{port}") == end:
-            one.shutdown(socket.SHUT_RDWR)
+                _Sockets().shut_down(end, found[end])

@@ -83,7 +83,10 @@ class ClientThreads:
             # The turn and the thread are given back when the work has ended, whether anybody waits or not.
             job.add_done_callback(partial(_soon, loop, undo.pop_all().close))
         del work, hold, more
-        return await asyncio.wrap_future(job)
+        try:
+            return await asyncio.wrap_future(job)
+        finally:
+            del job  # It holds the error, whose traceback holds this frame and what was worked on.
 
     def close(self) -> None:
         """Accept no more work. The threads end after their current work. Idempotent."""

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import os
+import resource
 import socket
 import zlib
 from contextlib import asynccontextmanager
@@ -15,7 +17,14 @@ import tritonclient.grpc.service_pb2 as pb
 from websockets.exceptions import ConnectionClosed
 
 from asynctrt.serving import grpc_server
-from asynctrt.serving.grpc_connections import GrpcConnections, connections, end_of, surplus
+from asynctrt.serving.grpc_connections import (
+    GrpcConnections,
+    _Sockets,
+    connections,
+    descriptors,
+    end_of,
+    surplus,
+)
 from asynctrt.serving.grpc_server import HEALTH_SERVICE, SERVICE
 from asynctrt.serving.http import PIPELINE_MAX, SPARE
 from asynctrt.serving.http_reader import SLICE_NBYTES, RequestReader
@@ -31,6 +40,7 @@ from tests.serving.test_websocket import binary
 pytestmark = pytest.mark.anyio
 TOKEN = "good"
 GOOD = (("authorization", f"Bearer {TOKEN}"),)
+HEADERS = tuple((name.encode(), value.encode()) for name, value in GOOD)
 HEAD = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
 UPGRADE = {
     "Upgrade": "websocket",
@@ -211,6 +221,26 @@ class TestStrangers:
                     task.cancel()
                 await asyncio.wait([*holding, kept_state])
 
+    async def test_over_grpc_a_client_cannot_take_all_connections_with_open_calls(self):
+        async with serving(grpc=True, max_connections=8, tokens=(TOKEN,), request_timeout=600.0) as server:
+
+            async def hold():
+                async with by_hand(server) as raw:
+                    raw.send(frame(1, 4, 1, call("ModelStreamInfer", *HEADERS)))
+                    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                        await raw.until("no frame", None)
+
+            holding = [asyncio.create_task(hold()) for _ in range(16)]
+            await until(lambda: len(server._grpc._streams) >= 8)
+            await until(lambda: sum(task.done() for task in holding) >= 8)
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            async with grpc.aio.insecure_channel(server.grpc_target, options) as channel:
+                method = channel.unary_unary(f"/{SERVICE}/ServerMetadata")
+                await method(b"", metadata=GOOD, timeout=WAIT_S)
+            for task in holding:
+                task.cancel()
+            await asyncio.wait(holding)
+
     def test_which_connections_are_closed(self):
         big, small, one = (f"ipv4:10.0.0.{number}" for number in range(3))
         ends = [end_of(f"{big}:{port}") for port in (1, 2, 3)]
@@ -218,10 +248,13 @@ class TestStrangers:
         ends += [end_of(f"{one}:1")]
         known = {end_of(f"{host}:1") for host in (big, small, one)}
         order = [ends[2], ends[1], ends[4]]
-        assert surplus(ends, known, 6) == []
-        assert surplus(ends, known, 3) == order
-        assert surplus(ends, known, 0)[:3] == order
-        assert surplus(ends, set(ends), 5) == [ends[2]]
+        assert surplus(ends, known, set(), 6) == []
+        assert surplus(ends, known, set(), 3) == order
+        assert surplus(ends, known, set(), 0)[:3] == order
+        assert surplus(ends, set(ends), set(), 5) == [ends[2]]
+        busy = set(ends[:3])
+        assert set(surplus(ends, set(ends), busy, 3)) == set(ends[3:])
+        assert surplus(ends, set(ends), busy, 2)[-1] == ends[2]
 
     @pytest.mark.parametrize(
         ("listens", "host"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")]
@@ -243,6 +276,35 @@ class TestStrangers:
                 one.shut_down([peer])
                 client.settimeout(WAIT_S)
                 assert client.recv(1) == b""
+
+    def test_a_descriptor_that_is_another_file_by_now_is_left_alone(self, tmp_path):
+        here, there = socket.socketpair()
+        with here, there, (tmp_path / "file").open("wb") as file:
+            before = len(descriptors())
+            for other in (file, here):
+                _Sockets().shut_down(end_of("ipv4:127.0.0.1:1"), other.fileno())
+            assert len(descriptors()) == before
+            here.send(b"x")
+            assert there.recv(1) == b"x"
+
+    async def test_without_a_free_descriptor_connections_are_closed_and_tokens_revoked(self):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        async with serving(grpc=True, max_connections=8, tokens=(TOKEN,)) as server:
+            host, port = server.grpc_target.rsplit(":", 1)
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(15)]
+            ends = [asyncio.create_task(reader.read()) for reader, _ in silent]
+            await until(lambda: len(connections(int(port))) + sum(end.done() for end in ends) >= 15)
+            with contextlib.ExitStack() as stack:
+                stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(descriptors()) + 10, hard))
+                with contextlib.suppress(OSError):
+                    while True:
+                        stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+                server.api.use_tokens(("other",))
+                await until(lambda: server._grpc._tokens_version == server.api.tokens_version)
+                await until(lambda: sum(end.done() for end in ends) >= 7)
+            for _, writer in silent:
+                writer.transport.abort()
 
     async def test_names_are_checked_at_the_port_for_metrics_too(self):
         async with serving(metrics_port=0, tokens=(TOKEN,), allow_hosts=("mine.example",)) as server:

@@ -3,9 +3,11 @@
 import asyncio
 import os
 import re
+import resource
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +27,7 @@ import asynctrt
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.serving import command
 from asynctrt.serving.command import configure
-from asynctrt.serving.fronts import SOON_NS, Front
+from asynctrt.serving.fronts import SOON_NS, Front, Texts, content_of, file_of
 from asynctrt.serving.metrics import merged_answer
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.served import ServedModel, summed
@@ -309,6 +311,37 @@ def test_a_port_is_not_shared_with_another_server():
         other.listen()
         with pytest.raises(UsageError, match="Address already in use. Choose another http_port"):
             _reserve(stack, "127.0.0.1", other.getsockname()[1], "http_port")
+
+
+async def test_a_text_that_cannot_be_told_holds_up_no_other():
+    loop = asyncio.get_running_loop()
+    ends = []
+
+    def send_to(number):
+        return lambda message, fds: loop.call_soon(ends[number].hear, message, [os.dup(fd) for fd in fds])
+
+    async def told(text):
+        if not text:
+            raise RuntimeError("nothing to tell")
+        return text
+
+    ends += Texts(send_to(1)), Texts(send_to(0))
+    ends[1].known = {text.decode(): partial(told, text) for text in (b"", b"this")}
+    assert await ends[0].ask("", WAIT_S) == b""
+    assert await ends[0].ask("this", WAIT_S) == b"this"
+
+
+def test_a_file_in_memory_that_cannot_be_written_is_closed():
+    assert content_of([file_of(b"all of it")]) == b"all of it"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            file_of(bytes(11))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("settings", [{"model_control": True}, {"watch": 1.0}])

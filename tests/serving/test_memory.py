@@ -1,6 +1,7 @@
 """What a server holds for its clients has one limit: reading stops before it, and goes on after."""
 
 import asyncio
+import gc
 import gzip
 import itertools
 import json
@@ -615,6 +616,20 @@ class TestServer:
             latch.set()
         await until(lambda: not memory.nbytes)
         worker.close()
+
+    async def test_the_memory_of_what_a_thread_cannot_decode_is_free_at_once(self):
+        """Without waiting for the garbage collector."""
+        text = json.dumps({"inputs": [{"data": [1] * 50_000}]}).encode()
+        async with serving() as server, connected(server) as raw:
+            gc.disable()
+            try:
+                for packed in ({}, {"Content_Encoding": "gzip"}):
+                    body = text if not packed else gzip.compress(text)
+                    raw.send(request("/v2/models/double/infer", body, **packed))
+                    assert (await raw.answer())[0] == 400
+                    await until(lambda: not server.api.memory.nbytes)
+            finally:
+                gc.enable()
 
     async def test_an_answer_over_grpc_is_counted_until_it_is_sent(self):
         async with (
