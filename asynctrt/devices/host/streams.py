@@ -244,11 +244,10 @@ class HostStream:
         self._lock = threading.Lock()
         self._is_served = False
         # One entry for each scheduled turn of a thread.
-        self._turns: list[None] = []
+        # The turns that threads have yet to take, each with a lock for whoever waits for its end.
+        self._turns: list[threading.Lock | None] = []
         self._awaited: HostEvent | None = None
         self._unfinished: Unfinished | None = None
-        # A launch waits for this lock until a thread has served the stream.
-        self._served: threading.Lock | None = None
         self._error: BaseException | None = None
         self._captured: HostGraph | None = None
         self._closed = False
@@ -335,9 +334,9 @@ class HostStream:
         The thread gets the GIL at once. If this thread went on instead, an event loop, it would compete for
         the GIL, form smaller batches meanwhile, and be woken for the result.
         """
-        served = self._served = threading.Lock()
+        served = threading.Lock()
         served.acquire()
-        self._put(Launched(self._run, work, label, in_place=False, may_wait=True, is_awaited=True))
+        self._put(Launched(self._run, work, label, in_place=False, may_wait=True, is_awaited=True), served)
         try:
             self.threads.lend_gil_until(served)
         except BaseException as error:
@@ -438,11 +437,10 @@ class HostStream:
     def serve(self) -> None:
         """Run queued work in a thread until none is left or an event must be waited for."""
         try:
-            self._turns.pop()
+            served = self._turns.pop()
         except IndexError:
             return  # The turn was taken back.
         self._go_through(may_run=True)
-        served, self._served = self._served, None
         if served is not None:
             served.release()
 
@@ -463,7 +461,11 @@ class HostStream:
                     self._is_served = False
                     return
 
-    def _put(self, operation: Callable[[], bool]) -> None:
+    def _put(self, operation: Callable[[], bool], served: "threading.Lock | None" = None) -> None:
+        """Queue an operation.
+
+        :param served: a lock to release once a thread has run it, if the stream was idle.
+        """
         if self._closed:
             raise DeviceError(f"{self!r} is closed")
         self.threads.check()
@@ -474,7 +476,7 @@ class HostStream:
                 if self._is_served:
                     return
                 is_first = self._is_served = True
-            self._schedule()
+            self._schedule(served)
         except BaseException:
             with self._lock:
                 if is_first:
@@ -483,10 +485,10 @@ class HostStream:
                     self._operations.remove(operation)  # No thread will run it: the caller gets the error.
             raise
 
-    def _schedule(self) -> None:
+    def _schedule(self, served: "threading.Lock | None" = None) -> None:
         """Schedule the stream on a thread, or raise. An interrupt after a thread has started is raised
         later."""
-        self._turns.append(None)
+        self._turns.append(served)
         try:
             self.threads.schedule(self)
         except BaseException as error:
