@@ -244,7 +244,7 @@ class HostStream:
         self._lock = threading.Lock()
         self._is_served = False
         # One entry for each scheduled turn of a thread.
-        # The turns that threads have yet to take, each with a lock for whoever waits for its end.
+        # The turns that threads have yet to take, each with a lock to release at its end.
         self._turns: list[threading.Lock | None] = []
         self._awaited: HostEvent | None = None
         self._unfinished: Unfinished | None = None
