@@ -1,4 +1,4 @@
-"""What nobody closes ends with its loop, or with the last reference: threads and descriptors.
+"""What is never closed ends with its loop or its last reference: threads and descriptors.
 
 What is closed leaves nothing in cycles: ``tune_process`` keeps the collector from ever looking at them.
 """

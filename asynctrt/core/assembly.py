@@ -574,7 +574,7 @@ def _shapes_to_capture(
     try:
         is_right = all(shapes.rows_held(shape) == capacity.rows_max for shape in known)
     except InputError:
-        return ()  # No profile takes one of them: it is named when a request has it.
+        return ()  # No profile takes one of these shapes. The request that has it gets the error.
     return known if is_right else ()
 
 

@@ -114,7 +114,7 @@ def calibrate(
             found = found._replace(change_ns=change_ns)
             logger.info(
                 "%r: a batch takes %.0f ms longer in a context that ran another size or shape before, so "
-                "contexts change their size only once it has cost that much time",
+                "contexts change their size only when keeping it has cost that time",
                 stage.model.name,
                 change_ns / 1e6,
             )
@@ -213,7 +213,7 @@ class _Bench:
         sizes = shapes.padded_rows(shape, 1), shapes.padded_rows(shape, shapes.limit(shape))
         if sizes[0] == sizes[1]:
             return 0
-        # After the first batch, the size is another one than that of the second batch.
+        # The first batch leaves the context at a size that the second has to change.
         _, changed_ns, same_ns = [self._once(rows) for rows in (sizes[1], sizes[0], sizes[0])]
         return max(changed_ns - same_ns, 0)
 
