@@ -42,7 +42,9 @@ def subject(request):
 
 @pytest.fixture(params=SUBJECTS)
 def slow_subject(request):
+    """A subject that computes for a millisecond, unless it is a real plan, which cannot be told to."""
     made = subject_on(request.param, work_ns=1_000_000)
+    made.is_slow = request.param != "plans"
     yield made
     made.close()
     made.device.close()
@@ -54,8 +56,10 @@ async def test_answers_are_right_and_batches_are_launched_ahead_of_time(slow_sub
     async with subject.open(contexts=4, arenas=4, lanes=1, graphs=graphs) as engine, asyncio.timeout(WAIT_S):
         for _ in range(WARM_UP):
             await subject.check(engine)
+        # Batches of a few microseconds end before another can be launched ahead of time.
+        reasons = ("ahead", "idle", "full") if subject.is_slow else ("idle", "full")
         rounds = 0
-        while rounds < 5 or not all(engine.statistics().launched[why] for why in ("ahead", "idle", "full")):
+        while rounds < 5 or not all(engine.statistics().launched[why] for why in reasons):
             rounds += 1
             # The last batch of each round is not full.
             answers = await asyncio.gather(*[engine.infer(subject.rows(number)) for number in range(42)])
