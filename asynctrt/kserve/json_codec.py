@@ -147,6 +147,22 @@ class JsonCodec(ModelCodec):
                     inputs[spec.name] = from_json(spec, given, shape, pause)
         return DecodedRequest(layout, request_id, inputs)
 
+    def remember(self, rest: bytes, layout: RequestLayout) -> None:
+        """Remember a head without its id, for :meth:`decode_known`."""
+        if layout.raw_numbers:
+            remember(self._rests, rest, layout)
+
+    def decode_known(self, rest: bytes, body: Buffer, start: int) -> DecodedRequest | None:
+        """Decode a request without parsing its head; ``None`` if that was not remembered.
+
+        :param rest: the head without its id, which the caller sets.
+        :param start: where the raw tensors begin in ``body``.
+        """
+        layout = self._rests.get(rest)
+        if layout is None or layout.binary_nbytes != len(body) - start:
+            return None
+        return DecodedRequest(layout, "", read_inputs(layout, body, start))
+
     def decode_raw(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
         """Decode a body that consists of one row of the model's only input.
 

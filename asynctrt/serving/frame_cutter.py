@@ -55,8 +55,6 @@ class FrameCutter:
     def feed(self, data: bytes) -> bytes:
         """Return the bytes to read in place of the part of ``data`` that was used (:attr:`taken`)."""
         self.taken = len(data)
-        if self.is_between_frames and _is_one(data):
-            return data
         if self._left >= len(data) and not self._is_cutting:
             self._left -= len(data)
             return data
@@ -126,15 +124,3 @@ class FrameCutter:
             self._kept = bytes(rest[nbytes:])
             return rest[:0]
         return rest[nbytes:]
-
-
-def _is_one(data: bytes) -> bool:
-    """Return whether ``data`` is exactly one small frame, as is usual."""
-    if len(data) <= 3:
-        return False
-    size, head_nbytes = data[1] & ~MASKED, 2 + KEY_NBYTES
-    if size == 126:
-        size, head_nbytes = data[2] << 8 | data[3], 4 + KEY_NBYTES
-    elif size == 127:
-        return False  # A large frame, or one with a needlessly long head.
-    return len(data) == head_nbytes + size

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError, UnauthorizedError
-from asynctrt.kserve.datatypes import Buffer
+from asynctrt.kserve.datatypes import LENGTH_NBYTES, Buffer
 from asynctrt.serving.api import ModelRoute, UpgradeError, error_answer
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
-from asynctrt.serving.frame_cutter import KEY_NBYTES, FrameCutter
+from asynctrt.serving.frame_cutter import FINAL, FRAMES_MAX, KEY_NBYTES, MASKED, FrameCutter
 from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing, end_writing
 from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, ClientPace, Hold
@@ -29,7 +29,7 @@ from asynctrt.serving.websocket import (
 )
 
 try:
-    from websockets.frames import CloseCode, Frame, Opcode
+    from websockets.frames import CloseCode, Frame, Opcode, apply_mask  # type: ignore[attr-defined]  # Not exported.
     from websockets.http11 import Request
     from websockets.protocol import State
     from websockets.server import ServerProtocol
@@ -49,6 +49,10 @@ HEAD_NBYTES: Final = 2 + KEY_NBYTES
 # Module-level names, because looking up an enumeration's member takes time for each message.
 TEXT, BINARY, CONT = Opcode.TEXT, Opcode.BINARY, Opcode.CONT
 DATA: Final = (BINARY, TEXT, CONT)
+OPEN: Final = State.OPEN
+
+WHOLE: Final = {FINAL | TEXT: TEXT, FINAL | BINARY: BINARY}
+"""The opcodes of messages that consist of one frame, by its first byte."""
 
 
 def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: bytes) -> None:
@@ -117,6 +121,40 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
+def whole_messages(data: bytes, nbytes_max: int) -> tuple[list[Frame], int]:
+    """Read small messages of one frame each without the library, which takes 6 µs for each.
+
+    :param nbytes_max: larger messages are left for the library to refuse.
+    :returns: the messages that ``data`` begins with, at most :data:`FRAMES_MAX`, and the bytes they take.
+    """
+    messages: list[Frame] = []
+    start, stop = 0, len(data)
+    while stop - start >= HEAD_NBYTES and len(messages) < FRAMES_MAX:
+        opcode, size, key = WHOLE.get(data[start]), data[start + 1] ^ MASKED, start + 2
+        if size == 126:
+            size, key = data[key] << 8 | data[key + 1], key + 2
+        elif size > 126:  # The frame is large, or not masked.
+            break
+        at = key + KEY_NBYTES
+        end = at + size
+        # Very short messages are mostly overhead, which is counted for what the library reads.
+        if opcode is None or end > stop or not LENGTH_NBYTES <= size <= nbytes_max:
+            break
+        messages.append(Frame(opcode, apply_mask(data[at:end], data[key:at])))
+        start = end
+    return messages, start
+
+
+def frame_head(opcode: int, nbytes: int) -> bytes:
+    """Return the head of an unfragmented frame of a server, which does not mask."""
+    first = FINAL | opcode
+    if nbytes < 126:
+        return bytes((first, nbytes))
+    if nbytes < 1 << 16:
+        return bytes((first, 126, nbytes >> 8, nbytes & 0xFF))
+    return bytes((first, 127)) + nbytes.to_bytes(8, "big")
+
+
 class SocketConnection(asyncio.Protocol):
     """One websocket connection: converts bytes to messages for a :class:`WebSocketSession`, and back."""
 
@@ -153,6 +191,10 @@ class SocketConnection(asyncio.Protocol):
         """Whether the message waits for memory."""
         self._is_reading = True
         self._is_flushing = False
+        self._out: list[bytes] = []
+        """Frames to write at the end of the tick."""
+        self._is_library_due = False
+        """Whether the library has read something, and may want to close the connection."""
         self._writing = Writing()
         self._written = 0
         # The tick in which the first bytes of a message that is still incomplete were read.
@@ -229,8 +271,9 @@ class SocketConnection(asyncio.Protocol):
             self._wait()
             self._throttle()
             return
-        was_flushing, self._is_flushing = self._is_flushing, True
         began_ns = now_ns()
+        # Nothing is held while the connection is read: the end of this method sees to that.
+        is_held = not self._is_reading and self._is_held
         if piece and not self._transport.is_closing():
             self._parse(piece)
         while (self._frames or self._unparsed) and not self._transport.is_closing():
@@ -239,14 +282,16 @@ class SocketConnection(asyncio.Protocol):
                 break
             if not self._frames:
                 self._parse(self._next_piece())
-            elif self._is_held:
+            elif is_held:
                 break
             else:
                 self._take(self._frames.popleft())
+                is_held = self._is_held
         turns.spend(account, began_ns, now_ns())
-        if not was_flushing:  # Otherwise the end of this tick flushes.
+        if self._is_library_due:
             self._flush()
-        self._throttle()
+        if is_held or not self._is_reading or self._frames or self._unparsed or self._is_deaf:
+            self._throttle()
 
     def _wait(self) -> None:
         """Continue in the client's next turn."""
@@ -267,10 +312,31 @@ class SocketConnection(asyncio.Protocol):
 
     def _parse(self, piece: bytes) -> None:
         """Parse a piece of what was read."""
+        if self._began is None and self._protocol.state is OPEN:
+            piece = self._parse_whole(piece)
+        if piece:
+            self._parse_by_library(piece)
+
+    def _parse_whole(self, piece: bytes) -> bytes:
+        """Parse the small messages that a piece begins with; return what is left for the library."""
+        messages, nbytes = whole_messages(piece, self._hub.settings.max_body)
+        self._frames += messages
+        if self._overhead.nbytes:
+            data_nbytes = sum([len(message.data) for message in messages])
+            self._overhead.add(HEAD_NBYTES * len(messages) + data_nbytes, data_nbytes)
+        rest = piece[nbytes:]
+        if len(messages) == FRAMES_MAX:
+            self._unparsed[:0] = rest
+            return b""
+        return rest
+
+    def _parse_by_library(self, piece: bytes) -> None:
         protocol = self._protocol
+        self._is_library_due = True
         cut = self._cutter.feed(piece)
         if cut:  # The library takes empty data to mean that the client has finished.
             protocol.receive_data(cut)
+            self._out += protocol.data_to_send()  # Pongs go before the answers to later messages.
         if self._cutter.taken < len(piece):
             self._unparsed[:0] = piece[self._cutter.taken :]
         events = protocol.events_received()
@@ -363,47 +429,65 @@ class SocketConnection(asyncio.Protocol):
         try:
             text = str(raw, "utf-8")
         except UnicodeDecodeError:
-            self._protocol.fail(1007, "a text message must be UTF-8")
+            self._protocol.fail(CloseCode.INVALID_DATA, "a text message must be UTF-8")
+            self._is_library_due = True
             return
         self._session.receive(text, hold)
 
     def _send(self, message: Message) -> None:
-        protocol = self._protocol
-        if protocol.state is not State.OPEN:
-            return
         if isinstance(message, str):
-            protocol.send_text(message.encode())
+            raw = message.encode()
+            self._send_frame(TEXT, len(raw), (raw,))
         else:
-            protocol.send_binary(message)
-        if not self._is_flushing:
-            # A batch's answers arrive one by one; write one client's answers of a loop iteration at once.
-            self._is_flushing = True
-            self._hub.at_end_of_tick(self._flush)
+            self._send_frame(BINARY, len(message), (message,))
 
     def _send_pieces(self, pieces: Sequence[Buffer]) -> None:
         """Send a binary message. Large ones are not joined or copied, which would block the event loop."""
         nbytes = sum(map(len, pieces))
         if nbytes <= JOIN_NBYTES_MAX:
-            self._send(b"".join(pieces))
-        elif self._protocol.state is State.OPEN and not self._transport.is_closing():
+            self._send_frame(BINARY, nbytes, pieces)
+        elif self._protocol.state is OPEN and not self._transport.is_closing():
             if type(self._transport) is not PacedTransport:
                 is_paused = self._writing.since is not None
                 self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
-            self._write(self._protocol.data_to_send())
+            self._flush()
             self._written += nbytes
-            # The head of a frame with an 8-byte size; a server does not mask.
-            self._transport.write(bytes((0x80 | BINARY, 127)) + nbytes.to_bytes(8, "big"))
+            self._transport.write(frame_head(BINARY, nbytes))
             for piece in pieces:
                 self._transport.write(piece)
             self._writing.count(self._transport, self._session.new_hold)
 
-    def _flush(self) -> None:
+    def _send_frame(self, opcode: int, nbytes: int, pieces: Sequence[Buffer]) -> None:
+        """Send a small message of ``nbytes`` in all."""
+        if self._protocol.state is not OPEN:
+            return
+        self._out.append(b"".join((frame_head(opcode, nbytes), *pieces)))
+        if not self._is_flushing:
+            # A batch's answers arrive one by one; write one client's answers of a loop iteration at once.
+            self._is_flushing = True
+            self._hub.at_end_of_tick(self._write_out)
+
+    def _write_out(self) -> None:
+        """Write the frames that are due."""
         self._is_flushing = False
+        if not self._out or self._transport.is_closing():
+            return
+        raw = b"".join(self._out)
+        self._out = []
+        if raw:
+            self._written += len(raw)
+            self._transport.write(raw)
+            if self._writing.since is not None:
+                self._writing.count(self._transport, self._session.new_hold)
+
+    def _flush(self) -> None:
+        """Write what is due now, and close the connection if the library wants that."""
+        self._is_library_due = False
+        self._out += self._protocol.data_to_send()
+        is_end = b"" in self._out
+        self._write_out()
         if self._transport.is_closing():
             return
-        pieces = self._protocol.data_to_send()
-        if pieces:
-            self._write(pieces)
         if self._protocol.close_expected():
             if self._closed_at is None:
                 self._closed_at = self._hub.tick
@@ -414,21 +498,12 @@ class SocketConnection(asyncio.Protocol):
                 self._unparsed = unparsed
                 self._room()
             is_refused = self._protocol.state is not State.CLOSED and self._protocol.close_rcvd is None
-            if is_refused and b"" in pieces and self._transport.can_write_eof():
+            if is_refused and is_end and self._transport.can_write_eof():
                 # The client may still be sending. Closing now would reset the connection and lose the frame
                 # that says why; so drop its input until it closes, or the sweep's time is up.
                 end_writing(self._transport)
-            elif self._protocol.state is State.CLOSED or b"" in pieces:
+            elif self._protocol.state is State.CLOSED or is_end:
                 self._transport.close()
-
-    def _write(self, pieces: list[bytes]) -> None:
-        """Write the library's output. An empty piece, which ends the connection, is left to the caller."""
-        raw = b"".join(pieces)
-        if raw:
-            self._written += len(raw)
-            self._transport.write(raw)
-            if self._writing.since is not None:
-                self._writing.count(self._transport, self._session.new_hold)
 
     def _room(self) -> None:
         """Continue with waiting messages after requests have ended or the client reads again."""
@@ -484,7 +559,7 @@ class SocketConnection(asyncio.Protocol):
             silent = tick - self._touched
             if silent > hub.idle_ticks:
                 self._transport.abort()
-            elif silent > hub.idle_ticks // 2 and not self._pinged and self._protocol.state is State.OPEN:
+            elif silent > hub.idle_ticks // 2 and not self._pinged and self._protocol.state is OPEN:
                 self._pinged = True
                 self._protocol.send_ping(b"")
                 self._flush()
@@ -494,7 +569,7 @@ class SocketConnection(asyncio.Protocol):
         try:
             self._session.check_token()
         except UnauthorizedError:
-            if self._protocol.state is State.OPEN:
+            if self._protocol.state is OPEN:
                 self._protocol.fail(POLICY_VIOLATION, "the token was revoked")
                 self._flush()
 
@@ -519,6 +594,6 @@ class SocketConnection(asyncio.Protocol):
         self._transport.abort()
 
     def _say_goodbye(self) -> None:
-        if self._protocol.state is State.OPEN:
+        if self._protocol.state is OPEN:
             self._protocol.send_close(GOING_AWAY, "the server is draining")
             self._flush()

@@ -23,6 +23,7 @@ with status 503, and the connection is closed with code 1001 once all others are
 """
 
 import asyncio
+import re
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -35,13 +36,13 @@ from asynctrt.errors import (
     RequestError,
     UnknownModelError,
 )
-from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest
+from asynctrt.kserve.codec import FAST_NBYTES, LAYOUT_NBYTES_MAX, DecodedRequest
 from asynctrt.kserve.datatypes import LENGTH_NBYTES, Buffer, Pause, brief, no_pause
 from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, parsed_nbytes
 from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, ModelRoute, logger
 from asynctrt.serving.coding import Body
-from asynctrt.serving.memory import ClientAccount, Hold
+from asynctrt.serving.memory import Hold
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.worker import pause
 
@@ -58,6 +59,9 @@ BEARER: Final = b"bearer."
 """Prefix of a subprotocol ``bearer.TOKEN``, with which a browser sends its token: it cannot set headers."""
 BEARER64: Final = b"bearer64."
 """Prefix for the token in URL-safe Base64, unpadded: a subprotocol may not contain ``=`` or ``/``."""
+
+LEADING_ID: Final = re.compile(rb'\{"id": ?"([\w.:-]{1,%d})"' % ID_CHARS_MAX)
+"""The beginning of a head, if that is a plain id."""
 
 Message = bytes | str
 Encoded = tuple[bytes, list[Buffer]]
@@ -92,8 +96,11 @@ class WebSocketSession:
         self._route = route
         self._headers = with_token(headers or {})
         self._caller = Caller(address_of(peer))
-        api.identify(self._caller, self._headers)
+        self.account = api.identify(self._caller, self._headers)
+        """The account of the client, which all its connections share."""
         self._tokens_version = api.tokens_version
+        self._latest = b"", ModelRoute("", "", "infer")
+        """The head after its id, and the model, of the latest request that was parsed."""
         self._in_flight_max = api.settings.max_requests_per_connection
         self._answer_nbytes_max = api.settings.max_body
         self._answer_nbytes = 0
@@ -126,11 +133,6 @@ class WebSocketSession:
         )
         return is_full
 
-    @property
-    def account(self) -> ClientAccount:
-        """The account of the client, which all its connections share."""
-        return self._api.account(self._caller)
-
     def new_hold(self) -> Hold:
         """Return a new hold that counts memory for this client."""
         return Hold(self.account)
@@ -149,14 +151,8 @@ class WebSocketSession:
 
         :param hold: its memory, kept while it is being decoded.
         """
+        seen = _Seen(is_binary=not isinstance(message, str))
         self._caller.received_nbytes = 0 if hold is None else hold.nbytes
-        self._hold = hold
-        self._handle(message)
-        if self._decoding is None:
-            self._hold = None
-
-    def _handle(self, message: Message | bytearray | memoryview) -> None:
-        binary, seen, began_ns = not isinstance(message, str), _Seen(), clock.now_ns()
         try:
             raw: Body
             if isinstance(message, str):
@@ -165,23 +161,25 @@ class WebSocketSession:
             else:
                 raw = message
                 head, start = _head_of(message), LENGTH_NBYTES
-            reading = partial(self._read, seen, head, raw, start)
-            if is_slow_json(len(head)) or (len(raw) > FAST_NBYTES and self._is_slow(head, raw, start)):
-                del raw
-                running = self._api.worker.run(
-                    partial(reading, pause),
-                    self._caller.client,
-                    self._hold or self.new_hold(),
-                    parsed_nbytes(min(len(head), self._api.settings.max_json)),
-                )
-                del reading
-                work = self._handle_slowly(seen, running, began_ns, binary=binary)
-                self._decoding = asyncio.get_running_loop().create_task(work)
-                self._decoding.add_done_callback(self._decoded)
-                return
-            self._act(seen, reading(no_pause), began_ns, binary=binary)
+            if len(raw) > FAST_NBYTES and (is_slow_json(len(head)) or self._is_slow(head, raw, start)):
+                self._begin_slowly(seen, head, raw, start, hold)
+            else:
+                request = self._read_known(seen, head, raw, start + len(head)) if start else None
+                self._act(seen, request or self._read(seen, head, raw, start, no_pause))
         except Exception as error:
-            self._refuse(seen, error, began_ns, binary=binary)
+            self._refuse(seen, error)
+
+    def _begin_slowly(self, seen: "_Seen", head: bytes, raw: Body, start: int, hold: Hold | None) -> None:
+        """Handle a message that takes long to decode: a thread does it."""
+        self._hold = hold
+        running = self._api.worker.run(
+            partial(self._read, seen, head, raw, start, pause),
+            self._caller.client,
+            hold or self.new_hold(),
+            parsed_nbytes(min(len(head), self._api.settings.max_json)),
+        )
+        self._decoding = asyncio.get_running_loop().create_task(self._handle_slowly(seen, running))
+        self._decoding.add_done_callback(self._decoded)
 
     def _decoded(self, task: "asyncio.Task[None]") -> None:
         self._decoding = self._hold = None
@@ -189,18 +187,12 @@ class WebSocketSession:
             self._room()
 
     async def _handle_slowly(
-        self,
-        seen: "_Seen",
-        running: Coroutine[Any, Any, DecodedRequest | None],
-        began_ns: int,
-        *,
-        binary: bool,
+        self, seen: "_Seen", running: Coroutine[Any, Any, DecodedRequest | None]
     ) -> None:
-        """Handle a message that is parsed and decoded in a thread."""
         try:
-            self._act(seen, await running, began_ns, binary=binary)
+            self._act(seen, await running)
         except Exception as error:
-            self._refuse(seen, error, began_ns, binary=binary)
+            self._refuse(seen, error)
 
     def _is_slow(self, head: bytes, raw: Body, start: int) -> bool:
         """Return whether reading a message's tensors would block the event loop."""
@@ -226,21 +218,49 @@ class WebSocketSession:
         route = self._route or _route_of(content)
         find = self._api.repository.find if between is no_pause else self._api.repository.find_in_thread
         seen.served = served = find(route.name, route.version)
-        return served.codec.decode_parsed(content, len(head), raw, start + len(head), between)
+        request = served.codec.decode_parsed(content, len(head), raw, start + len(head), between)
+        rest = _rest_of(head)
+        if rest:
+            served.codec.remember(rest, request.layout)
+            self._latest = rest, route
+        return request
 
-    def _act(self, seen: "_Seen", request: DecodedRequest | None, began_ns: int, *, binary: bool) -> None:
+    def _read_known(self, seen: "_Seen", head: bytes, raw: Body, start: int) -> DecodedRequest | None:
+        """Decode a request whose head equals an earlier one's but for the id, without parsing it again.
+
+        :param start: where its raw tensors begin in ``raw``.
+        """
+        found = LEADING_ID.match(head)
+        if found is None:
+            return None
+        rest = head[found.end() :]
+        route = self._route
+        if route is None:
+            latest, route = self._latest
+            if rest != latest:
+                return None
+        try:
+            served = self._api.repository.find(route.name, route.version)
+        except AsynctrtError:
+            return None  # What else is wrong with the request is found out by parsing it.
+        request = served.codec.decode_known(rest, raw, start)
+        if request is not None:
+            seen.served = served
+            seen.request_id = request.id = found[1].decode()
+        return request
+
+    def _act(self, seen: "_Seen", request: DecodedRequest | None) -> None:
         """Do what a message asks for."""
         if request is None:
-            self._control(seen.content, binary=binary)
+            self._control(seen.content, binary=seen.is_binary)
         else:
-            assert seen.served is not None
-            self._submit(seen.served, request, began_ns, binary=binary)
+            self._submit(seen, request)
 
-    def _refuse(self, seen: "_Seen", error: Exception, began_ns: int, *, binary: bool) -> None:
+    def _refuse(self, seen: "_Seen", error: Exception) -> None:
         """Answer a message that could not be handled, and count the failure for its model."""
         if seen.served is not None and isinstance(error, AsynctrtError):
-            seen.served.count_failure(error, clock.now_ns() - began_ns)
-        self._failed(seen.request_id, error, binary=binary)
+            seen.served.count_failure(error, clock.now_ns() - seen.began_ns)
+        self._failed(seen.request_id, error, binary=seen.is_binary)
 
     def _failed(self, request_id: str, error: BaseException | None, *, binary: bool) -> None:
         """Answer a message that could not be handled."""
@@ -262,15 +282,17 @@ class WebSocketSession:
         for inference in list(self._flights.values()):
             inference.cancel()
 
-    def _submit(self, served: ServedModel, request: DecodedRequest, began_ns: int, *, binary: bool) -> None:
+    def _submit(self, seen: "_Seen", request: DecodedRequest) -> None:
+        served = seen.served
+        assert served is not None, "a decoded request has a model"
         if self.is_draining:
             raise EngineClosedError("the server is draining: use another one")
-        if not binary and any(wanted for _, wanted in request.layout.outputs):
+        if not seen.is_binary and any(wanted for _, wanted in request.layout.outputs):
             raise RequestError("a text message is answered as text: request raw tensors in a binary message")
         if request.id in self._flights:
             raise RequestError(f"a request with id {request.id!r} is in flight: give each its own id")
-        then = self._ended if binary else self._ended_text
-        inference = self._api.submit(served, request, began_ns, self._headers, self._caller, then)
+        then = self._ended if seen.is_binary else self._ended_text
+        inference = self._api.submit(served, request, seen.began_ns, self._headers, self._caller, then)
         self._answer_nbytes += request.layout.answer_nbytes
         if request.id:
             self._flights[request.id] = inference
@@ -377,12 +399,14 @@ class WebSocketSession:
 class _Seen:
     """What is known about a message by the time it is refused."""
 
-    __slots__ = ("content", "request_id", "served")
+    __slots__ = ("began_ns", "content", "is_binary", "request_id", "served")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_binary: bool) -> None:
+        self.is_binary = is_binary
+        self.began_ns = clock.now_ns()
         self.request_id = ""
         self.served: ServedModel | None = None
-        self.content: dict[str, Any] = {}
+        self.content: Mapping[str, Any] = {}
         """The whole message, if it is not a request."""
 
 
@@ -418,6 +442,18 @@ def _head_of(message: Buffer) -> bytes:
             f"one has {len(message)} bytes in all and states a header of {length}"
         )
     return bytes(message[LENGTH_NBYTES : LENGTH_NBYTES + length])
+
+
+def _rest_of(head: bytes) -> bytes:
+    """Return the part of a head after its id, if it can be cached; otherwise empty.
+
+    It cannot if it may have another id, perhaps written with escapes, which would count instead.
+    """
+    found = LEADING_ID.match(head)
+    if found is None or len(head) > LAYOUT_NBYTES_MAX or b"\\" in head:
+        return b""
+    rest = head[found.end() :]
+    return b"" if b'"id"' in rest else rest
 
 
 def _route_of(content: Mapping[str, Any]) -> ModelRoute:

@@ -6,7 +6,8 @@ import pytest
 from websockets.frames import Frame, Opcode
 
 from asynctrt.serving import frame_cutter
-from asynctrt.serving.frame_cutter import FrameCutter
+from asynctrt.serving.frame_cutter import FRAMES_MAX, FrameCutter
+from asynctrt.serving.frames import whole_messages
 from tests.fuzz.parsers import Library, masked
 
 MAX = 10_000
@@ -59,15 +60,36 @@ def test_messages_are_the_same_in_any_pieces(most):
         assert cut.said == whole.said
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 125, 126, 127, 128, 4000, 65_535])
-def test_a_small_frame_that_comes_whole_is_passed_on_as_it_is(nbytes):
-    """As most do: to take its head apart would cost a tenth of a small request."""
-    cutter = FrameCutter(1 << 20)
-    cutter._read_head = None
-    raw = masked(Opcode.BINARY, bytes(nbytes))
-    for _ in range(2):
-        assert cutter.feed(raw) is raw
-        assert cutter.is_between_frames
+@pytest.mark.parametrize("nbytes", [4, 125, 126, 127, 128, 4000])
+@pytest.mark.parametrize("opcode", [Opcode.BINARY, Opcode.TEXT])
+def test_small_messages_are_read_without_the_library(opcode, nbytes):
+    """It would take a fifth of the time of a small request."""
+    data = (bytes(range(32)) * 125)[:nbytes]
+    one = masked(opcode, data)
+    for count in (1, 2, FRAMES_MAX):
+        messages, taken = whole_messages(one * count, MAX)
+        assert [(frame.opcode, frame.data, frame.fin) for frame in messages] == [(opcode, data, True)] * count
+        assert taken == count * len(one)
+    messages, taken = whole_messages(one * (FRAMES_MAX + 1), MAX)
+    assert (len(messages), taken) == (FRAMES_MAX, FRAMES_MAX * len(one))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_library_would_read_the_same(seed):
+    """Whatever is wrong with the bytes: first what is read without it, and then what it reads of the rest."""
+    dice = random.Random(seed)
+    for _ in range(60):
+        raw = bytearray(conversation(dice))
+        for _ in range(dice.choice((0, 0, 1, 3))):
+            raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
+        raw = bytes(raw[: dice.choice((len(raw), dice.randint(1, len(raw))))])
+        most = dice.choice((40, MAX))
+        whole, rest = Library(most), Library(most)
+        messages, taken = whole_messages(raw, most)
+        whole.feed(raw)
+        rest.feed(raw[taken:])
+        begun = [(frame.opcode, frame.data) for frame in messages]
+        assert (begun + rest.said[0], rest.said[1]) == whole.said
 
 
 def test_a_large_frame_is_read_in_pieces_as_it_comes():
