@@ -20,7 +20,6 @@ OPTIONAL = {
     "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # The server's side and the client's.
     "jinja2": {"loadtest/page.py"},
     "psutil": set(),
-    "pynvml": {"serving/gpus.py"},
     "ray": {"ray.py"},
     "scipy": set(),
     "yarl": {
@@ -291,7 +290,7 @@ def test_the_extra_of_a_module_is_named(package, extra, program):
 
 
 def test_the_other_commands_need_nothing_of_a_load_test():
-    heavy = {"aiohttp", "jinja2", "pynvml", "scipy"}
+    heavy = {"aiohttp", "jinja2", "scipy"}
     assert not loaded_by("import asynctrt.cli.app, asynctrt.loadtest") & heavy
 
 

@@ -16,7 +16,7 @@ from tests.helpers import needed
 
 pytestmark = [pytest.mark.tier2, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent
-EXTRAS = "client,cpu,inspect,load,nvml,otel"
+EXTRAS = "client,cpu,inspect,load,otel"
 TOOLS = (
     "pytest",
     "pytest-timeout",

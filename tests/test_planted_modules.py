@@ -45,7 +45,7 @@ SCRIPT = """
 COMMAND = (sys.executable, "SCRIPT")
 # Python has looked in the working directory before our code runs: only what is imported later is safe.
 MODULE = (sys.executable, "-m", "asynctrt")
-LATE = ("onnxruntime", "grpc", "pynvml", "orjson", "google", "prometheus_client")
+LATE = ("onnxruntime", "grpc", "orjson", "google", "prometheus_client")
 
 CASES = {
     "serve": (*COMMAND, "serve", "MODEL", "--check"),

@@ -30,7 +30,6 @@ from asynctrt.observe.metrics import (
 from asynctrt.observe.prometheus import process_text
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.coding import accepted_codings, compress
-from asynctrt.serving.gpus import GpuFigures
 from asynctrt.serving.latency import BOUNDS_S
 from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.repository import Repository
@@ -64,7 +63,6 @@ class Metrics:
     :param connections: returns the number of open connections; ``in_flight`` that of requests being answered;
         ``loop_lag_ns`` how late the loop ran its last timer; ``busy_share`` how busy a model was lately.
     :param stalls: knows how late the loop was at any time. What is not given has no metric.
-    :param gpus: returns the readings of the GPUs; it is called in a thread.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class Metrics:
         cpu_ns: Callable[[], int] = clock.cpu_ns,
         stalls: Stalls | None = None,
         memory: MemoryLimit | None = None,
-        gpus: Callable[[], list[GpuFigures]] = list,
     ) -> None:
         self._repository = repository
         self._connections = connections
@@ -87,7 +84,6 @@ class Metrics:
         self._cpu_ns = cpu_ns
         self._stalls = stalls
         self._memory = memory
-        self._gpus = gpus
         self._of_models = [*ENGINE, *SERVED]
         if busy_share is not None:
             self._of_models.append(
@@ -113,20 +109,15 @@ class Metrics:
 
     async def _texts(self) -> AsyncIterator[str]:
         """Yield the text in pieces, giving the loop back between them."""
-        text, gpus = await asyncio.to_thread(self._of_process)
-        yield text
+        yield (await asyncio.to_thread(process_text)).decode()  # The operating system may take long.
         began_ns = clock.now_ns()
-        for text in self._pieces(gpus):
+        for text in self._pieces():
             yield text
             if clock.now_ns() - began_ns > SLICE_NS:
                 await asyncio.sleep(0)
                 began_ns = clock.now_ns()
 
-    def _of_process(self) -> tuple[str, list[GpuFigures]]:
-        """Ask the operating system and the driver, which may take long."""
-        return process_text().decode(), self._gpus()
-
-    def _pieces(self, gpus: list[GpuFigures]) -> Iterator[str]:
+    def _pieces(self) -> Iterator[str]:
         """Yield small pieces of the text, some of them empty."""
         readings = []
         for served in list(self._repository):
@@ -146,8 +137,6 @@ class Metrics:
             yield from metric.texts(readings)
         yield from READY.texts(self._repository.index())
         yield from LOST_DEVICES.texts([readings])
-        for name, text, read in GPU if gpus else ():
-            yield from Metric(name, GAUGE, text, ("gpu_uuid",), _of_gpu(read)).texts(gpus)
         for name, kind, text, value in self._of_server():
             if value is not None:
                 yield from Metric(name, kind, text, (), lambda value: [("", (), value)]).texts([value])
@@ -215,14 +204,6 @@ class Metrics:
             )
 
 
-def _of_gpu(read: Callable[[GpuFigures], float | None]) -> Callable[[GpuFigures], Iterable[Sample]]:
-    def samples(gpu: GpuFigures) -> Iterable[Sample]:
-        value = read(gpu)
-        return () if value is None else (("", (gpu.uuid,), value),)
-
-    return samples
-
-
 def _seconds(labels: tuple[str, ...], values: list[int]) -> Iterator[Sample]:
     """Yield the samples of a histogram of times: the requests in each bucket, then the sum in ns."""
     return buckets(labels, BOUNDS_S, values[:-1], values[-1] / 1e9)
@@ -237,22 +218,6 @@ def _latencies(which: str) -> Callable[[ServedReading], Iterable[Sample]]:
 
     return samples
 
-
-GPU: Final[tuple[tuple[str, str, Callable[[GpuFigures], float | None]], ...]] = (
-    (
-        "nv_gpu_utilization",
-        "Share of the time in which the GPU computed anything, 0 to 1.",
-        lambda gpu: gpu.utilization,
-    ),
-    ("nv_gpu_memory_total_bytes", "Memory of the GPU, in bytes.", lambda gpu: gpu.memory_nbytes),
-    (
-        "nv_gpu_memory_used_bytes",
-        "Memory of the GPU in use by any process, in bytes.",
-        lambda gpu: gpu.used_nbytes,
-    ),
-    ("nv_gpu_power_usage", "Power that the GPU draws, in watts.", lambda gpu: gpu.watts),
-)
-"""Gauges under Triton's names."""
 
 SERVED: Final[tuple[Metric, ...]] = (
     split(

@@ -12,7 +12,6 @@ from asynctrt.serving.api import Answer, Api, Headers, ModelRoute, Page, error_a
 from asynctrt.serving.asgi import KServeApp, Source
 from asynctrt.serving.coding import Body
 from asynctrt.serving.dashboard import dashboard_pages
-from asynctrt.serving.gpus import Gpus
 from asynctrt.serving.memory import Hold
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
@@ -87,7 +86,6 @@ def _monitoring(repository: Repository, settings: ServerSettings) -> Api:
         repository,
         loop_lag_ns=lambda: sampler.loop_lag_ns,
         busy_share=sampler.busy_share,
-        gpus=Gpus().read,
     )
     pages = {**dashboard_pages(repository, sampler), "/metrics": metrics.page()}
     _sample(weakref.ref(sampler))

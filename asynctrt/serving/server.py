@@ -31,7 +31,6 @@ from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
-from asynctrt.serving.gpus import Gpus
 from asynctrt.serving.grpc_server import GrpcServer
 from asynctrt.serving.http import SWEEP_S, Hub
 from asynctrt.serving.listener import Listener, cannot_listen
@@ -95,7 +94,6 @@ class Server:
         self._sized: WeakSet[ServedModel] = WeakSet()
         self._grpc_port = 0
         self._log: AccessLog | None = None
-        self._gpus = Gpus()
         self._failures: Failures | None = None
         self._refusals: Refusals | None = None
         self._stalls: Stalls | None = None
@@ -179,7 +177,6 @@ class Server:
                 busy_share=sampler.busy_share,
                 stalls=self._stalls,
                 memory=self.api.memory,
-                gpus=self._gpus.read,
             )
             self.api.pages.update(dashboard_pages(self.repository, sampler, ask_of))
             self.api.pages.update(docs_pages(self.api))
@@ -461,7 +458,6 @@ class Server:
             await self._grpc.stop(0)
         self.api.worker.close()
         await self.repository.aclose()
-        await asyncio.to_thread(self._gpus.close)
         if self._log is not None:
             # Aborted connections write their last lines in the next loop iteration.
             await asyncio.sleep(SWEEP_S if self._hub and self._hub.connections else 0)

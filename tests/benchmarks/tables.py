@@ -482,7 +482,6 @@ EXTRAS = {
     "client": "`asynctrt.client`, which calls a server",
     "serve": "`asynctrt serve`, `asynctrt.serving`",
     "load": "`asynctrt load`, `asynctrt.loadtest`",
-    "nvml": "figures of GPUs in a server's metrics",
     "otel": "spans of requests for OpenTelemetry",
     "ray": "`asynctrt.ray`: engines on the machines of a Ray cluster",
     "lean": "TensorRT's lean runtime, CUDA 13",

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 import asynctrt
 from asynctrt.errors import MissingExtraError
 from asynctrt.serving.api import Api
-from asynctrt.serving.gpus import GpuFigures
 from asynctrt.serving.latency import BOUNDS_S, Latencies
 from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.metrics import Metrics
@@ -347,21 +346,6 @@ class TestScaling:
             assert engine.state == "lost"
             assert (await scrape(api))[1]["asynctrt_lost_devices",] == 1
             device.open()
-
-    async def test_gpus_under_triton_s_names(self):
-        gpus = [GpuFigures("GPU-1", 0.5, 80, 20, 300.5), GpuFigures("GPU-2", None, 40, None, None)]
-        metrics = Metrics(Repository(), gpus=lambda: gpus)
-        families, samples, _, _ = await scrape(Api(Repository(), pages={"/metrics": metrics.page()}))
-        found = {key: value for key, value in samples.items() if key[0].startswith("nv_gpu")}
-        first, second = ("gpu_uuid", "GPU-1"), ("gpu_uuid", "GPU-2")
-        assert found == {
-            ("nv_gpu_utilization", first): 0.5,
-            ("nv_gpu_memory_total_bytes", first): 80,
-            ("nv_gpu_memory_total_bytes", second): 40,
-            ("nv_gpu_memory_used_bytes", first): 20,
-            ("nv_gpu_power_usage", first): 300.5,
-        }
-        assert families["nv_gpu_utilization"].type == "gauge"
 
     async def test_the_standard_collectors(self):
         families = (await scrape(served()))[0]

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from asynctrt.serving.gpus import GpuFigures, Gpus
 from tests.serving.support import WAIT_S, connected, request, serving
 from tests.serving.test_http import infer
 
@@ -32,8 +31,7 @@ MATCHER = re.compile(r"(\w+)\s*=~?\s*\"([^\"]*)\"")
 
 
 async def exported(monkeypatch):
-    """The labels of each sample that a server with a GPU has once it was sampled, by its name."""
-    monkeypatch.setattr(Gpus, "read", lambda _: [GpuFigures("GPU-1", 0.5, 80, 20, 300.0)])
+    """The labels of each sample that a server has once it was sampled, by its name."""
     monkeypatch.setattr("asynctrt.serving.server.SAMPLE_S", 0.15)
     async with serving() as server, connected(server) as raw, asyncio.timeout(WAIT_S):
         raw.send(infer(1))
