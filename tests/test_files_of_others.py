@@ -25,8 +25,6 @@ from asynctrt.plans.onnx_file import read_onnx_file
 from asynctrt.serving.command import read_config
 from asynctrt.serving.credentials import Certificate, read_tokens
 from asynctrt.serving.model_config import read_model_config
-from asynctrt.serving.warmup import WarmUpTensor
-from asynctrt.tensors import TensorSpec
 
 READERS = {
     "serve.toml": read_config,
@@ -34,7 +32,6 @@ READERS = {
     "chain.pem": lambda path: Certificate(path, Path(__file__)),
     "key.pem": lambda path: Certificate(Path(__file__), path),
     "config.pbtxt": lambda path: read_model_config(path.parent),
-    "x.raw": lambda path: WarmUpTensor("FP32", (4,), path=path).read(TensorSpec("x", "float32", (4,)), 1),
     "model.onnx": lambda path: load_model(path, HostDevice()),
     "inspected.onnx": read_onnx_file,
     "built.onnx": read_source,

@@ -78,7 +78,7 @@ REMOVED: Final = {
     "env": "A flag of `asynctrt serve` is also a variable: --http-port is ASYNCTRT_SERVE_HTTP_PORT.",
     "simulate": "Use `asynctrt load`, which measures the engine itself.",
     "load --png": "Use --report FILE.html, which writes a page with the charts.",
-    "serve --warmup": "Models are ready to run when they are open; a config.pbtxt may have model_warmup.",
+    "serve --warmup": "Models are ready to run when they are open.",
     "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
     **{f"load --{name.replace('_', '-')}": f"Instead: {text}" for name, text in REMOVED_OF_LOAD.items()},
 }

@@ -44,8 +44,6 @@ class FoundVersion:
         engine = await self.model.opener("host")()
         try:
             self.config.check(engine.inputs, engine.outputs)
-            for warmup in self.config.warmups:
-                await warmup.run(engine)
         except BaseException:
             await engine.aclose()
             raise
@@ -53,9 +51,8 @@ class FoundVersion:
 
     def _mark(self) -> Any:
         model, config = self.model, self.config
-        stated = model.path, model.device, model.settings, config.inputs, config.outputs, config.warmups
-        inputs = [tensor.path for item in config.warmups for tensor in item.tensors.values()]
-        return repr(stated), *(files_mark(part) for part in (self.folder, *inputs) if part is not None)
+        stated = model.path, model.device, model.settings, config.inputs, config.outputs
+        return repr(stated), files_mark(self.folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,9 @@ from asynctrt.errors import AsynctrtError, ModelError
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.protobuf import parse_model_config
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
-from asynctrt.serving.warmup import WarmUp, WarmUpTensor, row_text, stated_shape
 from asynctrt.tensors import TensorSpec
 
 CONFIG: Final = "config.pbtxt"
-WARMUP_FOLDER: Final = "warmup"
-"""The folder, within a model's folder, of the files that warm-up requests are read from."""
 
 READ: Final = {
     "name": "must be the name of its folder",
@@ -29,7 +26,6 @@ READ: Final = {
     "version_policy": "the versions that are served; the newest where it is not stated",
     "max_batch_size": '`max_rows`; a stated 0 is `batching="off"`: each request runs alone',
     "default_model_filename": "the file in a version's folder",
-    "model_warmup": "requests that are answered before the model is ready",
     "input.name": "must be one of the model's",
     "input.data_type": "must be the model's",
     "input.dims": "must be the model's: of a row, or of the whole tensor",
@@ -82,6 +78,7 @@ REFUSED: Final = {
 """The fields that could change answers if ignored, each with why it is refused."""
 
 IGNORED: Final = {
+    "model_warmup": "an engine runs made-up rows before it is ready",
     "dynamic_batching.preferred_batch_size": "the scheduler learns which sizes pay",
     "dynamic_batching.preserve_ordering": "answers are sent as they are ready, each with its request's id",
     "dynamic_batching.priority_queue_policy": "all priorities have the limits of the model's queue",
@@ -133,7 +130,6 @@ class ModelConfig:
     """How many batches compute at the same time."""
     device: str | None = None
     policy: VersionPolicy = VersionPolicy()
-    warmups: tuple[WarmUp, ...] = ()
     backend: str = ""
     filename: str = ""
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
@@ -170,10 +166,20 @@ class ModelConfig:
                     raise ModelError(
                         f"{CONFIG} has {side} {name!r} as {datatype}; in the model it is {datatype_of(spec)}"
                     )
-                if dims and stated_shape(spec, dims, -1) is None:
+                if dims and not (_fits(dims, spec.dims) or _fits(dims, spec.shape("rows"))):
+                    of_row = "" if spec.axis is None else "a row of "
                     raise ModelError(
-                        f"{CONFIG} has {side} {name!r} with dims {list(dims)}; {row_text(side, spec)}"
+                        f"{CONFIG} has {side} {name!r} with dims {list(dims)}; {of_row}{side} {name!r} is "
+                        f"{list(spec.dims)}"
                     )
+
+
+def _fits(dims: tuple[int, ...], known: tuple[int | str, ...]) -> bool:
+    """Return whether stated dims are those of the model. Any size, even -1, fits one that the model leaves
+    open."""
+    return len(dims) == len(known) and all(
+        isinstance(size, str) or dim == size for dim, size in zip(dims, known, strict=True)
+    )
 
 
 def read_model_config(folder: Path, within: Path | None = None) -> ModelConfig:
@@ -192,16 +198,15 @@ def read_model_config(folder: Path, within: Path | None = None) -> ModelConfig:
     except UnicodeDecodeError as error:
         raise ModelError(f"{str(path)!r} cannot be read: {error}") from error
     try:
-        return interpret(text, folder, within)
+        return interpret(text, folder)
     except (AsynctrtError, RecursionError) as error:
         raise ModelError(f"{str(path)!r}: {error}") from error
 
 
-def interpret(text: str, folder: Path, within: Path | None = None) -> ModelConfig:
+def interpret(text: str, folder: Path) -> ModelConfig:
     """Turn the text of a ``config.pbtxt`` into settings.
 
     :param folder: the model's folder; its name is the model's.
-    :param within: the folder that no link may lead out of. Default: the model's folder.
     :raises ModelError: if it is not a model configuration, or asks for something unsupported.
     :raises OptionsError: if a value is out of an option's range.
     """
@@ -228,7 +233,6 @@ def interpret(text: str, folder: Path, within: Path | None = None) -> ModelConfi
         instances=_instances(message.instance_group),
         device=device,
         policy=_policy(message.version_policy),
-        warmups=tuple(_warmup(item, folder, within or folder) for item in message.model_warmup),
         backend=_backend(message),
         filename=_filename(message.default_model_filename),
         inputs=_tensors(message.input),
@@ -384,17 +388,3 @@ def _datatype(item: Any) -> str:
     """Return KServe's name of a datatype; empty if it is not stated."""
     name = item.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[item.data_type].name
     return "" if name == "TYPE_INVALID" else str(name.removeprefix("TYPE_").replace("STRING", "BYTES"))
-
-
-def _warmup(item: Any, folder: Path, within: Path) -> WarmUp:
-    tensors = {}
-    for name, given in item.inputs.items():
-        path, inside = None, None
-        if given.input_data_file:
-            path, inside = folder / WARMUP_FOLDER / given.input_data_file, within
-            if ".." in Path(given.input_data_file).parts or Path(given.input_data_file).is_absolute():
-                raise ModelError(
-                    f"input_data_file must lie in {WARMUP_FOLDER}/, unlike {given.input_data_file!r}"
-                )
-        tensors[name] = WarmUpTensor(_datatype(given), tuple(given.dims), given.random_data, path, inside)
-    return WarmUp(item.name, max(1, item.batch_size), max(1, item.count), tensors)

@@ -16,7 +16,6 @@ from asynctrt.kserve.plain_json import ROWS, WHOLE
 from asynctrt.serving.api import Answer, Api, Headers, Page
 from asynctrt.serving.dashboard import static_page
 from asynctrt.serving.served import ServedModel
-from asynctrt.serving.warmup import filled
 from asynctrt.tensors import TensorSpec
 
 EXAMPLE_SIZE_MAX: Final = 16
@@ -70,7 +69,7 @@ def example(served: ServedModel) -> dict[str, Any] | None:
     shapes = [[1 if isinstance(size, str) else size for size in spec.shape(1)] for spec in specs]
     if sum(prod(shape) for shape in shapes) > EXAMPLE_SIZE_MAX:
         return None
-    arrays = [filled(spec, shape) for spec, shape in zip(specs, shapes, strict=True)]
+    arrays = [_zeros(spec, shape) for spec, shape in zip(specs, shapes, strict=True)]
     if _whole(served):
         return {WHOLE: {spec.name: _values(array) for spec, array in zip(specs, arrays, strict=True)}}
     row = {spec.name: _values(spec.rows_first(array))[0] for spec, array in zip(specs, arrays, strict=True)}
@@ -86,6 +85,11 @@ def ask_of(served: ServedModel) -> dict[str, str]:
     if shown is None:
         return {"path": f"/v2/models/{quote(served.name, safe='')}/versions/{served.version}", "body": ""}
     return {"path": predict_path(served), "body": json.dumps(shown)}
+
+
+def _zeros(spec: TensorSpec, shape: Sequence[int]) -> Any:
+    """Return zeros of a tensor's dtype. Strings are empty."""
+    return np.full(shape, "", object) if spec.dtype.kind == "O" else np.zeros(shape, spec.dtype)
 
 
 def _values(array: Any) -> Any:
@@ -284,6 +288,6 @@ def _infer_example(served: ServedModel) -> dict[str, Any] | None:
     inputs = []
     for spec in served.engine.inputs:
         shape = [1 if isinstance(size, str) else size for size in spec.shape(1)]
-        data = _values(filled(spec, shape).reshape(-1))
+        data = _values(_zeros(spec, shape).reshape(-1))
         inputs.append({"name": spec.name, "datatype": datatype_of(spec), "shape": shape, "data": data})
     return {"inputs": inputs}

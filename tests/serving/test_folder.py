@@ -113,7 +113,6 @@ async def test_a_configuration_of_the_models_own(tmp_path):
         ({"1/model.onnx": 2}, "ensemble_scheduling {}", r"m/config\.pbtxt.*ensembles"),
         ({"1/model.onnx": 2}, "version_policy { specific { versions: 7 } }", "names version 7"),
         ({"1/model.onnx": 2}, 'input { name: "input" data_type: TYPE_FP16 dims: 4 }', "it is FP32"),
-        ({"1/model.onnx": 2}, 'model_warmup { name: "w" }', "warm-up 'w' has the inputs none"),
     ],
 )
 async def test_what_cannot_be_served_is_listed_with_the_reason(tmp_path, files, config, says):
@@ -424,16 +423,6 @@ def config_out(model):
     (model / "config.pbtxt").symlink_to(model.parents[1] / "config")
 
 
-def warmup_out(model):
-    scale_onnx(model / "1/model.onnx", 2)
-    (model.parents[1] / "secret").write_bytes(bytes(16))
-    (model / "warmup").symlink_to("../..")
-    (model / "config.pbtxt").write_text(
-        'model_warmup { name: "w" inputs { key: "input" value { data_type: TYPE_FP32 dims: 4 '
-        'input_data_file: "secret" } } }'
-    )
-
-
 BAD_MODELS = {
     "links to themselves": links,
     "a pipe for a configuration": pipe,
@@ -447,7 +436,6 @@ BAD_MODELS = {
     "a version that is a link out": version_out,
     "a file that is a link out": file_out,
     "a configuration that is a link out": config_out,
-    "a warm-up that is a link out": warmup_out,
 }
 
 
