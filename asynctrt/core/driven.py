@@ -20,6 +20,7 @@ from asynctrt.engine import HOST, Engine
 from asynctrt.errors import AsynctrtError, EngineClosedError
 from asynctrt.limits import limits_here, run_here
 from asynctrt.options import Options
+from asynctrt.runtime.driver import Driver
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import InferResult
@@ -56,19 +57,6 @@ class RequestDriver(Protocol):
         """Wait until every request is answered."""
 
 
-class PlainDriver(Protocol):
-    """A driver with a shorter way for plain requests: one row, without a deadline, priority or choice of
-    outputs."""
-
-    def enter(
-        self, payload: Any, key: BatchKey, future: "asyncio.Future[InferResult] | None" = None
-    ) -> "asyncio.Future[InferResult]":
-        """Queue a row, or raise and change nothing."""
-
-    def leave(self, future: "asyncio.Future[InferResult]") -> None:
-        """Drop the row of a caller that was cancelled."""
-
-
 class DrivenEngine(Engine):
     """An engine that checks requests and passes them to a driver.
 
@@ -77,7 +65,8 @@ class DrivenEngine(Engine):
     :param limit: returns the rows that one batch of a key holds.
     :param rows_unsplit: up to this many rows are never split, whatever their key.
     :param runs: the runs of the model's function, if the model is a function.
-    :param plain: takes plain requests. Default: ``driver`` takes them like all others.
+    :param plain: has a shorter way for plain requests: one row, without a deadline, priority or choice of
+        outputs. Default: ``driver`` takes them like all others.
     """
 
     def __init__(
@@ -90,7 +79,7 @@ class DrivenEngine(Engine):
         limit: Callable[[BatchKey], int],
         rows_unsplit: int,
         runs: Runs,
-        plain: PlainDriver | None = None,
+        plain: Driver | None = None,
     ) -> None:
         super().__init__(loop, options)
         self._driver = driver

@@ -2,33 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from asynctrt.errors import DeadlineError, OverloadError, once_begun
-from asynctrt.runtime.driver import COPY_ON_LOOP_NBYTES_MAX
+from asynctrt.runtime.driver import COPY_ON_LOOP_NBYTES_MAX, Driver
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import InferResult, Views, too_many_rows
-
-
-class PartsDriver(Protocol):
-    """A driver: takes the parts of a call and answers them."""
-
-    def submit_parts(
-        self,
-        parts: Sequence[tuple[Any, int]],
-        key: BatchKey,
-        priority: int,
-        timeout_ns: int | None,
-        outputs: frozenset[str] | None = None,
-    ) -> list[Request]:
-        """Queue all parts or none. A part is a payload and its number of rows."""
-
-    def cancel(self, request: Request) -> None:
-        """Drop the request of a caller that was cancelled."""
-
-    def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> "asyncio.Future[None]":
-        """Run ``copy`` in another thread; the future completes when it does, or raises its exception."""
 
 
 class Splitter:
@@ -41,7 +21,7 @@ class Splitter:
 
     def __init__(
         self,
-        driver: PartsDriver,
+        driver: Driver,
         limit: Callable[[BatchKey], int],
         rows_max: int,
         axes: Mapping[str, int],
@@ -90,7 +70,7 @@ class SplitCall:
 
     __slots__ = ("_axes", "_driver", "_futures", "requests")
 
-    def __init__(self, driver: PartsDriver, requests: Sequence[Request], axes: Mapping[str, int]) -> None:
+    def __init__(self, driver: Driver, requests: Sequence[Request], axes: Mapping[str, int]) -> None:
         self._driver = driver
         self.requests = requests
         # A request drops its future when it is answered.

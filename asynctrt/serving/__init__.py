@@ -11,7 +11,8 @@ Or inside your ASGI application::
     app = Starlette(routes=routes)
 """
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt.serving.settings import ServerSettings
 
@@ -35,33 +36,22 @@ __all__ = [
 ]
 
 
+MODULES: Final = {
+    "CancelOnDisconnect": "disconnect",
+    "ModelFolder": "folder",
+    "Repository": "repository",
+    "Server": "server",
+    "kserve_app": "asgi",
+    "monitoring_app": "monitoring",
+    "websocket_endpoint": "asgi",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import each part when it is used: an application without gRPC needs no ``grpcio``."""
-    if name in ("kserve_app", "websocket_endpoint"):
-        from asynctrt.serving import asgi  # noqa: PLC0415
-
-        return getattr(asgi, name)
-    if name == "CancelOnDisconnect":
-        from asynctrt.serving.disconnect import CancelOnDisconnect  # noqa: PLC0415
-
-        return CancelOnDisconnect
-    if name == "ModelFolder":
-        from asynctrt.serving.folder import ModelFolder  # noqa: PLC0415
-
-        return ModelFolder
-    if name == "monitoring_app":
-        from asynctrt.serving.monitoring import monitoring_app  # noqa: PLC0415
-
-        return monitoring_app
-    if name == "Repository":
-        from asynctrt.serving.repository import Repository  # noqa: PLC0415
-
-        return Repository
-    if name == "Server":
-        from asynctrt.serving.server import Server  # noqa: PLC0415
-
-        return Server
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"asynctrt.serving.{MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

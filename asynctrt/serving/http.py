@@ -11,8 +11,9 @@ import socket
 import sys
 import termios
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
@@ -690,7 +691,9 @@ class HttpConnection(asyncio.Protocol):
                     known.route = route
                 self._infer(route, request)
                 return
-        self._task = self._hub.loop.create_task(self._respond(request))
+        method, caller = request.method.decode("latin-1"), self._received(request)
+        respond = partial(self._api.respond, method, request.path, request.headers, request.body, caller)
+        self._answer_later(request, partial(respond, request.hold, is_authorized=True))
 
     def _is_let_in(self, request: HttpRequest) -> bool:
         """Authorize a request without a body, or answer it: with a refusal, or as a preflight."""
@@ -710,28 +713,34 @@ class HttpConnection(asyncio.Protocol):
         if (b"accept-encoding" in headers and wants_compressed(headers)) or (
             len(body) > FAST_NBYTES and self._api.is_slow(route, headers, body)
         ):
-            self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
+            infer = partial(self._api.infer, route, headers, body, self._received(request), request.hold)
+            request.body, request.hold = b"", None
+            self._answer_later(request, infer)
             return
         try:
-            caller = self._caller or self.caller()
-            caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
-            self._inference = self._api.begin(route, request.headers, request.body, caller, self._inferred)
+            caller = self._received(request)
+            self._inference = self._api.begin(route, headers, body, caller, self._inferred)
         except Exception as error:
             self._send(error_answer(error, request.headers))
         # The inputs are views of the body, which their batch releases; their memory has been counted.
         request.body = b""
         request.hold = None
 
-    async def _infer_slowly(self, route: ModelRoute, request: HttpRequest) -> None:
-        """Answer an inference with threads that decode it, or encode or compress its answer."""
-        body, request.body = request.body, b""
-        hold, request.hold = request.hold, None
-        caller = self.caller()
-        caller.received_nbytes = 0 if hold is None else hold.nbytes
+    def _received(self, request: HttpRequest) -> Caller:
+        """Return the caller for a request, with the memory that is held for its body."""
+        caller = self._caller or self.caller()
+        caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
+        return caller
+
+    def _answer_later(self, request: HttpRequest, ask: Callable[[], Awaitable[Answer]]) -> None:
+        """Answer the current request with what ``ask`` returns, in a task."""
+        self._task = self._hub.loop.create_task(self._answer(request, ask))
+
+    async def _answer(self, request: HttpRequest, ask: Callable[[], Awaitable[Answer]]) -> None:
         try:
-            inferring = self._api.infer(route, request.headers, body, caller, hold)
-            del body, hold
-            answer = await inferring
+            asking = ask()
+            del ask  # It holds the request's body.
+            answer = await asking
         except Exception as error:
             answer = error_answer(error, request.headers)
         self._task = None
@@ -754,11 +763,13 @@ class HttpConnection(asyncio.Protocol):
             decoded, codec, result = inference.request, inference.served.codec, inference.future.result()
             layout = decoded.layout
             if not layout.is_simple and codec.is_slow_answer(layout, result):
-                self._task = self._hub.loop.create_task(self._answer_slowly(inference, request))
+                self._answer_later(request, partial(self._api.infer_answer, inference))
                 return
             head, tensors = codec.encode(decoded, result)
         except BaseException as error:
-            self._send(error_answer(_answerable(error), request.headers))
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            why = AsynctrtError("the request was cancelled") if is_cancelled else error
+            self._send(error_answer(why, request.headers))
             return
         hub = self._hub
         if (
@@ -779,31 +790,6 @@ class HttpConnection(asyncio.Protocol):
                 layout.http_head = start
         self._write((start, request.headers[ID_HEADER], b"\r\n", hub.end_of_head, head), tensors, nbytes)
         self._done(200, nbytes, inference)
-
-    async def _answer_slowly(self, inference: Inference, request: HttpRequest) -> None:
-        """Encode an answer in a thread, and send it."""
-        try:
-            answer = await self._api.infer_answer(inference)
-        except Exception as error:
-            answer = error_answer(_answerable(error), request.headers)
-        self._task = None
-        self._send(answer)
-
-    async def _respond(self, request: HttpRequest) -> None:
-        caller = self.caller()
-        caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
-        answer = await self._api.respond(
-            request.method.decode("latin-1"),
-            request.path,
-            request.headers,
-            request.body,
-            caller,
-            request.hold,
-            is_authorized=True,
-        )
-        request.hold = None
-        self._task = None
-        self._send(answer)
 
     def _send(self, answer: Answer) -> None:
         request = self._current
@@ -965,8 +951,3 @@ def _expected(request: HttpRequest) -> bytes | None:
     HTTP/1.0 has no interim answers, so a client of that version must not be sent one.
     """
     return None if request.version == "1.0" else request.headers.get(b"expect")
-
-
-def _answerable(error: BaseException) -> BaseException:
-    """Return the error to answer with; a cancellation becomes a general one."""
-    return AsynctrtError("the request was cancelled") if isinstance(error, asyncio.CancelledError) else error

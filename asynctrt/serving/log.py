@@ -3,28 +3,20 @@
 import logging
 import sys
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.admission import Inference, has_result
 from asynctrt.serving.api import CANCELLED_STATUS
+from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.line_writer import LineWriter
 from asynctrt.serving.responses import ID_HEADER
 
 FLUSH_NBYTES: Final = 64 << 10
 
 logger = logging.getLogger("asynctrt.serving")
-
-
-class Logged(Protocol):
-    """The log's interface to an HTTP request."""
-
-    method: bytes
-    path: bytes
-    headers: dict[bytes, bytes]
-    began_ns: int
 
 
 class AccessLog:
@@ -67,7 +59,7 @@ class AccessLog:
     def write(
         self,
         peer: Any,
-        request: Logged,
+        request: HttpRequest,
         status: int,
         nbytes: int,
         inference: Inference | None = None,

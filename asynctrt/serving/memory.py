@@ -164,10 +164,6 @@ class Hold:
 
     async def reserve(self, nbytes: int) -> bool:
         """Wait for room for ``nbytes`` in total, and hold them. Return whether there was room in time."""
-        memory = self.account.memory
-        if not memory.waiting and memory.has_room(self.account, nbytes - self.nbytes):
-            self.set(nbytes)
-            return True
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def decided(*, is_granted: bool) -> None:

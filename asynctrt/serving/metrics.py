@@ -33,7 +33,6 @@ from asynctrt.serving.coding import accepted_codings, compress
 from asynctrt.serving.latency import BOUNDS_S
 from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.sampler import resident_nbytes
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.stalls import Stalls
 
@@ -73,7 +72,6 @@ class Metrics:
         in_flight: Callable[[], int] | None = None,
         loop_lag_ns: Callable[[], int | None] | None = None,
         busy_share: Callable[[ServedModel], float | None] | None = None,
-        cpu_ns: Callable[[], int] = clock.cpu_ns,
         stalls: Stalls | None = None,
         memory: MemoryLimit | None = None,
     ) -> None:
@@ -81,7 +79,6 @@ class Metrics:
         self._connections = connections
         self._in_flight = in_flight
         self._loop_lag_ns = loop_lag_ns
-        self._cpu_ns = cpu_ns
         self._stalls = stalls
         self._memory = memory
         self._of_models = [*ENGINE, *SERVED]
@@ -183,18 +180,6 @@ class Metrics:
                 "Requests and messages refused for lack of memory.",
                 memory.refused,
             )
-        yield (
-            "asynctrt_process_cpu_seconds_total",
-            COUNTER,
-            "CPU time used by the process, in seconds.",
-            self._cpu_ns() / 1e9,
-        )
-        yield (
-            "asynctrt_process_resident_memory_bytes",
-            GAUGE,
-            "Resident memory of the process, in bytes.",
-            resident_nbytes(),
-        )
         if self._stalls is not None:
             yield (
                 "asynctrt_loop_stalls_total",

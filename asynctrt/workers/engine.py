@@ -145,16 +145,10 @@ class IsolatedEngine(DrivenEngine):
         """Return the workers' latest batch statistics (at most 0.1 s old) and the front's request counts."""
         self._origin.check(self)
         joined = reduce(Statistics.joined, [link.counts for link in self._front.links if link.has_counts])
-        front = self._front.counters
-        own = {
-            item.name: getattr(front, item.name)
-            for item in dataclasses.fields(front)
-            if item.name != "retried"
-        }
         waiting = max(self._front.requests - joined.in_flight_batches, 0) if self._front.requests else 0
         return dataclasses.replace(
             joined,
-            **own,
+            **dataclasses.asdict(self._front.counters),
             state=self.state,
             worker_deaths=sum([link.deaths for link in self._front.links]),
             queued_requests=waiting,

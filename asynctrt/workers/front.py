@@ -82,8 +82,6 @@ class RequestCounters:
     compute_ns: int = 0
     copy_out_ns: int = 0
     total_ns: int = 0
-    retried: int = 0
-    """Groups that were retried on another worker because theirs died."""
 
 
 class Dispatcher:
@@ -667,7 +665,6 @@ class Dispatcher:
             else:
                 again.append(group)
         self._has_deadlines = True
-        self.counters.retried += len(again) + len(suspects)
         self._held.extendleft(reversed(again))
         self.tell_if_idle()
         return suspects

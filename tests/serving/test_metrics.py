@@ -239,10 +239,7 @@ class TestValues:
         assert samples["asynctrt_server_memory_limit_bytes",] == 1000
         assert samples["asynctrt_server_memory_refused_total",] == 7
         assert samples["asynctrt_loop_lag_seconds",] == 0.0015
-        assert samples["asynctrt_process_cpu_seconds_total",] > 0
         assert samples["asynctrt_build_info", ("version", asynctrt.__version__)] == 1
-        if sys.platform == "linux":
-            assert samples["asynctrt_process_resident_memory_bytes",] > 1 << 20
 
     async def test_what_nobody_says_is_left_out(self):
         metrics = Metrics(Repository(), loop_lag_ns=lambda: None)
