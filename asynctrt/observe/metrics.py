@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from asynctrt.engine import Engine
@@ -91,23 +92,36 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def one(name: str, kind: str, text: str, read: Callable[[Any], float | None]) -> Metric:
-    """Return a metric with one value per model, and no value where ``read`` returns ``None``."""
+def counter(name: str, text: str, read: str | Callable[[Any], float | None]) -> Metric:
+    """Return a metric with one count per model: see :func:`gauge`."""
+    return _one(name, COUNTER, text, read)
+
+
+def gauge(name: str, text: str, read: str | Callable[[Any], float | None]) -> Metric:
+    """Return a metric with one momentary value per model, and no value where ``read`` returns ``None``.
+
+    :param read: returns the value of a reading, or is the name of one in :class:`asynctrt.Statistics`.
+    """
+    return _one(name, GAUGE, text, read)
+
+
+def _one(name: str, kind: str, text: str, read: str | Callable[[Any], float | None]) -> Metric:
+    value_of = attrgetter(f"done.{read}") if isinstance(read, str) else read
 
     def samples(reading: Any) -> Iterable[Sample]:
-        value = read(reading)
+        value = value_of(reading)
         return () if value is None else (("", reading.labels, value),)
 
     return Metric(name, kind, text, MODEL, samples)
 
 
-def split(name: str, kind: str, text: str, label: str, read: Callable[[Any], Mapping[str, float]]) -> Metric:
-    """Return a metric with one value per model and value of an additional label."""
+def split(name: str, text: str, label: str, read: Callable[[Any], Mapping[str, float]]) -> Metric:
+    """Return a metric with one count per model and value of an additional label."""
 
     def samples(reading: Any) -> Iterable[Sample]:
         return [("", (*reading.labels, key), value) for key, value in read(reading).items()]
 
-    return Metric(name, kind, text, (*MODEL, label), samples)
+    return Metric(name, COUNTER, text, (*MODEL, label), samples)
 
 
 def buckets(
@@ -131,6 +145,10 @@ def _batches(reading: Reading) -> Iterator[Sample]:
     return buckets(reading.labels, bounds, [*batch_counts(reading.done, bounds), 0], rows)
 
 
+def _in_us(field: str) -> Callable[[Reading], float]:
+    return lambda it: getattr(it.done, field) / 1e3
+
+
 def _handover_s(reading: Reading) -> float:
     done = reading.done
     return max(0, done.total_ns - done.queue_ns - done.copy_in_ns - done.compute_ns - done.copy_out_ns) / 1e9
@@ -138,140 +156,92 @@ def _handover_s(reading: Reading) -> float:
 
 ENGINE: Final[tuple[Metric, ...]] = (
     # Triton's names, which existing charts use. Unlike other counters they have no `_total`.
-    one("nv_inference_request_success", COUNTER, "Requests answered.", lambda it: it.answered),
-    one("nv_inference_count", COUNTER, "Rows answered.", lambda it: it.done.rows),
-    one("nv_inference_exec_count", COUNTER, "Batches run.", lambda it: it.done.batches),
-    one(
-        "nv_inference_request_duration_us",
-        COUNTER,
-        "Time from arrival to answer, summed over answered requests, in microseconds.",
-        lambda it: it.done.total_ns / 1e3,
-    ),
-    one(
-        "nv_inference_queue_duration_us",
-        COUNTER,
-        "Time in the queue, summed over answered requests, in microseconds.",
-        lambda it: it.done.queue_ns / 1e3,
-    ),
-    one(
-        "nv_inference_compute_input_duration_us",
-        COUNTER,
-        "Time to copy a batch's inputs, summed over answered requests, in microseconds.",
-        lambda it: it.done.copy_in_ns / 1e3,
-    ),
-    one(
-        "nv_inference_compute_infer_duration_us",
-        COUNTER,
-        "Time to compute a batch, summed over answered requests, in microseconds.",
-        lambda it: it.done.compute_ns / 1e3,
-    ),
-    one(
-        "nv_inference_compute_output_duration_us",
-        COUNTER,
-        "Time to copy a batch's outputs, summed over answered requests, in microseconds.",
-        lambda it: it.done.copy_out_ns / 1e3,
-    ),
-    one(
-        "nv_inference_pending_request_count",
-        GAUGE,
-        "Requests in the queue.",
-        lambda it: it.done.queued_requests,
-    ),
-    one("asynctrt_queued_requests", GAUGE, "Requests in the queue.", lambda it: it.done.queued_requests),
-    one("asynctrt_queued_rows", GAUGE, "Rows of the requests in the queue.", lambda it: it.done.queued_rows),
-    one("asynctrt_in_flight_batches", GAUGE, "Batches in flight.", lambda it: it.done.in_flight_batches),
-    one("asynctrt_contexts", GAUGE, "Execution contexts.", lambda it: it.done.contexts),
-    one(
+    counter("nv_inference_request_success", "Requests answered.", lambda it: it.answered),
+    counter("nv_inference_count", "Rows answered.", "rows"),
+    counter("nv_inference_exec_count", "Batches run.", "batches"),
+    *[
+        counter(name, f"{text}, summed over answered requests, in microseconds.", _in_us(field))
+        for name, text, field in (
+            ("nv_inference_request_duration_us", "Time from arrival to answer", "total_ns"),
+            ("nv_inference_queue_duration_us", "Time in the queue", "queue_ns"),
+            ("nv_inference_compute_input_duration_us", "Time to copy a batch's inputs", "copy_in_ns"),
+            ("nv_inference_compute_infer_duration_us", "Time to compute a batch", "compute_ns"),
+            ("nv_inference_compute_output_duration_us", "Time to copy a batch's outputs", "copy_out_ns"),
+        )
+    ],
+    gauge("nv_inference_pending_request_count", "Requests in the queue.", "queued_requests"),
+    gauge("asynctrt_queued_requests", "Requests in the queue.", "queued_requests"),
+    gauge("asynctrt_queued_rows", "Rows of the requests in the queue.", "queued_rows"),
+    gauge("asynctrt_in_flight_batches", "Batches in flight.", "in_flight_batches"),
+    gauge("asynctrt_contexts", "Execution contexts.", "contexts"),
+    gauge(
         "asynctrt_contexts_quarantined",
-        GAUGE,
         "Contexts abandoned because their work did not end.",
-        lambda it: it.done.contexts_quarantined,
+        "contexts_quarantined",
     ),
-    one(
-        "asynctrt_arenas",
-        GAUGE,
-        "Arenas of enqueue memory shared by the contexts.",
-        lambda it: it.done.arenas,
-    ),
-    one(
-        "asynctrt_arena_bytes",
-        GAUGE,
-        "Enqueue memory of the arenas, in bytes.",
-        lambda it: it.done.arena_nbytes,
-    ),
-    one(
+    gauge("asynctrt_arenas", "Arenas of enqueue memory shared by the contexts.", "arenas"),
+    gauge("asynctrt_arena_bytes", "Enqueue memory of the arenas, in bytes.", "arena_nbytes"),
+    gauge(
         "asynctrt_arena_private_bytes",
-        GAUGE,
         "Enqueue memory that private workspaces, one a context, would take, in bytes.",
-        lambda it: it.done.arena_nbytes_private,
+        "arena_nbytes_private",
     ),
-    one(
+    gauge(
         "asynctrt_arena_busy_share",
-        GAUGE,
         "Share of the time since the model was loaded in which its arenas were computing.",
-        lambda it: it.done.arena_busy_share,
+        "arena_busy_share",
     ),
-    one(
+    gauge(
         "asynctrt_memory_bytes",
-        GAUGE,
         "Memory of slabs, on the host and the device, and of arenas, in bytes.",
-        lambda it: it.done.memory_nbytes,
+        "memory_nbytes",
     ),
-    one(
+    gauge(
         "asynctrt_parallel_batches",
-        GAUGE,
         "Batches that can compute at once: one per arena, or per context without arenas.",
-        lambda it: it.done.parallel_batches,
+        "parallel_batches",
     ),
-    one(
+    gauge(
         "asynctrt_drain_seconds",
-        GAUGE,
         "Estimated seconds until every waiting, queued and running request is answered; absent at first.",
         lambda it: it.done.drain_s(it.waiting_rows),
     ),
     split(
         "asynctrt_requests_total",
-        COUNTER,
         "Requests by outcome; expired: timed out in the queue; refused: never queued.",
         "state",
         lambda it: {state: getattr(it.done, state) for state in STATES},
     ),
-    one(
+    counter(
         "asynctrt_requests_refused_late_total",
-        COUNTER,
         "Refused requests that would have been too late.",
-        lambda it: it.done.refused_late,
+        "refused_late",
     ),
-    one(
+    counter(
         "asynctrt_device_seconds_total",
-        COUNTER,
         "Device time of batches, shared among batches that computed at once; absent without weight.",
         lambda it: it.done.device_ns / 1e9 if it.done.device_ns else None,
     ),
-    one(
+    counter(
         "asynctrt_held_seconds_total",
-        COUNTER,
         "Time in which a batch waited for other models on the device, by weight; absent without weight.",
         lambda it: it.done.held_ns / 1e9 if it.done.device_ns else None,
     ),
     split(
         "asynctrt_batches_launched_total",
-        COUNTER,
         "Batches by why they were launched; full: no more rows fitted; idle: the device had room; delay: "
         "max_delay had passed; deadline: a timeout was near; turn: another queue was full, but it was this "
         "one's turn; ahead: the device was about to finish the last batch; again: a part of a failed batch.",
         "reason",
         lambda it: it.done.launched,
     ),
-    one(
+    counter(
         "asynctrt_worker_deaths_total",
-        COUNTER,
         "Worker processes of the model that died; 0 for an engine in this process.",
-        lambda it: it.done.worker_deaths,
+        "worker_deaths",
     ),
-    one(
+    counter(
         "asynctrt_handover_seconds_total",
-        COUNTER,
         "Time of answered requests outside queue, copies and compute, in seconds: waiting for a busy device "
         "after launch, and for the event loop to notice the result.",
         _handover_s,

@@ -24,7 +24,7 @@ from asynctrt.observe.metrics import (
     Reading,
     Sample,
     buckets,
-    one,
+    gauge,
     split,
 )
 from asynctrt.observe.prometheus import process_text
@@ -84,9 +84,8 @@ class Metrics:
         self._of_models = [*ENGINE, *SERVED]
         if busy_share is not None:
             self._of_models.append(
-                one(
+                gauge(
                     "asynctrt_busy_share",
-                    GAUGE,
                     "Share of the last second in which the model computed as many batches as it can at once.",
                     lambda it: busy_share(it.served),
                 )
@@ -147,46 +146,22 @@ class Metrics:
             None if read is None else read()
             for read in (self._connections, self._in_flight, self._loop_lag_ns)
         ]
+        lag_s = None if lag_ns is None else lag_ns / 1e9
         yield "asynctrt_server_connections", GAUGE, "Open connections.", connections
-        yield (
-            "asynctrt_server_requests_in_flight",
-            GAUGE,
-            "Requests to all models that are being answered.",
-            in_flight,
-        )
-        yield (
-            "asynctrt_loop_lag_seconds",
-            GAUGE,
-            "How late the event loop ran the server's last timer, in seconds.",
-            None if lag_ns is None else lag_ns / 1e9,
-        )
+        text = "Requests to all models that are being answered."
+        yield "asynctrt_server_requests_in_flight", GAUGE, text, in_flight
+        text = "How late the event loop ran the server's last timer, in seconds."
+        yield "asynctrt_loop_lag_seconds", GAUGE, text, lag_s
         if self._memory is not None:
-            memory = self._memory
-            yield (
-                "asynctrt_server_memory_bytes",
-                GAUGE,
-                "Memory held for clients, in bytes: large messages, requests in progress, answers.",
-                memory.nbytes,
-            )
-            yield (
-                "asynctrt_server_memory_limit_bytes",
-                GAUGE,
-                "Its limit, max_memory, in bytes.",
-                memory.nbytes_max,
-            )
-            yield (
-                "asynctrt_server_memory_refused_total",
-                COUNTER,
-                "Requests and messages refused for lack of memory.",
-                memory.refused,
-            )
+            text = "Memory held for clients, in bytes: large messages, requests in progress, answers."
+            yield "asynctrt_server_memory_bytes", GAUGE, text, self._memory.nbytes
+            text = "Its limit, max_memory, in bytes."
+            yield "asynctrt_server_memory_limit_bytes", GAUGE, text, self._memory.nbytes_max
+            text = "Requests and messages refused for lack of memory."
+            yield "asynctrt_server_memory_refused_total", COUNTER, text, self._memory.refused
         if self._stalls is not None:
-            yield (
-                "asynctrt_loop_stalls_total",
-                COUNTER,
-                "Pauses of the event loop that were longer than max_pause.",
-                self._stalls.count,
-            )
+            text = "Pauses of the event loop that were longer than max_pause."
+            yield "asynctrt_loop_stalls_total", COUNTER, text, self._stalls.count
 
 
 def _seconds(labels: tuple[str, ...], values: list[int]) -> Iterator[Sample]:
@@ -207,59 +182,41 @@ def _latencies(which: str) -> Callable[[ServedReading], Iterable[Sample]]:
 SERVED: Final[tuple[Metric, ...]] = (
     split(
         "nv_inference_request_failure",
-        COUNTER,
         "Requests that failed, by reason: REJECTED under overload, CANCELED by the client, BACKEND if the "
         "model failed, or OTHER.",
         "reason",
         lambda it: it.served.failures,
     ),
-    one(
+    gauge(
         "asynctrt_pending_requests",
-        GAUGE,
         "Requests accepted and not answered yet, queued or running.",
         lambda it: it.served.pending,
     ),
-    one(
+    gauge(
         "asynctrt_waiting_requests",
-        GAUGE,
         "Requests that wait for their client's turn, before the queue.",
         lambda it: it.served.admission.gate.waiting,
     ),
-    one(
+    gauge(
         "asynctrt_waiting_rows",
-        GAUGE,
         "Rows of the requests that wait for their client's turn.",
         lambda it: it.waiting_rows,
     ),
     split(
         "asynctrt_waiting_refused_total",
-        COUNTER,
         "Requests refused before the queue, by reason; crowded: their client had the most waiting; expired: "
         "timed out behind others of their client.",
         "reason",
         lambda it: it.served.refused,
     ),
-    Metric(
-        "asynctrt_queue_seconds",
-        HISTOGRAM,
-        "Answered requests by their time in the queue.",
-        MODEL,
-        _latencies("queue"),
-    ),
-    Metric(
-        "asynctrt_compute_seconds",
-        HISTOGRAM,
-        "Answered requests by the time that their batch computed.",
-        MODEL,
-        _latencies("compute"),
-    ),
-    Metric(
-        "asynctrt_request_seconds",
-        HISTOGRAM,
-        "Answered requests by their time from arrival to answer.",
-        MODEL,
-        _latencies("total"),
-    ),
+    *[
+        Metric(name, HISTOGRAM, f"Answered requests by {text}.", MODEL, _latencies(which))
+        for name, text, which in (
+            ("asynctrt_queue_seconds", "their time in the queue", "queue"),
+            ("asynctrt_compute_seconds", "the time that their batch computed", "compute"),
+            ("asynctrt_request_seconds", "their time from arrival to answer", "total"),
+        )
+    ],
 )
 """The metrics of models that only a server has."""
 
