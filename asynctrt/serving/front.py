@@ -1,6 +1,6 @@
 """A front of ``asynctrt serve --fronts N``: a complete server, whose workers belong to its parent.
 
-:mod:`asynctrt.serving.fronts` starts it with the arguments ``FD VERSION``.
+:mod:`asynctrt.serving.fronts` starts it.
 """
 
 import asyncio
@@ -9,14 +9,12 @@ import logging
 import os
 import pickle
 import socket
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import uvloop
 
-from asynctrt._util.version import __version__
 from asynctrt.errors import AsynctrtError
 from asynctrt.serving.command import serve
 from asynctrt.serving.folder import FoundModels
@@ -26,14 +24,14 @@ from asynctrt.serving.fronts import (
     METRICS,
     STATISTICS,
     Begin,
-    FrontRefused,
     Serving,
     Texts,
     content_of,
 )
 from asynctrt.serving.served import summed
 from asynctrt.serving.server import Server
-from asynctrt.workers.messages import Stop, receive, send
+from asynctrt.workers.messages import Failed, Stop, send
+from asynctrt.workers.process import first_message
 from asynctrt.workers.spawn import SPAWNER, SharedWorkers
 
 
@@ -81,7 +79,7 @@ async def _run(end: socket.socket, begin: Begin, places: Sequence[FoundModels]) 
             places=places,
         )
     except AsynctrtError as error:
-        send(end, FrontRefused(error))
+        send(end, Failed(error))
         raise SystemExit(1) from None
     finally:
         beating.cancel()
@@ -95,14 +93,8 @@ async def _of_fronts(parent: Texts) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run a front. The arguments are its socket's file descriptor and the parent's version."""
-    number, version = sys.argv[1:]
-    if version != __version__:
-        sys.exit(f"asynctrt {__version__} is installed now, and the server runs {version}: restart it")
-    end = socket.socket(fileno=int(number))
-    begin, fds = receive(end)
-    if begin is None:
-        return
+    """Run a front."""
+    end, begin, fds = first_message()
     places = pickle.loads(content_of(fds))  # noqa: S301  (from the parent)
     end.settimeout(0)
     uvloop.run(_run(end, begin, places))

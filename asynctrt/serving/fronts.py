@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from asynctrt._util import clock
 from asynctrt.core.loading import limit_gpu_memory
-from asynctrt.errors import AsynctrtError, UsageError
+from asynctrt.errors import UsageError
 from asynctrt.serving import command
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.command import ServeConfig
@@ -29,7 +29,7 @@ from asynctrt.serving.monitoring import open_pages
 from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.signals import StopSignals
 from asynctrt.serving.systemd import notify_ready
-from asynctrt.workers.messages import Beat, Stop, To
+from asynctrt.workers.messages import Beat, Failed, Stop, To
 from asynctrt.workers.pool import WorkerPool
 from asynctrt.workers.process import ChildProcess
 
@@ -82,13 +82,6 @@ class Serving:
 
     lines: tuple[str, ...]
     """Lines to print about it."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrontRefused:
-    """Message from a front: why it cannot serve."""
-
-    error: AsynctrtError
 
 
 class Texts:
@@ -198,7 +191,7 @@ class Front:
         self.is_leaving = False
         """Whether it is stopping so that another process can replace it."""
         self.pause_s = 0.0
-        self.error: AsynctrtError | None = None
+        self.error: Exception | None = None
         self.is_to_reload = False
         """Whether SIGHUP came before the front was ready to handle it."""
 
@@ -282,7 +275,7 @@ class Fronts:
         return b"[%b]" % b",".join([text[1:-1] for text in texts if len(text) > 2])
 
     @property
-    def _error(self) -> AsynctrtError | None:
+    def _error(self) -> Exception | None:
         return next((front.error for front in self._fronts if front.error is not None), None)
 
     async def _until(self, condition: Callable[[], Any]) -> None:
@@ -339,7 +332,7 @@ class Fronts:
                 self._reload_one(front)
             self._told.setdefault(front.number, message.lines)
             self._changed.set()
-        elif isinstance(message, FrontRefused):
+        elif isinstance(message, Failed):
             front.error = message.error
 
     def _ended(self, front: Front, how: str) -> None:

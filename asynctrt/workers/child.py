@@ -28,7 +28,6 @@ from asynctrt import errors
 from asynctrt._util import clock
 from asynctrt._util.loops import in_thread
 from asynctrt._util.process import calm_gc, enter_worker, shorten_switch_interval
-from asynctrt._util.version import __version__
 from asynctrt.core.inputs import Checked
 from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.core.local import LocalEngine
@@ -67,7 +66,7 @@ from asynctrt.workers.messages import (
     send,
 )
 from asynctrt.workers.original import check_unchanged, digests_of, files_of, marks_of, versions
-from asynctrt.workers.process import UNHEARD
+from asynctrt.workers.process import UNHEARD, first_message
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from asynctrt.workers.work import Work
 
@@ -604,7 +603,7 @@ def _nearest(error: BaseException) -> type[AsynctrtError]:
 
 
 def main() -> None:
-    """Run a worker; the argument is the descriptor of its socket."""
+    """Run a worker."""
     # Ctrl-C reaches every process of a terminal, and a service's SIGTERM all of its processes. The front
     # needs this worker to finish accepted requests, and then closes it.
     for number in UNHEARD:
@@ -612,13 +611,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)
     faulthandler.enable()
     enter_worker()
-    if sys.argv[2] != __version__:
-        # The package was replaced under a running front, which would not understand this version.
-        sys.exit(f"asynctrt {__version__} is installed now, and the front runs {sys.argv[2]}: start it again")
-    end = socket.socket(fileno=int(sys.argv[1]))
-    start, _ = receive(end)
-    if start is None:
-        return
+    end, start, _ = first_message()
     logging.getLogger("asynctrt").addHandler(ToFront(end, start.level))
     logging.getLogger("asynctrt").setLevel(start.level)
     logging.getLogger("asynctrt").propagate = False

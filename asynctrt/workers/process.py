@@ -144,6 +144,22 @@ class ChildProcess:
         self._died(self.how_it_ended)
 
 
+def first_message() -> tuple[socket.socket, Any, list[int]]:
+    """Return the socket of this child process, and its parent's first message with its descriptors.
+
+    The process ends if the parent has gone, or runs another version of the package, which was replaced
+    meanwhile: the two would not understand each other.
+    """
+    number, version = sys.argv[1:]
+    if version != __version__:
+        sys.exit(f"asynctrt {__version__} is installed now, and its parent runs {version}: start it again")
+    end = socket.socket(fileno=int(number))
+    message, fds = receive(end)
+    if message is None:
+        sys.exit()
+    return end, message, fds
+
+
 async def start_worker(
     want: Want, hear: Callable[[Any], object], died: Callable[[str], object]
 ) -> ChildProcess:
