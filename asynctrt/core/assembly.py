@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model, ProfiledModel, SpecialisableModel, ranged_model
@@ -183,13 +183,6 @@ def _largest(model: Model, options: Options) -> int:
     return largest
 
 
-class Closable(Protocol):
-    """A resource that ``close`` releases."""
-
-    def close(self) -> None:
-        """Release the resource."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """The parts of an engine. Each part is closed by its creator."""
@@ -200,7 +193,7 @@ class EngineParts:
     arenas: Arenas | None
     shapes: Shapes
     capacity: Capacity
-    owned: tuple[Closable, ...] = ()
+    owned: tuple[Arenas | Model | Device, ...] = ()
     """The parts to close with the engine: unshared arenas, then a model and a device made for it."""
     padding: Padding | None = None
     """The dimensions and inputs to pad."""
@@ -453,7 +446,7 @@ def build_on(
         raise ModelError(
             f"{loaded.name!r} could not be set up on {found.name!r}: {type(error).__name__}: {error}"
         ) from error
-    owned: list[Closable] = [] if loaded is model else [loaded]
+    owned: list[Model | Device] = [] if loaded is model else [loaded]
     if found is not device:
         owned.append(found)
     return dataclasses.replace(parts, owned=(*parts.owned, *owned))

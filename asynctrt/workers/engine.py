@@ -144,7 +144,8 @@ class IsolatedEngine(DrivenEngine):
     def statistics(self) -> Statistics:
         """Return the workers' latest batch statistics (at most 0.1 s old) and the front's request counts."""
         self._origin.check(self)
-        joined = reduce(Statistics.joined, [link.counts for link in self._front.links if link.has_counts])
+        of_links = [link.counts for link in self._front.links]
+        joined = reduce(Statistics.joined, [counts for counts in of_links if counts is not None])
         waiting = max(self._front.requests - joined.in_flight_batches, 0) if self._front.requests else 0
         return dataclasses.replace(
             joined,

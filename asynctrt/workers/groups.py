@@ -1,6 +1,6 @@
 """Requests that travel to a worker together, in one block of shared memory."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -176,8 +176,7 @@ class RequestGroup:
     ) -> list[tuple[Request, InputError]]:
         """Find requests whose rows cannot be copied, and fill in the first row of another request."""
         good, refused, spans = None, [], []
-        for request, payload, start in zip(self.requests, payloads, starts_of(self.requests), strict=True):
-            span = slice(start, start + request.rows)
+        for request, payload, span in zip(self.requests, payloads, spans_of(self.requests), strict=True):
             try:
                 for view, array in zip(views, payload, strict=True):
                     copy_rows(array, view[span])
@@ -185,7 +184,7 @@ class RequestGroup:
                 refused.append((request, changed_error(error)))
                 spans.append(span)
             else:
-                good = start
+                good = span.start
         for span in spans if good is not None else ():
             for view in views:
                 view[span] = view[good]
@@ -253,15 +252,6 @@ def _write_part(
     for number, view in enumerate(views):
         arrays = [payload[number] for payload in payloads]
         np.concatenate(rows_between(arrays, spans, start, stop), out=view[start:stop])
-
-
-def starts_of(requests: Iterable[Request]) -> list[int]:
-    """Return the first row of each request."""
-    starts, start = [], 0
-    for request in requests:
-        starts.append(start)
-        start += request.rows
-    return starts
 
 
 def formed(

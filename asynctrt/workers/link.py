@@ -13,7 +13,6 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
 from typing import Any, Final, Protocol
 
 from asynctrt._util import clock
@@ -303,24 +302,15 @@ class Link:
         return [*self.groups.values(), *self._trials.waiting]
 
     @property
-    def counts(self) -> Statistics:
-        """The latest statistics of all its workers so far."""
-        counts = None if self._worker is None else self._worker.counts
-        both = [one for one in (counts, self._counts_before) if one is not None]
-        return reduce(Statistics.joined, both)
-
-    @property
-    def has_counts(self) -> bool:
-        """Whether any of its workers has sent statistics."""
-        return self._counts_before is not None or (
-            self._worker is not None and self._worker.counts is not None
-        )
+    def counts(self) -> Statistics | None:
+        """The latest statistics of all its workers so far; ``None`` if none has sent any."""
+        latest = None if self._worker is None else self._worker.counts
+        return _joined(latest, self._counts_before)
 
     def add_counts(self, other: "Link") -> None:
         """Add the statistics of another link's workers. The other link must be closed."""
-        if other.has_counts:
-            both = [one for one in (self._counts_before, other.counts.without_gauges()) if one is not None]
-            self._counts_before = reduce(Statistics.joined, both)
+        if other.counts is not None:
+            self._counts_before = _joined(self._counts_before, other.counts.without_gauges())
         self.deaths += other.deaths
 
     # Starting and ending workers.
@@ -670,7 +660,7 @@ class Link:
     def _keep_counts(self, candidate: Candidate) -> None:
         """Keep the statistics of a worker that has ended."""
         if candidate.counts is not None:
-            self._counts_before = self.counts.without_gauges()
+            self._counts_before = _joined(candidate.counts.without_gauges(), self._counts_before)
             candidate.counts = None
 
     # Answers.
@@ -744,6 +734,10 @@ class Link:
             self._worker.process.kill(why)
         elif self.owner is not None:
             self.owner.link_looked(self)
+
+
+def _joined(one: Statistics | None, other: Statistics | None) -> Statistics | None:
+    return one.joined(other) if one is not None and other is not None else one or other
 
 
 def _because(candidate: Candidate) -> str:

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asynctrt.runtime.spans import spans_of
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.request import Request, State
 from asynctrt.tensors import TensorSpec
-from asynctrt.workers.groups import PIECES, RequestGroup, formed, starts_of
+from asynctrt.workers.groups import PIECES, RequestGroup, formed
 from asynctrt.workers.layout import LAUNCHED, Layouts
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.slabs import Slabs
@@ -126,7 +127,7 @@ def test_rows_that_cannot_be_copied_are_told_apart(memory):
         assert all("Leave arrays alone" in str(error) for _, error in refused)
         assert left is None or (view == 77).sum() == 0
         if left is not None:
-            assert (view[starts_of(requests)[wrong[0]]] == left).all()
+            assert (view[spans_of(requests)[wrong[0]].start] == left).all()
     assert group.write(memory, [request.payload for request in requests]) == []
     assert view[:, 0].tolist() == [2, 2, 1, 3, 3, 3]
     # As many rows as before, of which one would be taken for another caller's.
