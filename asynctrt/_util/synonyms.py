@@ -63,7 +63,6 @@ COMMAND_SYNONYMS: Final = {
     "api_key": "tokens",
     "model_repository": "models",
     "model_control_mode": "model_control",
-    "repository_poll_secs": "watch",
     "exit_timeout_secs": "drain_timeout",
     "log_verbose": "log_level",
     "workers": "fronts",

@@ -56,6 +56,8 @@ REMOVED_OPTIONS: Final = {
     "max_in_flight": "contexts is the number of batches that run at once",
     "shapes": "onnx={'shapes': {...}} names shapes that come often",
     "shared": "onnx={'shared': [...]} says so of an ONNX model",
+    "watch": "let what writes the files ask for a load, once they are complete: "
+    "POST /v2/repository/models/NAME/load, with model_control",
     "warm_spare": "isolation='spare' keeps a second worker",
     "key": "sign the plan that was built, with ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
     "latency_target": "max_delay limits how long a batch waits for more requests, and timeout with "

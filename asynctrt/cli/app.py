@@ -60,7 +60,7 @@ EXAMPLES: Final = {
     "serve": (
         "asynctrt serve model.onnx --max-rows 32 --max-delay 0.002",
         "asynctrt serve classifier=model.plan --device cuda:0 --tokens-file tokens",
-        "asynctrt serve models/ --watch 5 --check",
+        "asynctrt serve models/ --model-control --check",
     ),
     "load": (
         "asynctrt load model.onnx --callers 64 --seconds 30",

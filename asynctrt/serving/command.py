@@ -29,7 +29,7 @@ from asynctrt.core.loading import ATTRIBUTE, is_attribute
 from asynctrt.errors import AsynctrtError, DeviceLostError, ModelNotFoundError, OptionsError, show
 from asynctrt.options import Options
 from asynctrt.serving.entries import ModelPlace
-from asynctrt.serving.folder import FolderWatch, ModelFolder
+from asynctrt.serving.folder import ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.openapi import ask_of
 from asynctrt.serving.repository import Repository
@@ -189,15 +189,14 @@ async def serve(
     show = shower(settings, say)
     shorten_switch_interval()
     raise_open_files()
-    folders = config.folders()
-    repository = _with_places(config.repository(), folders if places is None else places)
+    repository = _with_places(config.repository(), config.folders() if places is None else places)
     repository.is_starting = not listens_last
     server = Server(repository, settings, is_front=opened is not None, listening=passed_socket())
     if listens_last:
         await _load_first(server, show)
     leaving = asyncio.create_task(_leave_if_hurried(server))
     try:
-        await _serve(server, folders, show, opened, loaded, is_loaded=listens_last)
+        await _serve(server, show, opened, loaded, is_loaded=listens_last)
     finally:
         leaving.cancel()
     if server.lost:
@@ -208,7 +207,6 @@ async def serve(
 
 async def _serve(
     server: Server,
-    folders: Iterable[ModelFolder],
     show: Callable[[str], None],
     opened: Callable[[Server], None] | None,
     loaded: Callable[[], None] | None,
@@ -233,14 +231,7 @@ async def _serve(
                         loaded()
                     if opened is None:  # The parent of fronts notifies once all are ready.
                         notify_ready()
-                if settings.watch is not None:
-                    watches = [FolderWatch(server.repository, folder) for folder in folders]
-                    tasks += [asyncio.create_task(watch.run(settings.watch)) for watch in watches]
-                # A watch ends only with an internal error.
-                await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
-                for task in tasks[1:]:
-                    if task.done():
-                        task.result()
+                await serving
             finally:
                 tasks += server.repository.loading
                 for task in tasks:
@@ -390,7 +381,7 @@ async def _load_models(server: Server, say: Callable[[str], None]) -> None:
     try:
         await repository.load_all()
     except AsynctrtError as error:
-        if not (settings.watch is not None or settings.model_control):
+        if not settings.model_control:
             raise
         # It can be mended while the server runs.
         say(f"error: {error}")

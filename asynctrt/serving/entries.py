@@ -114,11 +114,6 @@ class ModelEntry:
         """Whether a version of it is served."""
         return any(entry.served is not None for entry in self.versions.values())
 
-    @property
-    def is_put_aside(self) -> bool:
-        """Whether it was unloaded on purpose."""
-        return all(entry.served is None and entry.reason == UNLOADED for entry in self.entries)
-
     def listed(self) -> list[tuple[str, Entry]]:
         """Return its entries by version number; the placeholder, without a number, if there are none."""
         return list(self.versions.items()) or [("", self.nothing)]

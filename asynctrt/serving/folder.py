@@ -1,9 +1,8 @@
-"""Find models in a folder in Triton's layout, ``NAME/VERSION/model.onnx``, and follow its changes."""
+"""Find models in a folder in Triton's layout, ``NAME/VERSION/model.onnx``."""
 
-import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,10 @@ from asynctrt._util.files import SpecialFileError, check_within
 from asynctrt._util.loops import in_lost_thread
 from asynctrt.backends.registry import filenames
 from asynctrt.engine import Engine
-from asynctrt.errors import AsynctrtError, ModelError, ModelNotFoundError, UnknownModelError, describe
+from asynctrt.errors import ModelError, ModelNotFoundError, UnknownModelError
 from asynctrt.serving.entries import VersionSource, is_name, is_version
 from asynctrt.serving.model_config import CONFIG, ModelConfig, read_model_config
 from asynctrt.serving.models import ModelSource, files_mark
-from asynctrt.serving.repository import Repository
-
-LOOK_S: Final = 0.1
-"""How long to wait for a look at one model before starting the next beside it."""
 
 NOT_MODELS: Final = ("lost+found", "__pycache__")
 """Folders that file systems and Python create."""
@@ -119,17 +114,6 @@ class ModelFolder:
 
         return await in_lost_thread(look)
 
-    async def mark(self, name: str) -> Any:
-        """Return the state of a model's files."""
-
-        def look() -> Any:
-            try:
-                return files_mark(self.path / name)
-            except ModelError as error:
-                return str(error)
-
-        return await in_lost_thread(look)
-
     def _names(self) -> list[str]:
         try:
             with os.scandir(self.path) as found:
@@ -187,91 +171,6 @@ class ModelFolder:
         settings = {**self._settings, **config.options_on(device)}
         model = ModelSource(folder.name, version, str(path), settings, device)
         return FoundVersion(model, config, folder / version)
-
-
-class FolderWatch:
-    """Load new and changed models in a folder, and unload the ones that are gone.
-
-    A model is loaded once its files are unchanged in two consecutive looks, so that files are not read while
-    they are written. A model that failed to load is not retried until it changes. A model that was unloaded
-    on request stays unloaded. A slow model does not delay the others.
-    """
-
-    def __init__(self, repository: Repository, folder: ModelFolder) -> None:
-        self._repository = repository
-        self._folder = folder
-        self._names: list[str] | None = None
-        self._seen: dict[str, Any] = {}
-        self._done: dict[str, Any] = {}
-        self._busy: dict[str, asyncio.Task[None]] = {}
-        self._said = ""
-
-    def __repr__(self) -> str:
-        return f"<FolderWatch of {self._folder!r}, {len(self._names or ())} models>"
-
-    async def run(self, interval_s: float) -> None:
-        """Look every ``interval_s`` seconds until cancelled."""
-        try:
-            while True:
-                await asyncio.sleep(interval_s)
-                try:
-                    await self._begin()
-                except Exception as error:
-                    said = describe(error)
-                    if said != self._said:  # Log a lasting error once.
-                        logger.error("%r: %s", self, said)  # noqa: TRY400  (it says all)
-                else:
-                    said = ""
-                self._said = said
-        finally:
-            for task in self._busy.values():
-                task.cancel()
-
-    async def look(self) -> None:
-        """Compare the folder with its state at the last look, and act on changes that have settled.
-
-        :raises ModelNotFoundError: if the folder cannot be read; nothing is unloaded then.
-        """
-        await self._begin()
-        await asyncio.gather(*self._busy.values())
-
-    async def _begin(self) -> None:
-        """Start a look at each model whose last look is done."""
-        names = await self._folder.names()
-        before, self._names = self._names, names
-        for name in names:
-            await self._start(name, self._look_at)
-        for name in self._repository.names(self._folder):
-            if before is not None and name not in names and name not in before:
-                await self._start(name, self._remove)
-
-    async def _start(self, name: str, act: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        if name in self._busy:
-            return
-        task = self._busy[name] = asyncio.create_task(act(name))
-        task.add_done_callback(lambda _: self._busy.pop(name))
-        # Usually it is done at once, and waiting keeps the number of threads low.
-        await asyncio.wait([task], timeout=LOOK_S)
-
-    async def _look_at(self, name: str) -> None:
-        try:
-            mark = await self._folder.mark(name)
-        except Exception as error:
-            mark = describe(error)
-        is_first, seen = name not in self._seen, self._seen.get(name)
-        self._seen[name] = mark
-        if is_first or seen != mark or self._done.get(name) == mark or self._repository.is_put_aside(name):
-            return
-        self._done[name] = mark
-        try:
-            await self._repository.load(name)
-        except AsynctrtError as error:
-            logger.error("%s is not loaded as it is now: %s", name, error)  # noqa: TRY400
-
-    async def _remove(self, name: str) -> None:
-        self._done.pop(name, None)
-        self._seen.pop(name, None)
-        await self._repository.remove(name)
 
 
 def _file(folder: Path, config: ModelConfig) -> Path:

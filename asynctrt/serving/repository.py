@@ -197,10 +197,6 @@ class Repository:
             raise ModelNotReadyError(f"{name!r} is not served: {reasons}")
         return newest[-1]
 
-    def names(self, place: ModelPlace) -> list[str]:
-        """Return the names of the models found in a place."""
-        return [name for name, model in self._models.items() if model.place is place]
-
     def versions(self, name: str) -> list[str]:
         """Return the versions of a model that are served."""
         return [version for version, entry in self._models[name].versions.items() if entry.served]
@@ -484,10 +480,6 @@ class Repository:
         """
         await self.unload(name)
         self._models.pop(name, None)
-
-    def is_put_aside(self, name: str) -> bool:
-        """Return whether a model was unloaded on purpose."""
-        return name in self._models and self._models[name].is_put_aside
 
     async def drain(self) -> None:
         """Refuse new requests, and return once the accepted ones are answered."""

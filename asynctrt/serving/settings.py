@@ -119,13 +119,6 @@ class ServerSettings:
         doc="Whether clients may load and unload models.",
     )
 
-    watch: float | None = setting(
-        default=None,
-        check=duration(0, SECONDS_MAX, above=True).or_none,
-        doc="""How often to look at folders of models for what has changed: new versions are loaded, changed
-        ones replaced, removed ones unloaded, once files have been still for as long. Default: never.""",
-    )
-
     max_body: int = setting(
         default=64 << 20,
         check=count(1),
@@ -328,10 +321,8 @@ class ServerSettings:
                 f"max_memory is {self.max_memory}, less than one request may have: max_body is "
                 f"{self.max_body}. Raise the one, or lower the other"
             )
-        if self.fronts > 1:
-            for name in ("model_control", "watch"):
-                if getattr(self, name):
-                    raise OptionsError(
-                        f"{name} is for a server of one process, and fronts is {self.fronts}. Leave one of "
-                        "them out"
-                    )
+        if self.fronts > 1 and self.model_control:
+            raise OptionsError(
+                f"model_control is for a server of one process, and fronts is {self.fronts}. Leave one of "
+                "them out"
+            )

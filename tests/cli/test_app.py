@@ -133,7 +133,7 @@ def test_the_help_of_a_command_fits_a_terminal_and_is_whole(command):
     assert "asynctrt " + command[0] in out[out.index("Examples:") :]
     if command == ["serve"]:
         assert "tables of the file, [[models]], each with a path" in " ".join(out.split())
-        assert "--watch <seconds>" in out
+        assert "--model-control" in out
 
 
 WRONG = [

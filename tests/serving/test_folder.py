@@ -1,7 +1,6 @@
-"""A folder of models in Triton's layout: found, loaded, swapped under load, watched."""
+"""A folder of models in Triton's layout: found, loaded, swapped under load."""
 
 import asyncio
-import logging
 import os
 import shutil
 import threading
@@ -28,7 +27,7 @@ from asynctrt.errors import (
 )
 from asynctrt.serving import folder, model_config, models
 from asynctrt.serving import repository as repository_module
-from asynctrt.serving.folder import FolderWatch, ModelFolder
+from asynctrt.serving.folder import ModelFolder
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
@@ -287,82 +286,6 @@ async def test_a_load_that_waited_while_the_model_was_removed(tmp_path):
         assert await factor(repository) == 2
 
 
-class TestWatch:
-    async def test_what_comes_changes_and_goes(self, tmp_path):
-        path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
-        async with loaded(tmp_path) as (repository, folder):
-            watch = FolderWatch(repository, folder)
-            await watch.look()
-            await watch.look()
-            engine = repository.find("m").engine
-            scale_onnx(tmp_path / "m/2/model.onnx", 3)
-            scale_onnx(tmp_path / "n/1/model.onnx", 9)
-            await watch.look()
-            assert states(repository) == {"m:1": "READY"}, "files that may still be written are not read"
-            await watch.look()
-            assert states(repository) == {"m:2": "READY", "n:1": "READY"}
-            assert await factor(repository) == 3
-            await until(lambda: engine.state == "closed")
-            scale_onnx(tmp_path / "m/2/model.onnx", 4)
-            for _ in range(2):
-                await watch.look()
-            assert await factor(repository) == 4
-            shutil.rmtree(tmp_path / "m/2")
-            for _ in range(2):
-                await watch.look()
-            assert (states(repository)["m:1"], await factor(repository)) == ("READY", 2)
-            shutil.rmtree(tmp_path / "n")
-            for _ in range(2):
-                await watch.look()
-            assert states(repository) == {"m:1": "READY"}
-            assert path.exists()
-
-    @pytest.mark.tier2
-    async def test_a_file_that_grows_is_left_alone_and_one_that_is_broken_is_tried_once(
-        self, tmp_path, caplog
-    ):
-        path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
-        whole = path.read_bytes()
-        async with loaded(tmp_path) as (repository, folder):
-            watch = FolderWatch(repository, folder)
-            (tmp_path / "m/2").mkdir()
-            for end in range(8, len(whole), 8):
-                (tmp_path / "m/2/model.onnx").write_bytes(whole[:end])
-                await watch.look()
-            assert states(repository) == {"m:1": "READY"}
-            for _ in range(5):
-                await watch.look()
-            assert states(repository) == {"m:1": "READY", "m:2": "UNAVAILABLE"}
-            assert caplog.text.count("is not loaded as it is now") == 1
-            (tmp_path / "m/2/model.onnx").write_bytes(whole)
-            for _ in range(2):
-                await watch.look()
-            assert states(repository) == {"m:2": "READY"}
-
-    async def test_what_was_unloaded_on_request_stays_so(self, tmp_path):
-        path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
-        async with loaded(tmp_path) as (repository, folder):
-            watch = FolderWatch(repository, folder)
-            await repository.unload("m")
-            scale_onnx(path, 3)
-            for _ in range(3):
-                await watch.look()
-            assert states(repository) == {"m:1": "UNAVAILABLE"}
-            await repository.load("m")
-            assert await factor(repository) == 3
-
-    async def test_a_folder_that_goes_away_unloads_nothing(self, tmp_path, caplog):
-        scale_onnx(tmp_path / "all/m/1/model.onnx", 2)
-        async with loaded(tmp_path / "all") as (repository, folder):
-            watch = FolderWatch(repository, folder)
-            await watch.look()
-            (tmp_path / "all").rename(tmp_path / "away")
-            running = asyncio.create_task(watch.run(0.001))
-            await until(lambda: "cannot be read" in caplog.text)
-            running.cancel()
-            assert states(repository) == {"m:1": "READY"}
-
-
 def links(model):
     (model / "1").mkdir(parents=True)
     (model / "1/a").symlink_to(".")
@@ -444,17 +367,14 @@ class TestOwnersHarmThemselves:
     async def test_a_bad_model_is_listed_and_keeps_no_other_waiting(self, tmp_path, plant):
         scale_onnx(tmp_path / "all/good/1/model.onnx", 2)
         plant(tmp_path / "all/evil")
-        async with loaded(tmp_path / "all", is_tolerant=True) as (repository, folder):
+        async with loaded(tmp_path / "all", is_tolerant=True) as (repository, _):
             assert states(repository)["good:1"] == "READY"
             (bad,) = [item for item in repository.index() if item["name"] == "evil"]
             assert bad["state"] == "UNAVAILABLE"
             orjson.dumps(bad)
             assert str(tmp_path) not in bad["reason"]
-            watch = FolderWatch(repository, folder)
-            await watch.look()
             scale_onnx(tmp_path / "all/new/1/model.onnx", 3)
-            for _ in range(2):
-                await watch.look()
+            await repository.load("new")
             assert await factor(repository, "new") == 3
 
     async def test_links_within_the_folder_are_followed(self, tmp_path):
@@ -478,14 +398,14 @@ class TestOwnersHarmThemselves:
         with pytest.raises(UsageError, match="printable"):
             repository.add(os.fsdecode(name))
 
-    @pytest.mark.parametrize("what", ["look", "load"])
-    async def test_a_model_that_hangs_keeps_no_other_waiting(self, tmp_path, monkeypatch, what):
+    @pytest.mark.parametrize("name", ["files_mark", "read_model_config"])
+    async def test_a_model_that_hangs_keeps_no_other_waiting(self, tmp_path, monkeypatch, name):
         scale_onnx(tmp_path / "evil/1/model.onnx", 2)
         scale_onnx(tmp_path / "good/1/model.onnx", 2)
         hangs = threading.Event()
 
         def files_mark(path):
-            if path.name == "evil":
+            if path.parent.name == "evil":
                 hangs.wait(WAIT_S)
             return models.files_mark(path)
 
@@ -495,21 +415,19 @@ class TestOwnersHarmThemselves:
             return model_config.read_model_config(folder, within)
 
         try:
-            async with loaded(tmp_path) as (repository, folder_of_models):
-                name = {"look": "files_mark", "load": "read_model_config"}[what]
+            async with loaded(tmp_path) as (repository, _):
                 monkeypatch.setattr(folder, name, locals()[name])
-                engine_of_before = repository.find("good").engine
                 scale_onnx(tmp_path / "evil/1/model.onnx", 3)
-                running = asyncio.create_task(FolderWatch(repository, folder_of_models).run(0.001))
+                hanging = asyncio.create_task(repository.load("evil"))
                 scale_onnx(tmp_path / "good/1/model.onnx", 3)
                 scale_onnx(tmp_path / "zzz/1/model.onnx", 4)
-                await until(lambda: states(repository).get("zzz:1") == "READY")
-                await until(lambda: repository.find("good").engine is not engine_of_before)
+                for other in ("zzz", "good"):
+                    await repository.load(other)
+                assert states(repository)["zzz:1"] == "READY"
                 assert await factor(repository, "good") == 3
-                running.cancel()
-                await asyncio.wait([running])
-                for task in repository.loading:
-                    task.cancel()
+                assert not hanging.done()
+                hanging.cancel()
+                await asyncio.wait([hanging])
         finally:
             hangs.set()
 
@@ -531,27 +449,22 @@ class TestOwnersHarmThemselves:
             await loading
         await repository.aclose()
 
-    async def test_a_watch_goes_on_when_there_are_no_threads(self, tmp_path, monkeypatch, caplog):
+    async def test_a_load_for_which_there_is_no_thread_changes_nothing(self, tmp_path, monkeypatch):
         scale_onnx(tmp_path / "m/1/model.onnx", 2)
-        refused = 0
 
         class Refused(threading.Thread):
             def start(self):
-                nonlocal refused
-                refused += 1
                 raise RuntimeError("can't start new thread")
 
-        async with loaded(tmp_path) as (repository, folder_of_models):
-            caplog.set_level(logging.INFO, logger="asynctrt")
+        async with loaded(tmp_path) as (repository, _):
             scale_onnx(tmp_path / "m/1/model.onnx", 3)
             with monkeypatch.context() as patch:
                 patch.setattr(loops, "Thread", Refused)
-                running = asyncio.create_task(FolderWatch(repository, folder_of_models).run(0.001))
-                await until(lambda: refused > 5)
-            assert caplog.text.count("can't start new thread") == 1
-            await until(lambda: "replaced" in caplog.text or running.done())
+                with pytest.raises(ModelError, match="can't start new thread"):
+                    await repository.load("m")
+            assert await factor(repository) == 2
+            await repository.load("m")
             assert await factor(repository) == 3
-            running.cancel()
 
     async def test_loading_takes_no_thread_of_the_requests(self, tmp_path):
         scale_onnx(tmp_path / "m/1/model.onnx", 2)
@@ -560,11 +473,9 @@ class TestOwnersHarmThemselves:
         asyncio.get_running_loop().set_default_executor(executor)
         hanging = asyncio.create_task(asyncio.to_thread(hangs.wait, WAIT_S))
         try:
-            async with loaded(tmp_path) as (repository, folder_of_models):
-                watch = FolderWatch(repository, folder_of_models)
+            async with loaded(tmp_path) as (repository, _):
                 scale_onnx(tmp_path / "m/1/model.onnx", 3)
-                for _ in range(3):
-                    await watch.look()
+                await repository.load("m")
                 assert await factor(repository) == 3
         finally:
             hangs.set()

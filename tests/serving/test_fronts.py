@@ -344,10 +344,9 @@ def test_a_file_in_memory_that_cannot_be_written_is_closed():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("settings", [{"model_control": True}, {"watch": 1.0}])
-def test_settings_that_go_with_one_process_alone(settings):
+def test_a_setting_that_goes_with_one_process_alone():
     with pytest.raises(OptionsError, match="one process"):
-        ServerSettings(fronts=2, **settings)
+        ServerSettings(fronts=2, model_control=True)
 
 
 @pytest.mark.tier2
