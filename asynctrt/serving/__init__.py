@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from asynctrt.serving.asgi import kserve_app, websocket_endpoint
     from asynctrt.serving.disconnect import CancelOnDisconnect
     from asynctrt.serving.folder import ModelFolder
-    from asynctrt.serving.monitoring import monitoring_app
     from asynctrt.serving.repository import Repository
     from asynctrt.serving.server import Server
 
@@ -31,7 +30,6 @@ __all__ = [
     "Server",
     "ServerSettings",
     "kserve_app",
-    "monitoring_app",
     "websocket_endpoint",
 ]
 
@@ -42,7 +40,6 @@ MODULES: Final = {
     "Repository": "repository",
     "Server": "server",
     "kserve_app": "asgi",
-    "monitoring_app": "monitoring",
     "websocket_endpoint": "asgi",
 }
 

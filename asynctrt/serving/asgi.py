@@ -30,7 +30,6 @@ from asynctrt.serving.websocket import (
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-MakeApi = Callable[[Repository, ServerSettings], Api]
 Source = Engine | Repository | Callable[[], Engine | Repository]
 
 
@@ -64,10 +63,9 @@ def websocket_endpoint(
 class _Found:
     """Create the API for the application's engine or repository when it is first needed."""
 
-    def __init__(self, source: Source, name: str, settings: ServerSettings, make: MakeApi = Api) -> None:
+    def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
         self._source = source
         self._name = name
-        self._make = make
         self.settings = settings
         self._api: Api | None = None
         self._engine: Engine | Repository | None = None
@@ -76,7 +74,7 @@ class _Found:
         source = self._source
         engine = source if isinstance(source, Engine | Repository) else source()
         if self._api is None or engine is not self._engine:
-            self._api = self._make(self._repository(engine), self.settings)
+            self._api = Api(self._repository(engine), self.settings)
             self._engine = engine
         return self._api
 
@@ -120,10 +118,10 @@ class WebSocketEndpoint:
 
 
 class KServeApp:
-    """The ASGI application of :func:`kserve_app`, and with another API of :func:`monitoring_app`."""
+    """The ASGI application that :func:`kserve_app` returns."""
 
-    def __init__(self, source: Source, name: str, settings: ServerSettings, make: MakeApi = Api) -> None:
-        self._found = _Found(source, name, settings, make)
+    def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
+        self._found = _Found(source, name, settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or one connection."""

@@ -48,13 +48,13 @@ RECENT: Final = 10
 Ask = Callable[[ServedModel], Mapping[str, str]]
 
 
-def dashboard_pages(repository: Repository, sampler: Sampler, ask: Ask | None = None) -> dict[str, Page]:
+def dashboard_pages(repository: Repository, sampler: Sampler, ask: Ask) -> dict[str, Page]:
     """Return the dashboard's pages by path.
 
     The page, its script and style need no token, since only the page can ask the user for one.
     ``/dashboard/data`` returns all samples, ``/dashboard/recent`` the newest; both need the token.
 
-    :param ask: returns the path and body of a request to a model, where the server also answers requests.
+    :param ask: returns the path and body of a request to a model.
     """
     pages = {path: static_page(*file) for path, file in FILES.items()}
     pages["/dashboard/icon.svg"] = _static(ICON, "image/svg+xml")
@@ -81,9 +81,7 @@ def _static(content: bytes, content_type: str) -> Page:
     return Page(respond, is_open=True)
 
 
-def _figures(
-    repository: Repository, sampler: Sampler, ask: Ask | None, count: int | None, _: Headers
-) -> Answer:
+def _figures(repository: Repository, sampler: Sampler, ask: Ask, count: int | None, _: Headers) -> Answer:
     content = {
         "version": asynctrt.__version__,
         "is_draining": repository.is_draining,
@@ -99,7 +97,7 @@ def _figures(
     return Answer(200, headers, (dump(content),))
 
 
-def _described(served: ServedModel, ask: Ask | None) -> dict[str, Any]:
+def _described(served: ServedModel, ask: Ask) -> dict[str, Any]:
     """Return a model's description, and its counts since it was loaded."""
     done = served.engine.statistics()
     return {
@@ -119,5 +117,5 @@ def _described(served: ServedModel, ask: Ask | None) -> dict[str, Any]:
         "failures": served.failures,
         "contexts_quarantined": done.contexts_quarantined,
         "worker_deaths": done.worker_deaths,
-        "ask": None if ask is None else ask(served),
+        "ask": ask(served),
     }

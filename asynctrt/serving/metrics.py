@@ -33,6 +33,7 @@ from asynctrt.serving.coding import accepted_codings, compress
 from asynctrt.serving.latency import BOUNDS_S
 from asynctrt.serving.memory import MemoryLimit
 from asynctrt.serving.repository import Repository
+from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.stalls import Stalls
 
@@ -59,37 +60,21 @@ class Metrics:
     """Collect metrics of a server. Two in one process do not collide.
 
     :param repository: the models, whose names and versions are the labels.
-    :param connections: returns the number of open connections; ``in_flight`` that of requests being answered;
-        ``loop_lag_ns`` how late the loop ran its last timer; ``busy_share`` how busy a model was lately.
-    :param stalls: knows how late the loop was at any time. What is not given has no metric.
+    :param sampler: knows how many connections and requests there are, and how busy a model was lately.
+    :param stalls: knows how late the loop was at any time.
     """
 
-    def __init__(
-        self,
-        repository: Repository,
-        *,
-        connections: Callable[[], int] | None = None,
-        in_flight: Callable[[], int] | None = None,
-        loop_lag_ns: Callable[[], int | None] | None = None,
-        busy_share: Callable[[ServedModel], float | None] | None = None,
-        stalls: Stalls | None = None,
-        memory: MemoryLimit | None = None,
-    ) -> None:
+    def __init__(self, repository: Repository, sampler: Sampler, stalls: Stalls, memory: MemoryLimit) -> None:
         self._repository = repository
-        self._connections = connections
-        self._in_flight = in_flight
-        self._loop_lag_ns = loop_lag_ns
+        self._sampler = sampler
         self._stalls = stalls
         self._memory = memory
-        self._of_models = [*ENGINE, *SERVED]
-        if busy_share is not None:
-            self._of_models.append(
-                gauge(
-                    "asynctrt_busy_share",
-                    "Share of the last second in which the model computed as many batches as it can at once.",
-                    lambda it: busy_share(it.served),
-                )
-            )
+        busy_share = gauge(
+            "asynctrt_busy_share",
+            "Share of the last second in which the model computed as many batches as it can at once.",
+            lambda it: sampler.busy_share(it.served),
+        )
+        self._of_models = (*ENGINE, *SERVED, busy_share)
         # One scrape at a time: several would each hold the loop in turn.
         self._scraping = asyncio.Lock()
 
@@ -134,34 +119,23 @@ class Metrics:
         yield from READY.texts(self._repository.index())
         yield from LOST_DEVICES.texts([readings])
         for name, kind, text, value in self._of_server():
-            if value is not None:
-                yield from Metric(name, kind, text, (), lambda value: [("", (), value)]).texts([value])
-        if self._stalls is not None:
-            yield from DELAYS.texts([self._stalls.delays])
+            yield from Metric(name, kind, text, (), lambda value: [("", (), value)]).texts([value])
+        yield from DELAYS.texts([self._stalls.delays])
         yield from BUILD.texts([asynctrt.__version__])
 
-    def _of_server(self) -> Iterator[tuple[str, str, str, float | None]]:
-        """Yield name, kind, help and value of the server's own metrics. ``None``: it has none."""
-        connections, in_flight, lag_ns = [
-            None if read is None else read()
-            for read in (self._connections, self._in_flight, self._loop_lag_ns)
-        ]
-        lag_s = None if lag_ns is None else lag_ns / 1e9
-        yield "asynctrt_server_connections", GAUGE, "Open connections.", connections
+    def _of_server(self) -> Iterator[tuple[str, str, str, float]]:
+        """Yield name, kind, help and value of the server's own metrics."""
+        yield "asynctrt_server_connections", GAUGE, "Open connections.", self._sampler.connections()
         text = "Requests to all models that are being answered."
-        yield "asynctrt_server_requests_in_flight", GAUGE, text, in_flight
-        text = "How late the event loop ran the server's last timer, in seconds."
-        yield "asynctrt_loop_lag_seconds", GAUGE, text, lag_s
-        if self._memory is not None:
-            text = "Memory held for clients, in bytes: large messages, requests in progress, answers."
-            yield "asynctrt_server_memory_bytes", GAUGE, text, self._memory.nbytes
-            text = "Its limit, max_memory, in bytes."
-            yield "asynctrt_server_memory_limit_bytes", GAUGE, text, self._memory.nbytes_max
-            text = "Requests and messages refused for lack of memory."
-            yield "asynctrt_server_memory_refused_total", COUNTER, text, self._memory.refused
-        if self._stalls is not None:
-            text = "Pauses of the event loop that were longer than max_pause."
-            yield "asynctrt_loop_stalls_total", COUNTER, text, self._stalls.count
+        yield "asynctrt_server_requests_in_flight", GAUGE, text, self._sampler.in_flight()
+        text = "Memory held for clients, in bytes: large messages, requests in progress, answers."
+        yield "asynctrt_server_memory_bytes", GAUGE, text, self._memory.nbytes
+        text = "Its limit, max_memory, in bytes."
+        yield "asynctrt_server_memory_limit_bytes", GAUGE, text, self._memory.nbytes_max
+        text = "Requests and messages refused for lack of memory."
+        yield "asynctrt_server_memory_refused_total", COUNTER, text, self._memory.refused
+        text = "Pauses of the event loop that were longer than max_pause."
+        yield "asynctrt_loop_stalls_total", COUNTER, text, self._stalls.count
 
 
 def _seconds(labels: tuple[str, ...], values: list[int]) -> Iterator[Sample]:

@@ -75,7 +75,7 @@ class Sampler:
 
     :param repository: the models to sample.
     :param connections: returns the number of open connections.
-    :param in_flight: returns the number of requests being answered. Without one, its figure is null.
+    :param in_flight: returns the number of requests being answered.
     :param interval_ns: the time from the end of one sample to the next. The delay of a sample is the loop's
         lag, so the server restarts its timer after each. A sample within a tenth of the interval is skipped:
         rates over so short a time would be meaningless.
@@ -86,15 +86,15 @@ class Sampler:
         repository: Repository,
         now_ns: Callable[[], int] = clock.now_ns,
         *,
-        connections: Callable[[], int] | None = None,
-        in_flight: Callable[[], int] | None = None,
+        connections: Callable[[], int],
+        in_flight: Callable[[], int],
         cpu_ns: Callable[[], int] = clock.cpu_ns,
         interval_ns: int = 1_000_000_000,
         samples_max: int = SAMPLES_MAX,
     ) -> None:
         self._repository = repository
-        self._connections = connections
-        self._in_flight = in_flight
+        self.connections = connections
+        self.in_flight = in_flight
         self._now_ns = now_ns
         self._cpu_ns = cpu_ns
         self._interval_ns = interval_ns
@@ -104,8 +104,6 @@ class Sampler:
         self._cpu_at_ns = cpu_ns()
         self.started_ms = clock.wall_ns(self._at_ns) // 1_000_000
         """When the sampler was made, in ms since 1970, so that a client can detect a restart."""
-        self.loop_lag_ns: int | None = None
-        """How late the last sample was; ``None`` before the first."""
         # The first sample starts from the current counters.
         self._readings: dict[str, _Reading] = {}
         self._busy: dict[ServedModel, float] = {}
@@ -123,7 +121,7 @@ class Sampler:
         if elapsed_ns * 10 < self._interval_ns:
             return
         # Measured from the end of the last sample, so that sampling itself does not count as lag.
-        self.loop_lag_ns = max(0, now_ns - self._ended_ns - self._interval_ns)
+        lag_ns = max(0, now_ns - self._ended_ns - self._interval_ns)
         readings = {}
         models = {}
         self._busy = {}
@@ -145,9 +143,9 @@ class Sampler:
                 "number": self._number,
                 "at_ms": clock.wall_ns(now_ns) // 1_000_000,
                 "server": [
-                    self._connections() if self._connections else None,
-                    self._in_flight() if self._in_flight else None,
-                    round(self.loop_lag_ns / 1e6, 3),
+                    self.connections(),
+                    self.in_flight(),
+                    round(lag_ns / 1e6, 3),
                     round(100 * (cpu_ns - self._cpu_at_ns) / elapsed_ns, 2),
                     resident_nbytes(),
                 ],

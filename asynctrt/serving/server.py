@@ -36,7 +36,7 @@ from asynctrt.serving.http import SWEEP_S, Hub
 from asynctrt.serving.listener import Listener, cannot_listen
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
-from asynctrt.serving.monitoring import SAMPLE_S, metrics_alone
+from asynctrt.serving.monitoring import PagesAlone
 from asynctrt.serving.openapi import ask_of, docs_pages
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
@@ -50,6 +50,8 @@ from asynctrt.serving.telemetry import find_tracing
 BACKLOG: Final = 1024
 REPLACED_S: Final = 1.0
 """How long gRPC calls from before the restart may take to finish."""
+SAMPLE_S: Final = 1.0
+"""Time between two samples for the dashboard."""
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -169,15 +171,7 @@ class Server:
             self._hub = Hub(self.api, upgrade, self._log)
             sampler = Sampler(self.repository, connections=self._connections, in_flight=self._in_flight)
             self._stalls = Stalls(int(settings.max_pause * 1e9), lambda: self.repository.is_starting)
-            metrics = self._metrics = Metrics(
-                self.repository,
-                connections=self._connections,
-                in_flight=self._in_flight,
-                loop_lag_ns=lambda: sampler.loop_lag_ns,
-                busy_share=sampler.busy_share,
-                stalls=self._stalls,
-                memory=self.api.memory,
-            )
+            metrics = self._metrics = Metrics(self.repository, sampler, self._stalls, self.api.memory)
             self.api.pages.update(dashboard_pages(self.repository, sampler, ask_of))
             self.api.pages.update(docs_pages(self.api))
             self.api.pages["/metrics"] = metrics.page()
@@ -188,7 +182,8 @@ class Server:
             tls = self._certificate.context if self._certificate is not None else None
             await self._listen(self._hub, "http_port", tls)
             if settings.metrics_port is not None:
-                self._metrics_hub = Hub(metrics_alone(metrics, settings))
+                pages = {"/metrics": metrics.page(is_open=True)}
+                self._metrics_hub = Hub(PagesAlone(pages, settings))
                 await self._listen(self._metrics_hub, "metrics_port")
             if settings.grpc:
                 self._grpc = GrpcServer(self.api, settings, self._certificate, shares_port=self._is_front)

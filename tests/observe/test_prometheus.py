@@ -15,10 +15,10 @@ import asynctrt
 from asynctrt.errors import UsageError
 from asynctrt.observe.metrics import ENGINE
 from asynctrt.observe.prometheus import EngineCollector
-from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
 from asynctrt.tensors import TensorSpec
 from tests.models import double_model, rows
+from tests.serving.support import metrics_of
 
 BY_THE_CLOCK = ("asynctrt_process", "asynctrt_arena_busy_share")
 
@@ -50,7 +50,7 @@ async def test_they_are_those_of_a_server(registry):
         own = scraped(registry)
         repository = Repository()
         repository.add("double", engine)
-        text = b"".join((await Metrics(repository).answer({})).body).decode()
+        text = b"".join((await metrics_of(repository).answer({})).body).decode()
     assert own.items() <= samples_of(text).items()
     labels = ("model", "double"), ("version", "1")
     assert own["nv_inference_request_success", *labels] == 20

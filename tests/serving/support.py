@@ -11,9 +11,13 @@ import ml_dtypes
 import numpy as np
 
 import asynctrt
+from asynctrt.serving.memory import MemoryLimit
+from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
+from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.stalls import Stalls
 from tests.helpers import until
 from tests.models import double_model
 
@@ -44,6 +48,14 @@ CHROMIUM_FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+
+
+def metrics_of(repository, sampler=None, memory=None):
+    """The metrics of a server with three connections and two requests."""
+    sampler = sampler or Sampler(repository, connections=lambda: 3, in_flight=lambda: 2)
+    stalls = Stalls(1_000_000_000, lambda: False)
+    stalls.close()
+    return Metrics(repository, sampler, stalls, memory or MemoryLimit(1000))
 
 
 @asynccontextmanager

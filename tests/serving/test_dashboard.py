@@ -15,7 +15,6 @@ import asynctrt
 from asynctrt.errors import ModelError
 from asynctrt.serving.api import Api
 from asynctrt.serving.dashboard import FILES, RECENT, STATIC, dashboard_pages
-from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.openapi import ask_of, docs_pages
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import MODEL_FIELDS, Sampler
@@ -23,6 +22,7 @@ from asynctrt.serving.settings import ServerSettings
 from asynctrt.testing import LatchDevice
 from tests.models import double_model
 from tests.serving.support import CHROMIUM_FLAGS as FLAGS
+from tests.serving.support import metrics_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
 WAIT_S = 30
@@ -70,7 +70,7 @@ class Site:
         )
         self.api.pages.update(dashboard_pages(self.repository, self.sampler, ask_of))
         self.api.pages.update(docs_pages(self.api))
-        self.api.pages["/metrics"] = Metrics(self.repository).page()
+        self.api.pages["/metrics"] = metrics_of(self.repository, self.sampler).page()
 
     @property
     def url(self):

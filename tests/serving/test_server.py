@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import anyio
@@ -212,6 +212,12 @@ def call(url, model="double", **kw):
     return anyio.run(once)
 
 
+def load(url):
+    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)) as connection:
+        connection.request("POST", "/v2/repository/models/double/load")
+        return connection.getresponse().status
+
+
 class TestAsAProcess:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_serve_and_stop_on_a_signal(self, tmp_path, number):
@@ -257,16 +263,18 @@ class TestAsAProcess:
 
     def test_a_folder_that_changes_while_it_is_served(self, tmp_path):
         scale_onnx(tmp_path / "double/1/model.onnx", 2)
-        flags = ["--watch", "0.05", "--model-control", "--http-port", "0", "--no-grpc"]
+        flags = ["--model-control", "--http-port", "0", "--no-grpc"]
         with command(str(tmp_path), *flags) as (process, line):
             line("loading 1 model$")
             url = line(r"HTTP.* (http://\S+)")
             assert call(url) == 6
             scale_onnx(tmp_path / "double/2/model.onnx", 5)
+            assert load(url) == 200
             line("unloaded model double version 1, which is not")
             assert call(url) == 15
             (tmp_path / "double/2/model.onnx").write_bytes(b"broken")
-            line("double is not loaded as it is now")
+            assert load(url) == 400
+            line("cannot load model double")
             assert call(url) == 15
             process.send_signal(signal.SIGINT)
             line("stopped")

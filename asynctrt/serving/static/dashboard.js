@@ -442,10 +442,8 @@
 
   const quoted = (words) => `'${words.replaceAll("'", "'\\''")}'`;
 
-  /** Shows how to ask a model with curl, if the server takes requests where this page is. */
+  /** Shows how to ask a model with curl. */
   function drawAsk({ ask }) {
-    show("ask", Boolean(ask));
-    if (!ask) return;
     $("docs").href = "docs";
     const token = sessionStorage.getItem(TOKEN) === null ? "" : " -H 'Authorization: Bearer TOKEN'";
     const base = new URL(".", location.href).href.replace(/\/$/, "");
