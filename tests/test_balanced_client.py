@@ -175,7 +175,7 @@ async def test_a_server_that_refuses_the_token_is_said_at_once_and_nothing_stays
         with pytest.raises(UnauthorizedError):
             async with connect([url_of(one, "ws"), url_of(two, "ws")]):
                 pass
-        await until(lambda: not one._connections())
+        await until(lambda: not one._hub.connections)
 
 
 async def test_addresses_that_cannot_be_found(monkeypatch, caplog):

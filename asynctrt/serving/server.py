@@ -168,8 +168,12 @@ class Server:
             self._log = AccessLog(settings.access_log) if settings.access_log is not None else None
             if self._log is not None:
                 self.api.log = self._log.write_inference
-            self._hub = Hub(self.api, upgrade, self._log)
-            sampler = Sampler(self.repository, connections=self._connections, in_flight=self._in_flight)
+            hub = self._hub = Hub(self.api, upgrade, self._log)
+            sampler = Sampler(
+                self.repository,
+                connections=lambda: len(hub.connections),
+                in_flight=lambda: self.api.in_flight,
+            )
             self._stalls = Stalls(int(settings.max_pause * 1e9), lambda: self.repository.is_starting)
             metrics = self._metrics = Metrics(self.repository, sampler, self._stalls, self.api.memory)
             self.api.pages.update(dashboard_pages(self.repository, sampler, ask_of))
@@ -178,9 +182,9 @@ class Server:
             self.api.observe = find_tracing()
             self._failures = Failures()
             self.api.failed = self._failures.note
-            self._refusals = Refusals(self.api, self._refused)
+            self._refusals = Refusals(self.api, lambda: hub.refused)
             tls = self._certificate.context if self._certificate is not None else None
-            await self._listen(self._hub, "http_port", tls)
+            await self._listen(hub, "http_port", tls)
             if settings.metrics_port is not None:
                 pages = {"/metrics": metrics.page(is_open=True)}
                 self._metrics_hub = Hub(PagesAlone(pages, settings))
@@ -374,15 +378,6 @@ class Server:
             raise cannot_listen(host, port, error, option) from error
         self._listeners.append(Listener(hub, listener, BACKLOG, tls))
         self._addresses.append(_address(listener))
-
-    def _connections(self) -> int:
-        return len(self._hub.connections) if self._hub is not None else 0
-
-    def _refused(self) -> int:
-        return self._hub.refused if self._hub is not None else 0
-
-    def _in_flight(self) -> int:
-        return self.api.in_flight
 
     async def _sample(self, sampler: Sampler) -> None:
         while True:

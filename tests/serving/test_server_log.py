@@ -172,7 +172,7 @@ class TestRefusals:
         device = LatchDevice(concurrency=1)
         engine = {"device": device, "contexts": 1, "max_rows": 1, "max_queue_rows": 1}
         async with serving(engine=engine, max_connections=3) as server:
-            refusals = server_log.Refusals(server.api, server._refused, now_ns=lambda: now_ns)
+            refusals = server_log.Refusals(server.api, lambda: server._hub.refused, now_ns=lambda: now_ns)
             async with connected(server) as first, connected(server) as second, connected(server) as third:
                 first.send(infer(1))
                 await until(lambda: device.held == 1)
