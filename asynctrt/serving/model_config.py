@@ -175,7 +175,7 @@ class ModelConfig:
 
 
 def _fits(dims: tuple[int, ...], known: tuple[int | str, ...]) -> bool:
-    """Return whether stated dims match the model's. Any size, even -1, fits a dimension that it leaves open."""
+    """Return whether stated dims match the model's. Any size, even -1, fits a size that it leaves open."""
     return len(dims) == len(known) and all(
         isinstance(size, str) or dim == size for dim, size in zip(dims, known, strict=True)
     )
