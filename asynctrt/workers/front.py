@@ -336,9 +336,7 @@ class Dispatcher:
         payloads = [request.payload for request in group.requests]
         if group.nbytes > COPY_ON_LOOP_NBYTES_MAX:
             parts = group.writes(self._memory, payloads, self._copy_threads().parts_max)
-            if self._copies(
-                group, parts, group.nbytes, partial(self._written_off_loop, group, payloads, None)
-            ):
+            if self._copies(group, parts, group.nbytes, partial(self._written_off_loop, group, payloads)):
                 return
         self._written(group, group.write(self._memory, payloads))
 
@@ -364,38 +362,14 @@ class Dispatcher:
         return True
 
     def _written_off_loop(
-        self,
-        group: RequestGroup,
-        payloads: Sequence[Any],
-        refused: list[tuple[Request, InputError]] | None,
-        error: BaseException | None,
+        self, group: RequestGroup, payloads: Sequence[Any], error: BaseException | None
     ) -> None:
-        """Continue with a group after threads have copied its rows or failed to.
-
-        :param refused: the requests that failed when copied one by one; ``None`` after a copy in parts.
-        """
+        """Continue with a group after threads have copied its rows or failed to."""
         self._copying.discard(group)
-        if error is None:
-            self._written(group, refused or ())
-            self.send_held()
-        elif refused is None:
-            self._write_one_by_one(group, payloads)
-        else:
-            failed = ExecutionError(f"its rows could not be copied: {errors.describe(error)}")
-            self._fail_groups([group], failed)
-            self.tell_if_idle()
-
-    def _write_one_by_one(self, group: RequestGroup, payloads: Sequence[Any]) -> None:
-        """Find the requests whose rows cannot be copied, in a thread if possible."""
-        refused: list[tuple[Request, InputError]] = []
-
-        def write() -> None:
-            refused.extend(group.write(self._memory, payloads))
-
-        then = partial(self._written_off_loop, group, payloads, refused)
-        if not self._copies(group, [write], group.nbytes, then):
-            write()
-            then(None)
+        # If some cannot be copied, find them here: a caller has changed an array meanwhile, which is rare.
+        is_changed = error is not None and self._closed is None
+        self._written(group, group.write(self._memory, payloads) if is_changed else ())
+        self.send_held()
 
     def _written(self, group: RequestGroup, refused: Iterable[tuple[Request, InputError]]) -> None:
         for request, error in refused:
