@@ -12,6 +12,7 @@ from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, QueueFullError, RequestError, TooLargeError, UsageError, show
 from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import Api, Headers, ModelRoute, error_answer
+from asynctrt.serving.disconnect import CancelOnDisconnect
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.responses import ID_HEADER
@@ -108,7 +109,7 @@ class WebSocketEndpoint:
             )
             return
         api = self._found.api()
-        headers = {name.lower(): value for name, value in scope["headers"]}
+        headers = _headers(scope)
 
         def enter() -> ModelRoute | None:
             authorize(api, PATH, headers)
@@ -122,52 +123,47 @@ class KServeApp:
 
     def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
         self._found = _Found(source, name, settings)
+        self._respond = CancelOnDisconnect(self._answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or one connection."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
-            return
-        api = self._found.api()
-        path = _path(scope)
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        request_id = api.ids.of(headers)
-        if scope["type"] == "websocket":
+        elif scope["type"] == "websocket":
+            api, path, headers = self._found.api(), _path(scope), _headers(scope)
+            api.ids.of(headers)
             await _serve_websocket(
                 api, lambda: authorize_route(api, path, headers), headers, receive, send, scope.get("client")
             )
-            return
+        else:
+            await self._respond(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request."""
+        api, path, headers = self._found.api(), _path(scope), _headers(scope)
+        request_id = api.ids.of(headers)
         caller = Caller(address_of(scope.get("client")))
-        preflight = api.preflight(scope["method"].encode(), headers)
+        answer = api.preflight(scope["method"].encode(), headers)
         try:
-            if preflight is None:
+            if answer is None:
                 api.authorize(path, headers)
             hold = Hold(api.identify(caller, headers))
             body = await _read_body(receive, api.settings.max_body, hold)
             caller.received_nbytes = hold.nbytes
         except (RequestError, QueueFullError) as error:
-            preflight = error_answer(error)
-        if preflight is not None:
-            answer = preflight
-        else:
-            responding = asyncio.ensure_future(
-                api.respond(scope["method"], path, headers, body, caller, hold, is_authorized=True)
-            )
-            leaving = asyncio.ensure_future(_disconnected(receive))
-            try:
-                await asyncio.wait([responding, leaving], return_when="FIRST_COMPLETED")
-                if not responding.done():
-                    return  # The client has disconnected; cancelling removes its request from the queue.
-                answer = responding.result()
-            finally:
-                responding.cancel()
-                leaving.cancel()
+            answer = error_answer(error)
+        if answer is None:
+            answer = await api.respond(scope["method"], path, headers, body, caller, hold, is_authorized=True)
         answer = api.with_cors(headers, answer)
         raw = b"".join(answer.body)
         lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in answer.headers]
         lines += [(b"content-length", str(len(raw)).encode()), (ID_HEADER, request_id)]
         await send({"type": "http.response.start", "status": answer.status, "headers": lines})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else raw})
+
+
+def _headers(scope: Scope) -> dict[bytes, bytes]:
+    return {name.lower(): value for name, value in scope["headers"]}
 
 
 def _path(scope: Scope) -> bytes:
@@ -204,11 +200,6 @@ async def _read_body(receive: Receive, nbytes_max: int, hold: Hold) -> bytes:
             if hold.nbytes:
                 hold.set(nbytes)  # Up to twice the size was reserved.
             return b"".join(pieces)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _serve_websocket(

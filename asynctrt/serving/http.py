@@ -375,7 +375,8 @@ class HttpConnection(asyncio.Protocol):
         self._refused: tuple[HttpRequest, Answer] | None = None
         """A refused request whose client waits before its body, and the answer to send after earlier ones."""
         self._inference: Inference | None = None
-        self._caller: Caller | None = None
+        self._caller: Caller
+        """The caller that its requests are submitted for."""
         self._task: asyncio.Task[None] | None = None
         self._is_known = False
         """Whether its client was authorized."""
@@ -581,8 +582,8 @@ class HttpConnection(asyncio.Protocol):
         """
         if self._is_known and not self._api.names_clients:
             return
-        self._account = self._api.identify(self.caller(), headers)
-        if not self._is_known and not self._hub.know(self, self.caller().client):
+        self._account = self._api.identify(self._caller, headers)
+        if not self._is_known and not self._hub.know(self, self._caller.client):
             raise OverloadError(
                 f"the server has {self._hub.settings.max_connections} connections, its limit, or this client "
                 "its share of them: close some, or retry later"
@@ -728,9 +729,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _received(self, request: HttpRequest) -> Caller:
         """Return the caller for a request, with the memory that is held for its body."""
-        caller = self._caller or self.caller()
-        caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
-        return caller
+        self._caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
+        return self._caller
 
     def _answer_later(self, request: HttpRequest, ask: Callable[[], Awaitable[Answer]]) -> None:
         """Answer the current request with what ``ask`` returns, in a task."""
@@ -745,12 +745,6 @@ class HttpConnection(asyncio.Protocol):
             answer = error_answer(error, request.headers)
         self._task = None
         self._send(answer)
-
-    def caller(self) -> Caller:
-        """Return the caller that the connection's requests are submitted for."""
-        if self._caller is None:
-            self._caller = Caller(address_of(self._transport.get_extra_info("peername")))
-        return self._caller
 
     def _inferred(self, inference: Inference) -> None:
         """Answer an inference whose future is done."""
