@@ -260,13 +260,9 @@ def _judged(probe: "Probe", model: Model, options: Options, make: Callable[[Mode
 
 def _settled(verdict: Verdict, model: Model) -> Verdict:
     """Return a verdict, or a negative one if it is inconclusive and there are doubts about the model."""
-    if verdict.is_independent is not None or not _doubt_of(model):
+    if verdict.is_independent is not None or not model.capabilities.doubt:
         return verdict
-    return Verdict(is_independent=False, what=f"{_doubt_of(model)}, and {verdict.what}")
-
-
-def _doubt_of(model: Model) -> str:
-    return model.capabilities.doubt
+    return Verdict(is_independent=False, what=f"{model.capabilities.doubt}, and {verdict.what}")
 
 
 def _decided(verdict: "Verdict", model: Model, options: Options) -> Batching:
@@ -276,7 +272,7 @@ def _decided(verdict: "Verdict", model: Model, options: Options) -> Batching:
     """
     if verdict.is_independent is not False:
         return Batching(reason=verdict.what)
-    if options.batching == "on" and _doubt_of(model):
+    if options.batching == "on" and model.capabilities.doubt:
         raise ModelError(
             f"{verdict.what}, so requests to {model.name!r} cannot share batches. Open it with "
             "batching='auto', and each request runs alone"

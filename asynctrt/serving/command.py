@@ -68,16 +68,19 @@ class ServeConfig:
     notes: tuple[str, ...] = ()
     """Earlier warnings, to be logged when the server starts."""
 
-    def repository(self) -> Repository:
-        """Return a repository of the single models, which are not loaded yet; folders are added later.
+    def repository(self, places: Iterable[ModelPlace] | None = None) -> Repository:
+        """Return a repository of the models, which are not loaded yet.
 
-        :raises UsageError: if two have the same name and version.
+        :param places: what to serve instead of the folders as they are now.
+        :raises UsageError: if two single models have the same name and version.
         """
         repository = Repository(self.settings)
         for source in self.models:
             if not source.is_folder:
                 opener = source.opener(self.device)
                 repository.add(source.name, version=source.version, opener=opener, mark=source.mark)
+        for place in self.folders() if places is None else places:
+            repository.add_place(place)
         return repository
 
     def folders(self) -> list[ModelFolder]:
@@ -185,11 +188,13 @@ async def serve(
     :raises DeviceLostError: with ``on_device_lost="exit"``, after it stopped because a device was lost.
     """
     settings = config.settings
-    _open_log(config)
+    set_up_logging(settings.log_format, settings.log_level)
+    for note in config.notes:
+        logger.warning("%s", note)
     show = shower(settings, say)
     shorten_switch_interval()
     raise_open_files()
-    repository = _with_places(config.repository(), config.folders() if places is None else places)
+    repository = config.repository(places)
     repository.is_starting = not listens_last
     server = Server(repository, settings, is_front=opened is not None, listening=passed_socket())
     if listens_last:
@@ -280,19 +285,6 @@ async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float
         loop.remove_signal_handler(number)
 
 
-def _with_places(repository: Repository, places: Iterable[ModelPlace]) -> Repository:
-    for place in places:
-        repository.add_place(place)
-    return repository
-
-
-def _open_log(config: ServeConfig) -> None:
-    """Set up the log, and write earlier warnings to it."""
-    set_up_logging(config.settings.log_format, config.settings.log_level)
-    for note in config.notes:
-        logger.warning("%s", note)
-
-
 async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
     """Check a configuration: read tokens and certificate, and load every model, without serving.
 
@@ -308,7 +300,7 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
         access_log=None,
     )
     find_modules(config)
-    repository = _with_places(config.repository(), config.folders())
+    repository = config.repository()
     async with Server(repository, settings):
         names = await repository.look_for_models()
         if not names:

@@ -136,13 +136,13 @@ async def test_sighup_opens_the_access_log_anew(tmp_path, caplog):
     async with serving(access_log=path) as server:
         running = asyncio.create_task(server.serve())
         assert (await ask(server, "/v2"))[0] == 200
-        await until(lambda: server._log._lines)
+        await until(lambda: server._log._lines or path.read_bytes())  # It is flushed every second.
         path.rename(tmp_path / "access.log.1")
         with caplog.at_level(logging.INFO):
             os.kill(os.getpid(), signal.SIGHUP)
             await until(lambda: any("to reload" in record.getMessage() for record in caplog.records))
         assert (await ask(server, "/v2/health/live"))[0] == 200
-        await until(lambda: server._log._lines)
+        await until(lambda: server._log._lines or path.read_bytes())  # It is flushed every second.
         # A folder that is gone: the file that is open is written on.
         server._log._path = tmp_path / "no" / "access.log"
         os.kill(os.getpid(), signal.SIGHUP)
