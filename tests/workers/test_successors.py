@@ -51,8 +51,7 @@ OTHERS = {
 
 @pytest.mark.usefixtures("tried_soon")
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("spare", [False, True])
-async def test_who_takes_a_worker_s_place_is_the_same_or_gets_no_request(other, spare):
+async def test_who_takes_a_worker_s_place_is_the_same_or_gets_no_request(other):
     async with workers(KIND) as made:
         first = dataclasses.replace(
             made.ready.description, files=(("m.onnx", "1"),), versions=(("onnxruntime", "2"),)
