@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asynctrt._util import clock
-from asynctrt._util.pace import InlinePolicy
+from asynctrt._util.pace import Paces
 from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
@@ -68,11 +68,8 @@ class Loaded:
     abilities: Abilities
     cache: KernelCache | None = None
     """The store for kernels that TensorRT for RTX compiles."""
-    paces: tuple[InlinePolicy, InlinePolicy] = field(
-        default_factory=lambda: (InlinePolicy(ENQUEUE_NS), InlinePolicy(ENQUEUE_NS))
-    )
-    """Durations of enqueues: for batches of the same shape as the previous one on their context, and
-    others."""
+    paces: Paces = field(default_factory=lambda: Paces(ENQUEUE_NS, 2))
+    """Durations of enqueues, by whether a batch has another shape than the previous one on its context."""
 
     def failed(self, what: str, errors: TensorRTErrors) -> DeviceError:
         """Return the error for a call that TensorRT reported as failed, from all available information."""
@@ -245,7 +242,7 @@ class TensorRTContext:
                 output.collect(rows, stream)
             assert self._now is not None
             self._now.is_warm = self._now.is_warm or not stream.is_capturing
-            self._loaded.paces[is_change].observe(clock.now_ns() - begun_ns, in_place=in_place)
+            self._loaded.paces.observe(is_change, clock.now_ns() - begun_ns, in_place=in_place)
             done = True
         finally:
             if not done:
@@ -266,7 +263,8 @@ class TensorRTContext:
             chosen = binding.profile_for(rows, profile)
             # Another profile needs a new native context first.
             is_new = bool(self._by_profile) and chosen.index not in self._by_profile
-            blocks = is_new or not self._loaded.paces[self._is_change(binding, chosen, rows)].is_short
+            is_short = self._loaded.paces.is_short(self._is_change(binding, chosen, rows))
+            blocks = is_new or not is_short
         self._in_place = not blocks
         return blocks
 

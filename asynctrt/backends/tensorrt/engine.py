@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.backends.batch_axis import BatchAxis
 from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.devices.base import aligned
 from asynctrt.errors import InputError, InternalError, ModelError
@@ -225,7 +224,8 @@ def read_signature(
     for kind, tensors in (("input", inputs), ("output", outputs)):
         for name in tensors:
             _check_format(model, engine, kind, name, abilities)
-    rows_fixed = BatchAxis(model, REBUILD).fixed_rows(
+    rows_fixed = fixed_rows(
+        model,
         {name: shape_of(engine.get_tensor_shape(name)) for name in inputs},
         {name: shape_of(engine.get_tensor_shape(name)) for name in outputs},
     )
@@ -246,6 +246,39 @@ def read_signature(
         rows_fixed,
         profiles,
     )
+
+
+def fixed_rows(model: str, inputs: Mapping[str, Dims], outputs: Mapping[str, Dims]) -> int | None:
+    """Return the batch size if it is fixed, and ``None`` if it is dynamic, from the shapes of the tensors.
+
+    :raises ModelError: if an input or output is missing, if one has no axes, if the inputs do not share a
+        batch axis, or if the first axis of an output has a fixed size that is not the batch size.
+    """
+    if not inputs or not outputs:
+        raise ModelError(
+            f"{model!r} has {len(inputs)} inputs and {len(outputs)} outputs, but needs at least one of each"
+        )
+    for kind, side in (("input", inputs), ("output", outputs)):
+        for name, shape in side.items():
+            if not shape:
+                raise ModelError(
+                    f"{kind} {name!r} of {model!r} is a scalar, or has no known rank. {REBUILD} with a first "
+                    "axis that counts rows"
+                )
+    sizes = {shape[0] for shape in inputs.values()}
+    if len(sizes) > 1:
+        raise ModelError(
+            f"the inputs of {model!r} do not share a batch axis: {dict(inputs)}. {REBUILD} with a dynamic "
+            "first axis on every input"
+        )
+    rows = sizes.pop()
+    for name, shape in outputs.items():
+        if shape[0] not in (-1, rows):
+            raise ModelError(
+                f"output {name!r} of {model!r} has the fixed first axis {shape[0]}, so its rows cannot be "
+                f"separated. {REBUILD} with a first axis that counts rows on every output"
+            )
+    return None if rows < 0 else rows
 
 
 def shape_of(dims: Any) -> Dims:

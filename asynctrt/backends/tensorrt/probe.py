@@ -9,7 +9,6 @@ wrong guess leads to an error, and never to a write beyond the bound memory.
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from asynctrt.backends.batch_axis import BatchAxis
 from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import REBUILD, Profile, Signature, shape_of
 from asynctrt.backends.tensorrt.messages import ErrorRecorder, TensorRTErrors
@@ -90,7 +89,10 @@ class OutputProbe:
             elif names:
                 dims.append(names[0])
             elif ROWS in followed[axis] and self._rows_vary:
-                raise BatchAxis(model, REBUILD).second_axis_error("output", spec.name, axis)
+                raise ModelError(
+                    f"output {spec.name!r} of {model!r} has the batch size on axis {axis} too, so rows of one "
+                    "batch would see each other, and requests cannot share a batch"
+                )
             else:
                 dims.append(dim)
         return TensorSpec(spec.name, spec.dtype, tuple(dims))

@@ -159,8 +159,7 @@ def test_a_context_for_another_profile_is_created_in_a_thread(bench):
     context = made.model.create_context(made.device)
     arena = made.arena()
     small, large = (made.bind(context, input_1=length) for length in (8, 20))
-    short = SimpleNamespace(is_short=True, observe=lambda *args, **kw: None)
-    made.model._loaded.paces = short, short
+    made.model._loaded.paces = SimpleNamespace(is_short=lambda _: True, observe=lambda *args, **kw: None)
     assert not context.may_block(small, 3, None), "the first profile has the first context"
     made.run(small, 3, arena)
     assert not context.may_block(small, 4, None)
