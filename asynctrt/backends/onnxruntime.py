@@ -23,11 +23,10 @@ from asynctrt.backends.onnx_axes import (
     read_whole_axes,
 )
 from asynctrt.backends.onnx_objects import OnnxObject
-from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.onnx_options import CPU, OnnxOptions
 from asynctrt.backends.onnxruntime_session import (
     LOG_FATAL_ONLY,
     Source,
-    bindable,
     check_host_providers,
     ort,
     session_options,
@@ -147,10 +146,7 @@ class OnnxModel(ModelBase):
                 f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host', or "
                 "open its path there: asynctrt.open(path, device='cuda:0')"
             )
-        session = self.session
-        if not self.capabilities.brings_outputs:
-            session = bindable(session)
-        return OnnxContext(session, self._kind, brings_outputs=self.capabilities.brings_outputs)
+        return OnnxContext(self.session, self._kind, brings_outputs=self.capabilities.brings_outputs)
 
     def close(self) -> None:
         """Release the session and its weights. Idempotent."""
@@ -192,6 +188,11 @@ class OnnxBinding:
         self._output_names = [output.name for output in session.get_outputs()]
         self._bound_outputs = [(index, memory) for index, memory in enumerate(outputs) if memory is not None]
         self._has_unbound = len(self._bound_outputs) < len(outputs)
+        # Outputs without memory of ours are bound anew for each batch. Otherwise ONNX Runtime would write the
+        # next batch into the results of the previous one. So is everything of a provider other than the CPU's,
+        # which may not read its memory again: the plugin of OpenVINO 1.8 keeps the outputs of the first run,
+        # whatever the inputs are.
+        self._rebinds = self._has_unbound or session.get_providers() != [CPU]
         self._kind = kind, tuple(memory.dims for memory in inputs)
         self._binding = session.io_binding()
         self._bound_rows = 0
@@ -236,9 +237,7 @@ class OnnxBinding:
 
         :raises ExecutionError: if the shape of an output differs from the bound shape.
         """
-        # Rebind outputs without memory of ours for each batch. Otherwise ONNX Runtime would write the next
-        # batch into the results of the previous one.
-        if rows != self._bound_rows or self._has_unbound:
+        if rows != self._bound_rows or self._rebinds:
             self._bind(rows)
         self._session.run_with_iobinding(self._binding)
         values = self._binding.get_outputs_as_ortvaluevector()

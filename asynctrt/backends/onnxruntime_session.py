@@ -44,7 +44,6 @@ except ImportError as error:
 __all__ = [
     "LOG_FATAL_ONLY",
     "Source",
-    "bindable",
     "check_available",
     "check_host_providers",
     "check_loaded",
@@ -200,76 +199,6 @@ def session_options(given: OnnxOptions) -> ort.SessionOptions:
 def threads_of(session: ort.InferenceSession) -> int:
     """Return the number of threads that compute one batch."""
     return int(session.get_session_options().intra_op_num_threads) or cores()
-
-
-def bindable(session: ort.InferenceSession) -> Any:
-    """Return the session for contexts to bind and run, wrapped in a :class:`ReboundSession` if needed."""
-    return session if session.get_providers() == [CPU] else ReboundSession(session)
-
-
-class ReboundSession:
-    """A session that rebinds its memory for each run.
-
-    The CPU provider reads bound memory in every run. Others may not: when a binding is run again, the plugin
-    of OpenVINO 1.8 keeps the outputs of the first run, whatever the inputs are.
-    """
-
-    def __init__(self, session: ort.InferenceSession) -> None:
-        self._session = session
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def io_binding(self) -> "RepeatedBinding":
-        """Return an I/O binding to run with :meth:`run_with_iobinding`."""
-        return RepeatedBinding(self._session.io_binding())
-
-    def run_with_iobinding(self, binding: "RepeatedBinding", options: Any = None) -> None:
-        """Rebind everything and run."""
-        self._session.run_with_iobinding(binding.repeated(), options)
-
-
-class RepeatedBinding:
-    """An I/O binding that remembers what is bound, so that it can be bound again."""
-
-    def __init__(self, binding: Any) -> None:
-        self._binding = binding
-        self._bound: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._binding, name)
-
-    def bind_input(self, *given: Any) -> None:
-        """Bind an input, as in ``IOBinding``."""
-        self._bind("bind_input", given)
-
-    def bind_output(self, *given: Any) -> None:
-        """Bind an output, as in ``IOBinding``."""
-        self._bind("bind_output", given)
-
-    def clear_binding_inputs(self) -> None:
-        """Unbind the inputs."""
-        self._forget("input")
-
-    def clear_binding_outputs(self) -> None:
-        """Unbind the outputs."""
-        self._forget("output")
-
-    def repeated(self) -> Any:
-        """Rebind everything, and return ONNX Runtime's binding."""
-        self._binding.clear_binding_inputs()
-        self._binding.clear_binding_outputs()
-        for name, given in self._bound:
-            getattr(self._binding, name)(*given)
-        return self._binding
-
-    def _bind(self, name: str, given: tuple[Any, ...]) -> None:
-        getattr(self._binding, name)(*given)
-        self._bound.append((name, given))
-
-    def _forget(self, side: str) -> None:
-        getattr(self._binding, f"clear_binding_{side}s")()
-        self._bound = [(name, given) for name, given in self._bound if name != f"bind_{side}"]
 
 
 def check_available(names: Sequence[str]) -> None:
