@@ -232,10 +232,10 @@ class CudaContext:
             return self._take(nbytes, zeroed_on)
 
     def _take(self, nbytes: int, zeroed_on: int) -> int:
-        self._hold(nbytes)
+        self.count_in(nbytes)
         code, address = driver.cuMemAlloc(max(nbytes, ALIGNMENT))
         if code != _OK:
-            self._let_go(nbytes)
+            self.count_out(nbytes)
             raise self.failed(code, f"{nbytes} bytes of memory")
         try:
             code = driver.cuMemsetD8Async(address, 0, max(nbytes, ALIGNMENT), zeroed_on)[0]
@@ -253,35 +253,24 @@ class CudaContext:
     def _give_back(self, address: int, nbytes: int) -> None:
         self.activate()
         self.check(driver.cuMemFree(address)[0], "freeing memory")
-        self._let_go(nbytes)
+        self.count_out(nbytes)
 
     def take_in_order(self, nbytes: int, stream: int) -> int:
         """Allocate memory in the order of a stream, and return its address.
 
         :raises DeviceMemoryError: if it exceeds the budget, or the GPU has no room.
         """
-        self._hold(nbytes)
+        self.count_in(nbytes)
         code, address = driver.cuMemAllocAsync(max(nbytes, ALIGNMENT), stream)
         if code != _OK:
-            self._let_go(nbytes)
+            self.count_out(nbytes)
             raise self.failed(code, f"{nbytes} bytes in the order of a stream")
         return int(address)
 
     def count_in(self, nbytes: int) -> None:
-        """Count memory that a library has allocated or is about to allocate, until :meth:`count_out`.
+        """Count memory that is about to be allocated, or that a library has allocated.
 
         :raises DeviceMemoryError: if that exceeds the budget; it is not counted then.
-        """
-        self._hold(nbytes)
-
-    def count_out(self, nbytes: int) -> None:
-        """Subtract memory that :meth:`count_in` counted and the library has freed."""
-        self._let_go(nbytes)
-
-    def _hold(self, nbytes: int) -> None:
-        """Count memory that is about to be allocated.
-
-        :raises DeviceMemoryError: if that exceeds the budget.
         """
         with self._gpu.lock:
             held, budget = self._budget()
@@ -296,7 +285,8 @@ class CudaContext:
             self._account.held_nbytes += nbytes
             self._gpu.held_nbytes += nbytes
 
-    def _let_go(self, nbytes: int) -> None:
+    def count_out(self, nbytes: int) -> None:
+        """Subtract memory that :meth:`count_in` counted and that was freed."""
         with self._gpu.lock:
             self._account.held_nbytes -= nbytes
             self._gpu.held_nbytes -= nbytes
@@ -338,7 +328,7 @@ class CudaContext:
         driver.cuCtxPushCurrent(self._context)
         driver.cuMemFreeAsync(address, stream)
         driver.cuCtxPopCurrent()
-        self._let_go(nbytes)
+        self.count_out(nbytes)
 
     def check(self, code: Any, what: str) -> None:
         """Raise the error for a status other than success."""

@@ -50,6 +50,13 @@ class CudaDevice(CudaContext):
     :raises DeviceLostError: if the GPU was lost in this process.
     """
 
+    unified = False
+    is_parallel = False
+    is_pipelined = True
+    prefers_graphs = True
+    timing_is_free = False
+    contexts_default = CONTEXTS
+
     def __init__(
         self, ordinal: int = 0, *, memory_nbytes: int | None = None, concurrency: int = CONCURRENCY
     ) -> None:
@@ -58,8 +65,8 @@ class CudaDevice(CudaContext):
         cuda_device = _initialise(ordinal)
         super().__init__(cuda_device, ordinal, memory_nbytes)
         self._cuda_device = cuda_device
-        self._concurrency = concurrency
-        self._model = text_of(driver.cuDeviceGetName(128, cuda_device)[1])
+        self.concurrency = concurrency
+        self.gpu = text_of(driver.cuDeviceGetName(128, cuda_device)[1])
         major, minor, is_integrated = (
             int(driver.cuDeviceGetAttribute(attribute, cuda_device)[1])
             for attribute in (
@@ -68,12 +75,12 @@ class CudaDevice(CudaContext):
                 driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED,
             )
         )
-        self._compute_capability = major, minor
-        self._is_integrated = bool(is_integrated)
+        self.compute_capability = major, minor
+        self.is_integrated = bool(is_integrated)
         code, mode = driver.cuModuleGetLoadingMode()
         self.check(code, "asking how kernels are loaded")
-        self._module_loading = "lazy" if mode == _LAZY else "eager"
-        if self._module_loading == "eager":
+        self.module_loading = "lazy" if mode == _LAZY else "eager"
+        if self.module_loading == "eager":
             logger.warning(
                 "%s: CUDA loads every kernel of every library at once (CUDA_MODULE_LOADING is %r), which "
                 "takes memory and time. Leave the variable out, or set it to LAZY",
@@ -84,51 +91,7 @@ class CudaDevice(CudaContext):
         self._own_stream = CudaStream(self)
 
     def __repr__(self) -> str:
-        return f"<CudaDevice {self.name} {self._model!r} {self.state} held={self._account.held_nbytes}>"
-
-    @property
-    def gpu(self) -> str:
-        return self._model
-
-    @property
-    def compute_capability(self) -> tuple[int, int]:
-        return self._compute_capability
-
-    @property
-    def is_integrated(self) -> bool:
-        return self._is_integrated
-
-    @property
-    def module_loading(self) -> str:
-        return self._module_loading
-
-    @property
-    def unified(self) -> bool:
-        return False
-
-    @property
-    def concurrency(self) -> int:
-        return self._concurrency
-
-    @property
-    def is_parallel(self) -> bool:
-        return False
-
-    @property
-    def is_pipelined(self) -> bool:
-        return True
-
-    @property
-    def prefers_graphs(self) -> bool:
-        return True
-
-    @property
-    def timing_is_free(self) -> bool:
-        return False
-
-    @property
-    def contexts_default(self) -> int:
-        return CONTEXTS
+        return f"<CudaDevice {self.name} {self.gpu!r} {self.state} held={self._account.held_nbytes}>"
 
     @property
     def whole(self) -> "CudaDevice":
@@ -164,7 +127,7 @@ class CudaDevice(CudaContext):
             code, groups, _, rest = driver.cuDevSmResourceSplitByCount(1, whole, 0, wanted)
         if code != _OK or not rest.sm.smCount:
             raise DeviceUnavailableError(
-                f"{self.name} ({self._model}) cannot be divided into {share:.0%} and the rest: "
+                f"{self.name} ({self.gpu}) cannot be divided into {share:.0%} and the rest: "
                 f"{text_of(driver.cuGetErrorName(code)[1])}. Green contexts need a driver for CUDA 12.4 or "
                 "later and a GPU with enough multiprocessors; try another share"
             )
@@ -244,7 +207,7 @@ class CudaPart(CudaDevice):
 
     def __repr__(self) -> str:
         return (
-            f"<CudaPart {self.name} {self._model!r} {self.state} multiprocessors={self._multiprocessors} "
+            f"<CudaPart {self.name} {self.gpu!r} {self.state} multiprocessors={self._multiprocessors} "
             f"held={self._account.held_nbytes}>"
         )
 

@@ -41,6 +41,13 @@ class HostDevice:
     :raises OptionsError: if ``threads`` is less than 1.
     """
 
+    name = "host"
+    gpu: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    is_integrated = False
+    module_loading: str | None = None
+    prefers_graphs = False
+    timing_is_free = True
     lost: DeviceLostError | None = None
     """The CPU is never lost."""
 
@@ -56,12 +63,12 @@ class HostDevice:
     ) -> None:
         if threads is not None and threads < 1:
             raise OptionsError(f"threads must be at least 1, not {threads}")
-        self._threads = threads or cores()
+        self.unified = unified
         self._in_place: InPlace = in_place
-        self._unified = unified
         self._now_ns = now_ns
         self._thread_name = name
-        self._stream_threads = StreamThreads(self._threads, name, now_ns)
+        self.concurrency = threads or cores()
+        self._stream_threads = StreamThreads(self.concurrency, name, now_ns)
         self._memory_nbytes = memory_nbytes
         # Guards state that engines in several threads may change at once.
         self._lock = threading.Lock()
@@ -71,58 +78,22 @@ class HostDevice:
         self._handles = itertools.count(1)
 
     def __repr__(self) -> str:
-        return f"<HostDevice threads={self._threads} in_place={self._in_place} unified={self._unified}>"
-
-    @property
-    def name(self) -> str:
-        return "host"
-
-    @property
-    def gpu(self) -> str | None:
-        return None
-
-    @property
-    def compute_capability(self) -> tuple[int, int] | None:
-        return None
-
-    @property
-    def is_integrated(self) -> bool:
-        return False
-
-    @property
-    def module_loading(self) -> str | None:
-        return None
-
-    @property
-    def unified(self) -> bool:
-        return self._unified
-
-    @property
-    def concurrency(self) -> int:
-        return self._threads
+        return f"<HostDevice threads={self.concurrency} in_place={self._in_place} unified={self.unified}>"
 
     @property
     def is_parallel(self) -> bool:
         # With separate memory it imitates a GPU in every respect.
-        return self._unified
+        return self.unified
 
     @property
     def is_pipelined(self) -> bool:
-        return not self._unified
-
-    @property
-    def prefers_graphs(self) -> bool:
-        return False
-
-    @property
-    def timing_is_free(self) -> bool:
-        return True
+        return not self.unified
 
     @property
     def contexts_default(self) -> int:
         # Twice as many as can compute, so that a thread finds the next batch ready when it finishes one. The
         # maximum limits memory on machines with many cores, because each context has a slab.
-        return min(2 * self._threads, CONTEXTS_MAX)
+        return min(2 * self.concurrency, CONTEXTS_MAX)
 
     @property
     def whole(self) -> "HostDevice":
@@ -132,8 +103,8 @@ class HostDevice:
         """Divide its threads; each part has at least one."""
         self._origin.check(self)
         check_share(self, share)
-        threads = max(1, round(self._threads * share))
-        return HostPart(self, threads), HostPart(self, max(1, self._threads - threads))
+        threads = max(1, round(self.concurrency * share))
+        return HostPart(self, threads), HostPart(self, max(1, self.concurrency - threads))
 
     def activate(self) -> None:
         """Do nothing: there is no other host device."""
@@ -226,7 +197,7 @@ class HostPart(HostDevice):
         # Includes the streams, because libraries find them by their handles.
         self.__dict__.update(whole.__dict__)
         self._whole = whole
-        self._threads = threads
+        self.concurrency = threads
         self._stream_threads = StreamThreads(threads, f"{self._thread_name}-part", self._now_ns)
 
     @property
