@@ -15,11 +15,12 @@ import numpy as np
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import current
-from asynctrt.devices.base import Buffer, Event
+from asynctrt.devices.base import Buffer
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
+from asynctrt.runtime.graphs import wait_for
 from asynctrt.runtime.inflight import InFlight
-from asynctrt.runtime.prepare import CHANGE_NS_MIN
+from asynctrt.runtime.prepare import CHANGE_NS_MIN, time_of_change
 from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of
 from asynctrt.scheduling.batch import trial_batch
 from asynctrt.scheduling.concurrency import ONE_LANE, Lanes, Rate, choose_lanes
@@ -172,8 +173,7 @@ class _Bench:
         self._stage.device.activate()
         for context in self._contexts:
             end = self._stage.device.create_event(is_timed=False)
-            context.stream.record(end)
-            _wait(end)
+            wait_for(context.stream, end, "a batch of zeros")
 
     def measure(self) -> Calibration:
         """Measure, and return the lanes that pay off."""
@@ -210,12 +210,11 @@ class _Bench:
     def measure_change(self) -> int:
         """Return how much longer a batch takes after one of another size, in ns; 0 if all have one size."""
         shapes, shape = self._stage.shapes, self._key.shape
-        sizes = shapes.padded_rows(shape, 1), shapes.padded_rows(shape, shapes.limit(shape))
+        sizes = shapes.padded_rows(shape, shapes.limit(shape)), shapes.padded_rows(shape, 1)
         if sizes[0] == sizes[1]:
             return 0
-        # The first batch leaves the context at a size that the second has to change.
-        _, changed_ns, same_ns = [self._once(rows) for rows in (sizes[1], sizes[0], sizes[0])]
-        return max(changed_ns - same_ns, 0)
+        # Once: a change may take most of a second.
+        return max(time_of_change(self._once, sizes, rounds=1).extra_ns, 0)
 
     def _once(self, rows: int) -> int:
         """Run a batch on the first context; return how long that took, in ns."""
@@ -343,15 +342,7 @@ class _Bench:
     def _wait_for(self, flight: InFlight) -> None:
         if self._cancellation.is_cancelled:
             raise UsageError("no more batches of zeros are run, because the opening was cancelled")
-        _wait(flight.end)
-        error = flight.take_error()
-        if error is not None:
-            raise error
-
-
-def _wait(end: Event) -> None:
-    if not end.synchronize(TIMEOUT_S):
-        raise DeviceLostError(f"a batch of zeros did not end within {TIMEOUT_S:g} s")
+        flight.wait("a batch of zeros", TIMEOUT_S)
 
 
 def _distance(sample: Sample) -> float:

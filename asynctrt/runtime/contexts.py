@@ -11,6 +11,7 @@ from functools import partial
 from statistics import median_low
 from typing import Final, cast
 
+from asynctrt._util import clock
 from asynctrt._util.cancellation import current
 from asynctrt._util.nesting import Runs
 from asynctrt.backends.base import (
@@ -25,11 +26,11 @@ from asynctrt.devices.host import HostStream
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
 from asynctrt.options import BATCH_NBYTES_MAX
 from asynctrt.runtime.capturing import THREADS_MAX, Capturing, are_dense
-from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, time_of_change
+from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, wait_for
 from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.runtime.padding import PaddedSource
-from asynctrt.runtime.prepare import Place, prepare
+from asynctrt.runtime.prepare import Place, prepare, time_of_change
 from asynctrt.runtime.shared import SharedRows, SharedSource, are_shared
 from asynctrt.runtime.specialised import Site, Specialised
 from asynctrt.runtime.staging import (
@@ -770,18 +771,25 @@ class ContextPool:
         The batch before it in its context usually had another size.
         """
         shape = self._shapes[-1]
-        sizes = [
-            (rows, self._profile_of(shape, rows))
-            for rows in self._sizes_taken([max(largest // 2, 1), largest])
-        ]
-        if self._model.capabilities.keeps_sizes_apart or len(sizes) < 2:
+        sizes = self._sizes_taken([max(largest // 2, 1), largest])
+        if self._model.capabilities.keeps_sizes_apart or len(set(sizes)) < 2:
             return 0
         context = self.contexts[0]
         binding = context.slab(shape, self.layout).binding
         assert binding is not None, "slabs of known shapes are bound when they are made"
         arena = own or (None if context.arena is None else context.arena.memory)
-        end = context.untimed.computed
-        return time_of_change(binding, sizes, stream=context.stream, end=end, arena=arena)
+
+        def enqueue(rows: int) -> int:
+            profile = self._profile_of(shape, rows)
+            start_ns = clock.now_ns()
+            binding.enqueue(rows, profile=profile, stream=context.stream, arena=arena)
+            took_ns = clock.now_ns() - start_ns
+            wait_for(context.stream, context.untimed.computed, f"a batch of {rows} rows")
+            return took_ns
+
+        for rows in sizes:
+            enqueue(rows)  # The first run of each size includes one-time work.
+        return sum(time_of_change(enqueue, sizes))
 
     def _sizes_taken(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes that profiles take of every shape: there may be gaps between profiles."""

@@ -12,7 +12,6 @@ that a graph refers to, and kernels that cuDNN made for it, in the next run of a
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from statistics import median
 from typing import Final, NamedTuple, cast
 
 from asynctrt._util import clock
@@ -32,9 +31,6 @@ from asynctrt.runtime.trial import SAMPLES, Expected, NoTrial, Trial
 
 CAPTURE_S: Final = 60.0
 """The timeout of a batch during capture, in seconds."""
-
-CHANGES: Final = 4
-"""How often each of two sizes runs in turn to measure a change: often enough for a median, and no more."""
 
 
 class CallByCall:
@@ -257,33 +253,14 @@ def _tried(graph: Graph, trial: NoTrial, rows: int, stream: Stream, end: Event) 
     return min(costs_ns)
 
 
-def time_of_change(
-    binding: Binding,
-    sizes: list[tuple[int, int | None]],
-    *,
-    stream: Stream,
-    end: Event,
-    arena: Buffer | None,
-) -> int:
-    """Return the CPU time to enqueue a batch of another size than the one before, in ns. Blocks.
+def wait_for(stream: Stream, end: Event, what: str, timeout_s: float | None = None) -> None:
+    """Block until the stream's work so far is done, and raise its error if it failed.
 
-    :param sizes: two numbers of rows, each with its profile.
-    :raises AsynctrtError: if the model or the device refuses.
+    :param timeout_s: Default: :data:`CAPTURE_S`.
     """
-    costs_ns = []
-    for rows, profile in sizes * CHANGES:
-        start_ns = clock.now_ns()
-        binding.enqueue(rows, profile=profile, stream=stream, arena=arena)
-        costs_ns.append(clock.now_ns() - start_ns)
-        wait_for(stream, end, f"a batch of {rows} rows")
-    # The first run of each size includes one-time work.
-    return int(median(costs_ns[len(sizes) :]))
-
-
-def wait_for(stream: Stream, end: Event, what: str) -> None:
-    """Block until the stream's work so far is done, and raise its error if it failed."""
+    timeout_s = timeout_s or CAPTURE_S
     stream.record(end)
-    if not end.synchronize(CAPTURE_S):
-        raise DeviceLostError(f"{what} did not end within {CAPTURE_S} s")
+    if not end.synchronize(timeout_s):
+        raise DeviceLostError(f"{what} did not end within {timeout_s:g} s")
     if end.error is not None:
         raise end.error

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from asynctrt.devices.base import Event
+from asynctrt.errors import DeviceLostError
 from asynctrt.runtime.contexts import BatchEvents, PooledContext
 from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.staging import RowSource
@@ -43,6 +44,18 @@ class InFlight:
     def hold(self, job: Job) -> None:
         """Note what a thread is going to do for it."""
         self.job = self.context.job = job
+
+    def wait(self, what: str, timeout_s: float) -> None:
+        """Block until the batch is done, and raise its error if it failed.
+
+        :param what: the subject of the error message.
+        :raises DeviceLostError: if it does not end in time.
+        """
+        if not self.end.synchronize(timeout_s):
+            raise DeviceLostError(f"{what} did not end within {timeout_s:g} s")
+        error = self.take_error()
+        if error is not None:
+            raise error
 
     def take_error(self) -> BaseException | None:
         """Return what went wrong, once the batch is done, and keep it no longer.

@@ -9,6 +9,7 @@ padded to the next of them. All sizes are run before the first caller arrives.
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from statistics import median
 from typing import Final, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from asynctrt._util.cancellation import Cancellation
 from asynctrt.backends.base import Binding, Model, PreparedContext
 from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, UsageError
+from asynctrt.runtime.graphs import wait_for
 from asynctrt.tensors import Array
 
 PREPARE_S: Final = 600.0
@@ -206,23 +208,41 @@ def sizes_that_pay(model: Model, place: Place, rows_max: int) -> tuple[int, ...]
     pair = rows_max, rows_max // 2
     for rows in pair:
         _timed(place, rows)  # Do not measure one-time work.
-    extras_ns, sames_ns = [], []
-    for _ in range(ROUNDS):
-        for rows in pair:
-            changed_ns, same_ns = _timed(place, rows), _timed(place, rows)
-            extras_ns.append(changed_ns - same_ns)
-            sames_ns.append(same_ns)
-    # The median ignores rounds in which the process was delayed.
-    extra_ns = median(extras_ns)
-    if extra_ns < max(CHANGE_NS_MIN, CHANGE_SHARE_MIN * median(sames_ns)):
+    change = time_of_change(partial(_timed, place), pair)
+    if change.extra_ns < max(CHANGE_NS_MIN, CHANGE_SHARE_MIN * change.same_ns):
         return ()
     logger.info(
         "%r: a batch of another size than the one before takes %.0f ms longer, so some sizes are kept apart "
         "in each context",
         model.name,
-        extra_ns / 1e6,
+        change.extra_ns / 1e6,
     )
     return sizes_up_to(rows_max)
+
+
+class Change(NamedTuple):
+    """What a change of the batch size costs, in ns."""
+
+    extra_ns: int
+    """How much longer a batch takes after one of another size."""
+    same_ns: int
+    """How long it takes after one of its own size."""
+
+
+def time_of_change(run: Callable[[int], int], sizes: Sequence[int], rounds: int = ROUNDS) -> Change:
+    """Measure what changes from one batch size to another cost.
+
+    :param run: runs a batch of some rows; returns how long that took, in ns.
+    :param sizes: some sizes, each another than the one before.
+    """
+    extras_ns, sames_ns = [], []
+    for _ in range(rounds):
+        for rows in sizes:
+            changed_ns, same_ns = run(rows), run(rows)
+            extras_ns.append(changed_ns - same_ns)
+            sames_ns.append(same_ns)
+    # The median ignores rounds in which the process was delayed.
+    return Change(int(median(extras_ns)), int(median(sames_ns)))
 
 
 def _run_all(device: Device, place: Place, sizes: Sequence[int]) -> None:
@@ -244,9 +264,5 @@ def _timed(place: Place, rows: int) -> int:
         array[:rows] = 0
     start_ns = clock.now_ns()
     place.binding.enqueue(rows, profile=None, stream=place.stream, arena=None)
-    place.stream.record(place.end)
-    if not place.end.synchronize(PREPARE_S):
-        raise DeviceLostError(f"a batch of {rows} rows of zeros did not end within {PREPARE_S:g} s")
-    if place.end.error is not None:
-        raise place.end.error
+    wait_for(place.stream, place.end, f"a batch of {rows} rows of zeros", PREPARE_S)
     return clock.now_ns() - start_ns

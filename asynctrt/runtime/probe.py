@@ -331,11 +331,7 @@ class Probe:
         source.stage()
         flight = InFlight(batch, self._context, source)
         self._context.enqueue(source, flight.events, scratch=self._scratch)
-        if not flight.end.synchronize(PROBE_S):
-            raise DeviceLostError(f"a batch of {rows} made-up rows did not end within {PROBE_S:g} s")
-        error = flight.take_error()
-        if error is not None:
-            raise error
+        flight.wait(f"a batch of {rows} made-up rows", PROBE_S)
         try:
             outputs, _ = flight.outputs()
         except ExecutionError as refused:

@@ -352,7 +352,7 @@ class TestAnEngine:
         """It seldom has the size of the one before. While one size is captured, no batch changes it."""
         now = [0]
         clock = SimpleNamespace(now_ns=lambda: now[0])
-        monkeypatch.setattr("asynctrt.runtime.graphs.clock", clock)
+        monkeypatch.setattr("asynctrt.runtime.contexts.clock", clock)
 
         class Changing(ScratchModel):
             def create_context(self, device):
