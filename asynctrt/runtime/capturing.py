@@ -10,7 +10,7 @@ from asynctrt._util import clock
 from asynctrt._util.cancellation import current
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
-from asynctrt.errors import UsageError
+from asynctrt.errors import DeviceMemoryError, UsageError
 from asynctrt.runtime.graphs import Capture, CaptureCosts
 from asynctrt.runtime.prepare import as_many_as_fit, check_share
 
@@ -75,7 +75,7 @@ class Capturing(Generic[C]):
         """Capture the sizes, or every second one as long as they do not fit. Blocks.
 
         :returns: the captured sizes, and the CPU time to launch each.
-        :raises DeviceMemoryError: if they do not fit; some may be captured then.
+        :raises DeviceMemoryError: if they do not fit; nothing is captured then.
         :raises UsageError: if the opening of the engine was cancelled.
         """
         name, start_ns = self._model.name, clock.now_ns()
@@ -93,7 +93,15 @@ class Capturing(Generic[C]):
 
     def fit(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], list[CaptureCosts]]:
         """Capture as many of the sizes as fit, as :meth:`run` does."""
-        return as_many_as_fit(self._model.name, tuple(sizes), self._side_by_side)
+        return as_many_as_fit(self._model.name, tuple(sizes), self._attempt)
+
+    def _attempt(self, sizes: Sequence[int]) -> list[CaptureCosts]:
+        try:
+            return self._side_by_side(sizes)
+        except DeviceMemoryError:
+            for context in self._contexts:
+                context.forget_captured()
+            raise
 
     def _side_by_side(self, sizes: Sequence[int]) -> list[CaptureCosts]:
         """Warm up the sizes on one context, then on the others in parallel, and capture them.
@@ -103,8 +111,6 @@ class Capturing(Generic[C]):
         :raises DeviceMemoryError: also if all contexts would take more than their share of the free memory.
         """
         first, *others = self._contexts
-        for context in self._contexts:
-            context.forget_captured()  # From an attempt with more sizes.
         largest, *smaller = batches = self._batches(sizes)
         begun: list[tuple[C, Hashable, int, Capture]] = []
         try:

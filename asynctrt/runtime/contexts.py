@@ -380,9 +380,6 @@ class PooledContext:
         if self.arena is not None and self.was_last_in_arena:
             self.arena.last_use = None
         self._forget()
-        sites = [site for site in self._told.values() if not site.close(timeout_s)]
-        if sites:
-            return False
         self._told.clear()
         self.context.close()
         # Close the stream after graphs and the library's context, which may refer to it.
@@ -640,6 +637,9 @@ class ContextPool:
         for context in still_running:
             # Before freeing anything, as that would wait for them.
             self._device.abandon(context.stream)
+        if not still_running:  # Sites of a shape may share what a batch that hangs uses.
+            for made in self.specialised.values():
+                made.close(timeout_s)
         for context in self.contexts:
             if context not in still_running:
                 self._device.ended(context.stream)

@@ -87,7 +87,8 @@ class Turns:
 class CapturedBatch(NamedTuple):
     """A graph, and the context that it was captured from."""
 
-    context: ExecutionContext
+    context: ExecutionContext | None
+    """``None`` if its owner closes it."""
     graph: Graph | CallByCall
     launch_ns: int
     """The CPU time to launch it; 0 if not measured."""
@@ -105,7 +106,8 @@ class CapturedBatch(NamedTuple):
     def close(self) -> None:
         """Release both. No launch may be in progress."""
         self.graph.close()
-        self.context.close()
+        if self.context is not None:
+            self.context.close()
 
 
 class CaptureCosts(NamedTuple):
@@ -128,7 +130,8 @@ class Capture:
     :param scratch: enqueue memory that nothing else uses meanwhile.
     :param expected: the expected outputs of the trial. Default: what its own batches compute.
     :param is_direct: whether :meth:`finish` leaves the batch to be enqueued call by call.
-    :param context: the context to capture from, for batches of this size only. Default: a new one.
+    :param context: the context to capture from, for batches of this size only, which its owner closes.
+        Default: a new one.
     """
 
     def __init__(
@@ -153,23 +156,23 @@ class Capture:
         self._stream, self._end = stream, end
         self._arena, self._scratch = arena, scratch
         self._is_traced = model.capabilities.is_traced
-        if context is not None:
-            self._context = context
-        elif self._is_traced:
-            self._context = cast("TracedModel", model).create_context_for(device, stream, shape, rows)
-        else:
-            self._context = create_context_on(model, device, stream)
+        self._owned: ExecutionContext | None = None
+        if context is None and self._is_traced:
+            context = self._owned = cast("TracedModel", model).create_context_for(device, stream, shape, rows)
+        elif context is None:
+            context = self._owned = create_context_on(model, device, stream)
         self._trial = Trial(slab, rows, stream, expected) if self._is_traced else NoTrial()
         self._direct_ns = 0
         try:
-            self._binding = self._context.bind(slab.input_memory(), slab.output_memory())
+            self._binding = context.bind(slab.input_memory(), slab.output_memory())
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Abandon the capture."""
-        self._context.close()
+        if self._owned is not None:
+            self._owned.close()
 
     def warm_up(self) -> None:
         """Run batches call by call: a model's first runs plan and allocate, which a graph must not contain.
@@ -194,7 +197,7 @@ class Capture:
         if self._is_direct:
             launched = CallByCall(self._device, self._binding, self._rows, self._stream)
             costs = CaptureCosts(self._direct_ns, self._direct_ns)
-            return CapturedBatch(self._context, launched, self._direct_ns), costs
+            return CapturedBatch(self._owned, launched, self._direct_ns), costs
         graph: Graph | None = None
         try:
             memory = None if self._arena is None else self._arena.memory
@@ -209,7 +212,7 @@ class Capture:
                 graph.close()
             self.close()
             raise
-        return CapturedBatch(self._context, graph, graph_ns), CaptureCosts(self._direct_ns, graph_ns)
+        return CapturedBatch(self._owned, graph, graph_ns), CaptureCosts(self._direct_ns, graph_ns)
 
     def _run(self, number: int) -> None:
         self._trial.put_in(number)

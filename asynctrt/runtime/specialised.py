@@ -49,10 +49,13 @@ class Site:
     """The contexts of one shape beside one context of the engine, with the slab that their batches use."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self.stream = device.create_stream()
         self.end = device.create_event(is_timed=False)
         self.slab: Slab | None = None
+        self.contexts: dict[int, ExecutionContext] = {}
+        """The contexts on its stream, by the rows of a batch. Graphs of other sites may be captured from them
+        too."""
         self.captured: dict[int, CapturedBatch] = {}
         """What is launched, by the rows of a batch."""
 
@@ -63,7 +66,7 @@ class Site:
 
     def lay_out(self, layout: Layout) -> Slab:
         """Allocate the slab."""
-        self.slab = Slab(layout, StagingBuffers(self._device, layout.nbytes))
+        self.slab = Slab(layout, StagingBuffers(self.device, layout.nbytes))
         return self.slab
 
     def keep_captured(
@@ -82,27 +85,49 @@ class Site:
         for rows, captured in self.captured.items():
             self.captured[rows] = captured._replace(turns=turns[rows])
 
-    def forget_captured(self) -> None:
-        """Close all contexts."""
+    def forget_graphs(self) -> None:
+        """Close all graphs."""
         for captured in self.captured.values():
             captured.close()
         self.captured.clear()
+
+    def forget_captured(self) -> None:
+        """Close all graphs and contexts. No graph of another site may be captured from them."""
+        self.forget_graphs()
+        for context in self.contexts.values():
+            context.close()
+        self.contexts.clear()
 
     def timed_ns(self, rows: int) -> int:
         """Return how long it takes to launch a batch of what is in the slab, and to compute it."""
         captured = self.captured[rows]
         return least_ns(lambda: captured.graph.launch(stream=self.stream), self.stream, self.end)
 
-    def close(self, timeout_s: float) -> bool:
-        """Release everything; if the stream's work does not end in time, keep it and return False."""
-        self._device.activate()
-        if not self.stream.drain(timeout_s):
-            return False
+    def close(self, timeout_s: float) -> None:
+        """Release everything. The stream is idle, and no graph of another site uses its contexts."""
         self.forget_captured()
         if self.slab is not None:
             self.slab.binding = None
             self.slab.buffers.close()
-        return self.stream.close(timeout_s)
+        self.stream.close(timeout_s)
+
+
+def forget_all(sites: Sequence[Site]) -> None:
+    """Close the graphs of all sites of a shape, and then their contexts, which the sites may share."""
+    for site in sites:
+        site.forget_graphs()
+    for site in sites:
+        site.forget_captured()
+
+
+def release(sites: Sequence[Site], timeout_s: float) -> None:
+    """Release all sites of a shape, or none if the work of a stream does not end in time."""
+    for site in sites:
+        site.device.activate()
+    if all(site.stream.drain(timeout_s) for site in sites):
+        forget_all(sites)
+        for site in sites:
+            site.close(timeout_s)
 
 
 def least_ns(launch: Callable[[], object], stream: Stream, end: Event) -> int:
@@ -127,8 +152,7 @@ class Specialised(NamedTuple):
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Release all sites. Blocks. No batch may still use them."""
-        for site in self.sites:
-            site.close(timeout_s)
+        release(self.sites, timeout_s)
 
 
 class NoGainError(ExecutionError):
@@ -237,8 +261,6 @@ class Builder:
         self.in_turn = False
         """Whether batches compute one after the other, so that contexts of the engine can share one."""
         self._reference: Reference | None = None
-        # Created to lay out the slabs, and captured first.
-        self._first: ExecutionContext | None = None
         self._lock = threading.Lock()
 
     def build(
@@ -275,17 +297,13 @@ class Builder:
                     slabs = [site.lay_out(layout) for site in sites]
                     reference.bind(slabs[0])
                     fit = partial(self._fit, shape, sites, reference, threads_max, limit_nbytes)
-                    taken, is_captured = self._fill(shape, sizes, reference, fit)
+                    taken, is_captured = self._fill(shape, sites, sizes, reference, fit)
                 before_ns = {rows: reference.time_ns(rows) for rows in (taken[-1], taken[0])}
                 after_ns = {rows: sites[0].timed_ns(rows) for rows in taken}
                 reference.rest()
             except BaseException:
                 self._close_reference()
-                if self._first is not None:
-                    self._first.close()
-                    self._first = None
-                for site in sites:
-                    site.close(CLOSE_S)
+                release(sites, CLOSE_S)
                 raise
         built_ns = clock.now_ns() - start_ns
         nbytes = max(room_nbytes - self._device.memory().room_nbytes, 0)
@@ -305,13 +323,18 @@ class Builder:
 
     def _layout(self, shape: Hashable, rows: int, site: Site) -> Layout:
         """Return the layout of the slabs, with outputs whose sizes follow only from the inputs."""
-        model, given = self._model, symbols_of(shape)
-        context = cast("ToldContext", model.create_context_for(self._device, site.stream, given, rows))
-        self._first = context
-        layout = lay_out(model.inputs, model.outputs, {**context.told_sizes(), **given}, rows)
+        model, context = self._model, cast("ToldContext", self._context(site, shape, rows))
+        layout = lay_out(model.inputs, model.outputs, {**context.told_sizes(), **symbols_of(shape)}, rows)
         if None in layout.outputs:
             raise NoGainError("the shape of an output depends on the data")
         return layout
+
+    def _context(self, site: Site, shape: Hashable, rows: int) -> ExecutionContext:
+        """Return the context of a site for batches of ``rows``, and create it if needed."""
+        if rows not in site.contexts:
+            sizes = symbols_of(shape)
+            site.contexts[rows] = self._model.create_context_for(self._device, site.stream, sizes, rows)
+        return site.contexts[rows]
 
     def _check_slabs(self, layout: Layout, limit_nbytes: int) -> None:
         taken_nbytes = layout.nbytes * self._contexts
@@ -357,7 +380,12 @@ class Builder:
         return taken
 
     def _fill(
-        self, shape: Hashable, sizes: Sequence[int], reference: Reference, fit: Callable[..., tuple[int, ...]]
+        self,
+        shape: Hashable,
+        sites: Sequence[Site],
+        sizes: Sequence[int],
+        reference: Reference,
+        fit: Callable[..., tuple[int, ...]],
     ) -> tuple[tuple[int, ...], bool]:
         """Fill the sites, by graphs if possible; return the sizes that fit, and whether they are graphs."""
         if self._captures:
@@ -369,6 +397,7 @@ class Builder:
                 if current().is_cancelled:
                     raise
                 logger.debug("%r: %s is not captured: %s", self._model.name, named(shape), error)
+                forget_all(sites)
         if not reference.sizes_that_pay(sizes[-1]):
             raise NoGainError(
                 "it cannot be captured as a CUDA graph, and changes of the batch size take no time"
@@ -393,9 +422,6 @@ class Builder:
         # The first site, whose slab the reference uses as well, captures each size before any other does,
         # and the largest size before all others.
         expected = reference.expected(rows)
-        context, self._first = self._first, None
-        if first is not None:
-            context = first.captured[rows].context
         place = first or site
         return Capture(
             self._device,
@@ -410,7 +436,7 @@ class Builder:
             scratch=None,
             expected=expected,
             is_direct=is_direct,
-            context=context,
+            context=self._context(place, shape, rows),
         )
 
 

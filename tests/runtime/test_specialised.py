@@ -6,6 +6,7 @@ import pytest
 from onnx import TensorProto
 
 from asynctrt._util.cancellation import Cancellation
+from asynctrt.devices.host import HostGraph
 from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError, UsageError
 from asynctrt.runtime.specialised import Builder, Deadline, NoGainError, named
 from asynctrt.scheduling.key import BatchKey
@@ -203,6 +204,35 @@ def test_batches_that_were_staged_before_or_after_a_change_are_right(tmp_path, d
     assert model.alive == 1, "what was told nothing serves all shapes"
     builder.close()
     assert model.alive == 0
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_contexts_share_ends_after_every_graph(tmp_path, device, monkeypatch, hangs):
+    """Ending a session frees what its graphs read and write, and needs the stream that it works on."""
+    ended, close = [], HostGraph.close
+    monkeypatch.setattr(HostGraph, "close", lambda graph: (ended.append("graph"), close(graph)))
+
+    class Noting(SpecialisedSessions):
+        def load_session(self, device, stream, sizes):
+            session = super().load_session(device, stream, sizes)
+            end = session.close
+            session.close = lambda: (ended.append("session" if not stream._closed else "late"), end())
+            return session
+
+    pool = make_pool(Noting(sequence_onnx(tmp_path / "sequence.onnx")), device, contexts=3)
+    builder = Builder(device, pool._model, 3, captures=True)
+    builder.in_turn = True
+    pool.adopt(builder.build((("length", 3),), SIZES, threads_max=1, cancellation=Cancellation()))
+    builder.close()
+    ended.clear()
+    if hangs:
+        pool.contexts[1].comes_to_rest = lambda timeout_s: False
+        assert pool.close(0.01) == 1
+        assert ended == ["session"] * 2, "those that are told nothing, of the contexts that came to rest"
+        ended.clear()
+        del pool.contexts[0].comes_to_rest
+    assert pool.close(WAIT_S) == 0
+    assert ended == ["graph"] * 9 + ["session"] * (4 if hangs else 6)
 
 
 def test_what_contexts_share_is_not_used_behind_a_batch_that_hangs(tmp_path, device):
