@@ -93,7 +93,7 @@ class Capabilities:
     """Whether its library was not designed for capture, so that graphs are compared with batches: see
     :class:`TracedModel`."""
     is_specialisable: bool = False
-    """Whether shapes that recur are worth separate contexts: see :class:`SpecialisableModel`."""
+    """Whether it is a :class:`TracedModel` of which shapes that recur are worth separate contexts."""
     changes_slowly: bool = False
     """Whether a batch of another size than the previous one is known to be slow, as with convolutions, which
     cuDNN plans anew. Some models know this once a context has run."""
@@ -244,35 +244,23 @@ class PreparedContext(ExecutionContext, Protocol):
         """Keep separate state for batches of each of these sizes from now on, and drop all other state."""
 
 
-class TracedModel(Model, Protocol):
-    """A model whose graphs are compared with batches. Each of its bindings is a :class:`TracedBinding`."""
-
-    def create_context_for(
-        self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
-    ) -> ExecutionContext:
-        """Create a context for batches of ``rows`` only, with the dynamic dimensions given in ``shape``."""
-
-
-class SpecialisableModel(TracedModel, Protocol):
-    """A model that may run faster in contexts that know the sizes of all its dimensions.
-
-    Its :meth:`create_context_for` returns a :class:`ToldContext`; its other contexts are each an
-    :class:`UntoldContext`.
-    """
-
-
-class UntoldContext(PreparedContext, Protocol):
-    """A context for batches of any size."""
+class TracedContext(PreparedContext, Protocol):
+    """A context of a :class:`TracedModel`. Each of its bindings is a :class:`TracedBinding`."""
 
     def settle(self) -> None:
         """Finish what its runs have left to do, and free their memory. Blocks."""
 
-
-class ToldContext(ExecutionContext, Protocol):
-    """A context for batches of one size."""
-
     def told_sizes(self) -> Mapping[str, int]:
-        """Return the sizes of the dimensions of outputs that follow from its own sizes."""
+        """Return the sizes of outputs' dimensions that follow from its own sizes, if it is for one size."""
+
+
+class TracedModel(Model, Protocol):
+    """A model whose graphs are compared with batches, and which may run faster in contexts for one size."""
+
+    def create_context_for(
+        self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
+    ) -> TracedContext:
+        """Create a context for batches of ``rows`` only, with the dynamic dimensions given in ``shape``."""
 
 
 class TracedBinding(Binding, Protocol):

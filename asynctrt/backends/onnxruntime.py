@@ -188,10 +188,9 @@ class OnnxBinding:
         self._output_names = [output.name for output in session.get_outputs()]
         self._bound_outputs = [(index, memory) for index, memory in enumerate(outputs) if memory is not None]
         self._has_unbound = len(self._bound_outputs) < len(outputs)
-        # Outputs without memory of ours are bound anew for each batch. Otherwise ONNX Runtime would write the
-        # next batch into the results of the previous one. So is everything of a provider other than the CPU's,
-        # which may not read its memory again: the plugin of OpenVINO 1.8 keeps the outputs of the first run,
-        # whatever the inputs are.
+        # Bind outputs without memory of ours anew for each batch. Otherwise ONNX Runtime would write the next
+        # batch into the results of the previous one. Do so with all memory unless the CPU provider runs
+        # everything: the plugin of OpenVINO 1.8 keeps the outputs of its first run, whatever the inputs are.
         self._rebinds = self._has_unbound or session.get_providers() != [CPU]
         self._kind = kind, tuple(memory.dims for memory in inputs)
         self._binding = session.io_binding()

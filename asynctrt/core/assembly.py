@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, cast
 
 from asynctrt._util.cancellation import current
-from asynctrt.backends.base import Model, ProfiledModel, SpecialisableModel, ranged_model
+from asynctrt.backends.base import Model, ProfiledModel, TracedModel, ranged_model
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
@@ -659,4 +659,4 @@ def _builder(
     if not (pool.may_grow and is_specialisable(model)) or options.is_deterministic:
         return None
     captures = options.graphs != "off" and (device.prefers_graphs or options.graphs != "auto")
-    return Builder(device, cast("SpecialisableModel", model), capacity.contexts, captures=captures)
+    return Builder(device, cast("TracedModel", model), capacity.contexts, captures=captures)

@@ -17,13 +17,7 @@ from typing import Final, NamedTuple, cast
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import Cancellation, cancelled_by, current
-from asynctrt.backends.base import (
-    ExecutionContext,
-    SpecialisableModel,
-    ToldContext,
-    UntoldContext,
-    create_context_on,
-)
+from asynctrt.backends.base import TracedContext, TracedModel, create_context_on
 from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError
 from asynctrt.runtime.capturing import Capturing
@@ -53,7 +47,7 @@ class Site:
         self.stream = device.create_stream()
         self.end = device.create_event(is_timed=False)
         self.slab: Slab | None = None
-        self.contexts: dict[int, ExecutionContext] = {}
+        self.contexts: dict[int, TracedContext] = {}
         """The contexts on its stream, by the rows of a batch. Graphs of other sites may be captured from them
         too."""
         self.captured: dict[int, CapturedBatch] = {}
@@ -179,12 +173,12 @@ class Deadline(Cancellation):
 class Reference:
     """A context for any size, to compare answers and times with, on a separate stream."""
 
-    def __init__(self, device: Device, model: SpecialisableModel) -> None:
+    def __init__(self, device: Device, model: TracedModel) -> None:
         self._device, self._model = device, model
         self._stream = device.create_stream()
         self._end = device.create_event(is_timed=False)
         try:
-            self._context = cast("UntoldContext", create_context_on(model, device, self._stream))
+            self._context = cast("TracedContext", create_context_on(model, device, self._stream))
         except BaseException:
             self._stream.close(0.0)
             raise
@@ -253,7 +247,7 @@ class Builder:
     :param captures: whether to capture CUDA graphs where that can be done.
     """
 
-    def __init__(self, device: Device, model: SpecialisableModel, contexts: int, *, captures: bool) -> None:
+    def __init__(self, device: Device, model: TracedModel, contexts: int, *, captures: bool) -> None:
         self._share_nbytes = int(device.memory().room_nbytes * SHARE_MAX)
         self._device, self._model = device, model
         self._contexts = contexts
@@ -323,13 +317,13 @@ class Builder:
 
     def _layout(self, shape: Hashable, rows: int, site: Site) -> Layout:
         """Return the layout of the slabs, with outputs whose sizes follow only from the inputs."""
-        model, context = self._model, cast("ToldContext", self._context(site, shape, rows))
+        model, context = self._model, self._context(site, shape, rows)
         layout = lay_out(model.inputs, model.outputs, {**context.told_sizes(), **symbols_of(shape)}, rows)
         if None in layout.outputs:
             raise NoGainError("the shape of an output depends on the data")
         return layout
 
-    def _context(self, site: Site, shape: Hashable, rows: int) -> ExecutionContext:
+    def _context(self, site: Site, shape: Hashable, rows: int) -> TracedContext:
         """Return the context of a site for batches of ``rows``, and create it if needed."""
         if rows not in site.contexts:
             sizes = symbols_of(shape)

@@ -90,8 +90,8 @@ class OutputProbe:
                 dims.append(names[0])
             elif ROWS in followed[axis] and self._rows_vary:
                 raise ModelError(
-                    f"output {spec.name!r} of {model!r} has the batch size on axis {axis} too, so rows of one "
-                    "batch would see each other, and requests cannot share a batch"
+                    f"output {spec.name!r} of {model!r} has the batch size on axis {axis} too, so rows of "
+                    "one batch would see each other, and requests cannot share a batch"
                 )
             else:
                 dims.append(dim)
