@@ -58,7 +58,6 @@ from asynctrt.limits import within
 from asynctrt.opening import Opening, open  # noqa: A004  (as in io.open and tarfile.open)
 from asynctrt.options import Options
 from asynctrt.pipeline import Pipeline
-from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import (
     BatchStatistics,
     BatchTrace,
@@ -128,7 +127,6 @@ __all__ = [
     "QueueFullError",
     "RequestError",
     "ShapeStatistics",
-    "Slot",
     "Statistics",
     "TargetError",
     "TensorRTOptions",

@@ -10,7 +10,6 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import Context
 from threading import get_ident
@@ -22,9 +21,8 @@ from asynctrt._util.loops import running_loop, see_through
 from asynctrt.core.inputs import Inputs, Outputs
 from asynctrt.errors import UsageError
 from asynctrt.options import Options
-from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import Batching, BatchTrace, Statistics, WorkerState
-from asynctrt.tensors import Dims, InferResult, TensorSpec
+from asynctrt.tensors import InferResult, TensorSpec
 
 STREAM_END_S: Final = 0.1
 """Seconds to wait for a stream to become idle after its batches have ended."""
@@ -46,7 +44,7 @@ class Engine(ABC):
     """``open`` once a subclass is fully constructed; ``closed`` again when everything has been released."""
 
     _elsewhere = ""
-    """What to use instead of ``slot`` and ``tracing``, if its batches run elsewhere."""
+    """What to use instead of ``tracing``, if its batches run elsewhere."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: Options) -> None:
         self._options = options
@@ -202,19 +200,6 @@ class Engine(ABC):
         later error is set on the future. Cancelling the future cancels the request.
         """
 
-    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
-        """Return rows of a slab, to write inputs directly into: ``async with engine.slot(rows=4) as slot``.
-
-        :param rows: the number of rows, up to ``max_rows`` and up to the rows of this shape that fit into
-            256 MiB.
-        :param dims: the dimensions of one row by input name, for inputs whose dimensions the model leaves
-            open.
-        :raises InputError: if the number of rows is impossible, or dimensions are missing.
-        :raises UsageError: if the rows of the model's tensors are not contiguous, or the engine is a pipeline
-            or runs in worker processes, and so has no slabs in this process.
-        """
-        raise self._lacks("slot")
-
     @abstractmethod
     def statistics(self) -> Statistics:
         """Return a snapshot of the engine's counters and current load."""
@@ -231,11 +216,7 @@ class Engine(ABC):
         :raises UsageError: if tracing is already on, or the engine is a pipeline or runs in worker processes,
             so that its batches run elsewhere.
         """
-        raise self._lacks("tracing")
-
-    def _lacks(self, method: str) -> UsageError:
-        """Return the error of a method that needs batches which this engine runs itself."""
-        return UsageError(f"{self!r} runs no batches itself, and has no {method}: {self._elsewhere}")
+        raise UsageError(f"{self!r} runs no batches itself, and has no tracing: {self._elsewhere}")
 
     @abstractmethod
     async def drain(self) -> None:

@@ -55,7 +55,7 @@ class InputError(CallerError, ValueError):
 
 
 class UsageError(CallerError, RuntimeError):
-    """The call was made in the wrong place: another event loop, no loop, trio, or a released slot."""
+    """The call was made in the wrong place: another event loop, no loop, or trio."""
 
 
 class ModelError(CallerError):

@@ -31,7 +31,7 @@ TOP = (
 TRANSPORTS = (
     *("_util", "gpu", "loadtest", "testing"),
     *(f"contract/test_{name}.py" for name in ("blocking", "engine", "transports")),
-    *(f"runtime/test_{name}.py" for name in ("driver", "driver_lost", "slots")),
+    *(f"runtime/test_{name}.py" for name in ("driver", "driver_lost")),
     *(f"serving/test_{name}.py" for name in SERVING),
     *(f"test_{name}.py" for name in TOP),
     *(f"workers/test_{name}.py" for name in ("isolated_engine", "link", "messages", "pool", "tether")),

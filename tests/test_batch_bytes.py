@@ -10,7 +10,6 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.core import assembly
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import InputError
 from asynctrt.tensors import TensorSpec
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 
@@ -63,12 +62,6 @@ async def test_a_call_of_many_large_rows_is_split_and_answered_in_order(monkeypa
             sums.batches.clear()
             await engine.infer(given[:, :8])
         assert sums.batches == [10], "small rows of the same model are not split"
-        with pytest.raises(InputError, match="from 1 to 4, not 5"):
-            engine.slot(rows=5, dims={"input": (256,)})
-        async with asyncio.timeout(WAIT_S), engine.slot(rows=4, dims={"input": (256,)}) as slot:
-            slot["input"][:] = given[:4]
-            result = await slot.infer()
-        np.testing.assert_array_equal(result["output"], 2 * given[:4])
 
 
 async def test_rows_of_one_shape_are_what_the_options_say(monkeypatch):
@@ -78,13 +71,8 @@ async def test_rows_of_one_shape_are_what_the_options_say(monkeypatch):
         inputs=TensorSpec("input", "float32", (1024,)),
         outputs=TensorSpec("output", "float32", (1024,)),
     )
-    async with (
-        asyncio.timeout(WAIT_S),
-        asynctrt.open(model, contexts=1, max_rows=8) as engine,
-        engine.slot(rows=8) as slot,
-    ):
-        slot["input"][:] = 1
-        assert (await slot.infer())["output"].shape == (8, 1024)
+    async with asyncio.timeout(WAIT_S), asynctrt.open(model, contexts=1, max_rows=8) as engine:
+        assert (await engine.infer(np.ones((8, 1024), np.float32))).batch_rows == 8
 
 
 @pytest.mark.parametrize("sizes", [[(8, 16)], [(1, 2), (8, 16)]])

@@ -44,7 +44,7 @@ def request_of(number):
     return np.random.default_rng(number).random((1 + number % 5, 4), np.float32)
 
 
-async def answers(model, device, seed, *, slots=False, **kw):
+async def answers(model, device, seed, **kw):
     """Ask for the same rows in another order, at once with others, and return the answers by number."""
     order = list(range(24))
     random.Random(seed).shuffle(order)
@@ -52,12 +52,7 @@ async def answers(model, device, seed, *, slots=False, **kw):
 
     async def ask(engine, number):
         sent = request_of(number)
-        if slots and number % 2:
-            async with engine.slot(rows=len(sent), dims={"input": sent.shape[1:]}) as slot:
-                slot["input"][...] = sent
-                result = await slot.infer()
-        else:
-            result = await engine.infer(sent, priority=number % 3)
+        result = await engine.infer(sent, priority=number % 3)
         found[number] = result["output"].tobytes()
 
     async with asynctrt.open(model, device=device, max_rows=8, **kw) as engine, asyncio.timeout(WAIT_S):
@@ -76,11 +71,10 @@ async def test_without_it_the_double_rounds_as_its_company_would_have_it(model_o
     assert any([(await answers(model, device, seed))[0] != one for seed in (2, 3, 4)])
 
 
-@pytest.mark.parametrize("slots", [False, True], ids=["arrays", "slots too"])
 @pytest.mark.parametrize("spec", [FIXED, DYNAMIC], ids=["fixed rows", "profiles"])
-async def test_with_it_only_ones_own_rows_count(model_of, spec, slots):
+async def test_with_it_only_ones_own_rows_count(model_of, spec):
     model, device = model_of(spec)
-    kw = {"batching": "deterministic", "slots": slots}
+    kw = {"batching": "deterministic"}
     one, statistics = await answers(model, device, 1, **kw)
     assert statistics.batches == 24
     assert statistics.rows_padded == 24 * 8 - statistics.rows

@@ -112,9 +112,6 @@ class TestOpening:
             results = await asyncio.gather(*[engine.infer(rows(value)) for value in range(11)])
             assert [result["output"][0, 0] for result in results] == [2 * value for value in range(11)]
             assert (await engine.infer(rows(*range(20))))["output"][19, 0] == 38
-            async with engine.slot(rows=3) as slot:
-                slot["input"][...] = rows(1, 2, 3)
-                assert (await slot.infer())["output"][:, 0].tolist() == [2, 4, 6]
 
     async def test_more_rows_than_the_model_takes(self):
         with pytest.raises(OptionsError, match="max_rows is 32.*at most 16 rows"):
@@ -786,9 +783,6 @@ class TestClosing:
             pass
         with pytest.raises(EngineClosedError, match="'double' is closed"):
             await engine.infer(rows(1))
-        with pytest.raises(EngineClosedError, match="'double' is closed"):
-            async with engine.slot():
-                pass
         assert engine.statistics().refused == 1
 
     async def test_what_is_queued_fails_and_what_is_in_flight_finishes(self):
@@ -898,17 +892,12 @@ class TestLoops:
                         asyncio.run(call())
                     except UsageError as error:
                         caught.append(str(error))
-                try:
-                    engine.slot()
-                except UsageError as error:
-                    caught.append(str(error))
 
             thread = threading.Thread(target=elsewhere)
             thread.start()
             await until(lambda: not thread.is_alive())
-            assert len(caught) == 4
-            assert all("event loop" in text for text in caught[:3])
-            assert "no event loop is running" in caught[3]
+            assert len(caught) == 3
+            assert all("event loop" in text for text in caught)
             await engine.infer(rows(1))
 
 
@@ -917,8 +906,6 @@ def test_an_engine_whose_loop_has_ended():
     for call in (lambda: engine.infer(rows(1)), engine.drain, engine.aclose):
         with pytest.raises(UsageError, match="belongs to the event loop"):
             asyncio.run(call())
-    with pytest.raises(UsageError, match="no event loop is running"):
-        engine.slot()
     give_up(engine)
 
 

@@ -62,9 +62,7 @@ async def test_every_kind_has_all_that_users_may_ask_of_an_engine(kind):
 
 
 @pytest.mark.parametrize("kind", ["isolated", "pipeline"])
-async def test_what_batches_elsewhere_has_no_slots_and_no_trace(kind):
+async def test_what_batches_elsewhere_has_no_trace(kind):
     async with opened(kind) as engine:
-        with pytest.raises(asynctrt.UsageError, match="slot"):
-            engine.slot()
         with pytest.raises(asynctrt.UsageError, match="trac"):
             engine.tracing()

@@ -378,25 +378,6 @@ class TestCalls:
             late.set()
             np.testing.assert_array_equal((await call)["output"], 2 * rows(*range(16)))
 
-    @pytest.mark.parametrize(
-        "dims", [5, [1], {"x": 1}, {"typo": (3,)}, {"x": (3.5,)}, {"x": (-1,)}, {"x": (1, 2)}, {"x": ("n",)}]
-    )
-    async def test_impossible_dimensions_of_a_slot(self, dims):
-        async with asynctrt.open(sized(total)) as engine:
-            with pytest.raises(InputError, match="dims|rows of shape"):
-                engine.slot(dims=dims)
-
-    @pytest.mark.parametrize("count", [0, 65, True, 1.0, "1", None])
-    async def test_impossible_rows_of_a_slot(self, count):
-        async with asynctrt.open(double_model()) as engine:
-            with pytest.raises(InputError, match="rows of a slot must be a whole number from 1 to 64"):
-                engine.slot(rows=count)
-
-    async def test_rows_of_a_slot_as_numpy_counts_them(self):
-        async with asynctrt.open(double_model()) as engine, engine.slot(rows=np.int64(2)) as slot:
-            slot["input"][...] = 3
-            assert (await slot.infer())["output"].tolist() == (2 * rows(3, 3)).tolist()
-
 
 class TestStatistics:
     async def test_from_another_thread_while_batches_of_new_sizes_are_answered(self):

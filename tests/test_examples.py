@@ -20,7 +20,6 @@ EXPECTED = {
     "quickstart.py": r"1000 answers of \(1, 4\)\n[\d.]+ rows a batch; the first: Timing\(queue_ns=\d+",
     "overload.py": r"(?s)ordinary: DeadlineError.*ordinary: QueueFullError.*urgent: answered.*refused=\d+",
     "load_test.py": r"(\d+) of \1 answered, 0% errors\nheld: True, p50 [\d.]+ ms, p99 [\d.]+ ms\n[\d.]+ rows",
-    "slots.py": r"\[0\.0, 16\.0, 32\.0, .*, 240\.0\]",
     "testing_an_application.py": r"^sorry\n-2\.0\n$",
 }
 

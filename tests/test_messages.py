@@ -107,12 +107,6 @@ class TestValues:
             for name in ("timeout", "priority", "outputs"):
                 await refused(lambda name=name: engine.infer(rows(1), **{name: value}))
             await refused(lambda: engine.infer(rows(1), outputs=[value]))
-            await refused(lambda: engine.slot(rows=value))
-            await refused(lambda: engine.slot(dims=value))
-            await refused(lambda: engine.slot(dims={"input": value}))
-            await refused(lambda: engine.slot(dims={LONG: value}))
-            async with engine.slot() as slot:
-                await refused(lambda: slot[value])
             result = await engine.infer(rows(1))
             assert isinstance(result, InferResult)
             await refused(lambda: result[value])

@@ -112,9 +112,6 @@ async def main() -> None:
     async with asynctrt.open(served, options=options, timeout=0.5) as engine:
         result = await engine.infer(np.ones((1, 16), np.float32), timeout=0.5)
         print(result["y"].shape, engine.statistics().batches, result.timing.queue_ns)
-        async with engine.slot(rows=1) as slot:
-            slot["x"][...] = 1
-            print((await slot.infer())["y"].sum())
         rows = {"x": [[1.0] * 16]}
         report = await loadtest.run(engine, rate=500, seconds="1s", slo="p99<250ms", inputs=rows)
         report = await loadtest.run(engine, callers=4, seconds=0.5, slo=["p99<250ms", "errors<1%"])

@@ -93,7 +93,7 @@ class Capabilities:
     """Whether its library was not designed for capture, so that graphs are compared with batches: see
     :class:`TracedModel`."""
     is_specialisable: bool = False
-    """Whether it is a :class:`TracedModel` of which shapes that recur are worth separate contexts."""
+    """Whether it is a :class:`TracedModel` whose recurring shapes are worth separate contexts."""
     changes_slowly: bool = False
     """Whether a batch of another size than the previous one is known to be slow, as with convolutions, which
     cuDNN plans anew. Some models know this once a context has run."""

@@ -352,7 +352,7 @@ class EngineParts:
             run_anew=run_anew,
         )
 
-    def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
+    def close(self, timeout_s: float) -> int:
         """Release what the engine owns; return how many contexts had to be abandoned. Blocks.
 
         Call it again to release abandoned contexts once they have ended.
@@ -363,8 +363,6 @@ class EngineParts:
             return abandoned
         if self.builder is not None:
             self.builder.close()
-        if slots is not None:
-            slots()
         for part in self.owned:
             part.close()
         return 0

@@ -223,8 +223,8 @@ class InputCheck:
             )
             if not fits:
                 raise InputError(
-                    f"input {spec.name!r} has rows of shape {spec.dims}, given {show(given)}. Write "
-                    f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
+                    f"input {spec.name!r} has rows of shape {spec.dims}, given {show(given)}. Give the "
+                    "dimensions of one row"
                 )
             shapes.append(tuple(size for size in shape if size is not None))
         return shapes

@@ -5,32 +5,30 @@ import atexit
 import logging
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 from asynctrt._util import clock
 from asynctrt._util.loops import see_through_in_thread, wait_shielded
-from asynctrt._util.validation import int_or_none, timeout_ns_of
+from asynctrt._util.validation import timeout_ns_of
 from asynctrt.core.assembly import EngineParts
 from asynctrt.core.driven import DrivenEngine
 from asynctrt.core.intake import Intake
 from asynctrt.core.splitting import SplitCall, Splitter
 from asynctrt.engine import STREAM_END_S
-from asynctrt.errors import EngineClosedError, InputError, UsageError, show
+from asynctrt.errors import EngineClosedError, InputError, UsageError
 from asynctrt.options import Options
 from asynctrt.runtime.driver import Driver
-from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.scheduling.request import Request
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.statistics import (
     Batching,
     BatchStatistics,
     BatchTrace,
     Statistics,
 )
-from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec
+from asynctrt.tensors import BatchRecord, TensorSpec
 
 ABANDONED_S: Final = 3600.0
 """How long each wait for abandoned batches lasts, in seconds."""
@@ -94,16 +92,7 @@ class LocalEngine(DrivenEngine):
         # The axis on which to join rows of an output, if a call was split.
         self._axes = {} if rows_first else {spec.name: spec.axis for spec in model.outputs if spec.axis}
         self._splitter = Splitter(driver, scheduler.limit, options.max_queue_rows, self._axes)
-        self._is_plain = self.has_plain_rows
-        self._has_fixed_shape = all(spec.is_fixed for spec in model.inputs)
         self._opened_ns = clock.now_ns()
-        self._slots = SlotBoard(
-            loop=loop,
-            pool=pool,
-            slabs_max=capacity.contexts + 1,
-            limit=scheduler.limit,
-            waiting_rows_max=options.max_queue_rows,
-        )
         padding = parts.padding
         if padding is not None and padding.is_default:
             driver.on_answer.append(lambda flight: padding.ran(flight.batch.key.shape))
@@ -169,23 +158,6 @@ class LocalEngine(DrivenEngine):
             limit=self._limit,
         )
 
-    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
-        self._check_loop()
-        if not self._is_plain:
-            raise UsageError(
-                f"slots are rows that lie one after the other, and the rows of {self.name!r} do not: "
-                f"{self.batching}. Give its arrays to infer"
-            )
-        if dims is None and self._has_fixed_shape:
-            key = FIXED_SHAPE
-        else:
-            key = self._check.key_of_dims({} if dims is None else dims)
-        rows_max = self._scheduler.limit(key)
-        count = int_or_none(rows)
-        if count is None or not 1 <= count <= rows_max:
-            raise InputError(f"rows of a slot must be a whole number from 1 to {rows_max}, not {show(rows)}")
-        return Slot(self._slots, key.shape, count, self._submit_slot)
-
     def statistics(self) -> Statistics:
         self._origin.check(self)
         snapshot = self._scheduler.snapshot()
@@ -224,7 +196,7 @@ class LocalEngine(DrivenEngine):
             lanes=self._parts.lanes_by_rows,
             graphs=self._pool.captured.sizes,
             batch_sizes=self._pool.prepared,
-            memory_nbytes=self._pool.nbytes + self._slots.nbytes,
+            memory_nbytes=self._pool.nbytes,
             module_loading=self._device.module_loading,
             device_ns=0 if share is None else round(share.used_ns),
             held_ns=0 if share is None else share.held_ns,
@@ -275,7 +247,6 @@ class LocalEngine(DrivenEngine):
         self._state = "closing"
         if self._specialiser is not None:
             self._specialiser.stop()
-        self._slots.refuse(why)
         self._driver.fail_queued(EngineClosedError(why))
         await wait_shielded(self._driver.next_idle(), self._options.close_timeout)
         self._driver.close()
@@ -288,10 +259,10 @@ class LocalEngine(DrivenEngine):
         self._driver.end_threads(STREAM_END_S)
         if self._specialiser is not None:
             self._specialiser.close(STREAM_END_S)
-        abandoned = self._parts.close(STREAM_END_S, self._slots.close)
+        abandoned = self._parts.close(STREAM_END_S)
         if abandoned:
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
-            _LateRelease(self._parts, self._slots).start()
+            _LateRelease(self._parts).start()
 
     def _split(
         self,
@@ -303,28 +274,6 @@ class LocalEngine(DrivenEngine):
         outputs: frozenset[str] | None,
     ) -> SplitCall:
         return self._splitter.submit(arrays, rows, key, priority, timeout_ns, outputs)
-
-    def _submit_slot(
-        self, payload: Any, rows: int, key: BatchKey, timeout: float | None, priority: int
-    ) -> Coroutine[Any, Any, InferResult]:
-        """Queue rows that are in a slab already and need no check and no split.
-
-        :returns: a coroutine that waits for the answer.
-        """
-        self._check_loop()
-        timeout_ns, priority, run = self._checked(timeout, priority)
-        request = self._driver.submit(payload, rows, key, priority, timeout_ns)
-        if run is not None:
-            self._wait_in(run, [request])
-        return self._answer(request)
-
-    async def _answer(self, request: Request) -> InferResult:
-        try:
-            result: InferResult = await request.future
-        except (asyncio.CancelledError, GeneratorExit):
-            self._driver.cancel(request)
-            raise
-        return result
 
     def _busy_share(self, busy_ns: int) -> float:
         """Return the share of the time since the engine was opened that its arenas computed for it."""
@@ -356,9 +305,8 @@ class _LateRelease:
     is gone ends the process with an error. So the interpreter waits for a release that has begun.
     """
 
-    def __init__(self, parts: EngineParts, slots: SlotBoard) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._slots = slots
         self._releasing = threading.Lock()
         self._is_exiting = False
 
@@ -376,7 +324,7 @@ class _LateRelease:
                 with self._releasing:
                     if self._is_exiting:
                         return
-                    abandoned = self._parts.close(STREAM_END_S, self._slots.close)
+                    abandoned = self._parts.close(STREAM_END_S)
         finally:
             atexit.unregister(self._let_end)
 

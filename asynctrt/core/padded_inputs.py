@@ -66,7 +66,7 @@ class PaddedInputCheck(InputCheck):
         return key
 
     def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
-        """Return the key of slots for rows of these dimensions. Slots are not padded.
+        """Return the key of batches for rows of these dimensions.
 
         :raises InputError: as in :class:`InputCheck`, and for dimensions that would be padded.
         """
@@ -82,8 +82,8 @@ class PaddedInputCheck(InputCheck):
             spec = next(spec for spec in self.specs if spec.name == name)
             if spec.resolve(sizes) != tuple(given):
                 raise InputError(
-                    f"a slot is not padded: input {name!r} has rows of shape {tuple(given)}, and the engine "
-                    f"runs {spec.resolve(sizes)}. Ask for that, and fill the rest of it yourself"
+                    f"rows of input {name!r} of shape {tuple(given)} are padded to {spec.resolve(sizes)}: "
+                    "name that shape"
                 )
         return key
 

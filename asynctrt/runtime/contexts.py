@@ -41,7 +41,6 @@ from asynctrt.runtime.staging import (
     Layout,
     RowSource,
     Slab,
-    SlotSource,
     StagingBuffers,
     lay_out,
 )
@@ -55,7 +54,8 @@ SLAB_NBYTES_MIN: Final = 1 << 20
 allocate and free such memory later waits for the batches on the device, once for each context and shape."""
 
 SLABS_MAX: Final = 64
-"""The most slabs, and bindings, that a context keeps: one for each shape, and one for each slab of slots."""
+"""The most slabs, and bindings, that a context keeps: one for each shape, and one for each place in shared
+memory that rows are read from in place."""
 
 LAUNCH_NS_MAX: Final = 500_000
 """A graph whose launch takes longer is launched by a thread, if the model allows it."""
@@ -139,7 +139,7 @@ class PooledContext:
         # for 90 MB on an H100). It usually doubles when it grows, so this is about as much as is used.
         self._outgrown: list[StagingBuffers] = []
         self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
-        self._slot_bindings: OrderedDict[Slab, Binding] = OrderedDict()
+        self._bindings_in_place: OrderedDict[Slab, Binding] = OrderedDict()
         # If any shape is captured, all are, so their few slabs are never evicted and do not grow.
         self._captured: dict[tuple[Hashable, int], CapturedBatch] = {}
         # Shapes that were specialised, with slabs that belong to them alone.
@@ -194,7 +194,7 @@ class PooledContext:
             slab = self._slabs[shape] = Slab(layout, self._buffers)
             if len(self._slabs) > SLABS_MAX:
                 self._slabs.popitem(last=False)
-                self._slot_bindings.clear()
+                self._bindings_in_place.clear()
         elif len(self._slabs) > 1:
             self._slabs.move_to_end(shape)
         return slab
@@ -245,13 +245,13 @@ class PooledContext:
             if slab.binding is None:
                 slab.binding = self.context.bind(slab.input_memory(), slab.output_memory())
             return slab.binding
-        binding = self._slot_bindings.get(source.inputs)
+        binding = self._bindings_in_place.get(source.inputs)
         if binding is None:
             binding = self.context.bind(source.inputs.input_memory(), slab.output_memory())
-            self._slot_bindings[source.inputs] = binding
-            if len(self._slot_bindings) > SLABS_MAX:
-                self._slot_bindings.popitem(last=False)
-        self._slot_bindings.move_to_end(source.inputs)
+            self._bindings_in_place[source.inputs] = binding
+            if len(self._bindings_in_place) > SLABS_MAX:
+                self._bindings_in_place.popitem(last=False)
+        self._bindings_in_place.move_to_end(source.inputs)
         return binding
 
     def may_block(self, source: RowSource) -> bool:
@@ -371,7 +371,7 @@ class PooledContext:
 
     def forget_inputs(self, slab: Slab) -> None:
         """Drop everything cached for a slab of inputs that is about to be freed."""
-        self._slot_bindings.pop(slab, None)
+        self._bindings_in_place.pop(slab, None)
 
     def close(self, timeout_s: float) -> bool:
         """Release everything; if the stream's work does not end in time, keep it and return False."""
@@ -394,7 +394,7 @@ class PooledContext:
     def _forget_slabs(self) -> None:
         self.forget_captured()
         self._slabs.clear()
-        self._slot_bindings.clear()
+        self._bindings_in_place.clear()
 
     def _close_outgrown(self) -> None:
         while self._outgrown:
@@ -570,8 +570,6 @@ class ContextPool:
             )
         if key.shared:
             slab.stage_shared(key.shared)
-        if key.slab is not None:
-            return SlotSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
         if key.on_device or key.outputs_on_device:
             return DeviceSource(batch, slab, device=self._device, stream=context.stream)
         padding = self.padding
@@ -590,7 +588,7 @@ class ContextPool:
 
     def copies_ahead(self, key: BatchKey) -> bool:
         """Return whether copying such rows before their batch is launched pays off."""
-        if key.slab is not None or key.on_device or key.outputs_on_device or self.padding is not None:
+        if key.on_device or key.outputs_on_device or self.padding is not None:
             return False
         if not self.layout(key.shape).has_rows_first:
             return False
@@ -608,20 +606,6 @@ class ContextPool:
         if type(request.payload) is SharedRows or self._missing_nbytes(pooled, key.shape):
             return None
         return pooled.slab(key.shape, self.layout)
-
-    def create_slot_slab(self, shape: Hashable) -> Slab:
-        """Return a slab for callers to fill: inputs only, in staging memory.
-
-        :raises DeviceMemoryError: if there is no room for it.
-        """
-        layout = self.layout(shape)
-        buffers = StagingBuffers(self._device, layout.inputs_nbytes, has_device_buffer=False)
-        return Slab(layout, buffers, has_outputs=False)
-
-    def close_slot_slab(self, slab: Slab) -> None:
-        """Free a slab that callers filled. No batch may still use it."""
-        self.forget_inputs(slab)
-        slab.buffers.close()
 
     def forget_inputs(self, slab: Slab) -> None:
         """Forget a slab of inputs that belongs to no context. No batch may still use it."""

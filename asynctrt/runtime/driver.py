@@ -36,7 +36,7 @@ from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 from asynctrt.runtime.results import ResultMemory
 from asynctrt.runtime.spans import copy_out, fills, outputs_of
-from asynctrt.runtime.staging import AheadRows, FilledSlab, Slab
+from asynctrt.runtime.staging import AheadRows, Slab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, holds
@@ -109,8 +109,8 @@ class Driver:
         self._in_pump = False
         self._pumped_ns = 0
         self._flights: dict[InFlight, None] = {}  # In the order of their launch.
-        # Batches for which a thread allocates memory, each with the slab of slots that holds its rows.
-        self._growing: list[tuple[Batch, FilledSlab | None]] = []
+        # Batches for which a thread allocates memory.
+        self._growing: list[Batch] = []
         self._lanes = [ComputeOrder() for _ in range(scheduler.lanes_max)]
         # Batches that were given up: the device may still read and write their memory.
         self._given_up: set[InFlight] = set()
@@ -289,10 +289,7 @@ class Driver:
         if self._scheduler.room.share is not None:
             self._scheduler.room.share.leave()
         while self._growing:
-            batch, owner = self._growing.pop()
-            self._fail(batch, EngineClosedError(f"{self._name} is closed"))
-            if owner is not None:
-                owner.ended()
+            self._fail(self._growing.pop(), EngineClosedError(f"{self._name} is closed"))
         for flight in self._flights:
             # Do this before anything is freed: freeing memory must not wait for these batches.
             self._device.abandon(flight.context.stream)
@@ -452,28 +449,19 @@ class Driver:
         nbytes = self._pool.missing_nbytes(batch)
         if not nbytes or (nbytes <= GROW_ON_LOOP_NBYTES_MAX and self._device.unified):
             return False
-        owner = batch.requests[0].payload.owner if batch.key.slab is not None else None
-        growing = batch, owner
-        self._copiers.copy(self._pool.growth(batch), nbytes, partial(self._grown, growing))
-        if owner is not None:
-            owner.launched()  # From now on no slot may join, and the slab stays even if all callers leave.
-        self._growing.append(growing)
+        self._copiers.copy(self._pool.growth(batch), nbytes, partial(self._grown, batch))
+        self._growing.append(batch)
         return True
 
-    def _grown(self, growing: tuple[Batch, FilledSlab | None], error: BaseException | None) -> None:
+    def _grown(self, batch: Batch, error: BaseException | None) -> None:
         """Start a batch whose slab has been allocated."""
-        if growing not in self._growing:
+        if batch not in self._growing:
             return
-        self._growing.remove(growing)
-        batch, owner = growing
-        try:
-            if error is not None:
-                self._fail(batch, error)
-            else:
-                self._start(batch, has_grown=True)
-        finally:
-            if owner is not None:
-                owner.ended()
+        self._growing.remove(batch)
+        if error is not None:
+            self._fail(batch, error)
+        else:
+            self._start(batch, has_grown=True)
 
     def _staged_off_loop(self, flight: InFlight, parts: int, error: BaseException | None) -> None:
         """Enqueue a batch whose rows were copied by other threads; if they failed, copy them again in one."""
@@ -683,7 +671,7 @@ class Driver:
             # It was given up before, and has now ended: release what it held.
             if flight in self._given_up:
                 self._given_up.remove(flight)
-                flight.ended()
+                flight.source.ended()
                 self._device.ended(flight.context.stream)
             return
         error = self._device.lost or flight.take_error()
@@ -742,7 +730,7 @@ class Driver:
         if self._bisects and may_help and self._device.lost is None and self._scheduler.bisect(flight.batch):
             del self._flights[flight]
             self._leave_lane(flight)
-            flight.ended()
+            flight.source.ended()
             self.pump_soon()
             self._tell_if_idle()
         else:
@@ -786,8 +774,7 @@ class Driver:
         record.copy_out_ns += now_ns - landed_ns
         self._answering = batch.requests
         del self._flights[flight]
-        if flight.source.owner is not None:
-            flight.ended()
+        flight.source.ended()
         self._scheduler.finished(
             batch, now_ns, record.copy_in_ns, record.compute_ns, record.copy_out_ns, record.arena_wait_ns
         )
@@ -830,7 +817,7 @@ class Driver:
         if flight is not None and quarantine:
             self._given_up.add(flight)
         elif flight is not None:
-            flight.ended()
+            flight.source.ended()
         lost = self._device.lost
         if lost is None and isinstance(error, DeviceLostError) and not quarantine:
             lost = error
@@ -908,7 +895,7 @@ class Driver:
         )
         logger.error("%s", why)
         flights = tuple(self._flights)
-        grown = [batch.requests for batch, _ in self._growing]
+        grown = [batch.requests for batch in self._growing]
         ready = () if self._to_deliver is None else self._to_deliver[0]
         waiting = [self._scheduler.taken, self._answering, ready, *grown]
         waiting += [flight.batch.requests for flight in flights]

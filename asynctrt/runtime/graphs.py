@@ -1,8 +1,8 @@
 """Batches captured as CUDA graphs: each from a dedicated context, replayed on the stream of another.
 
 Only the computing is captured. Copies and events outside a graph cost the GPU less than inside it
-(``tests/benchmarks/gpu/saturation.py``), and one graph then serves batches with and without times, rows
-that are on the device already, and rows that callers wrote into slots.
+(``tests/benchmarks/gpu/saturation.py``), and one graph then serves batches with and without times, and rows
+that are on the device already.
 
 A dedicated context is needed because a TensorRT graph has undefined behaviour once the context that it was
 captured from is given other shapes or memory ("How TensorRT works", CUDA graphs). ONNX Runtime reuses memory

@@ -12,7 +12,7 @@ from asynctrt.tensors import Array, BatchRecord
 
 
 class InFlight:
-    """One running batch. Until :meth:`ended`, its context and its slab are its own.
+    """One running batch. Until it has ended, its context and its slab are its own.
 
     :param source: where its rows come from.
     """
@@ -33,8 +33,7 @@ class InFlight:
         self.end: Event = self.events.copied_out if source.has_copies_out else self.events.computed
         """Done when the batch is: what the reaper waits for."""
         self.ran_before_ns = context.stream.ran_ns
-        if source.owner is not None:
-            source.owner.launched()
+        source.launched()
 
     @property
     def is_out_of_hand(self) -> bool:
@@ -134,8 +133,3 @@ class InFlight:
                     array = found[name] = specs[name].rows_of(given, rows)
                     nbytes += array.nbytes
         return {name: found[name] for name in specs if name in found}, nbytes
-
-    def ended(self) -> None:
-        """Note that the device is done with the batch: others may have what it used."""
-        if self.source.owner is not None:
-            self.source.owner.ended()

@@ -226,7 +226,7 @@ class Change(NamedTuple):
     extra_ns: int
     """How much longer a batch takes after one of another size."""
     same_ns: int
-    """How long it takes after one of its own size."""
+    """How long it takes after one of the same size."""
 
 
 def time_of_change(run: Callable[[int], int], sizes: Sequence[int], rounds: int = ROUNDS) -> Change:

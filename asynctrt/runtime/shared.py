@@ -78,7 +78,7 @@ class SharedBlock:
         ]
         rows_max = self.capacity - start
         own = replace(layout, inputs=tuple(spans), outputs=(), rows_max=rows_max, output_row_nbytes=0)
-        slab = self.slabs[start] = Slab(own, StagingBuffers.over(self.buffer), has_outputs=False)
+        slab = self.slabs[start] = Slab(own, StagingBuffers.over(self.buffer))
         return slab
 
 
@@ -120,25 +120,6 @@ class SharedRows(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclasses may
         self._on_ended(self.block)
 
 
-class Users:
-    """The owner of a batch's rows: notifies all payloads when the batch begins and ends."""
-
-    __slots__ = ("_rows",)
-
-    def __init__(self, rows: list[SharedRows]) -> None:
-        self._rows = rows
-
-    def launched(self) -> None:
-        """Notify the payloads that the batch is in flight."""
-        for rows in self._rows:
-            rows.launched()
-
-    def ended(self) -> None:
-        """Notify the payloads that the batch is over."""
-        for rows in self._rows:
-            rows.ended()
-
-
 def are_shared(requests: Sequence[Request]) -> bool:
     """Return whether the rows of all requests are known to be in blocks.
 
@@ -156,7 +137,6 @@ class SharedSource(RowSource):
     def __init__(self, batch: Batch, slab: Slab, *, is_captured: bool) -> None:
         super().__init__(batch, slab)
         self._rows: list[SharedRows] = [request.payload for request in batch.requests]
-        self.owner = Users(self._rows)
         # Read once: if a block is pinned in the meantime, only later batches copy from it.
         copies_rows = self.has_copies_in and slab.layout.has_rows_first
         self._addresses = [rows.block.address if copies_rows else None for rows in self._rows]
@@ -166,6 +146,14 @@ class SharedSource(RowSource):
             own = self._rows[0].block.slab(slab.layout, self._rows[0].start)
             if own is not None:
                 self.inputs = own
+
+    def launched(self) -> None:
+        for rows in self._rows:
+            rows.launched()
+
+    def ended(self) -> None:
+        for rows in self._rows:
+            rows.ended()
 
     @property
     def _is_copied(self) -> bool:

@@ -1,9 +1,9 @@
 """Slabs, the memory that batches are staged in, and the sources of their rows.
 
-A batch has one of three sources: rows gathered from the arrays of its callers, rows that callers wrote into a
-slab themselves (slots), and rows on the device. Whatever the source, the rows of a batch end up contiguous,
-and the padding is a copy of one of them. So a batch never computes on data left by an earlier batch or still
-being written by a caller.
+A batch has one of three sources: rows gathered from the arrays of its callers, rows in memory shared with
+another process (``shared``), and rows on the device. Whatever the source, the rows of a batch end up
+contiguous, and the padding is a copy of one of them. So a batch never computes on data left by an earlier
+batch.
 
 Rows are gathered when their batch is launched, with one ``np.concatenate`` for each input, not when they
 arrive: that leaves no holes for cancelled requests, and waiting rows need no slab
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -140,10 +140,10 @@ def lay_out(
 class StagingBuffers:
     """Staging memory and, on a device with separate memory, a buffer of equal size there."""
 
-    def __init__(self, device: Device, nbytes: int, *, has_device_buffer: bool = True) -> None:
+    def __init__(self, device: Device, nbytes: int) -> None:
         self.staging = device.allocate_staging(nbytes)
         self.device_buffer: Buffer | None = None
-        if has_device_buffer and not device.unified:
+        if not device.unified:
             try:
                 self.device_buffer = device.allocate(nbytes)
             except BaseException:
@@ -175,18 +175,14 @@ class StagingBuffers:
 
 
 class Slab:
-    """Memory viewed with the layout of one shape: an array of ``rows_max`` rows for each tensor.
+    """Memory viewed with the layout of one shape: an array of ``rows_max`` rows for each tensor."""
 
-    :param has_outputs: whether the memory is large enough for the outputs too.
-    """
-
-    def __init__(self, layout: Layout, buffers: StagingBuffers, *, has_outputs: bool = True) -> None:
+    def __init__(self, layout: Layout, buffers: StagingBuffers) -> None:
         self.layout = layout
         self.buffers = buffers
         staging = buffers.staging
-        spans = layout.outputs if has_outputs else ()
         self.inputs = tuple([self._array(staging, span) for span in layout.inputs])
-        self.outputs = {span.name: self._array(staging, span) for span in spans if span is not None}
+        self.outputs = {span.name: self._array(staging, span) for span in layout.outputs if span is not None}
         self.shared = tuple([self._array(staging, span, 1) for span in layout.shared])
         """The inputs that all rows of a batch share, each an array of one row."""
         self._views: dict[int, tuple[tuple[Array, ...], dict[str, Array]]] = {}
@@ -289,38 +285,6 @@ def _rows_first(span: TensorSpan, array: Array, rows: int) -> Array:
     return np.moveaxis(array.reshape(-1)[:nbytes].reshape(shape), span.axis, 0)
 
 
-class Owner(Protocol):
-    """The owner of the memory of a batch's rows."""
-
-    def launched(self) -> None:
-        """Record that a batch with its rows is in flight: they must not change."""
-
-    def ended(self) -> None:
-        """Record that the batch is over."""
-
-
-class FilledSlab(Owner, Protocol):
-    """A slab that callers fill. After :meth:`launched` no further slot may join it."""
-
-    @property
-    def slab(self) -> Slab:
-        """The slab, which has inputs only."""
-
-    @property
-    def rows_given(self) -> int:
-        """How many rows, from the first on, were given to slots."""
-
-
-class SlotRows:
-    """The payload of a request whose rows are in a slab already."""
-
-    __slots__ = ("owner", "span")
-
-    def __init__(self, owner: FilledSlab, span: slice) -> None:
-        self.owner = owner
-        self.span = span
-
-
 class AheadRows:
     """Rows copied to the start of a context's slab before their batch is formed.
 
@@ -369,8 +333,6 @@ class RowSource:
     """
 
     # Defaults of the class, so that a batch stores only what differs.
-    owner: Owner | None = None
-    """The owner of the rows' memory, for slots and rows of another process."""
     device_outputs: list[dict[str, DeviceArray]] | None = None
     """The outputs of each request, if they stay on the device."""
     spans: list[slice] | None = None
@@ -394,6 +356,12 @@ class RowSource:
         if batch.rows != len(batch.requests):
             self.spans = spans_of(batch.requests)
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
+
+    def launched(self) -> None:
+        """Record that the batch is in flight: its rows must not change."""
+
+    def ended(self) -> None:
+        """Record that the batch is over."""
 
     def leave_out(self, rows: AheadRows) -> None:
         """Skip staging the rows that were copied ahead into the slab, if the batch begins with them."""
@@ -504,84 +472,6 @@ class RowSource:
 
     def _refuse(self, request: Request, error: Exception) -> None:
         self.refused += ((request, changed_error(error)),)
-
-
-class SlotSource(RowSource):
-    """Rows that callers wrote into one slab themselves.
-
-    If the device reads staging memory, the batch runs from that slab if its rows are contiguous there from
-    the first on and no graph is replayed; otherwise the rows are gathered as in any batch. If the
-    device has separate memory, the rows are copied there from the slab, contiguously.
-
-    :param is_captured: whether a graph of the batch is replayed, which reads the context's slab.
-    """
-
-    _owner: FilledSlab
-
-    def __init__(self, batch: Batch, slab: Slab, *, is_captured: bool) -> None:
-        super().__init__(batch, slab)
-        self.owner = self._owner = batch.requests[0].payload.owner
-        if slab.buffers.device_buffer is None and not is_captured and self._lies_side_by_side():
-            self.inputs = self._owner.slab
-            self.spans = [request.payload.span for request in batch.requests]
-
-    @property
-    def staged_nbytes(self) -> int:
-        """The bytes of the gathered rows, or only of the padding if no rows are gathered."""
-        layout = self.slab.layout
-        if self.has_copies_in or self.inputs is not self.slab:
-            return layout.input_row_nbytes * (self.batch.rows_run - self.batch.rows)
-        return layout.input_row_nbytes * self.batch.rows_run
-
-    def parts(self, parts_max: int) -> list[Callable[[], object]]:
-        """Return functions that together stage the batch: only one if only padding is staged."""
-        if not self.has_copies_in and self.inputs is self.slab:
-            return super().parts(parts_max)
-        return [self.stage]
-
-    def stage(self) -> None:
-        """Gather the rows if needed, and stage the padding."""
-        batch = self.batch
-        if not self.has_copies_in and self.inputs is self.slab:
-            super().stage()
-        elif batch.rows_run != batch.rows:
-            # On a device with separate memory, padding is staged in the context's slab and copied from there.
-            padded = self.slab if self.has_copies_in else self.inputs
-            for index, view in enumerate(padded.inputs):
-                view[batch.rows : batch.rows_run] = self.arrays_of(index)[0][0]
-
-    def arrays_of(self, index: int) -> Sequence[Array]:
-        """Return the rows of each request for one input, in the slab of the slots."""
-        view = self._owner.slab.inputs[index]
-        return [view[request.payload.span] for request in self.batch.requests]
-
-    def put_in(self, stream: Stream) -> None:
-        """Put copies on a stream: rows from the slab of the slots, padding from the context's slab."""
-        source, buffers = self._owner.slab.buffers.staging, self.slab.buffers
-        target = buffers.computed_on
-        for span in self.slab.layout.inputs:
-            at = span.offset
-            for run in _runs([request.payload.span for request in self.batch.requests]):
-                nbytes = (run.stop - run.start) * span.row_nbytes
-                stream.copy_bytes(
-                    target.address + at, source.address + span.offset + run.start * span.row_nbytes, nbytes
-                )
-                at += nbytes
-            if self.batch.rows_run != self.batch.rows:
-                nbytes = (self.batch.rows_run - self.batch.rows) * span.row_nbytes
-                stream.copy(target, buffers.staging, offset=at, nbytes=nbytes)
-
-    def _lies_side_by_side(self) -> bool:
-        batch = self.batch
-        if len(batch.requests) == 1 and batch.rows_run == batch.rows:
-            return batch.requests[0].payload.span.start == 0  # type: ignore[no-any-return]
-        end = 0
-        for span in sorted([request.payload.span for request in batch.requests], key=_start):
-            if span.start != end:
-                return False
-            end = span.stop
-        # Padding must not overwrite rows that another slot is still writing.
-        return batch.rows_run == batch.rows or self._owner.rows_given <= batch.rows
 
 
 class DeviceSource(RowSource):
@@ -715,19 +605,3 @@ def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], reco
         # Leave Ctrl-C to the application, but answer the remaining callers first.
         deliver(requests, outputs, record)
         raise
-
-
-def _runs(spans: Sequence[slice]) -> list[slice]:
-    """Join adjacent spans, keeping the given order."""
-    runs: list[slice] = []
-    for span in spans:
-        if runs and runs[-1].stop == span.start:
-            runs[-1] = slice(runs[-1].start, span.stop)
-        else:
-            runs.append(span)
-    return runs
-
-
-def _start(span: slice) -> int:
-    start: int = span.start
-    return start

@@ -88,7 +88,7 @@ class MixedSizes(OneSize):
     ) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
         key, rows, rows_max = bucket.key, bucket.rows, bucket.rows_max
         joined: list[JoinedRows] = []
-        if key.slab is not None or key.on_device or key.outputs_on_device:
+        if key.on_device or key.outputs_on_device:
             return key, ()
         for other in self.beside(bucket, others, side_by_side):
             is_longer = other.key.shape != key.shape and self._holds(other.key.shape, key.shape)

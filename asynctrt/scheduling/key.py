@@ -13,8 +13,6 @@ class BatchKey(NamedTuple):
     shape: Hashable = ()
     """The value of each dynamic dimension; empty for a model whose rows all have one shape. Batches of equal
     shape and size take equally long to compute."""
-    slab: int | None = None
-    """For slots, the slab that already holds the rows; all rows of a slab are launched together."""
     on_device: bool = False
     """Whether some of the rows are on the device already."""
     outputs_on_device: bool = False

@@ -87,7 +87,7 @@ class KeptSizes(AnySize):
         size = 0 if self._shapes.is_specialised(key.shape) else self._size(key.shape, rows, now_ns)
         if size is None:
             return None
-        if 0 < size < rows and key.slab is None:
+        if 0 < size < rows:
             # The first request is never cut.
             head = bucket.head(by_age=reason is Reason.AGED)
             chosen, rows = bucket.choose(max(size, 0 if head is None else head.rows), reason is Reason.AGED)
@@ -378,7 +378,7 @@ class SpreadOverCores(TakeRows):
         self._times = times
 
     def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
-        if bucket.rows < 2 or reason is Reason.AGED or bucket.key.slab is not None:
+        if bucket.rows < 2 or reason is Reason.AGED:
             return bucket.rows_max
         return self._policy.rows_to_take(
             bucket.key.shape,
@@ -411,7 +411,7 @@ class HalvesFirst(TakeRows):
         self._expected_rows = expected_rows
 
     def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
-        if bucket.key.slab is not None or reason is Reason.AGED or self._concurrency.occupied:
+        if reason is Reason.AGED or self._concurrency.occupied:
             return bucket.rows_max
         rows = min(bucket.rows, bucket.rows_max)
         half = max((rows + 1) // 2, bucket.head_rows)
@@ -449,8 +449,7 @@ class InTime(TakeRows):
             return bucket.choose(rows_max, reason is Reason.AGED)
 
         rows_max = self.rows_max(bucket, in_flight, reason)
-        may_split = bucket.key.slab is None and reason is not Reason.AGED
-        return self._forecast.fit(bucket, rows_max, choose, now_ns, may_split=may_split)
+        return self._forecast.fit(bucket, rows_max, choose, now_ns, may_split=reason is not Reason.AGED)
 
 
 class RunAs:

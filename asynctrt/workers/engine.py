@@ -35,7 +35,7 @@ SHARE_OF_MEMORY: Final = 0.5
 class IsolatedEngine(DrivenEngine):
     """A model in worker processes that may die.
 
-    What needs the device in this process is refused: ``slot`` and ``tracing`` raise ``UsageError``, and
+    What needs the device in this process is refused: ``tracing`` raises ``UsageError``, and
     ``outputs="device"`` raises ``InputError``.
 
     :param description: describes the engine in the workers, which is the same in all.

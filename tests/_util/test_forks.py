@@ -102,16 +102,8 @@ def calls_of(engine):
 
 @asynccontextmanager
 async def an_engine():
-    async with (
-        asynctrt.open(FunctionModel(lambda given: given["x"], **SPECS)) as engine,
-        engine.slot() as slot,
-    ):
-        free = engine.slot()
-        yield (
-            calls_of(engine)
-            | {"slot": engine.slot}
-            | {"a slot": free.__aenter__, "a slot's rows": slot.infer, "tracing": lambda: trace(engine)}
-        )
+    async with asynctrt.open(FunctionModel(lambda given: given["x"], **SPECS)) as engine:
+        yield calls_of(engine) | {"tracing": lambda: trace(engine)}
         await engine.infer(np.zeros((1, 4), np.float32))
 
 

@@ -81,14 +81,11 @@ class TestItself:
                 await bounded(again(1))
             assert isinstance(caught.value.__cause__, UsageError)
 
-    @pytest.mark.parametrize("way", ["infer", "submit", "slot", "split"])
+    @pytest.mark.parametrize("way", ["infer", "submit", "split"])
     async def test_an_engine(self, way):
         async def ask():
             if way == "submit":
                 await engine.submit(rows(1))
-            elif way == "slot":
-                async with engine.slot() as slot:
-                    await slot.infer()
             else:
                 await engine.infer(rows(100 if way == "split" else 1))
 

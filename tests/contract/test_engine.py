@@ -100,19 +100,6 @@ async def test_more_rows_than_a_batch_are_split_and_rejoined_in_order(device, su
         assert engine.statistics().submitted == 4
 
 
-async def test_slots_are_written_straight_into_the_slab(device, subject):
-    async with asynctrt.open(subject.model, device=device) as engine:
-
-        async def caller(number):
-            async with engine.slot(rows=2) as slot:
-                slot[subject.input][...] = subject.rows(number, number + 1)
-                result = await slot.infer()
-            subject.compare(result, subject.rows(number, number + 1))
-
-        async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*[caller(number) for number in range(60)])
-
-
 async def test_large_rows_are_copied_off_the_loop(host_device, tmp_path):
     dims = (300_000,)
     async with asynctrt.open(double_model(dims=dims), device=host_device, max_rows=4) as engine:

@@ -9,7 +9,6 @@ import pytest
 import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import EngineClosedError, ExecutionError
-from asynctrt.testing import LatchDevice
 from tests.contract.devices import Subject
 from tests.helpers import until
 from tests.models import Gate, double, double_model, failing_model, rows
@@ -36,22 +35,12 @@ def host(request):
     return HOSTS[request.param]()
 
 
-async def by_infer(engine, value, count):
-    return (await engine.infer(rows(*[value] * count)))["output"]
-
-
-async def by_slot(engine, value, count):
-    async with engine.slot(rows=count) as slot:
-        slot["input"][...] = value
-        return (await slot.infer())["output"]
-
-
-async def send(engine, poisoned, way=by_infer, requests=16):
+async def send(engine, poisoned, requests=16):
     """Send requests of one to three rows, with negative numbers from some; check who is answered."""
     async with asyncio.timeout(WAIT_S):
         outcomes = await asyncio.gather(
             *[
-                way(engine, -1 if number in poisoned else number + 1, number % 3 + 1)
+                engine.infer(rows(*[-1 if number in poisoned else number + 1] * (number % 3 + 1)))
                 for number in range(requests)
             ],
             return_exceptions=True,
@@ -62,19 +51,18 @@ async def send(engine, poisoned, way=by_infer, requests=16):
             assert f"while it ran this request alone ({number % 3 + 1} row" in str(outcome)
             assert isinstance(outcome.__cause__, ValueError)
         else:
-            assert outcome.tolist() == [[2.0 * (number + 1)] * 4] * (number % 3 + 1)
+            assert outcome["output"].tolist() == [[2.0 * (number + 1)] * 4] * (number % 3 + 1)
     return outcomes
 
 
-@pytest.mark.parametrize("way", [by_infer, by_slot])
 @pytest.mark.parametrize("poisoned", POISONED.values(), ids=POISONED)
 @pytest.mark.parametrize("fixed", [None, 64])
-async def test_only_they_fail(host, poisoned, way, fixed):
+async def test_only_they_fail(host, poisoned, fixed):
     model = failing_model()
     model.capabilities = replace(model.capabilities, rows_fixed=fixed)
     async with asynctrt.open(model, device=host, contexts=3, max_rows=64) as engine:
         for _ in range(2):
-            await send(engine, poisoned, way)
+            await send(engine, poisoned)
         statistics = engine.statistics()
         assert (statistics.failed, statistics.succeeded) == (2 * len(poisoned), 32 - 2 * len(poisoned))
         assert statistics.batches_bisected
@@ -203,33 +191,6 @@ async def test_what_was_to_be_tried_again_is_given_up(then):
         assert [type(outcome) for outcome in outcomes[2:]] == [EngineClosedError] * 2
     assert [outcome["output"][0, 0] for outcome in outcomes[:2]] == [0, 2]
     assert engine.statistics().batches == 1
-
-
-async def test_halves_of_one_slab_run_beside_each_other():
-    """Each is in flight from the slab of the others, and it stays until the last has ended."""
-    failed = []
-
-    def function(inputs, outputs):
-        if not failed:
-            failed.append(True)
-            raise ValueError("once")
-        double(inputs, outputs)
-
-    device = LatchDevice(concurrency=2)
-    async with asynctrt.open(double_model(function), device=device, contexts=2) as engine:
-        tasks = [asyncio.create_task(by_slot(engine, number, 1)) for number in range(4)]
-        await until(lambda: engine.statistics().in_flight_batches)
-        device.release()
-        await until(lambda: engine.statistics().in_flight_batches == 2)
-        (owner,) = engine._slots._slabs.values()
-        assert owner.batches == 2
-        device.release()
-        async with asyncio.timeout(WAIT_S):
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            assert not owner.is_unused
-            device.open()
-            assert [(await task)[0, 0] for task in tasks] == [0, 2, 4, 6]
-        assert owner.is_unused
 
 
 async def test_a_refused_enqueue_is_tried_again(device):

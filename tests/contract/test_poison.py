@@ -88,17 +88,6 @@ async def test_no_answer_has_any_of_it(opened):
                 assert not is_garbage(result["output"])
 
 
-async def test_slots(opened):
-    opening, expected = opened
-    async with opening as engine:
-        for count in (1, 3, 4):
-            poison(engine)
-            async with engine.slot(rows=count) as slot:
-                slot["input"][...] = rows(*range(count))
-                result = await slot.infer()
-            np.testing.assert_array_equal(result["output"], expected(rows(*range(count))))
-
-
 @pytest.mark.parametrize("left_out", ["all", "the last", "half of each"])
 async def test_a_function_that_leaves_rows_out(device, fixed, left_out):
     def function(inputs, outputs):

@@ -75,25 +75,6 @@ async def test_fewer_rows_than_a_profile_takes_are_padded(device, model):
         assert engine.statistics().rows_padded == 5
 
 
-async def test_slots_stay_within_the_profile_too(device, model):
-    async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=20) as engine:
-
-        async def caller(number):
-            async with engine.slot(rows=6, dims={"tokens": (40,)}) as slot:
-                sent = tokens(6, 40, number)
-                slot["tokens"][...] = sent
-                result = await slot.infer()
-            np.testing.assert_array_equal(result["output"], SPEC.expected({"tokens": sent})["output"])
-            assert result.batch_rows <= 16
-
-        async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*[caller(number) for number in range(12)])
-        with pytest.raises(InputError, match="rows of a slot must be a whole number from 1 to 16, not 17"):
-            engine.slot(rows=17, dims={"tokens": (40,)})
-        with pytest.raises(InputError, match="no profile"):
-            engine.slot(rows=1, dims={"tokens": (300,)})
-
-
 async def test_shapes_that_no_profile_takes_are_refused_before_they_are_queued(device, model):
     async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=20) as engine:
         with pytest.raises(InputError, match=r"no profile for tokens \(rows, 257\).*1 takes .*33..256"):
@@ -129,7 +110,7 @@ def on_device(device, array):
     return DeviceArray(device, buffer.address, array.dtype, array.shape, owner=buffer, ready=ready)
 
 
-@pytest.mark.parametrize("way", ["arrays", "slots", "device"])
+@pytest.mark.parametrize("way", ["arrays", "device"])
 @pytest.mark.parametrize("fixed", [True, False])
 async def test_padding_shows_nothing_of_an_earlier_batch(device, fixed, way):
     """The length of a data-dependent output is that of the longest row, of those that only pad included."""
@@ -147,12 +128,7 @@ async def test_padding_shows_nothing_of_an_earlier_batch(device, fixed, way):
             (np.float32([[10, 10, 10, 10]] * 5), 0),
         ):
             async with asyncio.timeout(WAIT_S):
-                if way == "slots":
-                    async with engine.slot(rows=len(sent)) as slot:
-                        slot["input"][...] = sent
-                        result = await slot.infer()
-                else:
-                    result = await engine.infer(on_device(device, sent) if way == "device" else sent)
+                result = await engine.infer(on_device(device, sent) if way == "device" else sent)
             expected = spec.expected({"input": sent})
             assert result["positives"].shape == (len(sent), positives)
             for name in ("output", "positives"):

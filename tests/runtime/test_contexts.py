@@ -11,8 +11,7 @@ from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostBuffer, HostDevice, HostStream
 from asynctrt.errors import DeviceError, DeviceMemoryError, ExecutionError, OptionsError, UsageError
 from asynctrt.runtime.contexts import SLAB_NBYTES_MIN, SLABS_MAX, BatchEvents, PooledContext
-from asynctrt.runtime.slots import SlotSlab
-from asynctrt.runtime.staging import DeviceSource, SlotRows, SlotSource, StagingBuffers
+from asynctrt.runtime.staging import DeviceSource, StagingBuffers
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.testing import LatchDevice
 from tests.models import double_model, rows, sequence_onnx
@@ -204,18 +203,6 @@ def test_a_stream_that_does_not_end_keeps_the_context():
 class TestTheSourceOfABatch:
     """The pool makes the source that a batch's key asks for, in the slab of the batch's context."""
 
-    def test_rows_of_slots_stay_in_their_slab(self):
-        pool = make_pool()
-        owner = SlotSlab(0, (), pool.create_slot_slab(()), lambda _: None)
-        owner.rows_given = 1
-        request = make_request(rows(1), key=owner.key)
-        request.payload = SlotRows(owner, slice(0, 1))
-        source = pool.source(make_batch(request, key=owner.key))
-        assert type(source) is SlotSource
-        assert source.inputs is owner.slab
-        pool.close_slot_slab(owner.slab)
-        pool.close(WAIT_S)
-
     @pytest.mark.parametrize(
         "key", [BatchKey(on_device=True), BatchKey(outputs_on_device=True)], ids=["in", "out"]
     )
@@ -372,26 +359,9 @@ def test_what_is_remembered_of_shapes_is_bounded(tmp_path):
     for length in range(1, 3 * SLABS_MAX):
         made.contexts[0].binding(source_of(made, length))
     assert (
-        max(len(made.contexts[0]._slabs), len(made.contexts[0]._slot_bindings), len(made._layouts))
+        max(len(made.contexts[0]._slabs), len(made.contexts[0]._bindings_in_place), len(made._layouts))
         <= SLABS_MAX
     )
-    made.close(WAIT_S)
-
-
-def test_what_is_remembered_of_the_slabs_of_slots_is_bounded_and_goes_with_them():
-    made = make_pool(contexts=1)
-    owners = []
-    for number in range(2 * SLABS_MAX):
-        owner = SlotSlab(number, (), made.create_slot_slab(()), lambda _: None)
-        owners.append(owner)
-        request = make_request(rows(1), key=owner.key)
-        request.payload = SlotRows(owner, slice(0, 1))
-        made.contexts[0].binding(made.source(make_batch(request, key=owner.key)))
-        assert len(made.contexts[0]._slot_bindings) <= SLABS_MAX
-    assert list(made.contexts[0]._slot_bindings) == [owner.slab for owner in owners[SLABS_MAX:]]
-    for owner in owners:
-        made.close_slot_slab(owner.slab)
-    assert not made.contexts[0]._slot_bindings
     made.close(WAIT_S)
 
 
@@ -400,9 +370,6 @@ async def test_a_shape_that_does_not_fit_fails_its_batch_only(tmp_path):
         await engine.infer(np.ones((1, 10), np.float32))
         with pytest.raises(DeviceMemoryError, match="bytes are more than"):
             await engine.infer(np.ones((1, 100_000), np.float32))
-        with pytest.raises(DeviceMemoryError):
-            async with engine.slot(dims={"tokens": (100_000,)}):
-                pass
         assert (await engine.infer(np.ones((1, 10), np.float32)))["total"].tolist() == [10]
 
 

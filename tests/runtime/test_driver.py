@@ -211,42 +211,6 @@ class TestSlabsThatGrow:
             await closing
         assert engine._device.memory().held_nbytes == 0
 
-    @pytest.mark.parametrize("then", ["another", "drop", "join"])
-    async def test_a_slab_of_slots_is_nobody_elses_meanwhile(self, then):
-        go, begun, loop_thread = threading.Event(), threading.Event(), threading.get_ident()
-
-        def allocate(device, nbytes):
-            if threading.get_ident() != loop_thread:
-                begun.set()
-                assert go.wait(WAIT_S)
-            return device.allocate_staging(nbytes)
-
-        async with asyncio.timeout(WAIT_S), self.opened(allocate) as engine:
-            async with engine.slot(dims={"input": (5000,)}) as slot:
-                slot["input"][...] = 1
-                first = asyncio.create_task(slot.infer())
-                await until(begun.is_set)
-            if then != "join":
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-            (owner,) = engine._slots._slabs.values()
-            assert not owner.is_unused
-            if then == "drop":
-                # More shapes than there are slabs: whichever nobody uses is given back.
-                for length in range(1, 6):
-                    async with engine.slot(dims={"input": (length,)}):
-                        pass
-                assert owner in engine._slots._slabs.values()
-            async with engine.slot(dims={"input": (5000,)}) as other:
-                assert other._owner is not owner
-                other["input"][...] = 3
-                second = asyncio.create_task(other.infer())
-                go.set()
-                assert (await second)["output"][0, 0] == 6
-            if then == "join":
-                assert (await first)["output"][0, 0] == 2
-            await until(lambda: all(owner.is_unused for owner in engine._slots._slabs.values()))
-
     async def test_a_caller_who_goes_away_meanwhile(self):
         go, begun = threading.Event(), threading.Event()
 

@@ -113,9 +113,6 @@ async def refuses(engine, says):
                 await engine.infer(rows(*values))
         with pytest.raises(DeviceLostError, match=says):
             engine.submit(rows(1))
-        with pytest.raises(DeviceLostError, match=says):
-            async with engine.slot() as slot:
-                await slot.infer()
     statistics = engine.statistics()
     assert statistics.state == engine.state == "lost"
     assert " lost " in repr(engine)
@@ -196,23 +193,6 @@ class TestABatchThatHangs:
             assert lost(outcomes[1:])
             statistics = engine.statistics()
             assert (statistics.cancelled, statistics.failed) == (1, 1)
-            hanging.go.set()
-
-    async def test_its_slot_is_not_given_to_anybody_else(self, skip, hanging):
-        """What still runs reads and writes there."""
-        async with opening(double_model(hanging, name="double"), max_rows=2) as engine:
-            async with engine.slot(rows=2) as slot:
-                slot["input"][...] = -1
-                memory = slot["input"].ctypes.data
-                task = asyncio.create_task(slot.infer())
-                await until(lambda: hanging.hung)
-                skip(TIMEOUT_S + 1)
-                assert lost(await ends([task]))
-            for value in range(5):
-                async with engine.slot(rows=2) as other:
-                    assert other["input"].ctypes.data != memory
-                    other["input"][...] = value
-                    assert (await other.infer())["output"][0, 0] == 2 * value
             hanging.go.set()
 
     async def test_large_batches_that_are_copied_off_the_loop_are_given_up_too(self, skip):
@@ -543,23 +523,6 @@ class TestADeviceThatIsLost:
             statistics = engine.statistics()
             assert (statistics.cancelled, statistics.failed) == (2, 2)
             assert statistics.submitted == 4
-
-    async def test_who_waits_for_a_slot_is_told(self, device, make):
-        """The slots that they wait for are in flight, and never come back."""
-        async with opening(device.model(make), device, contexts=1) as engine:
-            slots = [engine.slot() for _ in range(5)]
-
-            async def infer(slot):
-                async with slot:
-                    slot["input"][...] = 1
-                    return await slot.infer()
-
-            tasks = [asyncio.create_task(infer(slot)) for slot in slots]
-            await until(lambda: device.held)
-            await ticks()
-            device.lose()
-            device.release()
-            assert lost(await ends(tasks))
 
     @pytest.mark.parametrize("how", ["open", "held"])
     async def test_while_closing(self, device, make, how):

@@ -1,6 +1,5 @@
 """Graphs: what is captured is what runs, in a context of its own, whatever the rows come from."""
 
-import asyncio
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from asynctrt.errors import (
     OptionsError,
     UsageError,
 )
-from asynctrt.runtime.contexts import SLABS_MAX, PooledContext
+from asynctrt.runtime.contexts import PooledContext
 from asynctrt.runtime.graphs import CapturedBatch, Turns
 from asynctrt.tensors import TensorSpec
 from tests.models import Gate, double_model, rows
@@ -180,23 +179,6 @@ class TestAnEngine:
         async with asynctrt.open(model, max_rows=8, contexts=1) as engine:
             await engine.infer(rows(1, 2, 3))
             assert engine.statistics().rows_padded == 5
-            async with engine.slot(rows=2) as slot:
-                slot["input"][...] = rows(4, 5)
-                assert (await slot.infer())["output"][:, 0].tolist() == [8, 10]
-            statistics = engine.statistics()
-            assert (statistics.rows, statistics.rows_padded) == (5, 5 + 6)
-
-    async def test_a_slot_runs_beside_what_is_captured(self):
-        """Its slab is none that anything was captured for."""
-        model = ScratchModel(capturable=True)
-        async with asynctrt.open(model, device=threads(), contexts=2, max_rows=4, graphs=(1, 4)) as engine:
-            for value in range(10):
-                async with engine.slot(rows=4) as slot:
-                    slot["input"][...] = value
-                    result, others = await asyncio.gather(slot.infer(), ask(engine, range(10)))
-                    assert others
-                    assert (result["output"] == 2 * value).all()
-            assert model.clashes == 0
 
     async def test_a_model_of_a_fixed_size_is_captured_at_it(self):
         model = ScratchModel(capturable=True, rows_fixed=4)
@@ -467,12 +449,6 @@ def replays(monkeypatch):
     return told
 
 
-async def use(engine, *values):
-    async with engine.slot(rows=len(values)) as slot:
-        slot["input"][...] = rows(*values)
-        return (await slot.infer())["output"].tolist() == (2 * rows(*values)).tolist()
-
-
 @pytest.mark.parametrize("unified", [True, False])
 class TestRowsOfEveryKind:
     """A graph reads the context's own slab, so rows from anywhere are replayed with it."""
@@ -485,17 +461,7 @@ class TestRowsOfEveryKind:
         settings = {"max_rows": 4, "graphs": (4,), "contexts": 2, **settings}
         return asynctrt.open(model, device=device, **settings)
 
-    @pytest.mark.parametrize("count", [4, 3, 1])
-    async def test_slots_are_replayed_and_padded_to_the_captured_size(self, unified, count, replays):
-        async with self.opening(unified) as engine:
-            replays()
-            for start in range(10):
-                assert await use(engine, *range(start, start + count))
-            assert replays() == 10
-            statistics = engine.statistics()
-            assert (statistics.batches, statistics.rows_padded) == (10, 10 * (4 - count))
-
-    async def test_so_are_rows_of_callers_and_rows_on_the_device(self, unified, replays):
+    async def test_rows_of_callers_and_rows_on_the_device(self, unified, replays):
         async with self.opening(unified) as engine:
             replays()
             for value in range(10):
@@ -504,51 +470,11 @@ class TestRowsOfEveryKind:
             assert replays() == 20
             assert engine.statistics().rows_padded == 20
 
-    async def test_slots_that_were_given_up_leave_no_gap_behind(self, unified, replays):
-        async with self.opening(unified) as engine:
-            replays()
-            async with engine.slot() as one, engine.slot() as given_up, engine.slot() as three:
-                for slot, value in ((one, 1), (given_up, 99), (three, 3)):
-                    slot["input"][...] = value
-                answers = await asyncio.gather(one.infer(), three.infer())
-            assert [answer["output"][0, 0] for answer in answers] == [2, 6]
-            assert replays() == 1
-
     async def test_what_was_captured_stays_however_many_contexts_and_slabs_there_are(self, unified, replays):
         async with self.opening(unified, contexts=70) as engine:
             replays()
-            slots = [engine.slot(rows=4) for _ in range(71)]
-            for slot in slots:
-                await slot.__aenter__()
-            for value, slot in enumerate(slots):
-                slot["input"][...] = value
-                assert ((await slot.infer())["output"] == 2 * value).all()
-                await slot.__aexit__(None, None, None)
-            assert replays() == 71
             for value in range(10):
                 assert ((await engine.infer(rows(*[value] * 4)))["output"] == 2 * value).all()
             assert replays() == 10
-            for value in range(10):
-                assert await use(engine, *[value] * 4)
-            assert replays() == 10
             assert engine.statistics().graphs == (4,)
             assert all(context.is_captured((), 4) for context in engine._pool.contexts)
-
-    async def test_so_it_does_beside_slabs_that_run_in_place(self, unified, replays):
-        """Each of them has a binding of its own in the context, and those are bounded."""
-        model = double_model()
-        async with self.opening(unified, model, contexts=70, graphs=(1,)) as engine:
-            replays()
-            slots = [engine.slot(rows=4) for _ in range(71)]
-            for slot in slots:
-                await slot.__aenter__()
-            for value, slot in enumerate(slots):
-                slot["input"][...] = value
-                assert ((await slot.infer())["output"] == 2 * value).all()
-                await slot.__aexit__(None, None, None)
-            assert replays() == 0, "a batch of 4 rows was not captured"
-            for context in engine._pool.contexts:
-                assert len(context._slot_bindings) <= SLABS_MAX
-            for value in range(10):
-                assert ((await engine.infer(rows(value)))["output"] == 2 * value).all()
-            assert replays() == 10

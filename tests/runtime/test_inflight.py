@@ -8,11 +8,9 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError
 from asynctrt.runtime.contexts import PooledContext
 from asynctrt.runtime.inflight import InFlight
-from asynctrt.runtime.slots import SlotSlab
-from asynctrt.runtime.staging import Slab, SlotRows, SlotSource, StagingBuffers, lay_out
-from asynctrt.testing import LatchDevice
+from asynctrt.runtime.staging import lay_out
 from tests.models import rows
-from tests.runtime.support import WAIT_S, RecordingModel, make_batch, make_request, make_source
+from tests.runtime.support import WAIT_S, RecordingModel, make_source
 
 
 def flight_on(device, *, arenas=None, **kw):
@@ -108,37 +106,6 @@ def test_after_a_refusal_the_end_of_what_was_put_there_can_be_waited_for(device)
     flight.context.enqueue_end(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
     assert flight.context.close(WAIT_S)
-
-
-@pytest.mark.parametrize("unified", [False, True])
-def test_a_slab_of_slots_is_sealed_until_the_batch_has_ended(unified):
-    device = LatchDevice(unified=unified)
-    context = PooledContext(device, RecordingModel(), None)
-    model = context._model
-    layout = lay_out(model.inputs, model.outputs, {}, 4)
-    buffers = StagingBuffers(device, layout.inputs_nbytes, has_device_buffer=False)
-    unused = []
-    owner = SlotSlab(0, (), Slab(layout, buffers, has_outputs=False), unused.append)
-    owner.rows_given = 2
-    owner.slab.inputs[0][:2] = rows(3, 4)
-    request = make_request(rows(0), rows=2, key=owner.key)
-    request.payload = SlotRows(owner, slice(0, 2))
-    slab = context.slab((), lambda _: layout)
-    source = SlotSource(make_batch(request, key=owner.key), slab, is_captured=False)
-    assert not owner.is_sealed
-    flight = InFlight(source.batch, context, source)
-    assert owner.is_sealed, "before its rows are staged"
-    source.stage()
-    flight.context.enqueue(flight.source, flight.events)
-    assert repr(owner) == "<SlotSlab 0 in flight rows=2 users=0>"
-    device.open()
-    assert flight.end.synchronize(WAIT_S)
-    np.testing.assert_array_equal(flight.outputs()[0]["output"][:2], rows(6, 8))
-    assert not unused
-    flight.ended()
-    assert unused == [owner]
-    assert owner.is_unused
-    assert context.close(WAIT_S)
 
 
 class Unbound:

@@ -131,10 +131,10 @@ def test_those_whose_rows_are_used_are_told(memory):
     slab, block = slab_on(HostDevice()), block_at(memory, 1024)
     requests = [request_at(block, 0, 2), request_at(block, 2, 2)]
     source = SharedSource(make_batch(*requests), slab, is_captured=False)
-    source.owner.launched()
+    source.launched()
     assert (block.batches, requests[0].payload.batches) == (2, 1)
     ENDED.clear()
-    source.owner.ended()
+    source.ended()
     assert (block.batches, requests[0].payload.batches) == (0, 0)
     assert [block, block] == ENDED
 

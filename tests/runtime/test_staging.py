@@ -587,7 +587,7 @@ def one(*values):
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("sizes", ["as they are", "fixed", "captured"])
 class TestRowsOfOthers:
-    """Gaps, padding, and rows that another slot still writes are never executed."""
+    """Gaps and padding are never executed."""
 
     @staticmethod
     def opening(unified, sizes, device=None, **settings):
@@ -601,12 +601,9 @@ class TestRowsOfOthers:
 
     @staticmethod
     async def poison(model, engine):
-        """Leave rows behind that no other batch may see, in the slab of the context and in those of slots."""
+        """Leave rows behind that no other batch may see, in the slab of the context."""
         with pytest.raises(asynctrt.ExecutionError):
             await engine.infer(one(1, 999, 999, 999))
-        for _ in range(2):
-            async with engine.slot(rows=4) as first, engine.slot(rows=4) as second:
-                first["input"][...] = second["input"][...] = 999
         model.saw()
 
     @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -631,46 +628,6 @@ class TestRowsOfOthers:
                 answer = output if outputs == "host" else output.numpy()
                 assert answer[:, 0].tolist() == [4 * number for number in range(count)]
                 assert model.saw() == {2 * number for number in range(count)}
-
-    @pytest.mark.parametrize("sent", [[0], [1], [2], [0, 1], [0, 2], [1, 2], [2, 0], [2, 1, 0]], ids=str)
-    async def test_of_slots_that_were_given_up(self, unified, sizes, sent):
-        model, opening = self.opening(unified, sizes)
-        async with opening as engine:
-            await self.poison(model, engine)
-            async with engine.slot() as a, engine.slot() as b, engine.slot() as c:
-                for number, slot in enumerate((a, b, c)):
-                    slot["input"][...] = 10 + number if number in sent else 999
-                results = await asyncio.gather(*[(a, b, c)[number].infer() for number in sent])
-                assert [result["output"][0, 0] for result in results] == [20 + 2 * n for n in sent]
-                assert model.saw() == {10 + number for number in sent}
-
-    @pytest.mark.parametrize("sent", [0, 1, 2])
-    async def test_of_slots_that_are_written_while_the_batch_is_in_flight(self, unified, sizes, sent):
-        device = LatchDevice(unified=unified, concurrency=1)
-        device.open()
-        model, opening = self.opening(unified, sizes, device)
-        async with opening as engine, asyncio.timeout(WAIT_S):
-            await self.poison(model, engine)
-            device.shut()
-            slots = [engine.slot() for _ in range(3)]
-            for slot in slots:
-                await slot.__aenter__()
-            slots[sent]["input"][...] = 7
-            task = asyncio.create_task(slots[sent].infer())
-            await until(lambda: device.held)
-            for number, slot in enumerate(slots):
-                if number != sent:
-                    slot["input"][...] = 999
-            device.open()
-            assert (await task)["output"][0, 0] == 14
-            assert model.saw() == {7}
-            # What was left behind is gathered, with the rows that it has by then.
-            for number, slot in enumerate(slots):
-                if number != sent:
-                    slot["input"][...] = 30 + number
-                    assert (await slot.infer())["output"][0, 0] == 60 + 2 * number
-                    assert model.saw() == {30 + number}
-                await slot.__aexit__(None, None, None)
 
     async def test_of_requests_that_were_cancelled_or_expired(self, unified, sizes):
         device = LatchDevice(unified=unified, concurrency=1)

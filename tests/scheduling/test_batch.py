@@ -5,7 +5,7 @@ import pytest
 from asynctrt.scheduling.batch import NO_FLIGHT, Batch, Reason, RejectedBatch
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.policy import Captured
-from tests.scheduling.support import KEY, Profiles, finish, make_batch, scheduler, submit
+from tests.scheduling.support import Profiles, finish, make_batch, scheduler, submit
 
 
 @pytest.mark.parametrize("field", Batch._fields)
@@ -45,33 +45,18 @@ def test_its_requests_are_a_tuple_so_that_none_joins_later():
     assert isinstance(plan.next_batch(0).requests, tuple)
 
 
-@pytest.mark.parametrize("slab", [None, 0])
-def test_whether_it_is_timed_depends_on_the_rows_that_are_executed(slab):
+def test_whether_it_is_timed_depends_on_the_rows_that_are_executed():
     """A model of a fixed size runs one size only, which is known after a few batches of any rows."""
     plan = scheduler(rows_max=4, rows_fixed=4)
     timed = 0
     for _ in range(80):
-        submit(plan, shape=KEY._replace(slab=slab))
+        submit(plan)
         batch = plan.next_batch(0)
         assert batch.rows_run == 4
         timed += batch.is_timed
         finish(plan, batch)
     assert timed == 4 + 80 // 8
     assert plan.snapshot().counters.batches_timed == timed
-
-
-def test_the_slabs_of_slots_share_what_was_learned_of_their_shape():
-    plan = scheduler(rows_max=4, times_all=False)
-    for _ in range(4):
-        submit(plan, rows=4)
-        finish(plan, plan.next_batch(0), compute_ns=700)
-    for slab in range(20):
-        submit(plan, rows=4, shape=KEY._replace(slab=slab))
-        batch = plan.next_batch(0)
-        assert batch.is_timed is (batch.number % 8 == 0), "a slab is not a new shape"
-        assert plan.usual_ns(batch)[1] == 700
-        assert plan.started(batch, 0) is not None
-        finish(plan, batch, compute_ns=700)
 
 
 def test_repr_shows_what_was_decided():

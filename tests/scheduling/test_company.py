@@ -167,7 +167,7 @@ def test_all_are_refused_together_if_the_model_cannot_be_asked():
     assert owner.queued_rows == 0
 
 
-@pytest.mark.parametrize("more", [{"slab": 1}, {"on_device": True}, {"outputs_on_device": True}])
+@pytest.mark.parametrize("more", [{"on_device": True}, {"outputs_on_device": True}])
 def test_rows_that_cannot_be_padded_run_as_they_are(more):
     owner = scheduler(company(1_000_000))
     for size in (8, 16):

@@ -9,9 +9,8 @@ SHAPES = (), (("n", 3),), (("n", 4),)
 
 def test_requests_share_a_batch_only_if_nothing_about_them_differs():
     keys = [
-        BatchKey(shape, slab, on_device, outputs)
+        BatchKey(shape, on_device, outputs)
         for shape in SHAPES
-        for slab in (None, 0, 1)
         for on_device in (False, True)
         for outputs in (False, True)
     ]
@@ -21,24 +20,22 @@ def test_requests_share_a_batch_only_if_nothing_about_them_differs():
 
 
 def test_the_key_of_rows_on_the_host_of_one_shape():
-    assert BatchKey() == FIXED_SHAPE == ((), None, False, False, ())
+    assert BatchKey() == FIXED_SHAPE == ((), False, False, ())
 
 
 def test_what_is_computed_costs_by_its_shape_alone():
-    """Neither the slab that rows lie in nor where they come from changes what the model does."""
+    """Where rows come from does not change what the model does."""
     for shape in SHAPES:
         variants = [
             BatchKey(shape),
-            BatchKey(shape, 7),
             BatchKey(shape, on_device=True),
             BatchKey(shape, outputs_on_device=True),
         ]
         assert {key.shape for key in variants} == {shape}
 
 
-def test_copies_cost_by_where_the_rows_are_and_not_by_their_slab():
+def test_copies_cost_by_where_the_rows_are():
     shape = SHAPES[1]
-    assert BatchKey(shape).copy_key == BatchKey(shape, 0).copy_key == BatchKey(shape, 1).copy_key
     keys = [
         BatchKey(shape, on_device=on_device, outputs_on_device=outputs)
         for on_device in (False, True)

@@ -4,7 +4,6 @@ import pytest
 
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.batch_times import SURE_SAMPLES, WINDOW
-from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import AGED_EVERY, Policy
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -173,14 +172,6 @@ def test_what_waits_for_the_device_for_too_long_is_given_up_before_it_costs_anyt
     batch = launch(plan, 13)
     assert batch.requests == (other,)
     assert plan.queue.expire(13 * MS) == [taken]
-
-
-def test_a_slab_is_launched_whole_or_its_late_ones_are_given_up():
-    plan = measured()
-    late, *others = take(plan, 5, 20, 20, 20, shape=BatchKey(("b",), slab=1))
-    batch = launch(plan)
-    assert batch.requests == tuple(others)
-    assert plan.queue.expire(0) == [late]
 
 
 def test_a_request_that_tries_a_prediction_goes_in_any_case():

@@ -21,7 +21,7 @@ from asynctrt.errors import (
 )
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.counters import ARENA_WAIT_NS_MIN
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, PART_NS_MIN, Captured, Policy
 from asynctrt.scheduling.queues import TURNS_KEPT
 from asynctrt.scheduling.request import Request, State
@@ -133,15 +133,13 @@ class TestWhatLaunches:
         submit(plan, shape="urgent", priority=2)
         assert shape_of(plan.next_batch(0)) == "urgent"
 
-    @pytest.mark.parametrize(("slab", "rows"), [(None, 2), (3, 8)])
-    def test_the_rows_of_one_slab_are_launched_together_however_many_cores_are_idle(self, slab, rows):
-        """Two batches out of one slab would write over each other."""
+    def test_rows_are_shared_out_over_idle_cores(self):
         plan = scheduler(rows_max=8, contexts=4, concurrency=4, is_parallel=True)
         submit(plan)
         finish(plan, plan.next_batch(0), compute_ns=100 * PART_NS_MIN)
         for _ in range(8):
-            submit(plan, shape=KEY._replace(slab=slab))
-        assert plan.next_batch(0).rows == rows
+            submit(plan)
+        assert plan.next_batch(0).rows == 2
 
     def test_the_reasons_of_batches_are_counted(self):
         plan = scheduler(contexts=5, concurrency=3, delay_ns_max=10**6)
@@ -495,13 +493,12 @@ class TestAModelThatFails:
     """Its code is foreign, and is asked before any request leaves its queue."""
 
     @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-    @pytest.mark.parametrize("slab", [None, 0])
-    def test_about_a_profile_rejects_this_batch_and_the_others_go_on(self, fault, slab):
+    def test_about_a_profile_rejects_this_batch_and_the_others_go_on(self, fault):
         def profile(shape, rows):
             return fault if shape == ("bad",) else 0
 
         plan = scheduler(profiles=Profiles(profile=profile), contexts=2, arenas=2)
-        guilty = [submit(plan, shape=key_of("bad")._replace(slab=slab), priority=2) for _ in range(3)]
+        guilty = [submit(plan, shape="bad", priority=2) for _ in range(3)]
         innocent = [submit(plan, shape="good") for _ in range(2)]
         rejected = plan.next_batch(0)
         assert isinstance(rejected, RejectedBatch)
@@ -572,8 +569,8 @@ class TestRowsRun:
         submit(plan, rows=8, shape=FIXED_SHAPE)
         assert plan.usual_ns(plan.next_batch(0))[1] == 700, "but it took as long as those that were executed"
 
-    @pytest.mark.parametrize("variant", [{"slab": 3}, {"on_device": True}, {"outputs_on_device": True}])
-    def test_so_are_rows_of_slots_and_rows_on_the_device(self, variant):
+    @pytest.mark.parametrize("variant", [{"on_device": True}, {"outputs_on_device": True}])
+    def test_so_are_rows_on_the_device(self, variant):
         plan = scheduler(rows_max=8, captured=Captured((1, 8)))
         submit(plan, rows=3, shape=FIXED_SHAPE._replace(**variant))
         assert plan.next_batch(0).rows_run == 8
@@ -973,13 +970,6 @@ def test_no_bucket_waits_for_more_batches_than_turns_allow(shapes, events, conte
         passed_over = {key: count for key, count in passed_over.items() if key in waiting}
         assert all(count < (TURNS_KEPT + 1) * shapes for count in passed_over.values())
     assert plan.queued_requests == len(queued)
-
-
-def test_rows_of_two_slabs_share_no_batch():
-    plan = scheduler(contexts=4, concurrency=4)
-    for slab in (None, 0, 1):
-        submit(plan, shape=BatchKey(("b",), slab))
-    assert [plan.next_batch(0).key.slab for _ in range(3)] == [None, 0, 1]
 
 
 def test_half_of_the_rows_is_put_on_an_idle_device_first_as_both_are_padded():

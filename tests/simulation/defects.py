@@ -10,7 +10,7 @@ from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast, Punctual
-from asynctrt.scheduling.policies import Room, TakeRows, Turns
+from asynctrt.scheduling.policies import Room, Turns
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
@@ -265,10 +265,6 @@ def the_profile_of_fewer_rows(original, self, shape, rows):
     return None if self._profiles is None else original(self, shape, max(rows // 2, 1))
 
 
-def slabs_in_parts(original, self, bucket, in_flight, reason):
-    return min(max(bucket.rows // 2, bucket.head().rows), bucket.rows_max)
-
-
 def ends_are_expected_late(original, self, batch, now_ns, put_ns=None):
     expected_ns = original(self, batch, now_ns, put_ns)
     return None if expected_ns is None else 2 * expected_ns
@@ -487,7 +483,6 @@ PLANTED = [
     (Room, "has_room", too_much_in_flight),
     (Scheduler, "next_batch", the_batch_says_another_number_of_rows),
     (Scheduler, "_form", rows_are_taken_before_the_model_is_asked),
-    (TakeRows, "rows_max", slabs_in_parts),
     (Scheduler, "bisect", halves_are_forgotten),
     (Scheduler, "bisect", halves_overlap),
     (Buckets, "least_urgent", any_request_makes_room),

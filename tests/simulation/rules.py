@@ -420,9 +420,6 @@ class Rules:
         if policy.is_alone:
             allowed = (rows_max,)
             _hold(len(batch.requests) == 1, "a request that is to be alone has company")
-        elif batch.key.slab is not None and batch.reason is not Reason.AGAIN:
-            mates = [request for request in self._waiting() if request.key == batch.key]
-            _hold(set(mates) == set(batch.requests), "the rows of a slab were launched in parts")
         _hold(batch.rows_run in allowed, f"{rows} rows were padded to {batch.rows_run}")
         profile = None if limits.profile_of is None else limits.profile_of(batch.rows_run)
         _hold(batch.profile == profile, f"{batch.rows_run} rows run with profile {batch.profile}")

@@ -325,10 +325,8 @@ def _requests(rng: random.Random, world: Scenario) -> list[tuple[int, Arrival]]:
     timeouts: list[int | None] = choose(
         [[None], [None], [None, 2 * batch_ns, 20 * batch_ns], [0, batch_ns // 2, 5 * batch_ns]]
     )
-    slabs = world.rows_max > 1 and not world.is_alone and rng.random() < 0.3
     now_ns = 0.0
     found: list[tuple[int, Arrival]] = []
-    slab_rows: dict[Any, tuple[int, int]] = {}
     for number in range(count):
         factor = 1.0
         if pace == "bursts":
@@ -345,12 +343,6 @@ def _requests(rng: random.Random, world: Scenario) -> list[tuple[int, Arrival]]:
         rows = min(rows, world.limit(shape))
         key = BatchKey(shape, on_device=rng.random() < 0.1)
         engine = rng.randrange(world.engines)
-        if slabs and rng.random() < 0.2:
-            # Slots are given out until their slab is full.
-            slab, used = slab_rows.get((engine, shape), (0, 0))
-            slab, used = (slab, used + rows) if used + rows <= world.limit(shape) else (slab + 1, rows)
-            slab_rows[engine, shape] = slab, used
-            key = BatchKey(shape, slab=slab)
         patience_ns = int(rng.expovariate(1) * batch_ns) if rng.random() < cancel_share else None
         priority = rng.randrange(world.priorities)
         found.append((engine, Arrival(int(now_ns), rows, key, priority, choose(timeouts), patience_ns)))

@@ -9,7 +9,7 @@ import pytest
 
 import asynctrt
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, ExecutionError, QueueFullError
+from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, ExecutionError
 from asynctrt.tensors import TensorSpec
 
 pytestmark = pytest.mark.anyio
@@ -50,8 +50,7 @@ class Soak:
         if rng.random() < 0.02:
             sent[rng.randrange(count), 0] = POISON
         timeout = rng.choice([None] * 6 + [5.0, 0.0])
-        how = self.slot if count <= self.engine.max_rows and rng.random() < 0.3 else self.infer
-        task = asyncio.create_task(how(sent, timeout, rng.randrange(3)))
+        task = asyncio.create_task(self.engine.infer(sent, timeout=timeout, priority=rng.randrange(3)))
         if rng.random() < 0.15:
             for _ in range(rng.randrange(4)):
                 await asyncio.sleep(0)
@@ -66,16 +65,6 @@ class Soak:
             np.testing.assert_array_equal(result["y"], 3 * sent)
             result["y"][...] = 0
             self.note("answered")
-
-    async def infer(self, sent, timeout, priority):
-        return await self.engine.infer(sent, timeout=timeout, priority=priority)
-
-    async def slot(self, sent, timeout, priority):
-        async with self.engine.slot(rows=len(sent), dims={"x": sent.shape[1:]}) as slot:
-            slot["x"][...] = sent
-            if self.random.random() < 0.1:
-                raise QueueFullError("given up by its caller")
-            return await slot.infer(timeout=timeout, priority=priority)
 
     def note(self, end):
         self.ends[end] = self.ends.get(end, 0) + 1
@@ -114,5 +103,4 @@ async def test_everything_at_once(device, seed):
     assert statistics.submitted == (
         statistics.succeeded + statistics.failed + statistics.cancelled + statistics.expired
     )
-    assert engine._slots._waiting_rows == 0
     assert not engine._driver._flights

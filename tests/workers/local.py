@@ -95,5 +95,5 @@ async def opened(model, *, device, front=None, **settings):
         assert isolated._front._heap.blocks == 0, "blocks were not given back"
         assert not isolated._front._layouts._arrays, "arrays over the memory were kept"
         for context in engine._pool.contexts:
-            slots = [slab.layout for slab in context._slot_bindings]
-            assert not slots, "bindings were kept that hold the memory of a front"
+            kept = [slab.layout for slab in context._bindings_in_place]
+            assert not kept, "bindings were kept that hold the memory of a front"

@@ -209,7 +209,7 @@ async def test_a_front_that_is_gone_leaves_nothing_though_a_batch_is_under_way()
         between = mapped(engine)
         device.open()
         assert (await call)["y"].tolist() == [[2], [2]]
-        await until(lambda: sum(len(context._slot_bindings) for context in inner._pool.contexts) == 1)
+        await until(lambda: sum(len(context._bindings_in_place) for context in inner._pool.contexts) == 1)
         gc.collect()
         assert (between, mapped(engine)) == (before + 1, before)
 
@@ -296,7 +296,7 @@ async def test_rows_that_models_cannot_have_where_they_lie_are_gathered(dim):
         for number in range(2):
             calls.append(engine.submit(row(number, 1, dim)))
             await device.wait_held(number + 1)
-        from_there = sum(len(context._slot_bindings) for context in inner._pool.contexts)
+        from_there = sum(len(context._bindings_in_place) for context in inner._pool.contexts)
         assert from_there == (2 if dim == DIM else 1)
         device.open()
         for number, call in enumerate(calls):
