@@ -36,9 +36,6 @@ BATCH_NBYTES_MAX: Final = 256 << 20
 """Bytes of inputs and outputs that one batch of rows of any size holds at most, unless a single row has more.
 Each context keeps memory for its largest batch so far. 64 images for a detector, of 1.2 MB each, fit."""
 
-Waiting = Literal["adaptive", "spin", "thread"]
-"""The ways to find completions."""
-
 Isolation = Literal["none", "process", "spare"]
 """Where an engine runs."""
 
@@ -76,7 +73,6 @@ class Settings(TypedDict, total=False):
     runtime: Runtime | None
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
     onnx: OnnxOptions | Mapping[str, Any] | None
-    waiting: Waiting
     batch_timeout: float | None
     close_timeout: float
     isolation: Isolation
@@ -282,12 +278,6 @@ class Options:
         doc="""Which axes of an ONNX model count rows, and how ONNX Runtime loads and runs it:
         ``OnnxOptions``, or a mapping of its names, such as ``{"providers": "OpenVINOExecutionProvider"}``; on
         the command line ``NAME=VALUE``, once for each.""",
-    )
-    waiting: Waiting = setting(
-        default="adaptive",
-        check=choice(*get_args(Waiting)),
-        doc="""How completions are found. ``adaptive`` sleeps while it can; ``spin`` keeps a core busy to be
-        prompt; ``thread`` has a thread wait, for loops that are mostly idle.""",
     )
     batch_timeout: float | None = setting(
         default=60.0,

@@ -76,12 +76,11 @@ async def ask(**settings):
     return set(threading.enumerate()) - before
 
 
-@pytest.mark.parametrize("waiting", ["adaptive", "thread"])
-def test_an_engine_of_a_loop_that_was_closed_by_hand(waiting):
+def test_an_engine_of_a_loop_that_was_closed_by_hand():
     threads = set()
 
     async def keep():
-        threads.update(await ask(waiting=waiting))
+        threads.update(await ask())
 
     closed_by_hand(keep())
     collect_until(lambda: have_ended(threads))
@@ -93,10 +92,9 @@ def test_an_engine_of_a_loop_that_was_closed_by_hand(waiting):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("waiting", ["adaptive", "thread"])
-async def test_an_engine_without_a_reference_is_closed_on_its_loop(waiting):
+async def test_an_engine_without_a_reference_is_closed_on_its_loop():
     before = descriptors()
-    threads = await ask(waiting=waiting)
+    threads = await ask()
     async with asyncio.timeout(WAIT_S):
         while not have_ended(threads) or descriptors() > before:
             gc.collect()
@@ -183,7 +181,6 @@ def plan_model(_):
 
 KINDS = {
     "function": (function_model, {}),
-    "function-thread": (function_model, {"waiting": "thread"}),
     "function-weight": (function_model, {"weight": 1.0}),
     "varying-function": (varying_function_model, {"pad": {"n": (2, 4)}}),
     "onnx": (onnx_model, {"max_delay": 0.001}),

@@ -138,8 +138,8 @@ def test_an_unknown_option_that_is_like_none():
         ({"timeout": -1}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"close_timeout": None}, "close_timeout"),
-        ({"waiting": "busy"}, "'adaptive', 'spin' or 'thread', not 'busy'"),
-        ({"waiting": None}, "'adaptive', 'spin' or 'thread', not None"),
+        ({"timeout_until": "busy"}, "'launch' or 'answer', not 'busy'"),
+        ({"timeout_until": None}, "'launch' or 'answer', not None"),
         ({"idempotent": 1}, "True or False"),
         ({"batch_timeout": -1}, "batch_timeout must be a number of seconds ≥ 0, not -1"),
         ({"batch_timeout": "60"}, "batch_timeout"),
@@ -235,11 +235,6 @@ def test_a_batch_timeout_may_be_long_or_none(given, kept):
 
 def test_by_default_a_batch_that_hangs_is_given_up():
     assert Options().batch_timeout == 60
-
-
-@pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])
-def test_ways_of_waiting(waiting):
-    assert Options(waiting=waiting).waiting == waiting
 
 
 @pytest.mark.parametrize("written", ["(1, 8, 64)", "1,8,64", "[1, 8, 64]", (64, 8, 1)])

@@ -67,7 +67,6 @@ class LocalEngine(DrivenEngine):
             now_ns=clock.now_ns,
             model=model,
             device=device,
-            waiting=options.waiting,
             batch_timeout_ns=None if options.batch_timeout is None else timeout_ns_of(options.batch_timeout),
             bisects=options.idempotent,
             rows_first=rows_first,

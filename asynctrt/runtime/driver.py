@@ -30,7 +30,7 @@ from asynctrt.errors import (
 )
 from asynctrt.runtime import staging
 from asynctrt.runtime.answers import answer_error, deadline_error, displaced_error, typed_errors
-from asynctrt.runtime.completion import Reaper, Waiting
+from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.contexts import ComputeOrder, ContextPool
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
@@ -80,7 +80,6 @@ class Driver:
         now_ns: Callable[[], int],
         model: Model,
         device: Device,
-        waiting: Waiting,
         batch_timeout_ns: int | None,
         bisects: bool,
         rows_first: bool = False,
@@ -127,9 +126,7 @@ class Driver:
         """Called with each batch before its rows are touched; must not raise."""
         # The requests of the batch that is being answered.
         self._answering: Sequence[Request] = ()
-        self._reaper = Reaper(
-            loop, now_ns, waiting=waiting, context=self._context, on_interrupt=self._interrupted
-        )
+        self._reaper = Reaper(loop, now_ns, context=self._context, on_interrupt=self._interrupted)
         self._alarm = create_alarm(loop, self._pump, now_ns, context=self._context)
         self._copiers = Copiers(self._reaper, now_ns)
         # A thread for each context, and threads that help to stage a batch.

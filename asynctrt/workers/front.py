@@ -773,7 +773,7 @@ class Dispatcher:
     def _copy_threads(self) -> Copiers:
         """Return the copy threads, made on first use: most engines never need them."""
         if self._copiers is None:
-            self._reaper = Reaper(self._loop, self._now_ns, waiting="adaptive", context=self._context)
+            self._reaper = Reaper(self._loop, self._now_ns, context=self._context)
             self._copiers = Copiers(self._reaper, self._now_ns)
         return self._copiers
 

@@ -363,16 +363,15 @@ def goodput_really():
 
 def gpu_completion():
     """Yield how late a coroutine goes on after its batch on the GPU."""
-    yield "a batch takes", "`adaptive`", "cores", "`spin`", "cores", "`thread`", "cores"
+    yield "a batch takes", "idle loop", "cores", "busy loop"
     cases = figures("gpu-completion")["cases"]
     for work_us in (50, 200, 1000, 5000):
-        cells = [f"{work_us:,} µs"]
-        for waiting in ("adaptive", "spin", "thread"):
-            case = cases[f"{work_us} us, idle loop, {waiting}"]
-            late = case["reaper"]
-            cells += [f"{late['p50_us']:.0f} / {late['p99_us']:.0f}".replace("-0 /", "0 /")]
-            cells += [f"{case['cores']:.2f}"]
-        yield cells
+        idle, busy = (cases[f"{work_us} us, {kind} loop"] for kind in ("idle", "busy"))
+        late = [
+            f"{case['reaper']['p50_us']:.0f} / {case['reaper']['p99_us']:.0f}".replace("-0 /", "0 /")
+            for case in (idle, busy)
+        ]
+        yield f"{work_us:,} µs", late[0], f"{idle['cores']:.2f}", late[1]
 
 
 def gpu_saturation():

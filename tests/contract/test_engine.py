@@ -168,10 +168,9 @@ async def test_outputs_that_stay_on_the_device_are_inputs_again(device, subject)
             await asyncio.gather(*[caller(number) for number in range(40)])
 
 
-@pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])
 @pytest.mark.parametrize("arenas", [1, 2])
 @pytest.mark.parametrize("name", [*DEVICES, *WITH_PLANS])
-async def test_each_way_of_waiting_and_of_launching(name, waiting, arenas):
+async def test_each_way_of_launching(name, arenas):
     """With graphs and without, in one arena and in two: the same answers."""
     subject = subject_on(name)
     for graphs in ("off", "1,4,8"):
@@ -182,7 +181,6 @@ async def test_each_way_of_waiting_and_of_launching(name, waiting, arenas):
             arenas=arenas,
             max_rows=8,
             graphs=graphs,
-            waiting=waiting,
         ) as engine:
             assert engine.statistics().graphs == (() if graphs == "off" else (1, 4, 8))
 

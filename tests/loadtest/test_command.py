@@ -29,7 +29,7 @@ def test_flags_become_a_job(tmp_path):
             "answer_timeout": 3.0,
             "slo": ["p99<20ms"],
             "dims": ["length=3"],
-            "sweep": ["rate=10,20.5", "contexts=1:5", "waiting=adaptive,spin"],
+            "sweep": ["rate=10,20.5", "contexts=1:5", "graphs=auto,off"],
             "json": tmp_path / "a.json",
         },
     )
@@ -41,7 +41,7 @@ def test_flags_become_a_job(tmp_path):
         ("p99<20ms",),
         ("length=3",),
     )
-    assert job.sweep == {"rate": [10, 20.5], "contexts": [1, 2, 4], "waiting": ["adaptive", "spin"]}
+    assert job.sweep == {"rate": [10, 20.5], "contexts": [1, 2, 4], "graphs": ["auto", "off"]}
     assert planned.outputs == [tmp_path / "a.json"]
 
 

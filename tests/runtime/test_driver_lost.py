@@ -15,6 +15,7 @@ from asynctrt._util import clock
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError, EngineClosedError
+from asynctrt.runtime.completion.polling import Poller
 from asynctrt.runtime.driver import GATHER_ON_LOOP_NBYTES_MAX
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -44,6 +45,7 @@ def skip(monkeypatch):
         left_ns[0] += int(seconds * 1e9)
 
     monkeypatch.setattr(clock, "now_ns", now_ns)
+    monkeypatch.setattr(Poller, "is_due", lambda poller, watches, now_ns: bool(watches))
     return later
 
 
@@ -76,7 +78,7 @@ def in_arenas(function=double):
 
 
 def opening(model, device=None, **settings):
-    settings = {"contexts": 2, "max_rows": 1, "waiting": "spin", "batch_timeout": TIMEOUT_S, **settings}
+    settings = {"contexts": 2, "max_rows": 1, "batch_timeout": TIMEOUT_S, **settings}
     return asynctrt.open(model, device=device or HostDevice(threads=4, in_place="never"), **settings)
 
 
@@ -156,10 +158,9 @@ class TestABatchThatHangs:
             assert await ends([slow]) == [-2]
             assert engine.statistics().contexts_quarantined == 0
 
-    @pytest.mark.parametrize("waiting", ["adaptive", "thread"])
-    async def test_it_is_found_on_a_loop_that_sleeps(self, hanging, waiting):
+    async def test_it_is_found_on_a_loop_that_sleeps(self, hanging):
         model = double_model(hanging, name="double")
-        async with opening(model, waiting=waiting, batch_timeout=0.02) as engine:
+        async with opening(model, batch_timeout=0.02) as engine:
             assert lost(await ends([send(engine, -1)]))
             hanging.go.set()
 

@@ -18,7 +18,7 @@ class Told:
     """Copiers, and what they told in which order."""
 
     def __init__(self, **kw):
-        self.reaper = Reaper(asyncio.get_running_loop(), clock.now_ns, waiting="adaptive")
+        self.reaper = Reaper(asyncio.get_running_loop(), clock.now_ns)
         self.copiers = Copiers(self.reaper, clock.now_ns, **kw)
         self.told = []
         self._changed = asyncio.Event()
@@ -201,7 +201,7 @@ def test_what_a_helper_raises_is_told_when_all_is_done():
 
 
 async def test_nobody_is_told_of_help():
-    reaper = Reaper(asyncio.get_running_loop(), clock.now_ns, waiting="adaptive")
+    reaper = Reaper(asyncio.get_running_loop(), clock.now_ns)
     jobs, helped = Jobs("test", 2, reaper, clock.now_ns), threading.Event()
     jobs.assist(helped.set)
     assert await asyncio.to_thread(helped.wait, WAIT_S)

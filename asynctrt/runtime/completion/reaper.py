@@ -7,10 +7,8 @@ from contextvars import Context
 
 from asynctrt._util.alarm import create_alarm
 from asynctrt.devices.base import Completion
-from asynctrt.options import Waiting
-from asynctrt.runtime.completion.callbacks import GUARD_NS, Guard
+from asynctrt.runtime.completion.callbacks import Guard
 from asynctrt.runtime.completion.polling import Poller
-from asynctrt.runtime.completion.thread import WaiterThread
 from asynctrt.runtime.completion.watcher import Watch, Watcher, look_ns
 
 
@@ -28,19 +26,16 @@ class Reaper:
         loop: asyncio.AbstractEventLoop,
         now_ns: Callable[[], int],
         *,
-        waiting: Waiting,
         context: Context | None = None,
         on_interrupt: Callable[[BaseException], object] | None = None,
     ) -> None:
         self._loop = loop
         self._on_interrupt = on_interrupt
         self._now_ns = now_ns
-        self._waiting = waiting
         self._context = context
         self._watcher = Watcher()
         self._guard = Guard(now_ns)
         self._poller = Poller()
-        self._waiter = WaiterThread(self._wake) if waiting == "thread" else None
         # Callbacks that are due: non-empty only while they run, and after one of them was interrupted.
         self._callbacks: deque[Callable[[], object]] = deque()
         self._tick_is_scheduled = False
@@ -48,7 +43,7 @@ class Reaper:
         self._alarm = create_alarm(loop, self._ring, now_ns, context=context)
 
     def __repr__(self) -> str:
-        return f"<Reaper {self._waiting} watching={len(self._watcher.watches)}>"
+        return f"<Reaper watching={len(self._watcher.watches)}>"
 
     def watch(
         self,
@@ -87,10 +82,6 @@ class Reaper:
             self._guard.begin(watch)
         elif event.query():
             pass  # It is done already; the next tick finds it.
-        elif self._waiter is not None:
-            self._waiter.wait_for(event)
-            watch.calls = True
-            watch.look_ns = now_ns + GUARD_NS
         else:
             self._poller.begin(watch)
         self._watcher.watches.append(watch)
@@ -102,9 +93,6 @@ class Reaper:
         self._callbacks.clear()
         self._alarm.close()
         self._on_interrupt = None
-        if self._waiter is not None:
-            self._waiter.close()
-            self._waiter = None
 
     def _wake(self) -> None:
         """Wake the loop, as an event is done. Called from any thread."""
@@ -148,8 +136,6 @@ class Reaper:
             for watch in hung:
                 if watch.on_hung is not None:
                     self._callbacks.append(watch.on_hung)
-            if hung and self._waiter is not None:
-                self._replace_waiter()
             self._poller.postpone(self._watcher.watches, now_ns)
             self._call_back()
         except Exception:
@@ -171,22 +157,12 @@ class Reaper:
                     {"message": f"{self!r}: a callback raised", "exception": error}
                 )
 
-    def _replace_waiter(self) -> None:
-        """Abandon the thread that blocks on a hung event, and wait for the other events in a new thread."""
-        assert self._waiter is not None
-        self._waiter.close()
-        self._waiter = WaiterThread(self._wake)
-        for watch in self._watcher.watches:
-            if watch.calls:
-                self._waiter.wait_for(watch.event)
-
     def _plan(self, now_ns: int) -> None:
         """Schedule the next tick if a look is due, else the alarm for the next look or the guard."""
         watcher = self._watcher
         if watcher.is_empty and not self._callbacks:
             return
-        spins = self._waiting == "spin" and bool(watcher.watches)
-        if self._callbacks or spins or self._poller.is_due(watcher.watches, now_ns):
+        if self._callbacks or self._poller.is_due(watcher.watches, now_ns):
             if not self._tick_is_scheduled:
                 self._loop.call_soon(self._tick, context=self._context)
                 self._tick_is_scheduled = True

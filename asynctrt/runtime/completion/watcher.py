@@ -57,7 +57,7 @@ class Watch:
         self.start_ns = start_ns
         self.expected_ns = expected_ns
         self.calls = False
-        """Whether the device or a thread will call when the event is done."""
+        """Whether the device will call when the event is done."""
         self.look_ns = start_ns
         """The time of the next query or, if ``calls``, of the guard's next look."""
         self.late_ns = NEVER_NS

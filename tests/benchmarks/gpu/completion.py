@@ -94,10 +94,10 @@ def raw_late(kernels, model, raw, seconds):
             return samples.end()
 
 
-async def reaper_late(kernels, model, batch, waiting, seconds):
+async def reaper_late(kernels, model, batch, seconds):
     """Measure the reaper alone: launch a batch, and await its event."""
     loop = asyncio.get_running_loop()
-    reaper = Reaper(loop, clock.now_ns, waiting=waiting)
+    reaper = Reaper(loop, clock.now_ns)
     latency = Times()
     samples = Samples(kernels, seconds)
     is_wanted = True
@@ -142,39 +142,34 @@ async def infer_late(kernels, model, engine, seconds):
     return samples.end(), cores
 
 
-def opened(model, device, waiting):
+def opened(model, device):
     graphs = "off" if device.name == "host" else (1,)
-    return asynctrt.open(
-        model, device=device, contexts=2, arenas=1, max_rows=1, waiting=waiting, graphs=graphs
-    )
+    return asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=1, graphs=graphs)
 
 
 async def measure(device, kernels, work_us, options, figures):
-    """Measure all loops and ways of waiting with one length of kernel."""
+    """Measure all loops with one length of kernel."""
     model = SpinModel(kernels, work_us * 1000)
     raw = RawLoop(device, model, 1, depth=1, is_captured=device.prefers_graphs)
     raw.fill(ROW)
     bases = [raw_late(kernels, model, raw, options.seconds).late_ns]
     base_ns = int(np.median(bases[0]))
-    for waiting in options.waiting.split(","):
-        async with opened(model, device, waiting) as engine:
-            for kind in options.loops.split(","):
-                load = Load(kind)
-                reaper = await reaper_late(kernels, model, raw.batches[0], waiting, options.seconds)
-                infer, cores = await infer_late(kernels, model, engine, options.seconds)
-                load.end()
-                figures[f"{work_us} us, {kind} loop, {waiting}"] = {
-                    "work_us": work_us,
-                    "loop": kind,
-                    "waiting": waiting,
-                    "reaper": reaper.figures(base_ns, load.ticks_ns),
-                    "infer": infer.figures(base_ns, []),
-                    "cores": cores,
-                }
+    async with opened(model, device) as engine:
+        for kind in options.loops.split(","):
+            load = Load(kind)
+            reaper = await reaper_late(kernels, model, raw.batches[0], options.seconds)
+            infer, cores = await infer_late(kernels, model, engine, options.seconds)
+            load.end()
+            figures[f"{work_us} us, {kind} loop"] = {
+                "work_us": work_us,
+                "loop": kind,
+                "reaper": reaper.figures(base_ns, load.ticks_ns),
+                "infer": infer.figures(base_ns, []),
+                "cores": cores,
+            }
     bases.append(raw_late(kernels, model, raw, options.seconds).late_ns)
     figures[f"{work_us} us, raw"] = {
         "work_us": work_us,
-        "waiting": "raw",
         "before": quantiles_us(bases[0]),
         "after": quantiles_us(bases[1]),
     }
@@ -183,7 +178,7 @@ async def measure(device, kernels, work_us, options, figures):
 
 def report(figures, kernels, device):
     """Return the tables."""
-    raw = [case for case in figures.values() if case["waiting"] == "raw"]
+    raw = [case for case in figures.values() if "before" in case]
     show(
         "raw: from the end of the kernel to the return of cuEventSynchronize, spinning; taken off below",
         ("kernel", "before: p50 µs", "p99", "after: p50 µs", "p99"),
@@ -227,7 +222,6 @@ def main():
         seconds=0.5,
         kernels="50,200,1000,5000",
         loops="idle,busy",
-        waiting="adaptive,spin,thread",
     )
     device = open_device(options.device)
     kernels = kernels_on(device)

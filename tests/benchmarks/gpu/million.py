@@ -62,7 +62,7 @@ async def measure(device, model, options):
     limit_ns = clock.now_ns() + int(options.seconds * 1e9) if options.seconds else 2**63
     wanted = options.batches
 
-    settings = {"contexts": 4, "max_rows": 1, "waiting": options.waiting}
+    settings = {"contexts": 4, "max_rows": 1}
     if options.runtime == "kernels":
         settings["arenas"] = 1
     async with asynctrt.open(model, device=device, **settings) as engine:
@@ -109,7 +109,6 @@ def main():
         batches=1_000_000,
         work_ns=5000,
         seconds=0.0,
-        waiting="adaptive",
         runtime="kernels",
     )
     device = open_device(options.device)

@@ -50,7 +50,6 @@ async def measure(device, model, rows, options):
         contexts=options.contexts,
         arenas=1,
         max_rows=ROWS,
-        waiting=options.waiting,
         graphs=(1, ROWS) if is_captured else "off",
     ) as engine:
         for _ in range(options.repeats):
@@ -130,7 +129,6 @@ def main():
         repeats=5,
         kernels="100,300,1000",
         contexts=8,
-        waiting="adaptive",
     )
     device = open_device(options.device)
     kernels = kernels_on(device)

@@ -68,7 +68,7 @@ async def measure(device, subject, share, is_flooded, options):
 
         async def opened(part):
             return await stack.enter_async_context(
-                asynctrt.open(model, device=part, contexts=4, max_rows=ROWS, waiting=options.waiting)
+                asynctrt.open(model, device=part, contexts=4, max_rows=ROWS)
             )
 
         parts = () if share is None else device.partition(share)
@@ -91,7 +91,7 @@ async def measure(device, subject, share, is_flooded, options):
 
 
 def main():
-    options = arguments(__doc__, device="cuda:0", seconds=2.0, repeats=3, waiting="adaptive")
+    options = arguments(__doc__, device="cuda:0", seconds=2.0, repeats=3)
     device = open_device(options.device)
     subject = Subject(device, "float32" if device.name == "host" else "uint8")
     runs = {name: [] for name in CASES}

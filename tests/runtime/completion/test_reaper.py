@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from contextvars import ContextVar, copy_context
 from functools import partial
-from queue import SimpleQueue
 
 import pytest
 
@@ -13,7 +12,6 @@ from asynctrt.devices.host import HostEvent
 from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.completion.callbacks import GUARD_NS, GUARD_NS_MAX, HELP_EVENTS, HELP_NS, Guard
 from asynctrt.runtime.completion.polling import BUSY_TICK_NS, LATE_NS, LATE_PAUSE_NS_MAX, QUIET_TICKS
-from asynctrt.runtime.completion.thread import WaiterThread
 from asynctrt.runtime.completion.watcher import CHECK_NS_MAX, CHECKS, Watch, Watcher
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -52,9 +50,9 @@ class Stopped:
 class Waiter:
     """A reaper, events held by a latch, and the order in which they were found."""
 
-    def __init__(self, *, waiting="adaptive", now_ns=clock.now_ns, context=None):
+    def __init__(self, *, now_ns=clock.now_ns, context=None):
         self.device = LatchDevice()
-        self.reaper = Reaper(asyncio.get_running_loop(), now_ns, waiting=waiting, context=context)
+        self.reaper = Reaper(asyncio.get_running_loop(), now_ns, context=context)
         self.found = []
         self._changed = asyncio.Event()
 
@@ -83,11 +81,10 @@ async def ticks(count):
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])
 @pytest.mark.parametrize("kind", [HostEvent, SilentEvent])
 @pytest.mark.parametrize("expected_ns", [None, 0, 300_000, 3_000_000])
-async def test_what_is_done_is_found_once(waiting, kind, expected_ns):
-    waiter = Waiter(waiting=waiting)
+async def test_what_is_done_is_found_once(kind, expected_ns):
+    waiter = Waiter()
     for name in range(3):
         waiter.watch(kind(), name, expected_ns)
     await ticks(5)
@@ -371,14 +368,13 @@ def test_a_callback_that_raises_loses_no_other(kind, broken):
     assert handled == ([] if isinstance(broken, KeyboardInterrupt) else [broken])
 
 
-@pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])
 @pytest.mark.parametrize("kind", [HostEvent, SilentEvent])
-async def test_callbacks_run_in_the_context_that_was_given(waiting, kind):
+async def test_callbacks_run_in_the_context_that_was_given(kind):
     who, seen = ContextVar("who", default="nobody"), []
     own = copy_context()
     own.run(who.set, "owner")
     who.set("caller")
-    waiter = Waiter(waiting=waiting, context=own)
+    waiter = Waiter(context=own)
     for expected_ns in (0, 3_000_000):
         event = kind()
         waiter.pend(event)
@@ -387,43 +383,6 @@ async def test_callbacks_run_in_the_context_that_was_given(waiting, kind):
     await until(lambda: len(seen) == 2)
     assert seen == ["owner"] * 2
     waiter.reaper.close()
-
-
-async def test_a_thread_that_blocks_on_what_hangs_is_replaced():
-    waiter, told = Waiter(waiting="thread"), []
-    hung, good = SilentEvent(), SilentEvent()
-    waiter.pend(hung)
-    waiter.reaper.watch(
-        hung,
-        partial(told.append, "done"),
-        expected_ns=0,
-        hung_after_ns=1,
-        on_hung=partial(told.append, "hung"),
-    )
-    before = waiter.reaper._waiter
-    await until(lambda: told)
-    assert waiter.reaper._waiter is not before
-    waiter.watch(good, "good")
-    waiter.device.release(last=True)
-    await waiter.until(1)
-    waiter.device.release()
-    await until(lambda: told == ["hung", "done"])
-    waiter.reaper.close()
-
-
-def test_a_waiter_thread_calls_after_each_event_in_order():
-    device, calls = LatchDevice(), SimpleQueue()
-    waiter = WaiterThread(partial(calls.put, "done"))
-    for _ in range(3):
-        event, stream = device.create_event(), device.create_stream()
-        stream.launch(lambda: None, label="held")
-        stream.record(event)
-        waiter.wait_for(event)
-    for _ in range(3):
-        assert calls.empty()
-        device.release()
-        assert calls.get(timeout=WAIT_S) == "done"
-    waiter.close()
 
 
 class TestGuard:
@@ -473,15 +432,6 @@ class TestGuard:
 
     def test_several_batches_ring_no_oftener_than_one(self):
         assert len(self.rings(8, 10**9)) <= len(self.rings(1, 10**9)) + 1
-
-
-async def test_spinning_looks_every_tick_whatever_is_expected():
-    waiter, event = Waiter(waiting="spin"), SilentEvent()
-    waiter.watch(event, "a", expected_ns=3600 * 10**9)
-    looks = event.queries
-    await ticks(50)
-    assert event.queries - looks >= 45
-    waiter.reaper.close()
 
 
 async def test_what_is_very_late_is_looked_at_with_pauses():
@@ -567,7 +517,7 @@ async def test_after_closing_nothing_is_reported():
 def test_an_event_that_is_done_after_the_loop_was_closed_does_no_harm():
     loop = asyncio.new_event_loop()
     device = LatchDevice()
-    reaper = Reaper(loop, clock.now_ns, waiting="adaptive")
+    reaper = Reaper(loop, clock.now_ns)
     event, stream = device.create_event(), device.create_stream()
     stream.launch(lambda: None, label="held")
     stream.record(event)
