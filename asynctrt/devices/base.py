@@ -27,6 +27,14 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+class Account:
+    """The memory that a device object and its parts hold, and the maximum, in bytes."""
+
+    def __init__(self, budget_nbytes: int | None) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.held_nbytes = 0
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
     """Memory of a device, in bytes. Other processes use the device too, so free memory may soon be gone."""
@@ -366,25 +374,19 @@ class DeviceArray:
                 "torch.as_tensor(array)"
             )
         start, stop, _ = rows.indices(len(self))
-        return DeviceArray(
-            self.device,
-            self.address + start * self.row_nbytes,
-            self.dtype,
-            (max(stop - start, 0), *self.shape[1:]),
-            owner=self._owner,
-            ready=self.ready,
-        )
+        shape = (max(stop - start, 0), *self.shape[1:])
+        return self._view(self.address + start * self.row_nbytes, shape)
 
     def as_row(self) -> "DeviceArray":
         """Return the whole array as one row, without copying it."""
-        shape = (1, *self.shape)
-        return DeviceArray(self.device, self.address, self.dtype, shape, owner=self._owner, ready=self.ready)
+        return self._view(self.address, (1, *self.shape))
 
     def as_given(self) -> "DeviceArray":
         """Return the first row as an array, without copying it: the inverse of :meth:`as_row`."""
-        return DeviceArray(
-            self.device, self.address, self.dtype, self.shape[1:], owner=self._owner, ready=self.ready
-        )
+        return self._view(self.address, self.shape[1:])
+
+    def _view(self, address: int, shape: tuple[int, ...]) -> "DeviceArray":
+        return DeviceArray(self.device, address, self.dtype, shape, owner=self._owner, ready=self.ready)
 
     @property
     def ndim(self) -> int:

@@ -341,23 +341,6 @@ class PooledContext:
         if source.has_copies_out:
             self.stream.record(events.copied_out)
 
-    def begin_capture(
-        self, slab: Slab, shape: Hashable, rows: int, *, profile: int | None, scratch: Buffer | None
-    ) -> Capture:
-        """Begin to capture batches of ``rows`` rows of this shape in this context's slab."""
-        return Capture(
-            self._device,
-            self._model,
-            slab,
-            dict(cast("tuple[tuple[str, int], ...]", shape)),
-            rows,
-            profile=profile,
-            stream=self.stream,
-            end=self.untimed.computed,
-            arena=self.arena,
-            scratch=scratch,
-        )
-
     def keep_captured(self, shape: Hashable, rows: int, capture: Capture) -> CaptureCosts:
         """Finish a warmed-up capture, and launch its graph for such batches from now on."""
         self._captured[shape, rows], costs = capture.finish()
@@ -452,7 +435,8 @@ class ContextPool:
         """The contexts by number, until the pool is closed."""
         self._closed = False
         is_fixed = all(spec.is_fixed for spec in model.inputs)
-        self._shapes = (FIXED_SHAPE.shape,) if is_fixed else tuple(sorted(shapes, key=self._nbytes_of))
+        by_size = sorted(shapes, key=lambda shape: self.layout(shape).nbytes)
+        self._shapes = (FIXED_SHAPE.shape,) if is_fixed else tuple(by_size)
         self.may_grow = not self._shapes
         """Whether slabs are created and grow while batches run."""
         self.captured = Captured()
@@ -523,9 +507,6 @@ class ContextPool:
                 self._layouts.popitem(last=False)
         return layout
 
-    def _nbytes_of(self, shape: Hashable) -> int:
-        return self.layout(shape).nbytes
-
     def missing_nbytes(self, batch: Batch) -> int:
         """Return the bytes to allocate for the slab of a batch; 0 if there is enough memory."""
         return self._missing_nbytes(self.contexts[batch.context], batch.key.shape)
@@ -588,11 +569,10 @@ class ContextPool:
 
     def copies_ahead(self, key: BatchKey) -> bool:
         """Return whether copying such rows before their batch is launched pays off."""
-        if key.on_device or key.outputs_on_device or self.padding is not None:
+        layout, is_on_device = self.layout(key.shape), key.on_device or key.outputs_on_device
+        if is_on_device or self.padding is not None or not layout.has_rows_first:
             return False
-        if not self.layout(key.shape).has_rows_first:
-            return False
-        return AHEAD_ROW_NBYTES_MIN <= self.layout(key.shape).input_row_nbytes <= AHEAD_ROW_NBYTES_MAX
+        return AHEAD_ROW_NBYTES_MIN <= layout.input_row_nbytes <= AHEAD_ROW_NBYTES_MAX
 
     def ahead_slab(self, key: BatchKey, request: Request, context: int) -> Slab | None:
         """Return the slab to copy such rows to before they are launched on a free context.
@@ -791,8 +771,19 @@ class ContextPool:
     def _begin_capture(
         self, own: Buffer | None, context: PooledContext, shape: Hashable, rows: int
     ) -> Capture:
-        scratch = own or (None if context.arena is None else context.arena.memory)
-        slab = context.slab(shape, self.layout)
-        return context.begin_capture(
-            slab, shape, rows, profile=self._profile_of(shape, rows), scratch=scratch
+        """Begin to capture batches of ``rows`` rows of a shape in a context's slab.
+
+        :param own: enqueue memory that nothing else uses. Default: the context's arena.
+        """
+        return Capture(
+            self._device,
+            self._model,
+            context.slab(shape, self.layout),
+            dict(cast("tuple[tuple[str, int], ...]", shape)),
+            rows,
+            profile=self._profile_of(shape, rows),
+            stream=context.stream,
+            end=context.untimed.computed,
+            arena=context.arena,
+            scratch=own or (None if context.arena is None else context.arena.memory),
         )

@@ -201,12 +201,8 @@ class Capture:
         graph: Graph | None = None
         try:
             memory = None if self._arena is None else self._arena.memory
-            graph = _captured(
-                self._binding, self._rows, profile=self._profile, stream=self._stream, arena=memory
-            )
-            graph_ns = 0
-            if self._arena is None or self._scratch is self._arena.memory:
-                graph_ns = _tried(graph, self._trial, self._rows, self._stream, self._end)
+            graph = self._captured(memory)
+            graph_ns = self._tried(graph) if memory is None or self._scratch is memory else 0
         except BaseException:
             if graph is not None:
                 graph.close()
@@ -223,37 +219,33 @@ class Capture:
         wait_for(self._stream, self._end, f"a batch of {self._rows} rows")
         self._trial.note(number)
 
+    def _captured(self, arena: Buffer | None) -> Graph:
+        """Return the graph of one enqueue."""
+        self._stream.begin_capture()
+        try:
+            self._binding.enqueue(self._rows, profile=self._profile, stream=self._stream, arena=arena)
+        except BaseException:
+            with suppress(DeviceError):
+                self._stream.end_capture().close()
+            raise
+        return self._stream.end_capture()
 
-def _captured(
-    binding: Binding, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None
-) -> Graph:
-    """Return the graph of one enqueue."""
-    stream.begin_capture()
-    try:
-        binding.enqueue(rows, profile=profile, stream=stream, arena=arena)
-    except BaseException:
-        with suppress(DeviceError):
-            stream.end_capture().close()
-        raise
-    return stream.end_capture()
+    def _tried(self, graph: Graph) -> int:
+        """Launch a graph, and check its outputs if there are outputs to compare with.
 
-
-def _tried(graph: Graph, trial: NoTrial, rows: int, stream: Stream, end: Event) -> int:
-    """Launch a graph, and check its outputs if there are outputs to compare with.
-
-    :returns: the CPU time of a launch, in ns.
-    """
-    costs_ns = []
-    for number in range(trial.launches):
-        trial.put_in(number)
-        wait_for(stream, end, "a copy")
-        start_ns = clock.now_ns()
-        graph.launch(stream=stream)
-        costs_ns.append(clock.now_ns() - start_ns)
-        trial.put_out()
-        wait_for(stream, end, f"a captured batch of {rows} rows")
-        trial.check(number)
-    return min(costs_ns)
+        :returns: the CPU time of a launch, in ns.
+        """
+        costs_ns = []
+        for number in range(self._trial.launches):
+            self._trial.put_in(number)
+            wait_for(self._stream, self._end, "a copy")
+            start_ns = clock.now_ns()
+            graph.launch(stream=self._stream)
+            costs_ns.append(clock.now_ns() - start_ns)
+            self._trial.put_out()
+            wait_for(self._stream, self._end, f"a captured batch of {self._rows} rows")
+            self._trial.check(number)
+        return min(costs_ns)
 
 
 def wait_for(stream: Stream, end: Event, what: str, timeout_s: float | None = None) -> None:

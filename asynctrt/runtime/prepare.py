@@ -60,15 +60,14 @@ class Place(NamedTuple):
     """The inputs to set to zero before each batch, because a batch may change them."""
 
 
-def sizes_up_to(rows_max: int) -> tuple[int, ...]:
-    """Return the batch sizes 1, 2, 3, 4, 6, 8, 12 and so on below ``rows_max``, and ``rows_max``."""
-    sizes, size = [], 1
-    while size < rows_max:
-        sizes.append(size)
-        if size > 1 and size * 3 // 2 < rows_max:
-            sizes.append(size * 3 // 2)
-        size *= 2
-    return (*sizes, rows_max)
+def sizes_up_to(rows_max: int, between_min: int = 2) -> tuple[int, ...]:
+    """Return the powers of two below ``rows_max``, the sizes halfway from one to the next, and ``rows_max``.
+
+    :param between_min: the power of two from which on to return the size halfway to the next one.
+    """
+    powers = [1 << bits for bits in range((rows_max - 1).bit_length())]
+    between = [size * 3 // 2 for size in powers if size >= between_min and size * 3 // 2 < rows_max]
+    return (*sorted(powers + between), rows_max)
 
 
 def few_sizes(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
@@ -77,11 +76,7 @@ def few_sizes(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
 
     They are for models whose shapes vary: there each size takes memory for each shape.
     """
-    if given:
-        return sizes_to_prepare(given, rows_max)
-    powers = [1 << bits for bits in range((rows_max - 1).bit_length())]
-    between = [size * 3 // 2 for size in powers if size >= BETWEEN_MIN and size * 3 // 2 < rows_max]
-    return (*sorted(powers + between), rows_max)
+    return sizes_to_prepare(given, rows_max) if given else sizes_up_to(rows_max, BETWEEN_MIN)
 
 
 def sizes_to_prepare(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from asynctrt.errors import DeviceLostError, ExecutionError, UsageError
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.pad_sizes import Padding
+from asynctrt.runtime.trial import SHARE_MIN, error_of
 from asynctrt.scheduling.batch import trial_batch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
@@ -40,9 +41,6 @@ batch of the same size, but other rows beside it. Only sums of undefined order, 
 SIZE_TOLERANCE: Final = 0.05
 """The allowed difference if the size of the batch or the place of the row differs: libraries then choose
 other algorithms, and a model may amplify rounding of made-up inputs."""
-
-SHARE_MIN: Final = 0.99
-"""The share of values that must be that close: a steep function amplifies a few small differences."""
 
 
 class Stage(Protocol):
@@ -374,31 +372,10 @@ def differing(
             return f"output {name!r} of a row had shape {ours.shape} and then {theirs.shape}"
         is_half = ours.dtype.itemsize == 2
         usual = (COMPANY_TOLERANCE_OF_HALVES if is_half else COMPANY_TOLERANCE) * factor
-        error = _error(ours, theirs, usual if tolerance is None else tolerance, share)
+        error = error_of(theirs, ours, usual if tolerance is None else tolerance, share)
         if error:
             return f"output {name!r} of a row differed by {error:.2g} of its largest value"
     return ""
-
-
-@np.errstate(all="ignore")
-def _error(ours: Array, theirs: Array, tolerance: float, share: float) -> float:
-    """Return the largest difference relative to the largest value; 0 if it is within the tolerance."""
-    if not ours.size or ours.dtype.hasobject:
-        return 0.0 if ours.tolist() == theirs.tolist() else 1.0
-    wide = ours.astype(np.float64), theirs.astype(np.float64)
-    if ours.dtype.kind in "biu":
-        # Values rounded to 8 bits may be rounded the other way.
-        slack = 1.0 if ours.dtype.itemsize == 1 and ours.dtype.kind in "iu" else 0.0
-        off = np.abs(wide[0] - wide[1]) > slack
-        return 0.0 if 1 - off.mean() >= share else 1.0
-    finite = np.abs(wide[0][np.isfinite(wide[0])])
-    most = float(finite.max()) if finite.size else 0.0
-    near = np.isclose(*wide, rtol=0, atol=tolerance * most, equal_nan=True)
-    if near.mean() >= share:
-        return 0.0
-    gaps = np.abs(wide[0] - wide[1])[~near]
-    gaps = gaps[np.isfinite(gaps)]
-    return float(gaps.max() / most) if gaps.size and most else 1.0
 
 
 def made_up(spec: TensorSpec, dims: Dims, row: str, sample: Sample) -> Array:

@@ -218,14 +218,8 @@ class Slab:
 
     def input_memory(self) -> tuple[TensorMemory, ...]:
         """Return the memory that the device reads: inputs with rows, then inputs of the whole batch."""
-        layout = self.layout
-        with_rows = [
-            self._tensor_memory(span, array) for span, array in zip(layout.inputs, self.inputs, strict=True)
-        ]
-        shared = [
-            self._tensor_memory(span, array) for span, array in zip(layout.shared, self.shared, strict=True)
-        ]
-        return (*with_rows, *shared)
+        spans, arrays = (*self.layout.inputs, *self.layout.shared), (*self.inputs, *self.shared)
+        return tuple(self._tensor_memory(span, array) for span, array in zip(spans, arrays, strict=True))
 
     def output_memory(self) -> tuple[TensorMemory | None, ...]:
         """Return the memory that the device writes the outputs to; ``None`` for outputs not in the slab."""

@@ -21,7 +21,7 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.runtime.contexts import PooledContext
-from asynctrt.runtime.graphs import CapturedBatch, Turns
+from asynctrt.runtime.graphs import Capture, CapturedBatch, Turns
 from asynctrt.tensors import TensorSpec
 from tests.models import Gate, double_model, rows
 from tests.runtime.support import (
@@ -45,7 +45,18 @@ def device(request):
 
 def captured(context, slab, count):
     """Capture a size, and return what launching it cost."""
-    capture = context.begin_capture(slab, (), count, profile=None, scratch=None)
+    capture = Capture(
+        context._device,
+        context._model,
+        slab,
+        {},
+        count,
+        profile=None,
+        stream=context.stream,
+        end=context.untimed.computed,
+        arena=context.arena,
+        scratch=None,
+    )
     capture.warm_up()
     return context.keep_captured((), count, capture)
 

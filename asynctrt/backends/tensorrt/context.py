@@ -489,20 +489,16 @@ def create_trt_context(loaded: Loaded) -> Any:
         raise UsageError("the model is closed. Open the plan again")
     loaded.device.activate()
     with loaded.memory.room_for_context() as reserve:
-        trt, config = _create_trt_context(loaded)
+        config = create_config(loaded.engine, loaded.flavour)
+        if config is None:
+            trt = loaded.abilities.create_context(loaded.engine, loaded.flavour.module)
+        else:
+            if loaded.cache is not None:
+                attach_cache(config, loaded.cache)
+            trt = loaded.engine.create_execution_context(config)
     if trt is None or reserve.is_overdrawn:
         del trt, config
         raise loaded.failed("creating an execution context", loaded.recorder.take())
     if config is not None:
         keep_alive(trt, config, loaded.cache)
     return trt
-
-
-def _create_trt_context(loaded: Loaded) -> tuple[Any, Any]:
-    """Return a new native context, or ``None``, and the configuration that it was created with."""
-    config = create_config(loaded.engine, loaded.flavour)
-    if config is None:
-        return loaded.abilities.create_context(loaded.engine, loaded.flavour.module), None
-    if loaded.cache is not None:
-        attach_cache(config, loaded.cache)
-    return loaded.engine.create_execution_context(config), config

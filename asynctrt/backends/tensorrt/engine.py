@@ -6,7 +6,7 @@ An engine numbers its dimensions and has no names for them, so a dynamic dimensi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
@@ -182,10 +182,6 @@ class Signature:
             )
             for profile in self.profiles
         )
-
-    def with_outputs(self, outputs: tuple[TensorSpec, ...]) -> "Signature":
-        """Return a copy with refined output specs."""
-        return replace(self, outputs=outputs)
 
     def _shapes_text(self, rows: int | str, dims: tuple[Dims, ...]) -> str:
         return ", ".join(

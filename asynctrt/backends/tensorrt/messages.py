@@ -133,7 +133,8 @@ class ErrorRecorder:
         """Return and clear all errors so far."""
         with self._lock:
             taken = TensorRTErrors(
-                tuple((_code_name(code), text) for code, text in self._errors), overflowed=self._overflowed
+                tuple((str(getattr(code, "name", code)), text) for code, text in self._errors),
+                overflowed=self._overflowed,
             )
             self._errors.clear()
             self._overflowed = False
@@ -194,10 +195,6 @@ class TensorRTErrors:
         more = "; further errors were dropped" if self._overflowed else ""
         return f"TensorRT said: {'; '.join(texts)}{more}"
 
-    def has_code(self, name: str) -> bool:
-        """Return whether any error has the code ``name`` of ``ErrorCodeTRT``."""
-        return any(code == name for code, _ in self._errors)
-
     def search(self, pattern: str) -> re.Match[str] | None:
         """Return the first match of a pattern in the texts, ignoring case."""
         return re.search(pattern, "\n".join(text for _, text in self._errors), re.IGNORECASE)
@@ -205,7 +202,8 @@ class TensorRTErrors:
     @property
     def is_out_of_memory(self) -> bool:
         """Whether any of them reports a refused allocation."""
-        return self.has_code("FAILED_ALLOCATION") or self.search(NO_MEMORY) is not None
+        has_code = any(code == "FAILED_ALLOCATION" for code, _ in self._errors)
+        return has_code or self.search(NO_MEMORY) is not None
 
     @property
     def is_sticky(self) -> bool:
@@ -217,30 +215,20 @@ class TensorRTErrors:
         return TensorRTErrors((*self._errors, *(("", text) for text in texts)), overflowed=self._overflowed)
 
 
-class _Logs:
-    """The loggers, one per library."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._logs: WeakKeyDictionary[Any, MessageLog] = WeakKeyDictionary()
-
-    def find(self, module: Any) -> MessageLog:
-        with self._lock:
-            log = self._logs.get(module)
-            if log is None:
-                log = self._logs[module] = _make_log(module)
-                if isinstance(module, ModuleType):
-                    # TensorRT calls it until the process ends, even after its owners here are gone.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(log))
-            return log
-
-
-_logs = _Logs()
+_logs: WeakKeyDictionary[Any, MessageLog] = WeakKeyDictionary()
+_logs_lock = threading.RLock()
 
 
 def log_of(module: Any) -> MessageLog:
     """Return the one logger of a library: an ``ILogger`` for the flavour ``module``, which lives as long."""
-    return _logs.find(module)
+    with _logs_lock:
+        log = _logs.get(module)
+        if log is None:
+            log = _logs[module] = _make_log(module)
+            if isinstance(module, ModuleType):
+                # TensorRT calls it until the process ends, even after its owners here are gone.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(log))
+        return log
 
 
 def _make_log(module: Any) -> MessageLog:
@@ -275,7 +263,3 @@ def keep_alive(user: Any, *used: Any) -> None:
 
 def _let_go(used: tuple[Any, ...]) -> None:
     """Drop the reference to ``used`` by returning."""
-
-
-def _code_name(code: Any) -> str:
-    return str(getattr(code, "name", code))

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,9 +108,7 @@ class TensorRTModel:
         try:
             refit(read, self._loaded)
             self._loaded.cache = _create_cache(self._loaded)
-            found_out = _examine(self.name, self._loaded, _names_of_dims(read))
-            self.signature = found_out.signature
-            self.capabilities = _capabilities(found_out)
+            self.signature, self.capabilities = _examine(self.name, self._loaded, _names_of_dims(read))
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
             loaded, self._loaded = self._loaded, None
@@ -311,19 +309,10 @@ def _names_of_dims(plan: Plan) -> Mapping[tuple[str, int], str]:
     return {} if found is None else found.dimension_names()
 
 
-@dataclass(frozen=True, slots=True)
-class _Examined:
-    """Properties of an engine that are found with one of its contexts."""
-
-    signature: Signature
-    is_capturable: bool
-    """Whether batches can be captured; true if the library cannot tell."""
-    shares_profiles: bool
-    """Whether several contexts can use one profile at once."""
-
-
-def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], str]) -> _Examined:
-    """Determine the inputs and outputs of the engine, and the abilities of its contexts.
+def _examine(
+    name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], str]
+) -> tuple[Signature, Capabilities]:
+    """Return the inputs and outputs of the engine, and what its contexts can do.
 
     This creates contexts without running them, so an engine that cannot have contexts is refused here.
     """
@@ -355,35 +344,26 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
             EXCLUSIVE,
             SHARING,
         )
-    signature = signature.with_outputs(probe.outputs())
+    signature = replace(signature, outputs=probe.outputs())
     if signature.unbound and not loaded.abilities.allocates_outputs:
         raise ModelError(
             f"the size of output {signature.unbound[0]!r} of {name!r} depends on the data, and "
             f"{loaded.flavour.title} ends the process when a plan of TensorRT 8 asks for its memory. Build "
             "the plan with TensorRT 10 or later, or run it under the version that built it"
         )
-    return _Examined(signature, is_capturable, shares_profiles)
-
-
-def _capabilities(examined: _Examined) -> Capabilities:
-    """Return the capabilities of a plan.
-
-    Batches cannot be captured if TensorRT must wait for an output's size, or if the graph's separate context
-    cannot have the profile.
-    """
-    signature, shares = examined.signature, examined.shares_profiles
-    is_capturable = examined.is_capturable and shares and not signature.unbound
-    return Capabilities(
+    return signature, Capabilities(
         rows_fixed=signature.rows_fixed,
         rows_min=signature.rows_min,
         rows_max=signature.rows_max,
         # If each profile belongs to one context at a time, the only context switches profiles.
-        contexts_max=None if shares else 1,
+        contexts_max=None if shares_profiles else 1,
         is_pure=True,
         # How long an engine takes to enqueue a batch is only known once measured.
         enqueue_may_block=True,
         enqueue_nbytes=signature.enqueue_nbytes,
-        is_capturable=is_capturable,
+        # Not if TensorRT must wait for an output's size, or if the graph's separate context cannot have the
+        # profile.
+        is_capturable=is_capturable and shares_profiles and not signature.unbound,
         has_profiles=True,
         has_ranges=True,
     )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from asynctrt._util.forks import Origin
-from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream
+from asynctrt.devices.base import ALIGNMENT, Account, MemoryFigures, Stream
 from asynctrt.devices.cuda.bindings import driver
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError, copy_for, show
 
@@ -136,14 +136,6 @@ def limit_memory(nbytes: int | None) -> None:
     _limit_nbytes = nbytes
 
 
-class DeviceAccount:
-    """The memory that a device object and its parts hold, and the maximum."""
-
-    def __init__(self, budget_nbytes: int | None) -> None:
-        self.budget_nbytes = budget_nbytes
-        self.held_nbytes = 0
-
-
 class CudaContext:
     """The primary context of a GPU, which is shared with other CUDA libraries in the process.
 
@@ -155,7 +147,7 @@ class CudaContext:
 
     def __init__(self, cuda_device: Any, ordinal: int, memory_nbytes: int | None) -> None:
         self.ordinal = ordinal
-        self._account = DeviceAccount(memory_nbytes)
+        self._account = Account(memory_nbytes)
         self._origin = Origin()
         self._what = f"the device cuda:{ordinal}"
         self._gpu = _gpus[ordinal]

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from asynctrt._util import clock
 from asynctrt._util.forks import Origin
-from asynctrt.devices.base import Buffer, DeviceArray, MemoryFigures, Stream, check_share
+from asynctrt.devices.base import Account, Buffer, DeviceArray, MemoryFigures, Stream, check_share
 from asynctrt.devices.host.memory import HostBuffer
 from asynctrt.devices.host.streams import HostEvent, HostStream, InPlace
 from asynctrt.devices.host.threads import StreamThreads
@@ -69,10 +69,9 @@ class HostDevice:
         self._thread_name = name
         self.concurrency = threads or cores()
         self._stream_threads = StreamThreads(self.concurrency, name, now_ns)
-        self._memory_nbytes = memory_nbytes
+        self._account = Account(memory_nbytes)
         # Guards state that engines in several threads may change at once.
         self._lock = threading.Lock()
-        self._held_nbytes = 0
         self._origin = Origin()
         self._streams: WeakValueDictionary[int, HostStream] = WeakValueDictionary()
         self._handles = itertools.count(1)
@@ -110,8 +109,8 @@ class HostDevice:
         """Do nothing: there is no other host device."""
 
     def memory(self) -> MemoryFigures:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return MemoryFigures(_available_nbytes() or total, total, self._held_nbytes, self._memory_nbytes)
+        account, total = self._account, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return MemoryFigures(_available_nbytes() or total, total, account.held_nbytes, account.budget_nbytes)
 
     def create_stream(self) -> HostStream:
         return self._keep(HostStream)
@@ -147,14 +146,14 @@ class HostDevice:
 
     def allocate(self, nbytes: int) -> HostBuffer:
         self._origin.check(self)
+        held, budget = self._account, self._account.budget_nbytes
         with self._lock:
-            if self._memory_nbytes is not None and self._held_nbytes + nbytes > self._memory_nbytes:
+            if budget is not None and held.held_nbytes + nbytes > budget:
                 raise DeviceMemoryError(
-                    f"the host device holds {self._held_nbytes} of the {self._memory_nbytes} bytes of its "
-                    f"budget, and has no room for {nbytes} more. Lower max_rows, contexts or arenas, or "
-                    "raise memory_nbytes"
+                    f"the host device holds {held.held_nbytes} of the {budget} bytes of its budget, and has "
+                    f"no room for {nbytes} more. Lower max_rows, contexts or arenas, or raise memory_nbytes"
                 )
-            self._held_nbytes += nbytes
+            held.held_nbytes += nbytes
         try:
             # A weak reference: the buffer's finalizer would otherwise keep the device and its threads alive.
             return HostBuffer(nbytes, partial(_gave_back, weakref.ref(self)))
@@ -180,7 +179,7 @@ class HostDevice:
     def _gave_back(self, nbytes: int) -> None:
         if self._origin.is_here:  # After a fork the parent may hold the lock.
             with self._lock:
-                self._held_nbytes -= nbytes
+                self._account.held_nbytes -= nbytes
 
     def close(self) -> None:
         """Do nothing: its threads end with its last stream, and buffers are closed by their owners.
@@ -203,24 +202,6 @@ class HostPart(HostDevice):
     @property
     def whole(self) -> HostDevice:
         return self._whole
-
-    def memory(self) -> MemoryFigures:
-        return self._whole.memory()
-
-    def allocate(self, nbytes: int) -> HostBuffer:
-        return self._whole.allocate(nbytes)
-
-    def allocate_staging(self, nbytes: int) -> HostBuffer:
-        return self._whole.allocate_staging(nbytes)
-
-    def allocate_ordered(self, nbytes: int, *, stream: int) -> HostBuffer:
-        return self._whole.allocate_ordered(nbytes, stream=stream)
-
-    def abandon(self, stream: Stream) -> None:
-        self._whole.abandon(stream)
-
-    def ended(self, stream: Stream) -> None:
-        self._whole.ended(stream)
 
 
 def _gave_back(device: "weakref.ref[HostDevice]", nbytes: int) -> None:

@@ -1,6 +1,7 @@
 """The watched events: detecting which are done and which have hung."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Final
 
 from asynctrt.devices.base import Completion
@@ -89,9 +90,8 @@ class Watch:
         return self._ran_ns >= self._hung_after_ns
 
 
-def look_ns(watch: Watch) -> int:
-    """Return the time of the next look at an event."""
-    return watch.look_ns
+look_ns = attrgetter("look_ns")
+"""Return the time of the next look at an event."""
 
 
 class Watcher:

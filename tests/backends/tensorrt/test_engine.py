@@ -1,5 +1,6 @@
 """Signatures of engines: tensors, the batch axis, profiles; and engines that cannot be batched."""
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -242,4 +243,4 @@ def test_what_the_profiles_come_to():
     assert (SIGNATURE.rows_min, SIGNATURE.rows_max, SIGNATURE.enqueue_nbytes) == (1, 64, 4096)
     assert SIGNATURE.unbound == ()
     spec = TensorSpec("y", np.dtype("float32"), ("y.1",))
-    assert SIGNATURE.with_outputs((spec,)).unbound == ("y",)
+    assert dataclasses.replace(SIGNATURE, outputs=(spec,)).unbound == ("y",)
