@@ -55,6 +55,7 @@ REMOVED_OPTIONS: Final = {
     "max_batch_bytes": "max_rows limits batches; they also hold at most 256 MiB",
     "max_in_flight": "contexts is the number of batches that run at once",
     "shapes": "onnx={'shapes': {...}} names shapes that come often",
+    "waiting": "the loop finds completions itself, as waiting='adaptive' did",
     "shared": "onnx={'shared': [...]} says so of an ONNX model",
     "watch": "let what writes the files ask for a load, once they are complete: "
     "POST /v2/repository/models/NAME/load, with model_control",
@@ -355,6 +356,28 @@ WORDS: Final = Check("a list of words of printable ASCII characters without spac
 PATH: Final = Check("a path", _path)
 PATHS: Final = Check("a path or a list of paths", _paths)
 PORT: Final = count(0, 65535)
+
+
+def check_file(option: str, path: str | os.PathLike[str], what: str) -> None:
+    """Check that an option names a file.
+
+    :param what: which file it is to be, for the message.
+    :raises OptionsError: if there is no such file.
+    """
+    if not Path(path).is_file():
+        raise OptionsError(f"{option}: there is no file {os.fspath(path)!r}. Give the path of {what}")
+
+
+def check_target(option: str, path: str | os.PathLike[str] | None) -> None:
+    """Check that a file can be where an option says, if it does. It need not be there.
+
+    :raises OptionsError: if it is a folder, or in no folder.
+    """
+    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+        raise OptionsError(
+            f"{option}: {os.fspath(path)!r} is not the path of a file in a folder that is there. Give the "
+            "path of a file, which need not be there yet"
+        )
 
 
 def priority_of(priority: Any, priorities: int) -> int:

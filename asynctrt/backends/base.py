@@ -52,7 +52,7 @@ class Capabilities:
     """What a model accepts, needs and can do.
 
     The defaults describe a model that runs batches of any size, needs no enqueue memory, and is not
-    captured into graphs. Some capabilities say that the model has more methods than a :class:`Model`.
+    captured into graphs. Some capabilities say that the model has methods of a :class:`CapableModel`.
     """
 
     rows_fixed: int | None = None
@@ -90,19 +90,19 @@ class Capabilities:
     is_capturable: bool = False
     """Whether batches can be captured into CUDA graphs, as far as can be known without trying."""
     is_traced: bool = False
-    """Whether its library was not designed for capture, so that graphs are compared with batches: see
-    :class:`TracedModel`."""
+    """Whether its library was not designed for capture, so that graphs are compared with batches. It then has
+    ``create_context_for``, and each of its contexts is a :class:`TracedContext`."""
     is_specialisable: bool = False
-    """Whether it is a :class:`TracedModel` whose recurring shapes are worth separate contexts."""
+    """Whether it is traced, and recurring shapes are worth separate contexts."""
     changes_slowly: bool = False
     """Whether a batch of another size than the previous one is known to be slow, as with convolutions, which
     cuDNN plans anew. Some models know this once a context has run."""
     has_profiles: bool = False
-    """Whether it is a :class:`ProfiledModel`."""
+    """Whether it has optimisation profiles: ``profile_of`` and ``rows_of``."""
     has_ranges: bool = False
-    """Whether it is a :class:`RangedModel`."""
+    """Whether it knows the sizes of its dynamic dimensions: ``ranges_of``."""
     is_per_stream: bool = False
-    """Whether it is a :class:`StreamModel`."""
+    """Whether each context is created for one stream: ``create_context_on``."""
     needs_sizes: bool = False
     """Whether it must see its batch sizes only, and each in the thread that ran it beforehand."""
     shapes_beforehand: tuple[tuple[tuple[str, int], ...], ...] = ()
@@ -111,9 +111,9 @@ class Capabilities:
     """Whether its contexts may be slow on a batch of another size than the previous one, and each is a
     :class:`PreparedContext`."""
     has_host_twin: bool = False
-    """Whether it is a :class:`TwinModel`."""
+    """Whether it also exists on the host: ``host_twin``."""
     has_whole: bool = False
-    """Whether it is a :class:`SplitModel`."""
+    """Whether it knows by itself how each request runs alone: ``whole``."""
 
 
 class Binding(Protocol):
@@ -194,11 +194,36 @@ class Model(Protocol):
         """Release the weights. Idempotent; all contexts are closed first."""
 
 
-class ProfiledModel(Model, Protocol):
-    """A model with optimisation profiles. Each profile accepts a range of shapes and batch sizes."""
+class PreparedContext(ExecutionContext, Protocol):
+    """A context of a model that keeps batch sizes apart."""
+
+    def keep_apart(self, sizes: Sequence[int]) -> None:
+        """Keep separate state for batches of each of these sizes from now on, and drop all other state."""
+
+
+class TracedContext(PreparedContext, Protocol):
+    """A context of a traced model. Each of its bindings is a :class:`TracedBinding`."""
+
+    def settle(self) -> None:
+        """Finish what its runs have left to do, and free their memory. Blocks."""
+
+    def told_sizes(self) -> Mapping[str, int]:
+        """Return the sizes of outputs' dimensions that follow from its own sizes, if it is for one size."""
+
+
+class TracedBinding(Binding, Protocol):
+    """A binding of a traced model."""
+
+    def settle(self) -> None:
+        """Run what earlier batches left to do, to keep it out of a graph. Blocks."""
+
+
+class CapableModel(Model, Protocol):
+    """A model with all methods that capabilities say it has. One that says less lacks some of them."""
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
-        """Return the index of the profile to run a batch with.
+        """Return the index of the optimisation profile to run a batch with. Each accepts a range of shapes
+        and batch sizes.
 
         :param dims: the dimensions of one row of each input.
         :raises InputError: when no profile accepts the batch.
@@ -211,74 +236,28 @@ class ProfiledModel(Model, Protocol):
         :raises InputError: when no profile accepts them.
         """
 
-
-class RangedModel(Model, Protocol):
-    """A model with known size ranges for its dynamic dimensions."""
-
     def ranges_of(self, dim: str) -> tuple[tuple[int, int], ...]:
         """Return the smallest and the largest size of a dimension in each profile, in profile order.
 
         :param dim: its name in the input specs.
         """
 
-
-def ranged_model(model: Model) -> RangedModel | None:
-    """Return a model if it knows the size ranges of its dynamic dimensions, and ``None`` otherwise."""
-    return cast("RangedModel", model) if model.capabilities.has_ranges else None
-
-
-class StreamModel(Model, Protocol):
-    """A model whose contexts are each created for one stream and run only on that stream."""
-
     def create_context_on(self, device: Device, stream: Stream) -> ExecutionContext:
-        """Create a context that runs on ``stream``. It must be closed before the stream.
+        """Create a context that runs on ``stream`` only. It must be closed before the stream.
 
         :raises DeviceUnavailableError: when the model does not run on this kind of device.
         """
-
-
-class PreparedContext(ExecutionContext, Protocol):
-    """A context of a model that keeps batch sizes apart."""
-
-    def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Keep separate state for batches of each of these sizes from now on, and drop all other state."""
-
-
-class TracedContext(PreparedContext, Protocol):
-    """A context of a :class:`TracedModel`. Each of its bindings is a :class:`TracedBinding`."""
-
-    def settle(self) -> None:
-        """Finish what its runs have left to do, and free their memory. Blocks."""
-
-    def told_sizes(self) -> Mapping[str, int]:
-        """Return the sizes of outputs' dimensions that follow from its own sizes, if it is for one size."""
-
-
-class TracedModel(Model, Protocol):
-    """A model whose graphs are compared with batches, and which may run faster in contexts for one size."""
 
     def create_context_for(
         self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
     ) -> TracedContext:
         """Create a context for batches of ``rows`` only, with the dynamic dimensions given in ``shape``."""
 
-
-class TracedBinding(Binding, Protocol):
-    """A binding of a :class:`TracedModel`."""
-
-    def settle(self) -> None:
-        """Run what earlier batches left to do, to keep it out of a graph. Blocks."""
-
-
-class TwinModel(Model, Protocol):
-    """A model that also exists on the host, where made-up rows that fail do no harm."""
-
     def host_twin(self) -> Model:
-        """Return the same model for the host device. The caller closes it. Blocks."""
+        """Return the same model for the host device, where made-up rows that fail do no harm. Blocks.
 
-
-class SplitModel(Model, Protocol):
-    """A model that knows by itself how each request runs alone."""
+        The caller closes it.
+        """
 
     def whole(self, reason: str) -> Model:
         """Return this model with each request run alone. The two share weights and are closed separately.
@@ -287,10 +266,15 @@ class SplitModel(Model, Protocol):
         """
 
 
+def ranged_model(model: Model) -> CapableModel | None:
+    """Return a model if it knows the size ranges of its dynamic dimensions, and ``None`` otherwise."""
+    return cast("CapableModel", model) if model.capabilities.has_ranges else None
+
+
 def create_context_on(model: Model, device: Device, stream: Stream) -> ExecutionContext:
     """Create a context of any model, to run on ``stream``."""
     if model.capabilities.is_per_stream:
-        return cast("StreamModel", model).create_context_on(device, stream)
+        return cast("CapableModel", model).create_context_on(device, stream)
     return model.create_context(device)
 
 

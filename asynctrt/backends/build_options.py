@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from asynctrt._util.validation import (
@@ -15,7 +14,9 @@ from asynctrt._util.validation import (
     PATHS,
     Check,
     changed_repr,
+    check_file,
     check_names,
+    check_target,
     choice,
     count,
     setting,
@@ -225,10 +226,7 @@ class BuildOptions:
     def __post_init__(self) -> None:
         validate(self)
         for path in self.plugins:
-            if not Path(path).is_file():
-                raise OptionsError(
-                    f"plugins: there is no file {path!r}. Give the path of each shared library"
-                )
+            check_file("plugins", path, "each shared library")
         if self.exclude_lean_runtime and not self.version_compatible:
             raise OptionsError(
                 "exclude_lean_runtime says nothing without version_compatible. Set both, or leave "
@@ -239,12 +237,7 @@ class BuildOptions:
                 "profiles give the sizes of all dimensions, and dims are for the profile that is proposed "
                 "without them. Leave one of the two out"
             )
-        cache = self.timing_cache
-        if cache is not None and (Path(cache).is_dir() or not Path(cache).parent.is_dir()):
-            raise OptionsError(
-                f"timing_cache: {os.fspath(cache)!r} is not the path of a file in a folder that is there. "
-                "Give the path of a file, which need not be there yet"
-            )
+        check_target("timing_cache", self.timing_cache)
 
     @classmethod
     def from_settings(cls, base: "BuildOptions | None", settings: Mapping[str, Any]) -> "BuildOptions":

@@ -99,7 +99,7 @@ class StreamedOnnxModel(OnnxModel):
     def create_context_for(
         self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
     ) -> "StreamContext":
-        """Create a context for batches of one size, as for a ``TracedModel``.
+        """Create a context for batches of one size, as for a ``CapableModel``.
 
         ONNX Runtime then computes values that depend only on sizes when it loads the session, instead of on
         the CPU in each run. In a run it would copy them to the GPU from memory that it reuses later in the

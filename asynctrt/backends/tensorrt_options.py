@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Final
 
 from asynctrt._util.validation import (
@@ -14,7 +13,9 @@ from asynctrt._util.validation import (
     PATHS,
     Check,
     changed_repr,
+    check_file,
     check_names,
+    check_target,
     choice,
     count,
     documented,
@@ -22,7 +23,6 @@ from asynctrt._util.validation import (
     validate,
 )
 from asynctrt.backends.build_options import BuildOptions
-from asynctrt.errors import OptionsError
 
 FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
 """The four TensorRT packages, in the order in which they are tried for a plan that several can run."""
@@ -143,32 +143,14 @@ class TensorRTOptions:
 
     def __post_init__(self) -> None:
         validate(self)
-        if self.lean_runtime is not None and not Path(self.lean_runtime).is_file():
-            raise OptionsError(
-                f"lean_runtime: there is no file {str(self.lean_runtime)!r}. Give the path of the "
-                "libnvinfer_lean of the version that the plan was built with"
-            )
-        if self.refit_from is not None and not Path(self.refit_from).is_file():
-            raise OptionsError(
-                f"refit_from: there is no file {str(self.refit_from)!r}. Give the path of the ONNX file that "
-                "the plan was built from"
-            )
-        self._check_cache()
+        if self.lean_runtime is not None:
+            what = "the libnvinfer_lean of the version that the plan was built with"
+            check_file("lean_runtime", self.lean_runtime, what)
+        if self.refit_from is not None:
+            check_file("refit_from", self.refit_from, "the ONNX file that the plan was built from")
+        check_target("runtime_cache", self.runtime_cache)
         for path in self.plugins:
-            if not Path(path).is_file():
-                raise OptionsError(
-                    f"plugins: there is no file {path!r}. Give the path of each shared library"
-                )
-
-    def _check_cache(self) -> None:
-        if self.runtime_cache is None:
-            return
-        path = Path(self.runtime_cache)
-        if path.is_dir() or not path.parent.is_dir():
-            raise OptionsError(
-                f"runtime_cache: {str(path)!r} is not the path of a file in a folder that is there. Give the "
-                "path of a file, which need not be there yet"
-            )
+            check_file("plugins", path, "each shared library")
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any]) -> "TensorRTOptions":

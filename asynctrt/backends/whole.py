@@ -7,11 +7,10 @@ from typing import Any, cast
 from asynctrt.backends.base import (
     Binding,
     Capabilities,
+    CapableModel,
     ExecutionContext,
     Model,
     ModelBase,
-    ProfiledModel,
-    SplitModel,
     TensorMemory,
 )
 from asynctrt.devices.base import Buffer, Device, Stream
@@ -28,7 +27,7 @@ def run_alone(model: Model, reason: str) -> Model:
     :param reason: the reason, for the model's ``alone``.
     """
     if model.capabilities.has_whole:
-        return cast("SplitModel", model).whole(reason)
+        return cast("CapableModel", model).whole(reason)
     return (ProfiledWhole if model.capabilities.has_profiles else WholeModel)(model, reason)
 
 
@@ -86,8 +85,8 @@ class ProfiledWhole(WholeModel):
         return ((1, 1),)
 
     @property
-    def _profiled(self) -> ProfiledModel:
-        return cast("ProfiledModel", self._model)
+    def _profiled(self) -> CapableModel:
+        return cast("CapableModel", self._model)
 
 
 class WholeContext:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, cast
 
 from asynctrt._util.cancellation import current
-from asynctrt.backends.base import Model, ProfiledModel, TracedModel, ranged_model
+from asynctrt.backends.base import CapableModel, Model, ranged_model
 from asynctrt.backends.onnx_objects import OnnxObject
 from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.tensorrt_options import TensorRTOptions
@@ -376,7 +376,7 @@ def sizes_of_shape(capacity: Capacity, model: Model, shapes: Shapes, shape: Hash
 class ModelProfiles:
     """The profiles of a model, looked up by the shape of a batch's key."""
 
-    def __init__(self, model: ProfiledModel) -> None:
+    def __init__(self, model: CapableModel) -> None:
         self._model = model
 
     def row_ranges(self, shape: Hashable) -> tuple[tuple[int, int], ...]:
@@ -592,7 +592,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
         shapes = Shapes(
             rows_max=capacity.rows_max,
             rows_fixed=model.capabilities.rows_fixed,
-            profiles=ModelProfiles(cast("ProfiledModel", model)) if model.capabilities.has_profiles else None,
+            profiles=ModelProfiles(cast("CapableModel", model)) if model.capabilities.has_profiles else None,
             fills_batches=options.is_deterministic,
             nbytes_max=BATCH_NBYTES_MAX,
             row_nbytes=row_nbytes_of(model),
@@ -657,4 +657,4 @@ def _builder(
     if not (pool.may_grow and is_specialisable(model)) or options.is_deterministic:
         return None
     captures = options.graphs != "off" and (device.prefers_graphs or options.graphs != "auto")
-    return Builder(device, cast("TracedModel", model), capacity.contexts, captures=captures)
+    return Builder(device, cast("CapableModel", model), capacity.contexts, captures=captures)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple, Protocol, TypeVar, cast
 
 from asynctrt._util import clock
-from asynctrt.backends.base import Model, TwinModel
+from asynctrt.backends.base import CapableModel, Model
 from asynctrt.backends.whole import run_alone
 from asynctrt.core.inputs import InputCheck
 from asynctrt.core.lengths import Found, Lengths, advice
@@ -116,7 +116,7 @@ def begin_on_host(
     """
     if not model.capabilities.has_host_twin or not _is_tried(model, device, options):
         return None
-    twin_of = cast("TwinModel", model).host_twin
+    twin_of = cast("CapableModel", model).host_twin
     # With the cancellation of this thread's work.
     return threads.submit(copy_context().run, _tried_on_host, model, options, batching, twin_of, make_on_host)
 

@@ -17,10 +17,10 @@ from typing import Final, NamedTuple, cast
 from asynctrt._util import clock
 from asynctrt.backends.base import (
     Binding,
+    CapableModel,
     ExecutionContext,
     Model,
     TracedBinding,
-    TracedModel,
     create_context_on,
 )
 from asynctrt.devices.arenas import Arena
@@ -158,7 +158,9 @@ class Capture:
         self._is_traced = model.capabilities.is_traced
         self._owned: ExecutionContext | None = None
         if context is None and self._is_traced:
-            context = self._owned = cast("TracedModel", model).create_context_for(device, stream, shape, rows)
+            context = self._owned = cast("CapableModel", model).create_context_for(
+                device, stream, shape, rows
+            )
         elif context is None:
             context = self._owned = create_context_on(model, device, stream)
         self._trial = Trial(slab, rows, stream, expected) if self._is_traced else NoTrial()
@@ -191,7 +193,7 @@ class Capture:
     def finish(self) -> tuple[CapturedBatch, CaptureCosts]:
         """Capture the computing of a batch.
 
-        :raises ExecutionError: if a graph of a :class:`TracedModel` and the model compute different outputs.
+        :raises ExecutionError: if a graph of a :class:`CapableModel` and the model compute different outputs.
         :raises AsynctrtError: if the model or the device refuses; the capture is closed then.
         """
         if self._is_direct:

@@ -8,11 +8,25 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from asynctrt.devices.base import Device
 from asynctrt.scheduling.shares import DeviceShares, Share
 
-# Only members hold a strong reference: shares refer to members and so to their loop, which must not be kept
-# alive.
-_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[str, DeviceShares]]
-_by_loop = WeakKeyDictionary()
-_lock = threading.Lock()
+
+class _Devices:
+    """The shares of each device, by event loop and by the device's name."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Only members hold a strong reference: shares refer to members and so to their loop, which must not
+        # be kept alive.
+        self._by_loop: WeakKeyDictionary[
+            asyncio.AbstractEventLoop, WeakValueDictionary[str, DeviceShares]
+        ] = WeakKeyDictionary()
+
+    def find(self, loop: asyncio.AbstractEventLoop, name: str) -> DeviceShares:
+        with self._lock:
+            by_name = self._by_loop.setdefault(loop, WeakValueDictionary())
+            return by_name.setdefault(name, DeviceShares())
+
+
+_devices = _Devices()
 
 
 def join_device(
@@ -24,7 +38,5 @@ def join_device(
     wake: Callable[[], object],
 ) -> Share:
     """Give an engine on ``loop`` its share of ``device``, as :meth:`DeviceShares.join` does."""
-    with _lock:
-        by_name = _by_loop.setdefault(loop, WeakValueDictionary())
-        shares = by_name.setdefault(device.whole.name, DeviceShares())
+    shares = _devices.find(loop, device.whole.name)
     return shares.join(weight, width=device.concurrency, overlaps=overlaps, wake=wake)

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, cast
 
 from asynctrt._util import clock
 from asynctrt._util.cancellation import Cancellation, cancelled_by, current
-from asynctrt.backends.base import TracedContext, TracedModel, create_context_on
+from asynctrt.backends.base import CapableModel, TracedContext, create_context_on
 from asynctrt.devices.base import Device, Event, Stream, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError
 from asynctrt.runtime.capturing import Capturing
@@ -173,7 +173,7 @@ class Deadline(Cancellation):
 class Reference:
     """A context for any size, to compare answers and times with, on a separate stream."""
 
-    def __init__(self, device: Device, model: TracedModel) -> None:
+    def __init__(self, device: Device, model: CapableModel) -> None:
         self._device, self._model = device, model
         self._stream = device.create_stream()
         self._end = device.create_event(is_timed=False)
@@ -247,7 +247,7 @@ class Builder:
     :param captures: whether to capture CUDA graphs where that can be done.
     """
 
-    def __init__(self, device: Device, model: TracedModel, contexts: int, *, captures: bool) -> None:
+    def __init__(self, device: Device, model: CapableModel, contexts: int, *, captures: bool) -> None:
         self._share_nbytes = int(device.memory().room_nbytes * SHARE_MAX)
         self._device, self._model = device, model
         self._contexts = contexts

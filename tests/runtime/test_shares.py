@@ -51,14 +51,14 @@ def test_engines_on_one_device_and_loop_divide_it():
 
 
 def test_a_loop_that_is_gone_leaves_nothing_behind():
-    before = len(shares._by_loop)
+    before = len(shares._devices._by_loop)
     loop = asyncio.new_event_loop()
     join(loop, HostDevice())
-    assert len(shares._by_loop) == before + 1
+    assert len(shares._devices._by_loop) == before + 1
     loop.close()
     del loop
     gc.collect()
-    assert len(shares._by_loop) == before
+    assert len(shares._devices._by_loop) == before
 
 
 def test_an_engine_that_is_never_closed_keeps_no_loop():

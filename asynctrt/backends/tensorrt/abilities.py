@@ -8,7 +8,7 @@ import mmap
 import re
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,15 +86,7 @@ class Abilities:
     def of(cls, flavour: Flavour, header: PlanHeader) -> "Abilities":
         """Return the abilities of an engine, from the versions of the library and of the plan."""
         if header.tag == TAG_RTX:
-            return cls(
-                shares_profiles=True,
-                sizes_memory=True,
-                tells_formats_by_profile=True,
-                tells_weights=True,
-                tells_aliases=True,
-                allocates_outputs=True,
-                raises=True,
-            )
+            return cls(**dict.fromkeys((field.name for field in fields(cls)), True))
         built = header.version
         here = numbers_of(flavour.version) or built
         version = min(built, here)

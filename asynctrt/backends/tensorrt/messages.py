@@ -215,20 +215,30 @@ class TensorRTErrors:
         return TensorRTErrors((*self._errors, *(("", text) for text in texts)), overflowed=self._overflowed)
 
 
-_logs: WeakKeyDictionary[Any, MessageLog] = WeakKeyDictionary()
-_logs_lock = threading.RLock()
+class _Logs:
+    """The loggers, one per library."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._logs: WeakKeyDictionary[Any, MessageLog] = WeakKeyDictionary()
+
+    def find(self, module: Any) -> MessageLog:
+        with self._lock:
+            log = self._logs.get(module)
+            if log is None:
+                log = self._logs[module] = _make_log(module)
+                if isinstance(module, ModuleType):
+                    # TensorRT calls it until the process ends, even after its owners here are gone.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(log))
+            return log
+
+
+_logs = _Logs()
 
 
 def log_of(module: Any) -> MessageLog:
     """Return the one logger of a library: an ``ILogger`` for the flavour ``module``, which lives as long."""
-    with _logs_lock:
-        log = _logs.get(module)
-        if log is None:
-            log = _logs[module] = _make_log(module)
-            if isinstance(module, ModuleType):
-                # TensorRT calls it until the process ends, even after its owners here are gone.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(log))
-        return log
+    return _logs.find(module)
 
 
 def _make_log(module: Any) -> MessageLog:

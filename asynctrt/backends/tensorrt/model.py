@@ -133,26 +133,12 @@ class TensorRTModel:
         return self._weights_nbytes
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
-        """Return the profile with the least enqueue memory that accepts a batch.
-
-        :param dims: the dimensions of one row of each input.
-        :raises InputError: if none accepts it; the message lists the shapes that the profiles accept.
-        """
         return self.signature.profile_of(dims, rows).index
 
     def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
-        """Return the smallest and the largest batch of each profile that accepts rows of these dimensions.
-
-        :param dims: the dimensions of one row of each input.
-        :raises InputError: if none accepts them; the message lists the shapes that the profiles accept.
-        """
         return self.signature.rows_of(dims)
 
     def ranges_of(self, dim: str) -> tuple[tuple[int, int], ...]:
-        """Return the smallest and the largest size of a dimension in each profile, in profile order.
-
-        :param dim: its name in the input specs.
-        """
         return self.signature.ranges_of(dim)
 
     def details(self) -> EngineDetails:
