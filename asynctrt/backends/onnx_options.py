@@ -83,14 +83,6 @@ def _named(given: Any, convert: Any) -> FrozenDict[str, Any]:
     return FrozenDict({name: convert(value) for name, value in given.items()})
 
 
-def _entries(given: Any) -> FrozenDict[str, str]:
-    return _named(given, _entry)
-
-
-def _sizes(given: Any) -> FrozenDict[str, int]:
-    return _named(given, count(1).convert)
-
-
 def _libraries(given: Any) -> tuple[str, ...]:
     items = (given,) if isinstance(given, str | os.PathLike) else tuple(given)
     return tuple(os.fsdecode(item) for item in items)
@@ -112,10 +104,6 @@ def _providers(given: Any) -> tuple[tuple[str, FrozenDict[str, str]], ...]:
     return tuple(found.items())
 
 
-def _axes(given: Any) -> FrozenDict[str, int]:
-    return _named(given, count(0).convert)
-
-
 def _names(given: Any) -> tuple[str, ...]:
     names = {given} if isinstance(given, str) else set(given)
     if not all(isinstance(name, str) and name for name in names):
@@ -131,9 +119,13 @@ def _batch_sizes(given: Any) -> tuple[int, ...]:
 
 
 ENTRIES: Final = Check(
-    "names and values, each a text or a number, such as {'session.intra_op.allow_spinning': '0'}", _entries
+    "names and values, each a text or a number, such as {'session.intra_op.allow_spinning': '0'}",
+    lambda given: _named(given, _entry),
 )
-SIZES: Final = Check("whole numbers ≥ 1 by the names of dimensions, such as {'sequence': 128}", _sizes)
+SIZES: Final = Check(
+    "whole numbers ≥ 1 by the names of dimensions, such as {'sequence': 128}",
+    lambda given: _named(given, count(1).convert),
+)
 LIBRARIES: Final = Check("a path, the name of a package, or a list of these", _libraries)
 PROVIDERS: Final = Check(
     "names of execution providers, or pairs of a name and its options, each a text or a number, such as "
@@ -142,7 +134,7 @@ PROVIDERS: Final = Check(
 )
 AXES: Final = Check(
     "axes from 0 on by the names of inputs and outputs, such as {'state': 1}",
-    _axes,
+    lambda given: _named(given, count(0).convert),
 )
 NAMES: Final = Check("names of inputs, such as {'sr'}", _names)
 SHAPES: Final = Check(

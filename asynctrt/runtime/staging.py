@@ -486,10 +486,6 @@ class DeviceSource(RowSource):
         self.has_copies_in = True
         self.has_copies_out = self.has_copies_out or batch.key.outputs_on_device
 
-    def parts(self, parts_max: int) -> list[Callable[[], object]]:
-        """Return :meth:`stage` alone."""
-        return [self.stage]
-
     @property
     def staged_nbytes(self) -> int:
         """0: the few rows on the host are staged at once."""

@@ -286,7 +286,7 @@ def _create(made: _Build) -> None:
         raise DeviceUnavailableError(
             f"{made.flavour.title} cannot build here. It needs a GPU and its driver: check with nvidia-smi. "
             "Only tensorrt_rtx builds without one. "
-            f"{TensorRTErrors(tuple(('', text) for text in said))}{describe_runtimes(cuda_runtimes())}"
+            f"{TensorRTErrors.logged(said)}{describe_runtimes(cuda_runtimes())}"
         )
     made.network = made.builder.create_network(_network_flags(module, options))
     # With an error recorder, destroying a network that a parser has filled crashes the process.
@@ -322,7 +322,7 @@ def _parse(made: _Build, model: bytes, path: Path) -> None:
     count = int(made.parser.num_errors)
     faults = [_fault(made.parser.get_error(index)) for index in range(min(count, ERRORS_MAX))]
     logged = made.log.take()
-    said = "; ".join(map(str, faults)) or str(TensorRTErrors(tuple(("", text) for text in logged)))
+    said = "; ".join(map(str, faults)) or str(TensorRTErrors.logged(logged))
     more = f"; and {count - ERRORS_MAX} more" if count > ERRORS_MAX else ""
     error = BuildError(
         f"{made.where} cannot be parsed by {made.flavour.title}: {said}{more}. {_advice(faults, said)}"
@@ -457,7 +457,7 @@ def _run(made: _Build, report: Report | None) -> bytes:
 
 
 def _failure(made: _Build) -> Exception:
-    errors = TensorRTErrors(tuple(("", text) for text in made.log.take()))
+    errors = TensorRTErrors.logged(made.log.take())
     what = f"{made.flavour.title} cannot build a plan from {made.where}"
     if errors.is_out_of_memory:
         return DeviceMemoryError(
@@ -488,7 +488,7 @@ def _failure(made: _Build) -> Exception:
 
 
 def _logged(made: _Build) -> TensorRTErrors:
-    return TensorRTErrors(tuple(("", text) for text in made.log.take()))
+    return TensorRTErrors.logged(made.log.take())
 
 
 class ProgressMonitor:

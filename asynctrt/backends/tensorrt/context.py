@@ -159,7 +159,6 @@ class TensorRTContext:
         # By the latest profile that each was given, even if an error followed.
         self._by_profile: dict[int, _State] = {}
         try:
-            self._configure(self._trt)
             for _ in range(int(loaded.engine.num_aux_streams)):
                 self._streams.append(device.create_stream())
         except BaseException:
@@ -273,22 +272,18 @@ class TensorRTContext:
         return state is None or state.profile != profile.index or (binding.dims, rows) != state.shapes
 
     def _create(self) -> Any:
-        """Create a native context, not yet configured."""
+        """Create and configure a native context."""
         loaded = self._loaded
         trt = create_trt_context(loaded)
         keep_alive(trt, self._recorder, self._output_allocator, loaded.temporary_allocator, loaded.engine)
         trt.error_recorder = self._recorder
-        return trt
-
-    def _configure(self, trt: Any) -> None:
-        """Configure a new native context."""
-        loaded = self._loaded
         trt.name = self._signature.model
         if loaded.temporary_allocator is not None:
             trt.temporary_allocator = loaded.temporary_allocator
         errors = self._recorder.take()
         if errors:
             raise loaded.failed(f"configuring a context of {self._signature.model!r}", errors)
+        return trt
 
     def _prepare(
         self,
@@ -332,23 +327,15 @@ class TensorRTContext:
     def _state_for(self, profile: Profile) -> _State:
         """Return the native context for a profile: the first one, a new one or, without room, the oldest."""
         assert self._now is not None
-        state: _State | None = self._now
+        state = self._now
         if self._by_profile:
-            state = self._new_state()
-        if state is None:
-            state = self._by_profile.pop(next(iter(self._by_profile)))
+            try:
+                state = _State(self._create())
+            except DeviceMemoryError as error:
+                logger.debug("%r switches profiles, without room for another context: %s", self, error)
+                state = self._by_profile.pop(next(iter(self._by_profile)))
         self._by_profile[profile.index] = state
         return state
-
-    def _new_state(self) -> _State | None:
-        """Create another native context; return ``None`` if there is no room for it."""
-        try:
-            trt = self._create()
-        except DeviceMemoryError as error:
-            logger.debug("%r switches profiles, as there is no room for another context: %s", self, error)
-            return None
-        self._configure(trt)
-        return _State(trt)
 
     def _bind(self, binding: "TensorRTBinding") -> None:
         for memory in binding.bound:

@@ -12,6 +12,7 @@ import logging
 import re
 import threading
 from collections import deque
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary, WeakSet, finalize
@@ -181,6 +182,11 @@ class TensorRTErrors:
     def __init__(self, errors: tuple[tuple[str, str], ...], *, overflowed: bool = False) -> None:
         self._errors = errors
         self._overflowed = overflowed
+
+    @classmethod
+    def logged(cls, texts: Iterable[str]) -> "TensorRTErrors":
+        """Return errors that were logged, of which only the texts are known."""
+        return cls(tuple(("", text) for text in texts))
 
     def __bool__(self) -> bool:
         return bool(self._errors)

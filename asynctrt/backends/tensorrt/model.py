@@ -276,7 +276,7 @@ def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> A
             f"{flavour.title} cannot start on {device.name}. Check with nvidia-smi that the driver is "
             "installed and at least as new as the CUDA version that the package is built for (its name ends "
             "in -cu12 or -cu13). "
-            f"{TensorRTErrors(tuple(('', text) for text in said))}{describe_runtimes(cuda_runtimes())}"
+            f"{TensorRTErrors.logged(said)}{describe_runtimes(cuda_runtimes())}"
         )
     return runtime
 

@@ -23,7 +23,7 @@ def register_plugins(flavour: Flavour, paths: Iterable[str], log: LogSubscriptio
                 continue
             handle = flavour.module.get_plugin_registry().load_library(path)
             if handle is None:
-                said = TensorRTErrors(tuple(("", text) for text in log.take()))
+                said = TensorRTErrors.logged(log.take())
                 raise ModelError(
                     f"{flavour.title} cannot load the plugins of {path!r}: the library cannot be opened, is "
                     f"for another version, or has plugins that another library has registered. {said}"

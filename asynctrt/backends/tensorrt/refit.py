@@ -100,4 +100,4 @@ def _said(parser: Any, loaded: Loaded) -> TensorRTErrors:
     """Return the parser's errors, and errors logged in the meantime."""
     count = min(int(parser.num_errors), ERRORS_MAX)
     texts = (str(parser.get_error(index).desc()) for index in range(count))
-    return TensorRTErrors(tuple(("", text) for text in texts)).joined(loaded.log.take())
+    return TensorRTErrors.logged(texts).joined(loaded.log.take())
