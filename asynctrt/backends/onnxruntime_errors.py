@@ -19,8 +19,6 @@ OUT_OF_MEMORY: Final = 2
 class Meaning(NamedTuple):
     """The interpretation of an error text."""
 
-    cuda_code: int | None
-    """CUDA's error code."""
     is_memory: bool
     """Whether memory ran out: CUDA's, or the session's limit."""
     nbytes: int | None
@@ -36,7 +34,7 @@ def meaning_of(text: str) -> Meaning:
     memory = NO_MEMORY.search(text)
     nbytes = next((int(number) for number in memory.groups() if number), None) if memory else None
     is_memory = code == OUT_OF_MEMORY or (memory is not None and code is None)
-    return Meaning(code, is_memory, nbytes, _shortened(text))
+    return Meaning(is_memory, nbytes, _shortened(text))
 
 
 def _shortened(text: str) -> str:

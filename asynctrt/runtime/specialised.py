@@ -42,8 +42,9 @@ logger = logging.getLogger("asynctrt")
 class Site:
     """The contexts of one shape beside one context of the engine, with the slab that their batches use."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, model: CapableModel, shape: Hashable) -> None:
         self.device = device
+        self._model, self._sizes = model, symbols_of(shape)
         self.stream = device.create_stream()
         self.end = device.create_event(is_timed=False)
         self.slab: Slab | None = None
@@ -62,6 +63,38 @@ class Site:
         """Allocate the slab."""
         self.slab = Slab(layout, StagingBuffers(self.device, layout.nbytes))
         return self.slab
+
+    def context(self, rows: int) -> TracedContext:
+        """Return the context for batches of ``rows``, and create it if needed."""
+        if rows not in self.contexts:
+            self.contexts[rows] = self._model.create_context_for(self.device, self.stream, self._sizes, rows)
+        return self.contexts[rows]
+
+    def begin(
+        self, rows: int, expected: Expected, *, is_direct: bool, lender: "Site | None" = None
+    ) -> Capture:
+        """Begin to capture a batch in its slab.
+
+        :param expected: the expected outputs of a trial.
+        :param lender: the site whose context of that size to capture from. Default: this one.
+        """
+        assert self.slab is not None
+        place = lender or self
+        return Capture(
+            self.device,
+            self._model,
+            self.slab,
+            self._sizes,
+            rows,
+            profile=None,
+            stream=place.stream,
+            end=place.end,
+            arena=None,
+            scratch=None,
+            expected=expected,
+            is_direct=is_direct,
+            context=place.context(rows),
+        )
 
     def keep_captured(
         self, shape: Hashable, rows: int, capture: Capture, turns: Turns | None = None
@@ -285,7 +318,7 @@ class Builder:
                 room_nbytes = self._device.memory().room_nbytes
                 limit_nbytes = min(self._share_nbytes - held_nbytes, room_nbytes)
                 with cancelled_by(cancellation):
-                    sites += [Site(self._device) for _ in range(self._contexts)]
+                    sites += [Site(self._device, self._model, shape) for _ in range(self._contexts)]
                     layout = self._layout(shape, sizes[-1], sites[0])
                     self._check_slabs(layout, limit_nbytes)
                     slabs = [site.lay_out(layout) for site in sites]
@@ -317,18 +350,11 @@ class Builder:
 
     def _layout(self, shape: Hashable, rows: int, site: Site) -> Layout:
         """Return the layout of the slabs, with outputs whose sizes follow only from the inputs."""
-        model, context = self._model, self._context(site, shape, rows)
+        model, context = self._model, site.context(rows)
         layout = lay_out(model.inputs, model.outputs, {**context.told_sizes(), **symbols_of(shape)}, rows)
         if None in layout.outputs:
             raise NoGainError("the shape of an output depends on the data")
         return layout
-
-    def _context(self, site: Site, shape: Hashable, rows: int) -> TracedContext:
-        """Return the context of a site for batches of ``rows``, and create it if needed."""
-        if rows not in site.contexts:
-            sizes = symbols_of(shape)
-            site.contexts[rows] = self._model.create_context_for(self._device, site.stream, sizes, rows)
-        return site.contexts[rows]
 
     def _check_slabs(self, layout: Layout, limit_nbytes: int) -> None:
         taken_nbytes = layout.nbytes * self._contexts
@@ -350,7 +376,12 @@ class Builder:
         is_direct: bool,
     ) -> tuple[int, ...]:
         """Fill the sites with contexts of as many sizes as fit, and return these."""
-        begin = partial(self._begin, reference, is_direct=is_direct)
+
+        def begin(site: Site, _: Hashable, rows: int, lender: Site | None = None) -> Capture:
+            # The first site, whose slab the reference uses as well, captures each size before any other does,
+            # and the largest size before all others.
+            return site.begin(rows, reference.expected(rows), is_direct=is_direct, lender=lender)
+
         first, *others = sites
         is_shared = self.in_turn and not is_direct
         capturing = Capturing(
@@ -368,7 +399,7 @@ class Builder:
             first.share(turns)
             for site in others:
                 for rows in reversed(taken):
-                    capture = begin(site, shape, rows, first=first)
+                    capture = begin(site, shape, rows, first)
                     capture.warm_up()
                     site.keep_captured(shape, rows, capture, turns[rows])
         return taken
@@ -397,41 +428,6 @@ class Builder:
                 "it cannot be captured as a CUDA graph, and changes of the batch size take no time"
             )
         return fit(sizes, is_direct=True), False
-
-    def _begin(
-        self,
-        reference: Reference,
-        site: Site,
-        shape: Hashable,
-        rows: int,
-        *,
-        is_direct: bool,
-        first: Site | None = None,
-    ) -> Capture:
-        """Begin to capture a batch in the slab of a site.
-
-        :param first: a site whose context of that size is shared. Default: the site gets a new context.
-        """
-        assert site.slab is not None
-        # The first site, whose slab the reference uses as well, captures each size before any other does,
-        # and the largest size before all others.
-        expected = reference.expected(rows)
-        place = first or site
-        return Capture(
-            self._device,
-            self._model,
-            site.slab,
-            symbols_of(shape),
-            rows,
-            profile=None,
-            stream=place.stream,
-            end=place.end,
-            arena=None,
-            scratch=None,
-            expected=expected,
-            is_direct=is_direct,
-            context=self._context(place, shape, rows),
-        )
 
 
 def symbols_of(shape: Hashable) -> dict[str, int]:

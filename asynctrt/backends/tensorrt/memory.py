@@ -61,16 +61,11 @@ class MemoryRefusal:
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatistics:
-    """The device memory that TensorRT holds for one model, in bytes, and its allocation counts so far."""
+    """The device memory that TensorRT holds for one model."""
 
     held_nbytes: int
-    peak_nbytes: int
     blocks: int
-    """The number of allocations that TensorRT holds now."""
-    allocations: int
-    """The number of allocations granted since the model was loaded."""
-    refusals: int
-    budget_nbytes: int | None
+    """The number of allocations that it consists of."""
 
 
 class DeviceMemory:
@@ -86,9 +81,6 @@ class DeviceMemory:
         self._lock = threading.RLock()
         self._blocks: dict[int, Buffer] = {}
         self._held = 0
-        self._peak = 0
-        self._allocations = 0
-        self._refused = 0
         self._refusals: deque[MemoryRefusal] = deque(maxlen=REFUSALS_MAX)
         # Serialises the creation of contexts, because room is only reserved for one.
         self._creating = threading.Lock()
@@ -101,14 +93,7 @@ class DeviceMemory:
     def statistics(self) -> MemoryStatistics:
         """Return a snapshot."""
         with self._lock:
-            return MemoryStatistics(
-                self._held,
-                self._peak,
-                len(self._blocks),
-                self._allocations,
-                self._refused,
-                self._budget,
-            )
+            return MemoryStatistics(self._held, len(self._blocks))
 
     @contextmanager
     def room_for_context(self) -> "Iterator[Reserve]":
@@ -170,8 +155,6 @@ class DeviceMemory:
                     address = -(-buffer.address // alignment) * alignment if spare else buffer.address
                     self._blocks[address] = buffer
                     self._held += buffer.nbytes
-                    self._peak = max(self._peak, self._held)
-                    self._allocations += 1
         except Exception as error:  # TensorRT calls this, and its code cannot handle exceptions.
             buffer, refusal = None, self._record(nbytes, f"the device refused it: {error}")
         if refusal is not None:
@@ -237,7 +220,6 @@ class DeviceMemory:
     def _record(self, nbytes: int, reason: str) -> MemoryRefusal:
         with self._lock:
             refusal = MemoryRefusal(nbytes, self._held, self._budget, reason)
-            self._refused += 1
             self._refusals.append(refusal)
         return refusal
 

@@ -37,12 +37,12 @@ def test_what_is_held_is_counted(device):
     first, second = held.take(1000), held.take(2000)
     assert first != second
     statistics = held.statistics()
-    assert (statistics.held_nbytes, statistics.blocks, statistics.allocations) == (3000, 2, 2)
+    assert (statistics.held_nbytes, statistics.blocks) == (3000, 2)
     assert device.memory().held_nbytes == 3000
     assert held.give_back(first)
     assert held.give_back(second)
     statistics = held.statistics()
-    assert (statistics.held_nbytes, statistics.peak_nbytes, statistics.blocks) == (0, 3000, 0)
+    assert (statistics.held_nbytes, statistics.blocks) == (0, 0)
     assert device.memory().held_nbytes == 0
     assert repr(held) == "<DeviceMemory blocks=0 held=0>"
 
@@ -77,7 +77,6 @@ def test_a_budget_is_hard_and_a_refusal_has_the_arithmetic(device, caplog):
     assert "memory_budget" in str(refusal)
     assert str(refusal) in caplog.text
     assert held.take_refusals() == ()
-    assert held.statistics().refusals == 1
 
 
 class TestRoomForAContext:
@@ -196,7 +195,6 @@ def test_many_threads_at_once(device):
         assert not thread.is_alive()
     assert not failures
     assert held.statistics().held_nbytes == 0
-    assert held.statistics().allocations == 1200
 
 
 @pytest.mark.parametrize("name", ["double", "tensorrt_lean", "tensorrt_rtx"])
