@@ -21,11 +21,9 @@ from asynctrt.runtime.contexts import BatchEvents
 from asynctrt.runtime.graphs import wait_for
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.prepare import CHANGE_NS_MIN, time_of_change
-from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of
-from asynctrt.scheduling.batch import trial_batch
+from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of, staged
 from asynctrt.scheduling.concurrency import ONE_LANE, Lanes, Rate, choose_lanes
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.request import Request
 from asynctrt.tensors import Array, split_shared
 
 BUDGET_NS: Final = 400_000_000
@@ -276,18 +274,7 @@ class _Bench:
                 self._lanes[-1].append(one)
 
     def _make_flight(self, rows: int, number: int) -> InFlight:
-        key = self._key
-        batch = trial_batch(
-            key,
-            (Request(rows, key, 0, 0, payload=self._zeros(rows)),),
-            rows=rows,
-            rows_run=rows,
-            profile=self._stage.shapes.profile(key.shape, rows),
-            context=number,
-        )
-        source = self._stage.pool.source(batch)
-        source.stage()
-        return InFlight(batch, self._contexts[number], source)
+        return staged(self._stage, self._key, [self._zeros(rows)], rows, number)
 
     def _warm_up(self) -> None:
         """Keep the device busy for a while: an idle GPU runs at a lower clock."""

@@ -99,6 +99,29 @@ def scratch_of(stage: Stage) -> Buffer | None:
     return None
 
 
+def staged(
+    stage: Stage, key: BatchKey, each: Sequence[tuple[Array, ...]], rows_run: int = 0, context: int = 0
+) -> InFlight:
+    """Return a batch of made-up requests whose rows are in the slab of a context.
+
+    :param each: the arrays of each request.
+    :param rows_run: the rows to pad the batch to. Default: as few as the model allows.
+    """
+    shapes, rows = stage.shapes, sum(len(arrays[0]) for arrays in each)
+    rows_run = rows_run or shapes.padded_rows(key.shape, rows)
+    batch = trial_batch(
+        key,
+        tuple(Request(len(arrays[0]), key, 0, 0, payload=arrays) for arrays in each),
+        rows=rows,
+        rows_run=rows_run,
+        profile=shapes.profile(key.shape, rows_run),
+        context=context,
+    )
+    source = stage.pool.source(batch)
+    source.stage()
+    return InFlight(batch, stage.pool.contexts[context], source)
+
+
 class Probe:
     """Runs made-up batches on the first context of an engine that is not open yet."""
 
@@ -315,26 +338,14 @@ class Probe:
         """
         if self._cancellation.is_cancelled:
             raise UsageError("made-up rows are not run any more, since the opening was cancelled")
-        shapes, rows = self._stage.shapes, sum(len(arrays[0]) for arrays in each)
-        rows_run = rows_run or shapes.padded_rows(key.shape, rows)
-        batch = trial_batch(
-            key,
-            tuple(Request(len(arrays[0]), key, 0, 0, payload=arrays) for arrays in each),
-            rows=rows,
-            rows_run=rows_run,
-            profile=shapes.profile(key.shape, rows_run),
-            context=0,
-        )
-        source = self._stage.pool.source(batch)
-        source.stage()
-        flight = InFlight(batch, self._context, source)
-        self._context.enqueue(source, flight.events, scratch=self._scratch)
-        flight.wait(f"a batch of {rows} made-up rows", PROBE_S)
+        flight = staged(self._stage, key, each, rows_run)
+        self._context.enqueue(flight.source, flight.events, scratch=self._scratch)
+        flight.wait(f"a batch of {flight.batch.rows} made-up rows", PROBE_S)
         try:
             outputs, _ = flight.outputs()
         except ExecutionError as refused:
             raise NoRowsError(str(refused).removesuffix(f". {ALONE_FIX}")) from refused
-        return [{name: np.array(array) for name, array in own.items()} for own in source.cut(outputs)]
+        return [{name: np.array(array) for name, array in own.items()} for own in flight.source.cut(outputs)]
 
     def _differs(
         self,

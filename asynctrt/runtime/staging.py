@@ -75,8 +75,6 @@ class Layout:
     """Inputs that all rows of a batch share, stored once for each batch."""
     outputs: tuple[TensorSpan | None, ...]
     rows_max: int
-    inputs_nbytes: int
-    """Bytes up to the end of the inputs."""
     nbytes: int
     input_row_nbytes: int
     """Bytes of one row over all inputs."""
@@ -120,7 +118,6 @@ def lay_out(
     input_spans = tuple(placed for spec in with_rows if (placed := span(spec, rows_max)) is not None)
     shared_spans = tuple(placed for spec in shared if (placed := span(spec, 1)) is not None)
     assert len(input_spans) + len(shared_spans) == len(inputs), "inputs determine every symbol that they use"
-    inputs_nbytes = end
     output_spans = tuple(
         None if brings_outputs or spec.dtype.hasobject else span(spec, rows_max) for spec in outputs
     )
@@ -129,7 +126,6 @@ def lay_out(
         shared_spans,
         output_spans,
         rows_max,
-        inputs_nbytes,
         end,
         sum(placed.row_nbytes for placed in input_spans),
         sum(placed.row_nbytes for placed in output_spans if placed is not None),

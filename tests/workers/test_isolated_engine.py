@@ -162,9 +162,8 @@ async def test_what_is_wrong_with_a_call_is_said_at_once():
             await engine.infer(rows(1), priority=7)
         with pytest.raises(InputError, match="isolation='none'"):
             await engine.infer(rows(1), outputs="device")
-        for refused in (engine.slot, engine.tracing):
-            with pytest.raises(UsageError, match="isolation='none'"):
-                refused()
+        with pytest.raises(UsageError, match="isolation='none'"):
+            engine.tracing()
         assert engine.statistics().submitted == 0
 
 
