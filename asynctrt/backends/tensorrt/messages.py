@@ -185,7 +185,7 @@ class TensorRTErrors:
 
     @classmethod
     def logged(cls, texts: Iterable[str]) -> "TensorRTErrors":
-        """Return errors that were logged, of which only the texts are known."""
+        """Return errors that were logged, which have texts and no codes."""
         return cls(tuple(("", text) for text in texts))
 
     def __bool__(self) -> bool:
