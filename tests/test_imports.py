@@ -38,7 +38,6 @@ OPTIONAL = {
     "websockets": {"client/websocket.py", "serving/frames.py"},
     "rich": {"cli/build_terminal.py", "cli/app.py", "loadtest/terminal.py"},  # Two bring it.
     "threadpoolctl": {"cli/demo.py"},
-    "magika": set(),  # The demo reads its files and never imports it.
     "cuda": {"devices/cuda/bindings.py"},
     "tensorrt": set(),  # The adapter imports the flavour that it chose by name.
     "tensorrt_lean": set(),
@@ -130,8 +129,6 @@ def own_names():
 def test_a_layer_sees_those_below_it(name):
     number = next(number for number, layer in enumerate(LAYERS) if name in layer)
     allowed = ONLY.get(name, set().union(*LAYERS[: number + 1]))
-    if name == "loadtest":
-        allowed = allowed | {"cli"}  # `load demo` puts load on the demo's model.
     paths = files(name) or [PACKAGE / f"{name}.py"]
     seen = {other: path for path in paths for other in own(imports(path)) - {name}}
     assert {other: path for other, path in seen.items() if other not in allowed and other.islower()} == {}
@@ -224,7 +221,7 @@ def loaded_by(code):
 
 
 def test_importing_asynctrt_loads_no_runtime_of_a_model():
-    assert not loaded_by("import asynctrt") & {"cuda", "tensorrt", "onnxruntime", "magika", "typer", "rich"}
+    assert not loaded_by("import asynctrt") & {"cuda", "tensorrt", "onnxruntime", "typer", "rich"}
 
 
 def test_importing_the_doubles_loads_none_either():

@@ -271,10 +271,3 @@ def test_a_server_over_all_three_protocols(tmp_path):
             assert run["batches"]["requests"] >= run["answered"]
     finally:
         served.stop()
-
-
-@pytest.mark.tier2
-def test_the_demo():
-    code, out, err = load("demo", "--seconds", "1", "--warmup", "0.2", "--callers", "8")
-    assert code == 0, err
-    assert "8 callers" in out

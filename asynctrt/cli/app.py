@@ -54,7 +54,7 @@ LEVEL_STYLES: Final = {
 """Styles for the first line of the doctor's findings."""
 
 EXAMPLES: Final = {
-    "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --limit 200"),
+    "demo": ("asynctrt demo", "asynctrt demo --seconds 10"),
     "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
     "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open --contexts 8"),
     "serve": (
@@ -221,19 +221,7 @@ def _root(
 
 @app.command()
 def demo(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(help="Use the files in this folder. Default: Python's standard library.", exists=True),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="The most files to identify: a random sample.")] = 500,
     seconds: Annotated[float, _time_option(0.05, "How long each way is measured.")] = 2.5,
-    device: Annotated[str, typer.Option(help="host or cuda:0.")] = "host",
-    dashboard: Annotated[
-        bool | None,
-        typer.Option(
-            "--dashboard/--no-dashboard", help="Serve a dashboard at the end. Default: in a terminal."
-        ),
-    ] = None,
 ) -> None:
     """Show in a minute what asynctrt is for: plain load, overload, callers who leave, poison, shutdown.
 
@@ -249,17 +237,8 @@ def demo(
         note("")
         out.print(text, highlight=False, markup=False)
 
-    model = demonstration.ContentModel.find()
-    course = demonstration.Course(
-        folders=(folder,) if folder else demonstration.default_folders(),
-        limit=limit,
-        seconds=seconds,
-        device=device,
-        dashboard=out.is_terminal if dashboard is None else dashboard,
-        say=say,
-        note=note,
-    )
-    was_interrupted = _run(lambda: course.run(model))
+    course = demonstration.Course(seconds, say, note)
+    was_interrupted = _run(course.run)
     note("")
     _end(was_interrupted)
 
@@ -530,9 +509,9 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     """Measure the throughput and latency of a model or a server under a chosen load.
 
     TARGET is a model to open, model.onnx or module:attribute; a server's model,
-    http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws; or demo, the
-    model of `asynctrt demo` with files of this machine. Of any other address, http://HOST:PORT/PATH or
-    ws://HOST:PORT/PATH, --body says what to send; a coroutine function, module:function, is called.
+    http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws. Of any other
+    address, http://HOST:PORT/PATH or ws://HOST:PORT/PATH, --body says what to send; a coroutine function,
+    module:function, is called.
 
     Times are in seconds, or have a unit: 0.5, 500ms, 1m30s.
 
@@ -592,12 +571,6 @@ LOAD_FLAGS: Final = (
     ),
     ("search", bool, False, "Find the highest rate that meets the --slo."),
     ("precision", float, 0.05, "Relative precision of the rate that a search finds."),
-    (
-        "compare",
-        list[str] | None,
-        None,
-        "Compare with another value, such as max_delay=0.002, in turns: A B A B.",
-    ),
     ("json", Path | None, None, "Write the report to this file as JSON; - is standard output."),
     ("report", Path | None, None, "Write the report to this file: .html with charts, or .csv."),
 )
@@ -635,8 +608,7 @@ def compare(
 ) -> None:
     """Compare two reports that asynctrt load wrote with --json.
 
-    For a sweep, a search or a comparison, the means over all runs of a report are compared. To compare two
-    configurations with confidence intervals, run them in turn: asynctrt load --compare.
+    Of a report with several runs, such as a sweep, the means over all of them are compared.
     """
     from asynctrt.loadtest import command, comparing, terminal  # noqa: PLC0415
 

@@ -1,30 +1,18 @@
-"""`asynctrt demo`: compare an engine with a 30-line batcher, on files of this machine.
-
-The files are identified with the ONNX model that magika ships. Only magika's data is used: the model, its
-configuration and its table of content types. This module makes the inputs from each file's bytes, as the
-configuration specifies.
-"""
+"""`asynctrt demo`: compare an engine with a 30-line batcher, under every load that one meets."""
 
 import asyncio
-import json
 import math
-import random
-import sysconfig
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
-from itertools import chain, islice
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 import asynctrt
 from asynctrt._util import clock
-from asynctrt.errors import AsynctrtError, MissingExtraError
+from asynctrt.errors import MissingExtraError
 from asynctrt.tensors import Array, TensorSpec
 
 try:
@@ -32,18 +20,9 @@ try:
 except ImportError:
     threadpool_limits = None
 
-MAX_ROWS: Final = 4
-"""On a CPU this model is fastest in small batches, as `asynctrt load demo --sweep max_rows=1,4,32` shows."""
-
-LOOKED_AT_MAX: Final = 100_000
-"""The maximum number of entries to look at: a folder may be a whole disk."""
-
-LOAD_FILES: Final = 200
-"""The number of files whose contents `asynctrt load demo` sends."""
-
 CALLERS: Final = 64
 LAYERS_ROWS: Final = 32
-WIDTH: Final = 2048  # The length of the row for one file.
+WIDTH: Final = 2048
 BLOCKED_S: Final = 0.005
 SAME: Final = 1.1
 """The smallest ratio to report: a smaller one may be chance."""
@@ -51,125 +30,20 @@ SAME: Final = 1.1
 HAND: Final = "a batcher by hand"
 ENGINE: Final = "asynctrt"
 ABOUT: Final = (
-    "\nBelow, asynctrt is beside a batcher by hand: the 30 lines that one writes, written well (HandBatcher "
+    "Below, asynctrt is beside a batcher by hand: the 30 lines that one writes, written well (HandBatcher "
     "in asynctrt/cli/demo.py). It takes what waits at once, runs two batches at a time in threads, and skips "
-    f"callers who left. The model has two layers of {WIDTH} by {WIDTH} weights, and the bytes of the files "
-    f"as its input. The ways take turns. A ratio below {SAME} counts as no difference."
+    f"callers who left. The model has two layers of {WIDTH} by {WIDTH} weights. The ways take turns. A ratio "
+    f"below {SAME} counts as no difference."
 )
 NEXT: Final = """
 To try next:
-  asynctrt demo ~/Downloads --dashboard   # your own files, and a dashboard
-  asynctrt load demo --callers 8          # a load test of the model of magika
+  asynctrt serve model.onnx               # your model on a server, with a dashboard
+  asynctrt load model.onnx --callers 8    # a load test of your model
   asynctrt doctor                         # is this machine ready for a GPU?"""
 
 Infer = Callable[..., Awaitable[object]]
 Send = Callable[[], Coroutine[Any, Any, None]]
 Measure = Callable[["Load", float], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class ContentModel:
-    """The model's file, and the format of its input and output."""
-
-    path: Path
-    labels: tuple[str, ...]
-    beg_size: int
-    end_size: int
-    block_size: int
-    padding: int
-    bytes_min: int
-    thresholds: dict[str, float]
-    threshold_default: float
-    overwrite: dict[str, str]
-    texts: frozenset[str]
-
-    @classmethod
-    def find(cls) -> "ContentModel":
-        """Find the model of the installed ``magika``.
-
-        :raises MissingExtraError: if it is not installed.
-        """
-        spec = find_spec("magika")
-        if spec is None or spec.origin is None:
-            raise MissingExtraError("the demo's model comes with magika: pip install 'asynctrt[demo]'")
-        package = Path(spec.origin).parent
-        path = max((package / "models").glob("*/model.onnx"))
-        config: dict[str, Any] = json.loads((path.parent / "config.min.json").read_bytes())
-        kinds: dict[str, Any] = json.loads((package / "config" / "content_types_kb.min.json").read_bytes())
-        return cls(
-            path=path,
-            labels=tuple(config["target_labels_space"]),
-            beg_size=config["beg_size"],
-            end_size=config["end_size"],
-            block_size=config["block_size"],
-            padding=config["padding_token"],
-            bytes_min=config["min_file_size_for_dl"],
-            thresholds=config["thresholds"],
-            threshold_default=config["medium_confidence_threshold"],
-            overwrite=config["overwrite_map"],
-            texts=frozenset(label for label, kind in kinds.items() if kind["is_text"]),
-        )
-
-    def label(self, scores: Array) -> str:
-        """Return the most likely label; or "txt" or "unknown" if the model is not confident."""
-        best = int(scores.argmax())
-        label = self.labels[best]
-        shown = self.overwrite.get(label, label)
-        if scores[best] >= self.thresholds.get(label, self.threshold_default):
-            return shown
-        return "txt" if shown in self.texts else "unknown"
-
-
-def default_folders() -> tuple[Path, ...]:
-    """Return the folders of Python's standard library and of this package."""
-    return Path(sysconfig.get_path("stdlib")), Path(asynctrt.__file__).parent
-
-
-def find_files(folders: Sequence[Path], limit: int) -> list[Path]:
-    """Return up to ``limit`` files below the folders: a random sample, the same each time.
-
-    Files that cannot be accessed are left out, and so is everything after the first :data:`LOOKED_AT_MAX`
-    entries.
-    """
-    found: list[Path] = []
-    for path in islice(chain.from_iterable(folder.rglob("*") for folder in folders), LOOKED_AT_MAX):
-        with suppress(OSError):
-            if path.is_file() and not path.is_symlink():
-                found.append(path)
-    files = sorted(set(found))
-    if len(files) > limit:
-        files = sorted(random.Random(0).sample(files, limit))  # noqa: S311  (a sample, not a secret)
-    return files
-
-
-def read_row(model: ContentModel, path: Path) -> Array | None:
-    """Return the model's input for a file, int32 ``(1, beg_size + end_size)``.
-
-    The input is the beginning and the end of the file, stripped of white space and padded in the middle if
-    bytes are missing. Return ``None`` if the file cannot be read or is too small.
-    """
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            block = min(size, model.block_size)
-            file.seek(0)
-            head = file.read(block).lstrip()[: model.beg_size]
-            file.seek(size - block)
-            tail = file.read(block).rstrip()[-model.end_size :]
-    except OSError:
-        return None
-    if len(head) < model.bytes_min:
-        return None
-    row = np.full((1, model.beg_size + model.end_size), model.padding, np.int32)
-    row[0, : len(head)] = np.frombuffer(head, np.uint8)
-    row[0, row.shape[1] - len(tail) :] = np.frombuffer(tail, np.uint8)
-    return row
-
-
-def read_rows(model: ContentModel) -> Array:
-    """Return the model's inputs for files of this machine, int32 ``(files, beg_size + end_size)``."""
-    rows = (read_row(model, path) for path in find_files(default_folders(), LOAD_FILES))
-    return np.concatenate([row for row in rows if row is not None])
 
 
 class HandBatcher:
@@ -351,62 +225,25 @@ class Course:
     """One run of the demo.
 
     :param seconds: how long to measure each way.
-    :param dashboard: whether to serve the dashboard at the end, until SIGINT or SIGTERM.
     :param say: prints a line.
     :param note: shows the current activity until the next line.
     """
 
-    folders: tuple[Path, ...]
-    limit: int = 500
     seconds: float = 2.5
-    device: str = "host"
-    dashboard: bool = False
     say: Callable[[str], None] = print
     note: Callable[[str], object] = bool
 
-    async def run(self, model: ContentModel) -> None:
+    async def run(self) -> None:
         """Run the demo. Show each result as soon as it is known, even if the demo is cancelled."""
         if threadpool_limits is None:
             raise MissingExtraError("the demo needs threadpoolctl: pip install 'asynctrt[demo]'")
+        rows = np.random.default_rng(0).random((CALLERS, 1, WIDTH), np.float32)
+        layers = Layers()
         # As on a server, several computations share the cores, and more BLAS threads would compete for them.
         with threadpool_limits(1, user_api="blas"):
-            async with asynctrt.open(model.path, device=self.device, max_rows=MAX_ROWS) as files:
-                rows = await self.identify(model, files)
-                if not rows:
-                    return
-                layers, vectors = Layers(), [row.astype(np.float32) / 256 for row in rows]
-                async with layers.open() as engine:
-                    await self._compare(layers, engine, vectors)
-                    self.say(NEXT)
-                    if self.dashboard:
-                        await self._serve({"filetypes": (files, rows), "layers": (engine, vectors)})
-
-    async def identify(self, model: ContentModel, engine: asynctrt.Engine) -> list[Array]:
-        """Identify the files' types with ``await engine.infer``, many at once; return their rows."""
-        paths = await asyncio.to_thread(find_files, self.folders, self.limit)
-        read = await asyncio.to_thread(lambda: [read_row(model, path) for path in paths])
-        rows = [row for row in read if row is not None]
-        labels, waiting = Counter[str](), iter(rows)
-
-        async def caller() -> None:
-            for row in waiting:
-                result = await engine.infer(row)
-                labels[model.label(result[engine.outputs[0].name][0])] += 1
-                self.note(f"identifying files {labels.total():,}/{len(rows):,}")
-
-        try:
-            async with asyncio.TaskGroup() as callers:
-                for _ in range(32):
-                    callers.create_task(caller())
-        finally:
-            if labels:
-                kinds = ", ".join(f"{files:,} {label}" for label, files in labels.most_common(6))
-                others = f" and {len(labels) - 6} other types" if len(labels) > 6 else ""
-                self.say(f"{labels.total():,} files, as the model of magika sees them: {kinds}{others}.")
-                self.say(f"{len(paths) - len(rows):,} files were unreadable or too small.")
-            else:
-                self.say(f"No file could be identified in {', '.join(map(str, self.folders))}.")
-        return rows
+            async with layers.open() as engine:
+                await self._compare(layers, engine, list(rows))
+        self.say(NEXT)
 
     async def _compare(self, layers: Layers, engine: asynctrt.Engine, rows: Sequence[Array]) -> None:
         """Measure each part, alternating the ways, so that other load on the machine affects all of them."""
@@ -483,34 +320,3 @@ class Course:
         if {HAND, ENGINE} <= figures.keys():
             said = ", ".join(map(compared, columns, figures[ENGINE], figures[HAND]))
             self.say(f"  {ENGINE} / by hand: {said}")
-
-    async def _serve(self, engines: Mapping[str, tuple[asynctrt.Engine, Sequence[Array]]]) -> None:
-        """Serve the engines with a dashboard until SIGINT or SIGTERM, under a light load."""
-        from asynctrt.client import connect  # noqa: PLC0415  (it takes long to import)
-        from asynctrt.serving import Repository, Server, ServerSettings  # noqa: PLC0415
-
-        async def ask(name: str, rows: Sequence[Array]) -> None:
-            with suppress(AsynctrtError):  # The server may be full, and it ends before the load does.
-                await client.infer(name, random.choice(rows))  # noqa: S311  (a load, not a secret)
-
-        # Use any free port, and do not warn when something holds up the demo's loop.
-        repository = Repository(ServerSettings(http_port=0, grpc=False, max_pause=60.0))
-        for name, (engine, _) in engines.items():
-            repository.add(name, engine)
-        server = Server(repository)
-        await server.start()
-        tasks = [asyncio.create_task(server.serve())]  # From here on, Ctrl-C ends the server.
-        try:
-            async with connect(server.websocket_url) as client:
-                asks = [partial(ask, name, rows) for name, (_, rows) in engines.items()]
-                tasks.append(asyncio.create_task(offered(math.inf, 50, *asks)))
-                self.say(f"\nThe dashboard, of both models under a light load: {server.http_url}/")
-                self.say(
-                    f"  asynctrt load {server.http_url}/v2/models/layers   # puts load on it\nCtrl-C ends it."
-                )
-                await tasks[0]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            await server.stop()

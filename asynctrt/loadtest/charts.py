@@ -138,7 +138,7 @@ def _rate_latency(report: Report) -> dict[str, Any] | None:
     found: list[tuple[float, float | None, float | None]] = []
     for run in report.runs:
         is_open = run.offered is not None
-        if run.void or report.kind == "compare":
+        if run.void:
             continue
         if is_varied:
             found += [(one.sent if is_open else one.throughput, one.p50, one.p99) for one in run.moments]

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from asynctrt._util import clock
 from asynctrt._util.files import write_whole
-from asynctrt.cli import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.opening import find_modules
@@ -30,9 +29,6 @@ from asynctrt.options import Options
 
 ADDRESS: Final = re.compile(r"[\w.-]+:\d+(/|$)")
 """Matches an address without a scheme, such as ``localhost:8000``."""
-
-DEMO: Final = "demo"
-"""The target name for the model of ``asynctrt demo``, with input files found on this machine."""
 
 NOT_GOOD: Final = 3
 VOID: Final = 4
@@ -75,12 +71,6 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
     """
     settings = {name: given[name] for name in SETTING_NAMES if name in given}
     options = {name: given[name] for name in OPTION_NAMES if name in given}
-    if target == DEMO:
-        model = demo.ContentModel.find()
-        target = str(model.path)
-        options = {"max_rows": demo.MAX_ROWS, **options}
-        if "inputs" not in settings:
-            settings["inputs"] = demo.read_rows(model)
     if ADDRESS.match(target) and not Path(target).exists():
         raise UsageError(
             f"{target!r} is not a file. For a server, give the address of a model, such as "
@@ -103,13 +93,11 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
             f"cannot set {', '.join(options)} for a server: set it where the server is started"
         )
     sweep = dict(_values(text) for text in given.get("sweep", ()))
-    compare = {name: _only(name, values) for name, values in map(_values, given.get("compare", ()))}
     job = LoadJob(
         spec,
         LoadSettings(**settings),
         sweep,
         given.get("search", False),
-        compare,
         given.get("precision", 0.05),
     )
     made = LoadPlan(job, given.get("json"), given.get("report"))
@@ -244,12 +232,6 @@ def _values(text: str) -> tuple[str, list[Any]]:
         doubling = itertools.takewhile(lambda value: value <= high, (low * 2**step for step in range(64)))
         return name, list(doubling)
     return name, [_number(value) for value in values.split(",")]
-
-
-def _only(name: str, values: list[Any]) -> Any:
-    if len(values) != 1:
-        raise OptionsError(f"--compare {name} takes exactly one value, which is compared with the one in use")
-    return values[0]
 
 
 def _number(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""A whole load test (a run, repetitions, a sweep, a search or a comparison) and its report."""
+"""A whole load test (a run, repetitions, a sweep or a search) and its report."""
 
 import dataclasses
 import itertools
@@ -10,20 +10,19 @@ from asynctrt.core.loading import is_attribute
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.criteria import FIGURES
 from asynctrt.loadtest.making import describe_machine, describe_making
-from asynctrt.loadtest.report import Comparison, Interval, Report, Run
+from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.search import Search
 from asynctrt.loadtest.session import LoadCase, LoadSession
 from asynctrt.loadtest.settings import Arrays, LoadSettings
-from asynctrt.loadtest.statistics import interval, ratio_interval
+from asynctrt.loadtest.statistics import interval
 from asynctrt.loadtest.targets import SEND_APART, TargetSpec
 
-Kind = Literal["run", "repeats", "sweep", "search", "compare"]
+Kind = Literal["run", "repeats", "sweep", "search"]
 
 SWEEP_MAX: Final = 1000
 PROBE_S: Final = 1.0
 """Length of the closed-loop probe that determines the first rate of a search."""
 SEARCH_REPEATS: Final = 3
-COMPARE_REPEATS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,6 @@ class LoadJob:
     :param target: a :class:`TargetSpec`, an engine, a target, or an async function.
     :param sweep: values to try in every combination, by the name of a setting or of an engine's option.
     :param search: find the highest rate that holds the slo.
-    :param compare: settings or options of a second configuration; the two run in turn.
     :param precision: the precision of a search, as a share of the rate.
     :raises OptionsError: for values that are invalid or contradict each other.
     """
@@ -42,13 +40,12 @@ class LoadJob:
     settings: LoadSettings
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     search: bool = False
-    compare: Mapping[str, Any] = field(default_factory=dict)
     precision: float = 0.05
 
     def __post_init__(self) -> None:
         settings = self.settings
-        if bool(self.sweep) + self.search + bool(self.compare) > 1:
-            raise OptionsError("sweep, search and compare exclude each other: give only one of them")
+        if self.sweep and self.search:
+            raise OptionsError("sweep and search exclude each other: give only one of them")
         if self.search and not settings.slo:
             raise OptionsError("a search needs an slo, such as p99<20ms")
         if self.search and settings.callers is not None:
@@ -73,15 +70,12 @@ class LoadJob:
             return "sweep"
         if self.search:
             return "search"
-        if self.compare:
-            return "compare"
         return "repeats" if (self.settings.repeats or 1) > 1 else "run"
 
     @property
     def repeats(self) -> int:
         """The number of runs of each case."""
-        usual = {"search": SEARCH_REPEATS, "compare": COMPARE_REPEATS}
-        return self.settings.repeats or usual.get(self.kind, 1)
+        return self.settings.repeats or (SEARCH_REPEATS if self.search else 1)
 
     def cases(self) -> "list[LoadCase]":
         """Return the runs in order; empty for a search, whose runs depend on each other.
@@ -91,9 +85,6 @@ class LoadJob:
         base = LoadCase(self.target, self.settings, _label(self.settings), {})
         if self.search:
             return []
-        if self.compare:
-            other = base.with_values(self.compare, f"B: {_said(self.compare)}")
-            return [replace(base, label="A: as given"), other] * self.repeats
         if not self.sweep:
             return [base] * self.repeats
         values = [
@@ -144,7 +135,6 @@ def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> Rep
         runs=tuple(runs),
         intervals=_intervals(runs) if job.kind in ("run", "repeats") else {},
         search=search.result(job.settings.slo) if search is not None else None,
-        comparison=_comparison(runs) if job.compare else None,
         made=describe_making(),
     )
 
@@ -187,21 +177,6 @@ def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:
         if made is not None:
             found[name] = made
     return found
-
-
-def _comparison(runs: Sequence[Run]) -> Comparison | None:
-    """Return the ratios of B to A over the complete pairs; ``None`` without complete pairs."""
-    # The last A may have no B.
-    turns = zip(runs[::2], runs[1::2], strict=False)
-    pairs = [(a, b) for a, b in turns if a.complete and b.complete]
-    ratios = {}
-    for name in FIGURES:
-        values = [(a.figure(name), b.figure(name)) for a, b in pairs]
-        known = [b / a for a, b in values if a is not None and b is not None and a > 0 and b > 0]
-        made = ratio_interval(known) if len(known) == len(pairs) else None
-        if made is not None:
-            ratios[name] = made
-    return Comparison(pairs[0][0].label, pairs[0][1].label, ratios) if pairs else None
 
 
 def _described(target: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def render(report: Report) -> str:
         target=summary.name_of(report),
         about=summary.about(report),
         banners=summary.banners(report),
-        tiles=summary.tiles(report) if report.comparison is None else [],
+        tiles=summary.tiles(report),
         tiles_of=main.label if is_several and main is not None else "",
         results=summary.results(report),
         charts=drawn,

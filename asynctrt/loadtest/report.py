@@ -201,22 +201,12 @@ class SearchResult:
     """Why the search ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Compare two configurations that ran in turn, A B A B. A ratio is B over A, pair by pair."""
-
-    a: str
-    b: str
-    ratios: Mapping[str, Interval]
-    """The geometric mean of the ratios with its confidence interval, by figure."""
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """Hold all results of one load test; save and show them."""
 
     kind: str
-    """``run``, ``repeats``, ``sweep``, ``search`` or ``compare``."""
+    """``run``, ``repeats``, ``sweep`` or ``search``."""
     target: Mapping[str, Any]
     settings: Mapping[str, Any]
     machine: Mapping[str, Any]
@@ -224,7 +214,6 @@ class Report:
     intervals: Mapping[str, Interval]
     """Confidence intervals over the repetitions, by figure; empty with fewer than two repetitions."""
     search: SearchResult | None = None
-    comparison: Comparison | None = None
     made: Mapping[str, str] = field(default_factory=dict)
     """When (``at``, ISO 8601), where (``host``) and by which ``command`` the report was made."""
 

@@ -107,7 +107,7 @@ class LoadSettings:
         default=None,
         check=count(1).or_none,
         doc="""How often to repeat the run; confidence intervals are then over the repetitions. Default: 1; 3
-        for each rate of a search, 5 for each side of a comparison.""",
+        for each rate of a search.""",
     )
     answer_timeout: float = setting(
         default=10.0,
@@ -282,6 +282,8 @@ REMOVED: Final = {
     "'p99<15ms', offline --callers 256",
     **dict.fromkeys(("burst", "burst_share", "swing", "period", "trace", "trace_speed"), SHAPED),
     **dict.fromkeys(("baseline", "any_machine", "fail_if"), GATED),
+    "compare": "try both values with --sweep and --repeats; or save two reports, for asynctrt compare A.json "
+    "B.json",
     "until": "set seconds or repeats, and look at the report's intervals",
     "pacing": "how the generator waits follows from the target",
     "reader": "make an .npz, .csv or .jsonl of the files, and give that as inputs",

@@ -21,17 +21,6 @@ def interval(values: Sequence[float]) -> Interval | None:
     return Interval(mean, mean - reach, mean + reach, len(values))
 
 
-def ratio_interval(ratios: Sequence[float]) -> Interval | None:
-    """Return the geometric mean of ratios, in which 2 and 0.5 cancel out, with its confidence interval."""
-    if any(ratio <= 0 for ratio in ratios):
-        return None
-    logs = interval([float(np.log(ratio)) for ratio in ratios])
-    if logs is None:
-        return None
-    mean, low, high = (float(np.exp(value)) for value in (logs.mean, logs.low, logs.high))
-    return Interval(mean, low, high, logs.count)
-
-
 def student_t(freedom: int) -> float:
     """Return the value that the size of Student's t exceeds in 5% of cases, to within 0.2%."""
     if freedom <= 2:

@@ -1,13 +1,13 @@
 """The result of a load test in words, key figures and tables, for the page and the terminal. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
 from asynctrt.loadtest.report import Report, Run
 from asynctrt.loadtest.settings import CALLERS_DEFAULT
-from asynctrt.loadtest.views import all_errors, by_label, groups, judged, main_run, number
+from asynctrt.loadtest.views import all_errors, main_run, number
 
 DASH: Final = "\N{EM DASH}"
 TOO_FEW: Final = "too few requests for this percentile"
@@ -76,12 +76,8 @@ def headline(report: Report) -> str:
         if report.search.holds is None:
             return f"No rate was found that holds {slo}"
         return f"{number(report.search.holds)} requests/s hold {slo}"
-    if report.comparison is not None:
-        return _compared(report)
     if not any(run.answered for run in report.runs):
         return "Nothing was answered"
-    if report.kind == "compare":
-        return "No pair of runs was measured"
     # A stopped search has runs but no result.
     is_sweep = report.kind in ("sweep", "search")
     figure = main.figure if is_sweep else report.figure
@@ -91,17 +87,6 @@ def headline(report: Report) -> str:
     if is_sweep:
         return f"At best {rate}" + (f", with {shown}" if shown else "")
     return f"{shown} at {rate}" if shown else rate
-
-
-def _compared(report: Report) -> str:
-    """Return a headline with the significant differences, in percent."""
-    assert report.comparison is not None
-    changes = [
-        f"{name} {ratio.mean - 1:+.1%}".replace("-", "\N{MINUS SIGN}")
-        for name, ratio in report.comparison.ratios.items()
-        if judged(name, ratio.low, ratio.high)
-    ]
-    return f"B against A: {', '.join(changes[:3])}" if changes else "No certain difference between A and B"
 
 
 def name_of(report: Report) -> str:
@@ -124,9 +109,6 @@ def about(report: Report) -> str:
     counts = {"repeats": "repetitions", "sweep": "runs in a sweep", "search": "runs in a search"}
     if report.kind in counts:
         parts.append(f"{len(report.runs)} {counts[report.kind]}")
-    elif report.comparison is not None:
-        names = [group.name for group in groups(report)]
-        parts.append(f"{len(report.runs)} runs in turn, {', '.join(names)}")
     seconds = sorted({round(run.seconds, 1) for run in report.runs})
     if seconds:
         each = " each" if len(report.runs) > 1 else ""
@@ -268,8 +250,17 @@ def tiles(report: Report) -> list[Tile]:
 
 
 def results(report: Report) -> list[Table]:
-    """Return the tables of a search or a comparison."""
-    return [table for table in (_search(report), _comparison(report)) if table is not None]
+    """Return the table of a search's result; none for another kind of load test."""
+    if report.search is None:
+        return []
+    holds, fails = report.search.holds, report.search.fails
+    rows = (
+        ("Highest rate that holds", Cell(_figure("throughput", holds), "" if holds else "no rate held")),
+        ("Lowest rate that does not", Cell(_figure("throughput", fails), "" if fails else "no rate failed")),
+        ("Slo", Cell(", ".join(report.search.slo))),
+        ("Why it ended", Cell(report.search.why)),
+    )
+    return [Table("Search", (), tuple((Cell(name), cell) for name, cell in rows))]
 
 
 def tables(report: Report) -> list[Table]:
@@ -376,35 +367,6 @@ def _inside(report: Report) -> Table | None:
     }
     note = "Times are in ms, memory in MB. Late p99, cores and memory are of the generator."
     return _table("Generator and batches", columns, report, note)
-
-
-def _search(report: Report) -> Table | None:
-    if report.search is None:
-        return None
-    holds, fails = report.search.holds, report.search.fails
-    rows = (
-        ("Highest rate that holds", Cell(_figure("throughput", holds), "" if holds else "no rate held")),
-        ("Lowest rate that does not", Cell(_figure("throughput", fails), "" if fails else "no rate failed")),
-        ("Slo", Cell(", ".join(report.search.slo))),
-        ("Why it ended", Cell(report.search.why)),
-    )
-    return Table("Search", (), tuple((Cell(name), cell) for name, cell in rows))
-
-
-def _comparison(report: Report) -> Table | None:
-    if report.comparison is None:
-        return None
-    a, b = report.comparison.a, report.comparison.b
-    parts = [replace(report, runs=by_label(report).get(label, ())) for label in (a, b)]
-    rows = []
-    for name, ratio in report.comparison.ratios.items():
-        verdict = judged(name, ratio.low, ratio.high)
-        means = [Cell(_figure(name, part.figure(name))) for part in parts]
-        ratios = Cell(f"{ratio.mean:.3f}"), Cell(f"{ratio.low:.3f} to {ratio.high:.3f}")
-        level = {"better": "good", "worse": "bad"}.get(verdict, "")
-        rows.append((Cell(name), *means, *ratios, Cell(verdict or "no certain difference", level=level)))
-    note = f"{a}; {b}. Means over the runs of each."
-    return Table("Comparison", ("Figure", "A", "B", "B over A", "95% interval", "B is"), tuple(rows), note)
 
 
 def _errors(report: Report) -> Table | None:

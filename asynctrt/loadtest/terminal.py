@@ -101,7 +101,7 @@ def show(console: Console, report: Report) -> None:
         console.print(f"[{STYLES[banner.level]}]{_clean(banner.title)}[/]{reasons}", highlight=False)
     for table in (*summary.tables(report), *summary.results(report)):
         console.print(_drawn(console, table))
-    for tile in summary.tiles(report) if report.comparison is None else ():
+    for tile in summary.tiles(report):
         if "95%" in tile.more:
             figure = f"{tile.name}: {tile.value.text} {tile.unit} ({tile.more})"
             console.print(_clean(figure), highlight=False)

@@ -89,13 +89,6 @@ def main_groups(report: Report, *kinds: str) -> list[RunGroup]:
     return [RunGroup("", (main,))] if report.kind in kinds and main is not None else groups(report)
 
 
-def judged(figure: str, low: float, high: float) -> str:
-    """Judge B's figure from the interval of its ratio: ``better``, ``worse``, or empty if uncertain."""
-    if low <= 1 <= high:
-        return ""
-    return "better" if (low > 1) == (figure in ("throughput", "goodput")) else "worse"
-
-
 def sizes(runs: Iterable[Run]) -> dict[int, int]:
     """Return the number of batches by their rows, over all runs."""
     found: dict[int, int] = {}

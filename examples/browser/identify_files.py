@@ -1,15 +1,18 @@
 """Serve a web page that sends files to a model and shows the answers as they arrive, over a websocket.
 
-    pip install 'asynctrt[demo,serve]' starlette uvicorn
+    pip install 'asynctrt[cpu,serve]' magika starlette uvicorn
     python examples/browser/identify_files.py        # then open http://127.0.0.1:8080/
 
-The application is plain Starlette. The engine opens and closes with it; its websocket is one route. The page
-makes the model's rows out of the files itself, so that a file of any size is a message of 8 KiB.
+The model is the one that magika ships. The application is plain Starlette. The engine opens and closes with
+it; its websocket is one route. The page makes the model's rows out of the files itself, so that a file of any
+size is a message of 8 KiB.
 """
 
+import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import uvicorn
@@ -19,17 +22,22 @@ from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route, WebSocketRoute
 
 import asynctrt
-from asynctrt.cli.demo import MAX_ROWS, ContentModel
 from asynctrt.client import JAVASCRIPT
 from asynctrt.serving import websocket_endpoint
 
 HERE = Path(__file__).parent
-model = ContentModel.find()
+spec = find_spec("magika")  # Only its data is used: the model, its configuration and its content types.
+if spec is None or spec.origin is None:
+    raise SystemExit("the model comes with magika: pip install magika")
+MAGIKA = Path(spec.origin).parent
+MODEL = max((MAGIKA / "models").glob("*/model.onnx"))
+CONFIG = json.loads((MODEL.parent / "config.min.json").read_bytes())
+KINDS = json.loads((MAGIKA / "config" / "content_types_kb.min.json").read_bytes())
 
 
 @asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
-    async with asynctrt.open(model.path, max_rows=MAX_ROWS) as app.state.engine:
+    async with asynctrt.open(MODEL, max_rows=4) as app.state.engine:
         yield
 
 
@@ -47,16 +55,16 @@ async def describe(request: Request) -> JSONResponse:
     return JSONResponse(
         {
             "input": request.app.state.engine.inputs[0].name,
-            "beginning": model.beg_size,
-            "end": model.end_size,
-            "block": model.block_size,
-            "padding": model.padding,
-            "least": model.bytes_min,
-            "labels": model.labels,
-            "shown": model.overwrite,
-            "thresholds": model.thresholds,
-            "threshold": model.threshold_default,
-            "texts": sorted(model.texts),
+            "beginning": CONFIG["beg_size"],
+            "end": CONFIG["end_size"],
+            "block": CONFIG["block_size"],
+            "padding": CONFIG["padding_token"],
+            "least": CONFIG["min_file_size_for_dl"],
+            "labels": CONFIG["target_labels_space"],
+            "shown": CONFIG["overwrite_map"],
+            "thresholds": CONFIG["thresholds"],
+            "threshold": CONFIG["medium_confidence_threshold"],
+            "texts": sorted(label for label, kind in KINDS.items() if kind["is_text"]),
         }
     )
 

@@ -10,7 +10,6 @@ from asynctrt.loadtest.criteria import PERCENTILES, latency_target_ms, parse_slo
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import (
     BatchFigures,
-    Comparison,
     ErrorCount,
     Interval,
     Moment,
@@ -250,20 +249,6 @@ def search(slo=("p99<20ms",), rates=(1000, 2000, 4000, 2828, 3364, 3668, 3513, 3
     return make_report(*runs, kind="search", search=result, settings=settings)
 
 
-def compare(pairs=4, a="A: as given", b="B: max_rows=32"):
-    runs = []
-    for n in range(pairs):
-        runs.append(make_run(a, seed=n, base_ms=1.9, rate=1500))
-        runs.append(make_run(b, seed=n + 100, base_ms=1.6, rate=1500))
-    ratios = {
-        "throughput": Interval(1.0012, 0.9958, 1.0066, pairs),
-        "p50": Interval(0.842, 0.826, 0.859, pairs),
-        "p99": Interval(0.861, 0.788, 0.941, pairs),
-        "mean": Interval(0.846, 0.829, 0.864, pairs),
-    }
-    return make_report(*runs, kind="compare", comparison=Comparison(a, b, ratios))
-
-
 def void():
     """One run that the generator did not keep up with, was stopped, and held nothing."""
     run = make_run(
@@ -339,7 +324,6 @@ EVERY = {
         sweep,
         sweep_of_a_setting,
         search,
-        compare,
         void,
         hostile,
         sweep_of_hostile_names,

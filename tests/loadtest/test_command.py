@@ -3,10 +3,8 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from asynctrt.cli import demo
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest import command
 from asynctrt.loadtest.making import describe_machine
@@ -45,16 +43,6 @@ def test_flags_become_a_job(tmp_path):
     assert planned.outputs == [tmp_path / "a.json"]
 
 
-def test_the_demo_is_a_model_and_files():
-    job = command.plan("demo", {}).job
-    assert job.target.where.endswith("model.onnx")
-    assert job.target.options.max_rows == 4
-    (rows,) = job.settings.inputs.values()
-    assert (rows.dtype, rows.shape[1]) == (np.int32, 2048)
-    assert 100 < len(rows) <= demo.LOAD_FILES
-    assert command.plan("demo", {"max_rows": 2}).job.target.options.max_rows == 2
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -64,7 +52,6 @@ def test_the_demo_is_a_model_and_files():
         ({"sweep": ["rate"]}, "has no values"),
         ({"sweep": ["rate=5:1"]}, "the smaller first"),
         ({"sweep": ["rat=1,2"]}, "did you mean 'rate'"),
-        ({"compare": ["max_rows=1,2"]}, "takes exactly one value"),
         ({"slo": ["p98<1ms"]}, "unknown figure 'p98'"),
         ({"slo": ["p99>20ms"]}, "an slo states what is good"),
     ],

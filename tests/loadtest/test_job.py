@@ -1,8 +1,7 @@
-"""Whole load tests: repetitions, sweeps, searches, comparisons, against targets of known behaviour."""
+"""Whole load tests: repetitions, sweeps, searches, against targets of known behaviour."""
 
 import asyncio
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from asynctrt.loadtest.session import LoadSession
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from tests.helpers import WAIT_S, until
-from tests.loadtest import reports
 from tests.loadtest.support import SPEC, Target, at_once
 from tests.models import double_onnx
 
@@ -80,18 +78,6 @@ async def test_a_sweep_is_every_combination(tmp_path):
 
 
 @pytest.mark.tier2
-async def test_a_comparison_takes_turns(tmp_path):
-    path = double_onnx(tmp_path / "double.onnx")
-    report = await loadtest.run(path, callers=16, compare={"max_rows": 1}, repeats=3, **QUICK)
-    assert [run.label[0] for run in report.runs] == ["A", "B"] * 3
-    ratio = report.comparison.ratios["throughput"]
-    pairs = [b.throughput / a.throughput for a, b in zip(report.runs[::2], report.runs[1::2], strict=True)]
-    assert ratio.mean == pytest.approx(np.exp(np.mean(np.log(pairs))))
-    assert ratio.count == 3
-    assert ratio.mean < 1  # One row a batch is slower than sixteen.
-
-
-@pytest.mark.tier2
 async def test_a_search_finds_what_a_target_bears():
     """It refuses beyond 800 a second; a constant rate is refused above that, and not below."""
     capacity = 800
@@ -143,7 +129,7 @@ async def test_a_search_without_a_rate_begins_near_what_callers_get():
         ({"sweep": {"rate": [1] * 2000}}, "at most 1000 are allowed"),
         ({"sweep": {"rate": [100, -1]}}, "not a rate"),
         ({"sweep": {"rat": [100]}}, "did you mean 'rate'"),
-        ({"compare": {"max_rows": 2}}, "cannot set"),
+        ({"sweep": {"max_rows": [2]}}, "cannot set"),
     ],
 )
 async def test_what_cannot_be_done_is_said_before_the_first_run(arguments, says):
@@ -166,17 +152,6 @@ async def test_what_was_cut_short_is_reported():
     assert [run.complete for run in report.runs] == [True, False]
     assert not report.complete
     assert report.intervals == {}  # Of one whole run there is none.
-
-
-def test_a_pair_with_a_run_that_was_cut_short_is_left_out_and_the_others_stay_pairs():
-    """As when the generator gives up B once, in the middle of A B A B."""
-    one = reports.single().runs[0]
-    a, b = replace(one, label="A", throughput=10.0), replace(one, label="B", throughput=5.0)
-    job = LoadJob(TargetSpec("model.onnx"), LoadSettings(), compare={"max_rows": 2})
-    found = make_report(job, [a, replace(b, complete=False), a, b, a, b], None).comparison
-    assert found.ratios["throughput"].mean == pytest.approx(0.5)
-    assert found.ratios["throughput"].count == 2
-    assert (found.a, found.b) == ("A", "B")
 
 
 def test_nothing_at_all_is_no_report():

@@ -13,7 +13,7 @@ import pytest
 from playwright.async_api import async_playwright
 
 from asynctrt.loadtest.page import render
-from asynctrt.loadtest.report import Comparison, ErrorCount, Interval
+from asynctrt.loadtest.report import ErrorCount
 from asynctrt.loadtest.summary import DASH, TOO_FEW, Banner, banners, flat, headline, share, tiles
 from tests.loadtest import reports
 from tests.loadtest.reports import EVERY, IN_TIERS, XSS, make_report, make_run, nothing
@@ -88,7 +88,6 @@ class TestHeadline:
             ("sweep", r"At best 2,998 requests/s, with p99 \d\d\.\d ms"),
             ("search", r"3,438 requests/s hold p99<20ms"),
             ("search_in_vain", r"No rate was found that holds p99<1ms"),
-            ("compare", f"B against A: p50 {MINUS}15.8%, p99 {MINUS}13.9%, mean {MINUS}15.4%"),
             ("few", r"p90 \d\.\d\d ms at 8 requests/s"),
             ("unanswered", "Nothing was answered"),
             ("empty", "Nothing was measured"),
@@ -102,19 +101,11 @@ class TestHeadline:
         runs = [replace(run, latency={"p99": at}) for run, at in zip(runs, (2.0, 4.0), strict=True)]
         assert headline(make_report(*runs, kind="repeats")).startswith("p99 3 ms at")
 
-    def test_a_comparison_that_tells_nothing(self):
-        ratios = {"p99": Interval(0.9, 0.7, 1.1, 4)}
-        report = replace(reports.compare(), comparison=Comparison("a", "b", ratios))
-        assert headline(report) == "No certain difference between A and B"
-
     @pytest.mark.tier2
     def test_what_was_stopped_has_no_result_and_says_what_it_has(self):
         report = replace(reports.search(), search=None)
         assert headline(report).startswith("At best 3,432 requests/s, with p99")
-        report = replace(reports.compare(), comparison=None)
-        assert headline(report) == "No pair of runs was measured"
-        for cut in (report, replace(reports.search(), search=None)):
-            render(cut)
+        render(report)
 
     def test_a_run_without_any_percentile(self):
         run = make_run(latency={})
@@ -128,7 +119,7 @@ class TestBanners:
     def test_what_is_well_is_said_quietly(self):
         assert banners(reports.single()) == [Banner("good", "p99<20ms is held")]
         assert banners(reports.single(slo=())) == []
-        assert banners(reports.sweep()) == banners(reports.search()) == banners(reports.compare()) == []
+        assert banners(reports.sweep()) == banners(reports.search()) == []
 
     def test_all_that_can_be_wrong_with_a_run(self):
         void, stopped, missed, notes = banners(reports.void())
@@ -286,18 +277,6 @@ class TestPage:
         assert Reader(render(make_report(run))).column("Run", "Verdict")[0][0] == "stopped"
         assert Reader(page_of("few")).column("Run", "Verdict")[0][0] == "complete"
 
-    def test_a_comparison(self):
-        report = reports.compare()
-        read = Reader(page_of("compare"))
-        assert [cell for cell, _ in read.column("Figure", "B is")] == ["no certain difference"] + [
-            "better"
-        ] * 3
-        mean = sum(run.latency["p99"] for run in report.runs[::2]) / 4
-        assert read.column("Figure", "A")[2][0] == f"{mean:.2f} ms"
-        assert read.column("Figure", "B over A")[2][0] == "0.861"
-        assert "B: max_rows=32" in read.text
-        assert "Key figures" not in read.text
-
     @pytest.mark.tier2
     def test_a_search(self):
         rows = Reader(page_of("search")).rows
@@ -370,7 +349,7 @@ class TestInBrowser:
         """One loop is enough: what is tested here runs in the browser."""
         return ("asyncio", {"use_uvloop": False})
 
-    @pytest.mark.parametrize("kind", ["search", "compare", "void", "hostile"])
+    @pytest.mark.parametrize("kind", ["search", "sweep", "void", "hostile"])
     async def test_it_shows_its_verdict_and_fits_a_phone(self, chromium, tmp_path, kind):
         path = tmp_path / "report.html"
         path.write_text(page_of(kind), encoding="utf-8")

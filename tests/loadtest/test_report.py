@@ -18,7 +18,6 @@ from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import (
     FORMAT,
     BatchFigures,
-    Comparison,
     ErrorCount,
     Interval,
     Moment,
@@ -164,7 +163,6 @@ WHOLE = make_report(
     kind="search",
     intervals={"p99": Interval(3.0, 2.0, 4.0, 3)},
     search=SearchResult(("p99<20ms",), 100.0, None, "it was stopped"),
-    comparison=Comparison("a", "b", {"p50": Interval(0.9, 0.8, 1.0, 5)}),
 )
 
 

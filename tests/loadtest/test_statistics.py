@@ -12,7 +12,6 @@ from scipy.special import stdtrit
 from asynctrt.loadtest.statistics import (
     CONFIDENCE,
     interval,
-    ratio_interval,
     requests_least,
     student_t,
 )
@@ -55,7 +54,6 @@ def test_students_t(freedom):
 @pytest.mark.parametrize("values", [[], [3.0]])
 def test_one_value_has_no_interval(values):
     assert interval(values) is None
-    assert ratio_interval(values) is None
 
 
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.tier2) for count in (5, 30))])
@@ -74,40 +72,6 @@ def test_an_interval_follows_the_unit_and_the_origin(values, scale, shift):
     assert other.mean == pytest.approx(one.mean * scale + shift, abs=1e-9 * size)
     assert other.low == pytest.approx(one.low * scale + shift, abs=1e-7 * size)
     assert other.high == pytest.approx(one.high * scale + shift, abs=1e-7 * size)
-
-
-ratios = st.lists(st.floats(0.01, 100), min_size=2, max_size=12)
-
-
-@settings(deadline=None)
-@given(ratios)
-def test_ratios_the_other_way_round_are_as_far_from_one(values):
-    """B over A says the same as A over B."""
-    one, other = ratio_interval(values), ratio_interval([1 / value for value in values])
-    assert other.mean == pytest.approx(1 / one.mean, rel=1e-9)
-    assert other.low == pytest.approx(1 / one.high, rel=1e-6)
-    assert other.high == pytest.approx(1 / one.low, rel=1e-6)
-    assert one.low <= one.mean <= one.high or one.high - one.low < 1e-9
-    assert one.count == len(values)
-
-
-@pytest.mark.parametrize(
-    ("values", "mean"), [([2, 0.5], 1), ([4, 1], 2), ([1, 10, 100], 10), ([0.9, 0.9], 0.9), ([3, 3, 3], 3)]
-)
-def test_the_mean_of_ratios_is_geometric(values, mean):
-    assert ratio_interval(values).mean == pytest.approx(mean)
-
-
-@pytest.mark.parametrize("values", [[1, 0], [2, -1], [0, 0]])
-def test_what_is_no_ratio(values):
-    assert ratio_interval(values) is None
-
-
-@pytest.mark.tier2
-def test_an_interval_of_ratios_has_the_truth_in_it_as_often_as_it_says():
-    rng = np.random.default_rng(1)
-    share, reach = coverage(lambda: ratio_interval(rng.lognormal(np.log(1.2), 0.3, 5)), 1.2)
-    assert share == pytest.approx(CONFIDENCE, abs=reach)
 
 
 # ---- how many may be over

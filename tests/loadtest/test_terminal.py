@@ -37,7 +37,7 @@ def window(latency_ms, errors=0):
     return made
 
 
-KINDS = ["single", "repeats", "sweep", "search", "compare", "void", "few", "unanswered", "empty"]
+KINDS = ["single", "repeats", "sweep", "search", "void", "few", "unanswered", "empty"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -76,7 +76,7 @@ def test_intervals_are_those_over_the_repetitions():
     report = reports.repeats()
     within = report.intervals["p99"]
     assert f"(95%: {within.low:.2f} to {within.high:.2f})\n" in shown(report)
-    assert "95%:" not in shown(reports.compare())
+    assert "95%:" not in shown(reports.single())
 
 
 def test_what_servers_say_is_no_markup():

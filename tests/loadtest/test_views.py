@@ -8,7 +8,6 @@ from asynctrt.loadtest.views import (
     GROUPS_MAX,
     MARKS,
     groups,
-    judged,
     main_run,
     marks_for,
     number,
@@ -90,13 +89,6 @@ class TestGroups:
         assert [group.name for group in groups(reports.single())] == [""]
         assert groups(reports.empty()) == []
 
-    def test_a_comparison_has_two_by_their_labels(self):
-        report = reports.compare()
-        first, second = groups(report)
-        assert (first.name, second.name) == ("A: as given", "B: max_rows=32")
-        assert {run.label for run in first.runs} == {"A: as given"}
-        assert len(second.runs) == 4
-
     def test_of_many_some_are_shown(self):
         report = reports.long_sweep()
         shown = groups(report)
@@ -114,14 +106,6 @@ class TestGroups:
     def test_a_search_is_in_the_order_of_its_rates(self):
         rates = [group.runs[0].offered for group in groups(reports.search())]
         assert rates == sorted(rates)
-
-
-def test_what_is_better():
-    assert (
-        judged("p99", 0.8, 0.9) == judged("throughput", 1.1, 1.2) == judged("goodput", 1.1, 1.2) == "better"
-    )
-    assert judged("p99", 1.1, 1.2) == judged("throughput", 0.8, 0.9) == judged("errors", 1.1, 9) == "worse"
-    assert judged("p99", 0.9, 1.1) == judged("p99", 1.0, 1.1) == judged("throughput", 0.9, 1) == ""
 
 
 def test_sizes_of_batches_add_up():
