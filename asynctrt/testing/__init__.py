@@ -1,7 +1,7 @@
 """Doubles for an application's own tests, verified by the same contract suite as the real devices.
 
 ``LatchDevice`` is a device whose batches end when the test releases them; ``serve_locally`` runs a server on
-a free port; ``asynctrt.testing.plugin`` provides both as pytest fixtures.
+a free port.
 """
 
 from typing import TYPE_CHECKING, Any
