@@ -56,7 +56,7 @@ LEVEL_STYLES: Final = {
 EXAMPLES: Final = {
     "demo": ("asynctrt demo", "asynctrt demo --seconds 10"),
     "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
-    "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open --contexts 8"),
+    "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open"),
     "serve": (
         "asynctrt serve model.onnx --max-rows 32 --max-delay 0.002",
         "asynctrt serve classifier=model.plan --device cuda:0 --tokens-file tokens",
@@ -282,10 +282,6 @@ def _inspect(
     device: Annotated[
         str | None, typer.Option(help="Where to open it. Default: cuda:0 for a plan, or host.")
     ] = None,
-    contexts: Annotated[
-        int | None, typer.Option(min=1, help="Contexts of the engine whose memory is estimated.")
-    ] = None,
-    arenas: Annotated[int, typer.Option(min=1, help="Arenas that they share.")] = 1,
     tensorrt: Annotated[
         list[str] | None, typer.Option(help="How a plan is opened: NAME=VALUE, once for each.")
     ] = None,
@@ -297,8 +293,8 @@ def _inspect(
     """Show what can be known of a model: tensors and their names, versions, sizes, weights, batching.
 
     Nothing is run unless you say --open, and then a refusal is shown with all else that is known: asynctrt
-    inspect model.onnx, or asynctrt inspect model.plan --open --contexts 8. The exit status is 1 if the file
-    cannot be read or opened.
+    inspect model.onnx, or asynctrt inspect model.plan --open. The exit status is 1 if the file cannot be read
+    or opened.
     """
     path = Path(file)
     options = Options(tensorrt=tensorrt, onnx=onnx)  # type: ignore[arg-type]  # Their checks convert them.
@@ -306,7 +302,7 @@ def _inspect(
     opened, refusal = None, None
     if open_it:
         try:
-            opened = open_file(path, device, contexts=contexts, arenas=arenas, options=options)
+            opened = open_file(path, device, options=options)
         except AsynctrtError as error:
             refusal = error
     if as_json:

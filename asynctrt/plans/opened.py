@@ -1,7 +1,6 @@
 """Inspection of a model that a runtime has opened. For a plan, opening runs its code."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,35 +45,6 @@ class OpenedProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """An estimate of the device memory of an engine with this model."""
-
-    contexts: int
-    arenas: int
-    weights_nbytes: int
-    context_nbytes: int
-    """The memory held by one context, measured on one."""
-    arena_nbytes: int
-    """The enqueue memory of one arena, for the widest profile."""
-    slab_nbytes: int | None
-    """The inputs and outputs of one context's largest batch; ``None`` if an output dimension is unknown."""
-
-    @property
-    def total_nbytes(self) -> int:
-        """The total, as far as known."""
-        return self._total(self.arenas)
-
-    @property
-    def total_without_sharing_nbytes(self) -> int:
-        """The total with an arena for each context."""
-        return self._total(self.contexts)
-
-    def _total(self, arenas: int) -> int:
-        each = self.context_nbytes + (self.slab_nbytes or 0)
-        return self.weights_nbytes + self.contexts * each + arenas * self.arena_nbytes
-
-
-@dataclass(frozen=True, slots=True)
 class Opened:
     """A model as described by its runtime."""
 
@@ -93,22 +63,18 @@ class Opened:
     is_capturable: bool | None = None
     """Whether batches can be captured into CUDA graphs, as far as the library says without trying."""
     lanes: Mapping[int, int] = field(default_factory=dict)
-    """How many batches compute in parallel, by the largest size that does, with the contexts of the memory
-    estimate; empty on the host."""
+    """How many batches compute in parallel, by the largest size that does; empty on the host."""
     lane_rates: tuple[tuple[int, int, float], ...] = ()
     """What that follows from: the rows of a batch, how many computed in parallel, and rows per second."""
     specialises: bool = False
     """Whether shapes of rows that recur get separate contexts that are specialised for their sizes."""
     engine: EngineDetails | None = None
-    memory: MemoryEstimate | None = None
 
 
 def open_file(
     path: Path,
     device: str | Device | None = None,
     *,
-    contexts: int | None = None,
-    arenas: int = 1,
     options: Options | None = None,
 ) -> Opened:
     """Open a model with its runtime, and return the runtime's description. Blocks.
@@ -116,24 +82,16 @@ def open_file(
     Opening a plan runs its code: do it only with plans that you trust.
 
     :param device: the device. Default: ``cuda:0`` for a plan, ``host`` for an ONNX model.
-    :param contexts: the number of contexts for the memory estimate. Default: the device's default.
-    :param arenas: the number of blocks of enqueue memory that these contexts share.
     :param options: ``tensorrt`` says how a plan is loaded, and ``onnx`` how an ONNX model is.
     :raises ModelError, DeviceUnavailableError, DeviceMemoryError, MissingExtraError: as when an engine is
         opened.
-    :raises OptionsError: if there are more arenas than contexts, or none.
+    :raises OptionsError: for the option ``onnx`` with a plan.
     """
     options = options or Options()
     is_a_plan = is_plan(read_beginning(path))
     device = device or ("cuda:0" if is_a_plan else "host")
     found = find_device(device)
     try:
-        contexts = found.contexts_default if contexts is None else contexts
-        if not 1 <= arenas <= contexts:
-            raise OptionsError(
-                f"{arenas} arenas for {contexts} contexts: there must be at least one, and no more than "
-                "contexts, as an arena serves one batch at a time"
-            )
         tensorrt = options.tensorrt
         assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
         onnx = options.onnx
@@ -147,8 +105,8 @@ def open_file(
             else load_model(path, found, tensorrt, onnx=onnx)
         )
         try:
-            tried = _try_batching(model, found, options, contexts)
-            description = describe(model, found, contexts, arenas)
+            tried = _try_batching(model, found, options)
+            description = describe(model, found)
             varies = not all(spec.is_fixed for spec in model.inputs)
             specialises = varies and is_specialisable(model)
             return dataclasses.replace(description, **tried, specialises=specialises)
@@ -159,10 +117,11 @@ def open_file(
             found.close()
 
 
-def _try_batching(model: Model, device: Device, options: Options, contexts: int) -> dict[str, Any]:
+def _try_batching(model: Model, device: Device, options: Options) -> dict[str, Any]:
     """Run made-up rows, as opening an engine does; return the conclusions about batches."""
     settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None, onnx=None)
     if device.is_pipelined:  # Batches side by side take other times if they are graphs.
+        contexts = options.contexts or device.contexts_default
         settings = dataclasses.replace(settings, contexts=contexts, graphs=options.graphs)
     try:
         parts = build_on(model, device, settings, None)
@@ -176,7 +135,7 @@ def _try_batching(model: Model, device: Device, options: Options, contexts: int)
     }
 
 
-def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened:
+def describe(model: Model, device: Device) -> Opened:
     """Return the runtime's description of an open model."""
     fixed = model.capabilities.rows_fixed
     inputs, outputs = _tensors(model.inputs), _tensors(model.outputs)
@@ -184,7 +143,9 @@ def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened
         return Opened(
             model.platform, device.name, inputs, outputs, (fixed or 1, fixed or model.capabilities.rows_max)
         )
-    signature = model.signature
+    signature, details = model.signature, model.details()
+    if details.weights_nbytes is None:
+        details = dataclasses.replace(details, weights_nbytes=model.weights_nbytes)
     return Opened(
         runtime=model.flavour.title,
         device=" ".join(filter(None, (device.name, device.gpu))),
@@ -201,46 +162,9 @@ def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened
         ),
         unbound=signature.unbound,
         is_capturable=model.capabilities.is_capturable,
-        engine=model.details(),
-        memory=_memory(model, device, contexts, arenas),
+        engine=details,
     )
 
 
 def _tensors(specs: Sequence[TensorSpec]) -> tuple[OpenedTensor, ...]:
     return tuple(OpenedTensor(spec.name, spec.dtype.name, spec.shape("rows")) for spec in specs)
-
-
-def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) -> MemoryEstimate:
-    contexts = min(contexts, model.capabilities.contexts_max or contexts)
-    before = model.memory_statistics().held_nbytes
-    context = model.create_context(device)
-    try:
-        kept = max(0, model.memory_statistics().held_nbytes - before)
-    finally:
-        context.close()
-    return MemoryEstimate(
-        contexts,
-        min(arenas, contexts),
-        model.weights_nbytes,
-        kept,
-        model.capabilities.enqueue_nbytes,
-        slab_nbytes=_slab(model),
-    )
-
-
-def _slab(model: TensorRTModel) -> int | None:
-    """Return the bytes of inputs and outputs of the largest batch of any profile; ``None`` if unknown."""
-    sizes = []
-    for profile in model.signature.profiles:
-        symbols: dict[str, int] = {}
-        for spec, (_, _, largest) in zip(model.inputs, profile.shapes, strict=True):
-            named = zip(spec.dims, largest[1:], strict=True)
-            symbols |= {dim: size for dim, size in named if isinstance(dim, str)}
-        nbytes = 0
-        for spec in (*model.inputs, *model.outputs):
-            dims = spec.resolve(symbols)
-            if dims is None:
-                return None
-            nbytes += profile.rows_max * math.prod(dims) * spec.dtype.itemsize
-        sizes.append(nbytes)
-    return max(sizes)

@@ -4,9 +4,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from asynctrt._util.validation import printable
+from asynctrt.backends.tensorrt.details import EngineDetails
 from asynctrt.backends.tensorrt.manifest import Manifest
 from asynctrt.devices.base import mib
-from asynctrt.plans.opened import MemoryEstimate, Opened
+from asynctrt.plans.opened import Opened
 from asynctrt.plans.plan_file import PlanFile
 
 if TYPE_CHECKING:  # It needs an optional package.
@@ -68,7 +70,7 @@ def lines_of_opened(opened: Opened) -> Iterator[str]:
             yield from _row("", name)
         if len(engine.layer_names) > LAYERS_MAX:
             yield from _row("", f"and {len(engine.layer_names) - LAYERS_MAX} more: --json has all")
-        yield from _row("weights", _weights(opened))
+        yield from _row("weights", _weights(engine))
         yield from _row(
             "built for",
             f"hardware compatibility {engine.hardware_compatibility}, runtime {engine.capability}",
@@ -82,8 +84,6 @@ def lines_of_opened(opened: Opened) -> Iterator[str]:
             "recurring ones get sessions specialised for their sizes, as CUDA graphs where possible; "
             "onnx={'shapes': {...}} names some beforehand",
         )
-    if opened.memory is not None:
-        yield from _memory(opened.memory)
 
 
 def _lanes(opened: Opened) -> Iterator[str]:
@@ -176,33 +176,12 @@ def _operators(operators: Mapping[str, int]) -> str:
     )
 
 
-def _weights(opened: Opened) -> str:
-    engine, memory = opened.engine, opened.memory
-    assert engine is not None, "only engines report weights"
-    total = engine.weights_nbytes
-    if total is None and memory is not None:
-        total = memory.weights_nbytes
-    said = [mib(total) if total is not None else "unknown"]
+def _weights(engine: EngineDetails) -> str:
+    said = ["unknown" if engine.weights_nbytes is None else mib(engine.weights_nbytes)]
     if engine.stripped_nbytes:
         said.append(f"{mib(engine.stripped_nbytes)} stripped")
     said.append("can be refitted" if engine.is_refittable else "cannot be refitted")
     return ", ".join(said)
-
-
-def _memory(memory: MemoryEstimate) -> Iterator[str]:
-    slab = "slabs of unknown size" if memory.slab_nbytes is None else f"a slab of {mib(memory.slab_nbytes)}"
-    yield from _row(
-        "memory",
-        f"{_count(memory.contexts, 'context')} on {_count(memory.arenas, 'arena')}: "
-        f"{mib(memory.total_nbytes)} = weights {mib(memory.weights_nbytes)}, each context "
-        f"{mib(memory.context_nbytes)} and {slab}, each arena {mib(memory.arena_nbytes)}",
-    )
-    if memory.arenas < memory.contexts:
-        yield from _row("", f"with an arena for each context: {mib(memory.total_without_sharing_nbytes)}")
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _tensor(name: str, dtype: str, dims: Iterable[Any] | None) -> str:
@@ -215,8 +194,7 @@ def _shape(dims: Iterable[Any]) -> str:
 
 def _row(label: str, text: str) -> list[str]:
     return textwrap.wrap(
-        # Names come from untrusted files: they must not move the cursor or change colours.
-        "".join(character if character.isprintable() else "\ufffd" for character in text),
+        printable(text),  # Names come from untrusted files.
         WIDTH,
         initial_indent=label.ljust(LABEL),
         subsequent_indent=" " * LABEL,

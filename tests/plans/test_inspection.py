@@ -96,7 +96,7 @@ def test_the_command(tmp_path):
     assert report["file"]["digest"] == inspect(path).digest
     status, _, err = command(tmp_path / "missing.onnx")
     assert (status, "ModelNotFoundError: there is no file" in err) == (1, True)
-    status, _, err = command(path, "--open", "--arenas", "99", "--contexts", "2")
+    status, _, err = command(path, "--open", "--onnx", "nonsense=1")
     assert (status, "OptionsError" in err) == (1, True)
 
 
