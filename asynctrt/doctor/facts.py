@@ -40,7 +40,6 @@ class Facts:
     """The minimum versions of the packages that asynctrt requires."""
     driver: ProbeOutcome
     nvml: ProbeOutcome
-    kernel_log: ProbeOutcome
     packages: Mapping[str, ProbeOutcome]
     """The outcome of importing each package of TensorRT and each of ``PACKAGES``."""
     engines: Mapping[str, ProbeOutcome]
@@ -77,7 +76,7 @@ def gather(
 
     # In exclusive mode a GPU accepts one process at a time, so probes that use it run alone.
     with ThreadPoolExecutor(CHILDREN_MAX) as pool, ThreadPoolExecutor(1) as alone:
-        nvml, kernel_log = pool.submit(run, "nvml"), pool.submit(run, "kernel_log")
+        nvml = pool.submit(run, "nvml")
         driver = run("driver")
         gpus = [f"cuda:{ordinal}" for ordinal in range(len(driver.value["devices"]) if driver.value else 0)]
         # Without a GPU, no TensorRT runtime can be made; the findings about the driver cover that.
@@ -100,7 +99,6 @@ def gather(
             needed=_needed(),
             driver=driver,
             nvml=nvml.result(),
-            kernel_log=kernel_log.result(),
             packages={name: future.result() for name, future in packages.items()},
             engines={name: future.result() for name, future in engines.items()},
         )

@@ -81,7 +81,6 @@ HEALTHY = Facts(
     needed={"numpy": "1.26"},
     driver=driver(),
     nvml=nvml(),
-    kernel_log=answered({"xids": {}}),
     packages={
         "tensorrt": package("11.4.0.106"),
         "tensorrt_lean": MISSING,

@@ -98,8 +98,6 @@ FAULTS = [
     ("gpu.hardware", E, with_nvml(remapped=[0, 8, 1, 1])),
     ("gpu.exclusive", W, with_gpu(compute_mode=3)),
     ("gpu.prohibited", E, with_gpu(compute_mode=2)),
-    ("gpu.faults", W, lambda: report(kernel_log=answered({"xids": {"31 PCI:0000:01:00": 2}}))),
-    ("gpu.faults", N, lambda: report(kernel_log=failed("PermissionError: ..."))),
     # Packages.
     ("python", W, lambda: report(python="3.15.0")),
     ("packages", E, lambda: report(distributions={"numpy": "1.25.2"})),

@@ -7,7 +7,7 @@ import pytest
 
 from asynctrt.devices.host import HostDevice
 from asynctrt.doctor.children import Ending, ask
-from asynctrt.doctor.probes import driver, engine, kernel_log, nvml, package
+from asynctrt.doctor.probes import driver, engine, nvml, package
 from tests.doctor.support import compiled
 
 WAIT_S = 20
@@ -176,16 +176,6 @@ def test_a_package_that_is_missing_or_broken(tmp_path):
     )
 
 
-def test_faults_in_the_log_of_the_kernel(tmp_path):
-    log = tmp_path / "kmsg"
-    log.write_text(
-        "4,1,2,-;NVRM: Xid (PCI:0000:3b:00): 31, pid=1, name=python, Ch 00000008\n"
-        "4,1,2,-;NVRM: Xid (PCI:0000:3b:00): 31, pid=2\n6,1,2,-;usb: something else\n"
-        "4,1,2,-;NVRM: Xid (PCI:0000:3c:00): 79, GPU has fallen off the bus.\n"
-    )
-    assert kernel_log.probe(str(log)) == {"xids": {"31 PCI:0000:3b:00": 2, "79 PCI:0000:3c:00": 1}}
-
-
 def test_a_package_that_crashes_as_it_is_imported(tmp_path):
     source = "__attribute__((constructor)) void start() { *(volatile int *)8 = 1; }"
     library = compiled(tmp_path, "libnvinfer.so.10", source)
@@ -213,6 +203,6 @@ def test_an_engine_on_the_host_and_in_a_worker(name):
 
 def test_probes_that_look_at_the_machine_need_no_other_package():
     """They say what is wrong even where a package is broken."""
-    for module in (driver, kernel_log, nvml, package):
+    for module in (driver, nvml, package):
         names = {name.split(".")[0] for name in vars(module) if name in sys.modules}
         assert names <= set(sys.stdlib_module_names)

@@ -1,4 +1,4 @@
-"""The GPUs: memory, MIG, exclusive mode, faults of memory and of programs."""
+"""The GPUs: memory, MIG, exclusive mode, faults of memory."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -15,9 +15,6 @@ FULL_SHARE: Final = 0.1
 EXCLUSIVE: Final = (1, 3)
 """``EXCLUSIVE`` of old drivers, and ``EXCLUSIVE_PROCESS``."""
 PROHIBITED: Final = 2
-
-HARDWARE_XIDS: Final = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120})
-"""Faults whose likely cause is the hardware: memory, NVLink, the bus, the GPU's internal processors."""
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -44,7 +41,6 @@ def check(facts: Facts) -> Iterator[Finding]:
                 f"{name} is in exclusive mode: a second process, such as a server's successor, is refused",
                 "nvidia-smi -c DEFAULT; or keep it, and let the processes share the GPU through MPS",
             )
-    yield from _faults(facts)
 
 
 def _of_one(name: str, gpu: dict[str, Any]) -> Iterator[Finding]:
@@ -82,18 +78,3 @@ def _of_one(name: str, gpu: dict[str, Any]) -> Iterator[Finding]:
             f"{name}: {corrected + uncorrected} bad rows of its memory (ECC) were replaced{rest}",
             "Reset the GPU or restart the machine; have the GPU replaced if rows cannot be replaced any more",
         )
-
-
-def _faults(facts: Facts) -> Iterator[Finding]:
-    """Yield findings about the faults that the driver has written to the kernel's log."""
-    if not facts.kernel_log.has_answered:
-        what = f"Faults of the GPUs (Xid) are unknown: {facts.kernel_log.said}"
-        yield note("gpu.faults", what, "dmesg | grep Xid, as root on the machine itself")
-        return
-    for key, count in facts.kernel_log.value["xids"].items():
-        number, _, gpu = key.partition(" ")
-        cause, fix = "a program, which then loses the GPU (DeviceLostError)", "Find it with compute-sanitizer"
-        if int(number) in HARDWARE_XIDS:
-            cause, fix = "the hardware", "Check nvidia-smi -q -d ECC,ROW_REMAPPER; have the GPU examined"
-        what = f"The kernel's log has Xid {number} of {gpu}, {count} times. The likely cause is {cause}"
-        yield warning("gpu.faults", what, fix)
