@@ -42,6 +42,11 @@ PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
+_STAGES: Final = "give the rate as stages and ramps, such as 100@9s,500@1s"
+_GATE: Final = (
+    "give an slo, as p99<20ms; for a change, save both reports, and run asynctrt compare A.json B.json "
+    "--fail-if 'p99>+10%'"
+)
 REMOVED_OPTIONS: Final = {
     "arena_size": "every arena has room for the largest batch of any profile",
     "batch_axis": "onnx={'batch_axis': {...}} says so of an ONNX model",
@@ -66,8 +71,22 @@ REMOVED_OPTIONS: Final = {
     "suspendable": "close the engine to free its memory, and open it again; a server does so when a model is "
     "unloaded and loaded",
     "urgent_share": "device.partition(0.25) gives two parts of a device, for two engines on one model",
+    "warmup": "models are ready to run when they are open",
+    # Settings of load tests.
+    "compare": "try both values with --sweep and --repeats, or save two reports for asynctrt compare",
+    "png": "--report FILE.html writes a page with the charts",
+    "scenario": "single-stream is --callers 1, multi-stream --callers 1 --rows 8, server --rate 500 --slo "
+    "'p99<15ms', offline --callers 256",
+    **dict.fromkeys(("burst", "burst_share", "swing", "period", "trace", "trace_speed"), _STAGES),
+    **dict.fromkeys(("baseline", "any_machine", "fail_if"), _GATE),
+    "until": "set seconds or repeats, and look at the report's intervals",
+    "pacing": "how the generator waits follows from the target",
+    "reader": "make an .npz, .csv or .jsonl of the files, and give that as inputs",
+    "reference": "save the answers that count as right as an .npz, and give that as expect, with inputs",
+    "uncorrected": "latency always counts from when a request was due",
+    "trace_batches": "open the engine yourself, and load it inside of engine.tracing()",
 }
-"""Options that only earlier releases had, each with its replacement."""
+"""Options and settings that only earlier releases had, each with its replacement."""
 
 
 @dataclass(frozen=True, slots=True)

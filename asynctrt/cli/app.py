@@ -13,7 +13,7 @@ import anyio
 
 import asynctrt
 from asynctrt._util.process import DEVICE_LOST
-from asynctrt._util.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SHORT_FLAGS, nearest_name
+from asynctrt._util.synonyms import ALL_SYNONYMS, SHORT_FLAGS, nearest_name
 from asynctrt._util.validation import REMOVED_OPTIONS, docs_of, printable, removed, seconds_of
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.signatures import VARIABLE as ALLOWED_SIGNERS
@@ -22,7 +22,6 @@ from asynctrt.cli.environment import check_values, misspelt
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
-from asynctrt.loadtest.settings import REMOVED as REMOVED_OF_LOAD
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
 from asynctrt.plans.inspection import as_json as as_plain
@@ -77,12 +76,8 @@ REMOVED: Final = {
     "verify": "Use `ssh-keygen -Y verify -n asynctrt -f ALLOWED_SIGNERS -I NAME -s PLAN.sig < PLAN`.",
     "env": "A flag of `asynctrt serve` is also a variable: --http-port is ASYNCTRT_SERVE_HTTP_PORT.",
     "simulate": "Use `asynctrt load`, which measures the engine itself.",
-    "load --png": "Use --report FILE.html, which writes a page with the charts.",
-    "serve --warmup": "Models are ready to run when they are open.",
-    "build --key": "Sign the plan that was built: ssh-keygen -Y sign -n asynctrt -f KEY PLAN",
-    **{f"load --{name.replace('_', '-')}": f"Instead: {text}" for name, text in REMOVED_OF_LOAD.items()},
 }
-"""Removed commands and flags, with their replacements."""
+"""Removed commands, with their replacements."""
 
 
 def _seconds(given: Any) -> float:
@@ -157,18 +152,8 @@ class _Command(typer.core.TyperCommand):
         except Exception as error:
             # Compare names: depending on typer's version, the class is from click or from typer's copy of it.
             if type(error).__name__ == "NoSuchOption":
-                _refuse_removed(f"{ctx.info_name} {error.option_name}")  # type: ignore[attr-defined]
                 _suggest(error, [name for item in self.params if (name := item.name)])
             raise
-
-
-def _refuse_removed(name: str) -> None:
-    """Refuse a removed command or flag.
-
-    :raises UsageError: if it was removed; the message names the replacement.
-    """
-    if name in REMOVED:
-        raise UsageError(f"`asynctrt {name}` was removed. {REMOVED[name]}")
 
 
 def _suggest(error: Any, names: list[str]) -> None:
@@ -180,9 +165,6 @@ def _suggest(error: Any, names: list[str]) -> None:
         return
     meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS, 0.75)
     error.possibilities = [_flag_of(meant)] if meant else []
-    of_load = nearest_name(given, list(_load_signature().parameters), COMMAND_SYNONYMS, 1.0)
-    if meant is None and of_load is not None:
-        error.message += f". asynctrt load has {_flag_of(of_load)}"
 
 
 def _flag_of(name: str) -> str:
@@ -201,7 +183,9 @@ def main() -> None:
     """Run the command. Show an asynctrt error as its message, without a traceback."""
     prepare()
     try:
-        _refuse_removed("".join(sys.argv[1:2]))
+        command = "".join(sys.argv[1:2])
+        if command in REMOVED:
+            raise UsageError(f"`asynctrt {command}` was removed. {REMOVED[command]}")
         app()
     except AsynctrtError as error:
         err.print(

@@ -12,7 +12,7 @@ from asynctrt.errors import UsageError
 from asynctrt.loadtest.job import LoadJob, carry_out
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
-from asynctrt.loadtest.settings import LoadSettings, RunSettings, check_not_removed
+from asynctrt.loadtest.settings import LoadSettings, RunSettings
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options
@@ -64,7 +64,6 @@ async def run(
     :raises AsynctrtError: the target's own error, if it refuses the first request.
     """
     given: dict[str, Any] = dict(settings)  # With wider types than the settings have.
-    check_not_removed(given)
     check_names(given, SETTING_NAMES, "setting of a load test", synonyms=ALL_SYNONYMS)
     if isinstance(target, str | Path):
         target = TargetSpec(

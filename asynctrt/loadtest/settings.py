@@ -1,6 +1,6 @@
 """The settings of a load test. The command's flags have the same names."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
@@ -270,38 +270,6 @@ class RunSettings(TypedDict, total=False):
     atol: float
     processes: int
     seed: int
-
-
-SHAPED: Final = "give the rate as stages and ramps, such as 100@9s,500@1s"
-GATED: Final = (
-    "give an slo, as p99<20ms; for a change, save both reports, and run asynctrt compare A.json B.json "
-    "--fail-if 'p99>+10%'"
-)
-REMOVED: Final = {
-    "scenario": "single-stream is --callers 1, multi-stream --callers 1 --rows 8, server --rate 500 --slo "
-    "'p99<15ms', offline --callers 256",
-    **dict.fromkeys(("burst", "burst_share", "swing", "period", "trace", "trace_speed"), SHAPED),
-    **dict.fromkeys(("baseline", "any_machine", "fail_if"), GATED),
-    "compare": "try both values with --sweep and --repeats; or save two reports, for asynctrt compare A.json "
-    "B.json",
-    "until": "set seconds or repeats, and look at the report's intervals",
-    "pacing": "how the generator waits follows from the target",
-    "reader": "make an .npz, .csv or .jsonl of the files, and give that as inputs",
-    "reference": "save the answers that count as right as an .npz, and give that as expect, with inputs",
-    "uncorrected": "latency always counts from when a request was due",
-    "trace_batches": "open the engine yourself, and load it inside of engine.tracing()",
-}
-"""Removed settings, with their replacements."""
-
-
-def check_not_removed(names: Iterable[str]) -> None:
-    """Refuse settings that were removed.
-
-    :raises OptionsError: for the first of them; the message names the replacement.
-    """
-    for name in names:
-        if name in REMOVED:
-            raise OptionsError(f"{name} was removed: {REMOVED[name]}")
 
 
 def _text(level: object) -> str:

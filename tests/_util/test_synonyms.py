@@ -89,7 +89,7 @@ MEANT = [
     ("load", "--num-requests", "--requests"),
 ]
 ALIKE = {
-    "--rps": "--rps. asynctrt load has --rate",
+    "--rps": "No such option: --rps\n",
     "--bogus": "No such option: --bogus\n",
     "--latency-target": "max_delay",
 }

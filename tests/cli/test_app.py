@@ -139,8 +139,8 @@ def test_the_help_of_a_command_fits_a_terminal_and_is_whole(command):
 WRONG = [
     (["nonsense"], 2, "No such command"),
     (["simulate", "--seeds", "3"], 1, "`asynctrt simulate` was removed. Use `asynctrt load`"),
-    (["load", "m.onnx", "--scenario", "server"], 1, "was removed. Instead: single-stream"),
-    (["load", "m.onnx", "--png", "x"], 1, "`asynctrt load --png` was removed. Use --report FILE.html"),
+    (["load", "m.onnx", "--scenario", "server"], 2, "'scenario' was removed: single-stream"),
+    (["load", "m.onnx", "--png", "x"], 2, "'png' was removed: --report FILE.html"),
     (["bench", "m.onnx"], 1, "`asynctrt bench` was removed. Use `asynctrt load MODEL --sweep"),
     (["load"], 2, "Missing argument"),
     (["load", "missing.onnx"], 1, "ModelNotFoundError: there is no file 'missing.onnx'"),
@@ -156,7 +156,7 @@ WRONG = [
     (["load", "localhost:8000"], 1, "'localhost:8000' is not a file. For a server, give the address"),
     (["inspect", __file__], 1, "is not a TensorRT plan"),
     (["keys", "new", "mine"], 1, "UsageError: `asynctrt keys` was removed. Make keys with `ssh-keygen"),
-    (["build", "m.onnx", "--key", "k"], 1, "`asynctrt build --key` was removed. Sign the plan"),
+    (["build", "m.onnx", "--key", "k"], 2, "'key' was removed: sign the plan"),
     (["doctor", "--device", "gpu"], 1, "'gpu' is not a device"),
 ]
 

@@ -17,7 +17,6 @@ from asynctrt.loadtest.settings import (
     CALLERS_MAX,
     PROCESSES_MAX,
     LoadSettings,
-    check_not_removed,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -207,16 +206,3 @@ def test_any_value_is_taken_or_refused(name, value):
     """And with nothing but an OptionsError."""
     with contextlib.suppress(OptionsError):
         LoadSettings(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("scenario", "scenario was removed: single-stream is --callers 1,"),
-        ("swing", "swing was removed: give the rate as stages"),
-        ("baseline", "baseline was removed: give an slo, as p99<20ms; for a change, save both"),
-    ],
-)
-def test_a_removed_setting_names_its_replacement(name, says):
-    with pytest.raises(OptionsError, match=says):
-        check_not_removed([name, "rate"])
