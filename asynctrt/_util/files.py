@@ -126,13 +126,12 @@ def read_regular(
     nbytes_max: int,
     *,
     within: Path | None = None,
-    follow: bool = True,
 ) -> bytes:
     """Read a whole regular file: see :func:`open_regular`.
 
     :raises SpecialFileError: also if the file has more than ``nbytes_max`` bytes.
     """
-    with open_regular(path, within=within, follow=follow) as file:
+    with open_regular(path, within=within) as file:
         # Python allocates the size that it is asked to read, however small the file is.
         content = file.read(min(nbytes_max, os.fstat(file.fileno()).st_size) + 1)
         while len(content) <= nbytes_max and (more := file.read(GROWTH_NBYTES)):

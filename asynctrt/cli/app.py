@@ -24,7 +24,6 @@ from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
-from asynctrt.plans.inspection import as_json as as_plain
 from asynctrt.plans.inspection import inspect as inspect_file
 from asynctrt.plans.opened import open_file
 from asynctrt.plans.text import lines_of, lines_of_opened
@@ -291,7 +290,8 @@ def _inspect(
             refusal = error
     if as_json:
         said = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-        report = {"file": as_plain(found), "opened": opened and as_plain(opened), "refused": said}
+        told = opened and dataclasses.asdict(opened)
+        report = {"file": dataclasses.asdict(found), "opened": told, "refused": said}
         out.print_json(json.dumps(report))
     else:
         for line in (*lines_of(found), *(lines_of_opened(opened) if opened else ())):

@@ -3,7 +3,3 @@
 ``onnx_file`` and ``plan_file`` read a file; ``opened`` asks a runtime, which for a plan means running its
 code; ``inspection`` chooses between them, and ``text`` formats the result.
 """
-
-from asynctrt.plans.inspection import inspect
-
-__all__ = ["inspect"]

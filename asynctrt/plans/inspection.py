@@ -1,9 +1,8 @@
 """Inspect a model file of any kind without running it."""
 
-import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from asynctrt.plans.plan_file import PlanFile, is_plan, read_beginning, read_plan_file
 
@@ -29,9 +28,3 @@ def inspect(path: str | os.PathLike[str]) -> "PlanFile | OnnxFile":
 
         return read_onnx_file(path)
     return read_plan_file(path)
-
-
-def as_json(found: Any) -> dict[str, Any]:
-    """Return the result of :func:`inspect` as plain values."""
-    plain: dict[str, Any] = dataclasses.asdict(found)
-    return plain

@@ -33,9 +33,6 @@ TYPES: Final = {"float32": "float", "float64": "double", "sequence": "seq"}
 
 STANDARD_DOMAINS: Final = frozenset(("ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training"))
 
-DATA_DEPENDENT: Final = ("Compress", "NonMaxSuppression", "NonZero", "Unique")
-"""Operators whose output sizes depend on the data."""
-
 
 @dataclass(frozen=True, slots=True)
 class OnnxTensor:
@@ -111,10 +108,7 @@ class OnnxFile:
     """How often each occurs, the most frequent first, including subgraphs and functions."""
     foreign_operators: tuple[str, ...]
     """Operators of domains other than ONNX's own, which a runtime may lack."""
-    functions: int
     batching: BatchAxes
-    notes: tuple[str, ...]
-    """What TensorRT does differently with this model, or cannot do."""
 
 
 def read_onnx_file(path: Path) -> OnnxFile:
@@ -163,9 +157,7 @@ def _describe(path: Path, nbytes: int, digest: str, model: Any) -> OnnxFile:
         external=_external(path, weights),
         operators=dict(operators.most_common()),
         foreign_operators=tuple(sorted(name for name in operators if "::" in name and name not in functions)),
-        functions=len(model.functions),
         batching=find_batching(path.stem, inputs, outputs),
-        notes=tuple(_notes(inputs, outputs, operators)),
     )
 
 
@@ -305,17 +297,3 @@ def _declared(one: OnnxTensor) -> Declared:
 
 def _is_name(dim: Dim) -> bool:
     return isinstance(dim, str) and not UNKNOWN.fullmatch(dim)
-
-
-def _notes(
-    inputs: tuple[OnnxTensor, ...], outputs: tuple[OnnxTensor, ...], operators: Counter[str]
-) -> Iterator[str]:
-    doubles = [one.name for one in (*inputs, *outputs) if one.dtype == "float64"]
-    if doubles:
-        yield f"TensorRT makes float32 of float64, without a word: {', '.join(doubles)}"
-    sized = [name for name in DATA_DEPENDENT if operators[name]]
-    if sized:
-        yield (
-            f"The size of what {', '.join(sized)} give depends on the data: TensorRT has to wait until the "
-            "GPU tells it, and TensorRT for RTX refuses some of these when a plan is built"
-        )

@@ -142,10 +142,6 @@ def _of_onnx(found: "OnnxFile") -> Iterator[str]:
         yield from _row(
             "foreign", f"{', '.join(found.foreign_operators)}: not ONNX's own, so a runtime may lack them"
         )
-    if found.functions:
-        yield from _row("functions", str(found.functions))
-    for note in found.notes:
-        yield from _row("note", note)
 
 
 def _batching(batching: "BatchAxes") -> Iterator[str]:

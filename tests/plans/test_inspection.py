@@ -1,5 +1,6 @@
 """`asynctrt inspect` as a user types it, and its text."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from asynctrt.errors import MissingExtraError
-from asynctrt.plans.inspection import as_json, inspect
+from asynctrt.plans.inspection import inspect
 from asynctrt.plans.text import lines_of
 from tests.backends.tensorrt.conftest import rtx_plan  # noqa: F401  (a fixture)
 from tests.gpu.support import gpu_is_here
@@ -52,7 +53,7 @@ def test_names_in_a_file_cannot_write_to_the_terminal(tmp_path):
 
 
 def test_json_is_plain(tmp_path):
-    found = as_json(inspect(sequence_onnx(tmp_path / "m.onnx")))
+    found = dataclasses.asdict(inspect(sequence_onnx(tmp_path / "m.onnx")))
     again = json.loads(json.dumps(found))
     assert again["inputs"][0] == {
         "name": "tokens",
@@ -60,7 +61,7 @@ def test_json_is_plain(tmp_path):
         "dtype": "float32",
         "dims": ["batch", "length"],
     }
-    assert json.loads(json.dumps(as_json(inspect(RTX))))["tag"] == "vtrt"
+    assert json.loads(json.dumps(dataclasses.asdict(inspect(RTX))))["tag"] == "vtrt"
 
 
 def test_onnx_is_named_where_it_is_missing(tmp_path, monkeypatch):

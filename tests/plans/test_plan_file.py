@@ -8,7 +8,7 @@ import pytest
 
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.errors import ModelError, ModelNotFoundError
-from asynctrt.plans import inspect
+from asynctrt.plans.inspection import inspect
 from asynctrt.plans.plan_file import PlanRunner, installed_versions, judge
 from tests.backends.tensorrt.helpers import header
 from tests.doubles.tensorrt import EngineSpec, double_plan
