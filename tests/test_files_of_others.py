@@ -103,10 +103,10 @@ def test_a_lean_runtime_that_is_no_file_is_refused_before_the_library_waits_for_
 
 OPENED_OTHERWISE = {
     "of the system": {
-        *("_util/cgroup.py", "backends/tensorrt/flavours.py", "devices/host/device.py", "loadtest/making.py"),
+        *("_util/cgroup.py", "backends/tensorrt/flavours.py", "loadtest/making.py"),
         *("doctor/probes/package.py", "plans/cache.py", "serving/sampler.py"),
     },
-    "/dev/null": {"__main__.py", "_util/forks.py", "serving/listener.py"},
+    "/dev/null": {"__main__.py", "serving/listener.py"},
     "of packages": {"kserve/protobuf.py", "loadtest/page.py", "serving/dashboard.py"},
     "named on the command line of a load test": {
         f"loadtest/{name}.py" for name in ("command", "samples", "templates", "tls")

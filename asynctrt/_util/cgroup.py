@@ -89,6 +89,12 @@ def total_memory(root: Path = ROOT) -> int | None:
     return None if kib is None else kib * 1024
 
 
+def available_memory(root: Path = ROOT) -> int | None:
+    """Return how many bytes of memory Linux can provide without swapping, or ``None`` if it is not known."""
+    kib = field_of(root / "proc/meminfo", "MemAvailable:")
+    return None if kib is None else kib * 1024
+
+
 def memory_nbytes(root: Path = ROOT) -> int | None:
     """Return the bytes of memory that this process may use: the machine's memory or its container's limit."""
     known = [nbytes for nbytes in (total_memory(root), Cgroup(root).memory_limit()) if nbytes is not None]

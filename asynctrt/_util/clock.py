@@ -1,6 +1,5 @@
 """The only module that reads a clock. Other modules receive the time, or call functions of this module."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,14 +20,12 @@ own_cpu_ns: Callable[[], int] = time.thread_time_ns
 """CPU time in ns of the calling thread."""
 
 
-def cpu_clock_of_this_thread() -> Callable[[], int] | None:
+def cpu_clock_of_this_thread() -> Callable[[], int]:
     """Return a function that reads, from any thread, the CPU time in ns of the thread that calls this.
 
-    Return ``None`` on systems other than Linux, whose kernel numbers these clocks by thread. The C library's
-    way needs the thread's ``get_ident()``, which differs if gevent has patched ``threading``.
+    Linux numbers these clocks by thread. The C library's way needs the thread's ``get_ident()``, which
+    differs if gevent has patched ``threading``.
     """
-    if sys.platform != "linux":
-        return None
     clock_id = ~threading.get_native_id() << 3 | 6
     return lambda: time.clock_gettime_ns(clock_id)
 

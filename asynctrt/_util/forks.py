@@ -65,10 +65,7 @@ def seal(fd: int) -> None:
     if fd < 0:
         return
     try:
-        if hasattr(os, "eventfd"):
-            other = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        else:
-            other = os.open(os.devnull, os.O_RDWR)
+        other = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     except OSError:
         os.close(fd)  # No file descriptors are left.
         return
@@ -82,5 +79,4 @@ def _let_go() -> None:
             stack.callback(let_go, thing)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_let_go)

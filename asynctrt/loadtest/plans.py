@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from asynctrt._util.cgroup import field_of, memory_nbytes
+from asynctrt._util.cgroup import available_memory, memory_nbytes
 from asynctrt._util.process import raise_open_files
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import LoadProfile, Schedule
@@ -26,7 +26,6 @@ nearly always late by less."""
 
 
 OPEN_FILES: Final = Path("/proc/self/fd")
-MEMORY: Final = Path("/proc/meminfo")
 
 SPARE_FILES: Final = 64
 """File descriptors reserved for everything but requests: files of modules, pipes, the event loop."""
@@ -97,7 +96,7 @@ def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Room
     :param has_connections: whether each request uses a separate connection.
     :param processes: the number of processes that share the machine's memory.
     """
-    free = 1024 * (field_of(MEMORY, "MemAvailable:") or sys.maxsize)
+    free = available_memory() or sys.maxsize
     memory = MEMORY_SHARE * min(free, memory_nbytes() or free) / processes
     by_memory = max(1, int(memory / (REQUEST_NBYTES + body_nbytes)))
     found = Room(by_memory, f"the memory of this machine has room for {by_memory:,} in a process")

@@ -33,7 +33,7 @@ class Stalls:
         self._is_starting = is_starting
         self._now_ns = now_ns = clock.now_ns
         self._loop = asyncio.get_running_loop()
-        self._cpu_ns = clock.cpu_clock_of_this_thread() or clock.cpu_ns
+        self._cpu_ns = clock.cpu_clock_of_this_thread()
         self.delays = [0] * (len(BOUNDS_NS) + 2)
         """How many beats were late by at most each of ``BOUNDS_NS``, or more; then the sum of the delays in
         ns."""

@@ -6,11 +6,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Final
 from weakref import WeakValueDictionary
 
 from asynctrt._util import clock
+from asynctrt._util.cgroup import available_memory
 from asynctrt._util.forks import Origin
 from asynctrt.devices.base import Account, Buffer, DeviceArray, MemoryFigures, Stream, check_share
 from asynctrt.devices.host.memory import HostBuffer
@@ -110,7 +110,7 @@ class HostDevice:
 
     def memory(self) -> MemoryFigures:
         account, total = self._account, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return MemoryFigures(_available_nbytes() or total, total, account.held_nbytes, account.budget_nbytes)
+        return MemoryFigures(available_memory() or total, total, account.held_nbytes, account.budget_nbytes)
 
     def create_stream(self) -> HostStream:
         return self._keep(HostStream)
@@ -217,16 +217,4 @@ def _nothing() -> None:
 
 def cores() -> int:
     """Return the number of CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _available_nbytes() -> int | None:
-    """Return how much memory Linux can provide without swapping, or ``None`` on other systems."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * kib[0] if kib else None
+    return len(os.sched_getaffinity(0))
