@@ -1,13 +1,6 @@
-"""Inspection of an ONNX file without a runtime. The only importer of ``onnx``.
+"""Inspection of an ONNX file without a runtime, and without its external weights."""
 
-External weights are not read: only the paths and sizes of their files are examined.
-"""
-
-import math
 import os
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +12,7 @@ from asynctrt.plans.digest import digest_of_file
 
 try:
     import onnx
-    from onnx import AttributeProto, TensorProto
+    from onnx import TensorProto
 except ImportError as error:
     raise MissingExtraError(
         "looking into ONNX files needs the package onnx: pip install 'asynctrt[inspect]'"
@@ -30,8 +23,6 @@ Dim = int | str | None
 
 TYPES: Final = {"float32": "float", "float64": "double", "sequence": "seq"}
 """ONNX Runtime's names of types that have another name here."""
-
-STANDARD_DOMAINS: Final = frozenset(("ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +36,6 @@ class OnnxTensor:
     """NumPy's name, ``string``, or ``None``."""
     dims: tuple[Dim, ...] | None
     """The dimensions; ``None`` if not even their number is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The model's constants: initialisers and constants in nodes."""
-
-    tensors: int
-    nbytes: int
-    by_dtype: dict[str, int]
-    """Bytes of each type."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExternalFile:
-    """An external file that holds weights."""
-
-    location: str
-    """Its path as in the model, relative to the model's folder."""
-    nbytes: int | None
-    """Its size, or ``None`` if there is no such file."""
-    is_inside: bool
-    """Whether it is in the model's folder: runtimes look for it only there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +67,9 @@ class OnnxFile:
     """The version of each operator set."""
     producer: str
     model_version: int
-    graph: str
     metadata: dict[str, str]
     inputs: tuple[OnnxTensor, ...]
     outputs: tuple[OnnxTensor, ...]
-    weights: Weights
-    external: tuple[ExternalFile, ...]
-    operators: dict[str, int]
-    """How often each occurs, the most frequent first, including subgraphs and functions."""
-    foreign_operators: tuple[str, ...]
-    """Operators of domains other than ONNX's own, which a runtime may lack."""
     batching: BatchAxes
 
 
@@ -137,26 +99,17 @@ def _describe(path: Path, nbytes: int, digest: str, model: Any) -> OnnxFile:
     constants = {_text(tensor.name) for tensor in model.graph.initializer}
     inputs = tuple(_tensor(info) for info in model.graph.input if _text(info.name) not in constants)
     outputs = tuple(_tensor(info) for info in model.graph.output)
-    nodes = list(_nodes(model))
-    operators = Counter(map(_operator, nodes))
-    functions = {f"{_domain(one)}::{_text(one.name)}" for one in model.functions}
-    weights = list(_weights(model, nodes))
     return OnnxFile(
         path=str(path),
         nbytes=nbytes,
         digest=digest,
         ir_version=model.ir_version,
-        opsets={_domain(one): one.version for one in model.opset_import},
+        opsets={_text(one.domain) or "ai.onnx": one.version for one in model.opset_import},
         producer=" ".join(filter(None, map(_text, (model.producer_name, model.producer_version)))),
         model_version=model.model_version,
-        graph=_text(model.graph.name),
         metadata={_text(one.key): _text(one.value) for one in model.metadata_props},
         inputs=inputs,
         outputs=outputs,
-        weights=_sum(weights),
-        external=_external(path, weights),
-        operators=dict(operators.most_common()),
-        foreign_operators=tuple(sorted(name for name in operators if "::" in name and name not in functions)),
         batching=find_batching(path.stem, inputs, outputs),
     )
 
@@ -189,86 +142,9 @@ def _dtype(number: int) -> str:
         return f"type {number}"
 
 
-def _nodes(model: Any) -> Iterator[Any]:
-    """Yield every node, also of subgraphs and functions, without recursion at any depth."""
-    left = [*model.graph.node, *(node for function in model.functions for node in function.node)]
-    while left:
-        node = left.pop()
-        yield node
-        for attribute in node.attribute:
-            if attribute.type == AttributeProto.GRAPH:
-                left.extend(attribute.g.node)
-            for graph in attribute.graphs:
-                left.extend(graph.node)
-
-
-def _operator(node: Any) -> str:
-    domain, kind = _domain(node), _text(node.op_type)
-    return kind if domain in STANDARD_DOMAINS else f"{domain}::{kind}"
-
-
-def _domain(owner: Any) -> str:
-    return _text(owner.domain) or "ai.onnx"
-
-
 def _text(given: str | bytes) -> str:
     """Return a string of the file, which protobuf returns as bytes if it is not UTF-8."""
     return given.decode(errors="replace") if isinstance(given, bytes) else given
-
-
-def _weights(model: Any, nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield the constant tensors of the graph, of subgraphs, and of nodes."""
-    yield from model.graph.initializer
-    for sparse in model.graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.type == AttributeProto.TENSOR:
-                yield attribute.t
-            yield from attribute.tensors
-            if attribute.type == AttributeProto.GRAPH:
-                yield from attribute.g.initializer
-            for graph in attribute.graphs:
-                yield from graph.initializer
-
-
-def _sum(tensors: Iterable[Any]) -> Weights:
-    count, by_dtype = 0, Counter[str]()
-    for tensor in tensors:
-        count += 1
-        by_dtype[_dtype(tensor.data_type)] += _nbytes(tensor)
-    return Weights(count, by_dtype.total(), dict(by_dtype.most_common()))
-
-
-def _nbytes(tensor: Any) -> int:
-    if tensor.raw_data:
-        return len(tensor.raw_data)
-    if tensor.data_type == TensorProto.STRING:
-        return int(sum(len(text) for text in tensor.string_data))
-    # The name of a type has its number of bits: float32, uint4, float8_e4m3fn, complex128. A bool has 8.
-    bits = re.search(r"\d+", _dtype(tensor.data_type))
-    elements = max(0, math.prod(int(dim) for dim in tensor.dims))
-    return math.ceil(elements * (int(bits[0]) if bits else 8) / 8)
-
-
-def _external(path: Path, tensors: Iterable[Any]) -> tuple[ExternalFile, ...]:
-    places = dict.fromkeys(
-        _text(entry.value)
-        for tensor in tensors
-        if tensor.data_location == TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if _text(entry.key) == "location"
-    )
-    folder = os.path.realpath(path.parent)
-    found = []
-    for place in places:
-        # A damaged name may contain a zero byte, which no file name has.
-        real = Path(os.path.realpath(path.parent / place.replace("\0", "?")))
-        is_inside = os.path.commonpath([folder, real]) == folder
-        # Files outside the folder are not examined at all, not even for their sizes.
-        is_there = is_inside and real.is_file()
-        found.append(ExternalFile(place, real.stat().st_size if is_there else None, is_inside))
-    return tuple(found)
 
 
 def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[OnnxTensor, ...]) -> BatchAxes:

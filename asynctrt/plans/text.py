@@ -1,7 +1,7 @@
 """Format the result of an inspection as text."""
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt._util.validation import printable
@@ -18,7 +18,6 @@ WIDTH: Final = 80
 LABEL: Final = 14
 """The width of the labels on the left, in characters."""
 
-OPERATORS_MAX: Final = 12
 METADATA_MAX: Final = 200
 LAYERS_MAX: Final = 40
 
@@ -130,18 +129,6 @@ def _of_onnx(found: "OnnxFile") -> Iterator[str]:
         for one in tensors:
             yield from _row(kind, _tensor(one.name, one.dtype or one.kind, one.dims))
     yield from _batching(found.batching)
-    by_dtype = ", ".join(f"{dtype} {mib(nbytes)}" for dtype, nbytes in found.weights.by_dtype.items())
-    detail = f" ({by_dtype})" if by_dtype else ""
-    yield from _row("weights", f"{mib(found.weights.nbytes)} in {found.weights.tensors} tensors{detail}")
-    for file in found.external:
-        size = "missing" if file.nbytes is None else mib(file.nbytes)
-        where = size if file.is_inside else "outside the model's folder, where runtimes do not look"
-        yield from _row("external", f"{file.location}: {where}")
-    yield from _row("operators", _operators(found.operators))
-    if found.foreign_operators:
-        yield from _row(
-            "foreign", f"{', '.join(found.foreign_operators)}: not ONNX's own, so a runtime may lack them"
-        )
 
 
 def _batching(batching: "BatchAxes") -> Iterator[str]:
@@ -162,14 +149,6 @@ def _batching(batching: "BatchAxes") -> Iterator[str]:
         yield from _row(
             "free", f"{', '.join(batching.free_dims)}; --open tries whether rows of all sizes share batches"
         )
-
-
-def _operators(operators: Mapping[str, int]) -> str:
-    shown = [f"{name} {count}" for name, count in list(operators.items())[:OPERATORS_MAX]]
-    more = len(operators) - len(shown)
-    return f"{sum(operators.values())} nodes: {', '.join(shown)}" + (
-        f" and {more} more kinds" if more else ""
-    )
 
 
 def _weights(engine: EngineDetails) -> str:
