@@ -11,7 +11,6 @@ from asynctrt._util.synonyms import SYNONYMS
 from asynctrt._util.validation import (
     FLAG,
     Check,
-    as_int,
     changed_repr,
     check_names,
     choice,
@@ -20,6 +19,7 @@ from asynctrt._util.validation import (
     duration,
     number,
     setting,
+    sizes_in,
     validate,
 )
 from asynctrt.backends.onnx_options import OnnxOptions
@@ -83,15 +83,7 @@ def _graph_sizes(given: Any) -> str | tuple[int, ...]:
     """Return the batch sizes to capture in rising order; return ``auto`` and ``off`` unchanged."""
     if isinstance(given, str) and given in ("auto", "off"):
         return given
-    parts = (
-        map(int, given.strip("()[] ").rstrip(",").split(","))
-        if isinstance(given, str)
-        else map(as_int, given)
-    )
-    sizes = sorted(set(parts))
-    if not sizes or sizes[0] < 1:
-        raise ValueError
-    return tuple(sizes)
+    return tuple(sorted(set(sizes_in(given))))
 
 
 def _tensorrt_options(given: Any) -> TensorRTOptions:

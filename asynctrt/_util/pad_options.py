@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from asynctrt._util.frozen import FrozenDict
-from asynctrt._util.validation import as_int
+from asynctrt._util.validation import as_int, sizes_in
 
 MASK: Final = "mask"
 LENGTH: Final = "length"
@@ -74,12 +74,7 @@ def values_of(given: Any) -> FrozenDict[str, int | float | str]:
 
 
 def _sizes(given: Any) -> tuple[int, ...]:
-    if isinstance(given, str):
-        given = [int(part) for part in given.strip("()[] ").rstrip(",").split(",")]
-    found = sorted({as_int(size) for size in (given if isinstance(given, list | tuple) else [given])})
-    if not found or found[0] < 1:
-        raise ValueError
-    return tuple(found)
+    return tuple(sorted(set(sizes_in(given if isinstance(given, str | list | tuple) else [given]))))
 
 
 def _dims(given: Any) -> tuple[int, ...]:

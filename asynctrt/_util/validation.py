@@ -258,15 +258,24 @@ def count(least: int, most: int | None = None) -> Check:
     return Check(f"a whole number {limits}", convert)
 
 
+def sizes_in(given: Any) -> tuple[int, ...]:
+    """Return sizes ≥ 1 from a sequence, or a text such as ``1,4,16`` or ``(1, 4, 16)``.
+
+    :raises TypeError, ValueError: for anything else.
+    """
+    if isinstance(given, str):
+        given = map(int, given.strip("()[] ").rstrip(",").split(","))
+    sizes = tuple(map(as_int, given))
+    if not sizes or min(sizes) < 1:
+        raise ValueError
+    return sizes
+
+
 def rising_sizes() -> Check:
     """Return a check for batch sizes in rising order, from a sequence or a text such as ``1,4,16``."""
 
     def convert(given: Any) -> tuple[int, ...]:
-        if isinstance(given, str):
-            given = [int(part) for part in given.strip("()[] ").rstrip(",").split(",")]
-        sizes = tuple(map(as_int, given))
-        if not sizes or min(sizes) < 1:
-            raise ValueError
+        sizes = sizes_in(given)
         rising = tuple(sorted(set(sizes)))
         if sizes != rising:
             what = "has a size twice" if len(rising) < len(sizes) else "does not rise"
