@@ -2,12 +2,10 @@
 
 import os
 import platform
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distributions, requires
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,8 +34,6 @@ class Facts:
     machine: Machine
     distributions: Mapping[str, str]
     """The versions of installed packages, by name in lower case with hyphens."""
-    needed: Mapping[str, str]
-    """The minimum versions of the packages that asynctrt requires."""
     driver: ProbeOutcome
     nvml: ProbeOutcome
     packages: Mapping[str, ProbeOutcome]
@@ -96,17 +92,8 @@ def gather(
             distributions={
                 str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in distributions()
             },
-            needed=_needed(),
             driver=driver,
             nvml=nvml.result(),
             packages={name: future.result() for name, future in packages.items()},
             engines={name: future.result() for name, future in engines.items()},
         )
-
-
-def _needed() -> dict[str, str]:
-    """Return the minimum version of each package that asynctrt requires."""
-    with suppress(PackageNotFoundError):  # asynctrt may run from its sources.
-        core = [one for one in requires("asynctrt") or () if "extra ==" not in one]
-        return {found[1]: found[2] for one in core if (found := re.match(r"([\w-]+)>=([\d.]+)", one))}
-    return {}

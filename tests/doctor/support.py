@@ -78,7 +78,6 @@ HEALTHY = Facts(
         "tensorrt-cu13-libs": "11.4.0.106",
         "onnxruntime": "1.32.0",
     },
-    needed={"numpy": "1.26"},
     driver=driver(),
     nvml=nvml(),
     packages={

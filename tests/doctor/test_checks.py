@@ -100,8 +100,6 @@ FAULTS = [
     ("gpu.prohibited", E, with_gpu(compute_mode=2)),
     # Packages.
     ("python", W, lambda: report(python="3.15.0")),
-    ("packages", E, lambda: report(distributions={"numpy": "1.25.2"})),
-    ("packages", E, lambda: report(needed={"anyio": "4.4"})),
     ("tensorrt.missing", W, with_packages(tensorrt=MISSING)),
     ("tensorrt.mismatch", E, with_packages(tensorrt=package("11.4.0.106", told="10.13.3.9"))),
     ("tensorrt.several", N, with_packages(tensorrt_lean=package("10.13.3.9"))),

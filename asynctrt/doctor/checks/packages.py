@@ -14,6 +14,9 @@ from asynctrt.doctor.findings import Finding, error, note, ok, warning
 PYTHON_MAX: Final = (3, 13)
 """The latest Python that asynctrt is tested with."""
 
+CORE: Final = ("anyio", "cuda-core", "cuda-python", "numpy", "uvloop")
+"""The packages that asynctrt requires."""
+
 COMPATIBLE: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch")
 """The flavours that run the same plans, if their versions agree."""
 
@@ -48,20 +51,13 @@ def check(facts: Facts) -> Iterator[Finding]:
 
 def _core(facts: Facts) -> Iterator[Finding]:
     """Yield findings about Python and the packages that asynctrt requires."""
-    found = {name: facts.distributions.get(name, "not installed") for name in facts.needed}
+    found = {name: facts.distributions.get(name, "not installed") for name in CORE}
     said = f"Python {facts.python}; {_listed(found)}"
     if _numbers(facts.python)[:2] > PYTHON_MAX:
         fix = f"Use Python {PYTHON_MAX[0]}.{PYTHON_MAX[1]} if something fails"
         yield warning("python", f"{said}. asynctrt is not tested with this Python", fix)
     else:
         yield ok("python", said)
-    for name, least in facts.needed.items():
-        if _numbers(found[name]) < _numbers(least):
-            yield error(
-                "packages",
-                f"asynctrt needs {name} {least} or later; here it is {found[name]}",
-                f"pip install '{name}>={least}'; pip check names the package that wants another version",
-            )
     for module, package in (("cuda.bindings.driver", "cuda_python"), ("uvloop", "uvloop")):
         yield _broken(facts, module, package) or ok(package, f"{module} can be imported")
 
