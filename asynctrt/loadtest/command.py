@@ -223,7 +223,7 @@ def _values(text: str) -> tuple[str, list[Any]]:
     if not mark or not values:
         raise OptionsError(f"{text!r} has no values: write rate=1000,2000 or, doubling, callers=1:64")
     first, colon, last = values.partition(":")
-    if colon and name != "target":
+    if colon:
         low, high = _number(first), _number(last)
         if not (isinstance(low, int | float) and isinstance(high, int | float) and 0 < low <= high):
             raise OptionsError(

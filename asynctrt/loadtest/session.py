@@ -41,22 +41,20 @@ class LoadCase:
     parameters: Mapping[str, Any]
 
     def with_values(self, values: Mapping[str, Any], label: str) -> "LoadCase":
-        """Return a copy with these values of settings, an engine's options, or ``target``.
+        """Return a copy with these values of settings or an engine's options.
 
         :raises OptionsError: for an unknown name or an invalid value.
         """
-        check_names(values, [*SETTING_NAMES, *OPTION_NAMES, "target"], "setting of a load test or an engine")
+        check_names(values, [*SETTING_NAMES, *OPTION_NAMES], "setting of a load test or an engine")
         settings = {name: value for name, value in values.items() if name in SETTING_NAMES}
         options = {name: value for name, value in values.items() if name in OPTION_NAMES}
         target = self.target
-        if options or "target" in values:
-            if not isinstance(target, TargetSpec) or (target.is_server and options):
+        if options:
+            if not isinstance(target, TargetSpec) or target.is_server:
                 raise OptionsError(
-                    f"cannot set {', '.join(options) or 'target'} for {target!r}: it is already open, or a "
-                    "server"
+                    f"cannot set {', '.join(options)} for {target!r}: it is already open, or a server"
                 )
             target = replace(target, options=replace(target.options, **options))
-            target = replace(target, where=values.get("target", target.where))
         changed = self._without_conflicts(settings)
         return LoadCase(target, changed, label, {**self.parameters, **values})
 

@@ -23,14 +23,13 @@ def case(target, settings=QUICK):
     return LoadCase(target, settings, "a case", {})
 
 
-def test_values_go_to_settings_options_or_the_target():
+def test_values_go_to_settings_or_options():
     base = case(TargetSpec("model.onnx", options=Options(contexts=2)))
     changed = base.with_values({"rate": 50, "max_rows": 8}, "other")
     assert (changed.settings.rate, changed.settings.callers) == (50, None)
     assert changed.target.options == Options(contexts=2, max_rows=8)
     assert changed.parameters == {"rate": 50, "max_rows": 8}
     assert changed.with_values({"callers": 3}, "").settings.rate is None
-    assert base.with_values({"target": "http://here"}, "").target.where == "http://here"
     assert base.target.options == Options(contexts=2)
 
 
