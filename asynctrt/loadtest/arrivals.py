@@ -156,12 +156,12 @@ class Schedule:
     """Generate the arrivals of a run. The same seed gives the same arrivals for any number of processes.
 
     :param profile: the rate.
-    :param weights: how often each sample is sent, relative to the others.
+    :param samples: how many samples there are; each is sent as often as another.
     """
 
     process: Process
     profile: LoadProfile
-    weights: Floats
+    samples: int
     seed: int
 
     @property
@@ -174,7 +174,6 @@ class Schedule:
         rng = np.random.default_rng(self.seed)
         # A separate generator, so that the times do not depend on the samples.
         choices = np.random.default_rng((self.seed, 1))
-        odds = self.weights / self.weights.sum()
         last, made, total = 0.0, 0, self.profile.total
         while last < total:
             if self.process == "poisson":
@@ -182,19 +181,10 @@ class Schedule:
             else:
                 sums = np.arange(made, made + BLOCK) + 0.5
             last = float(sums[-1])
-            samples = _draw(choices, odds)
+            samples = choices.integers(0, self.samples, BLOCK)
             # Every process generates all arrivals and keeps its share.
             mine = slice((share - made) % shares, int(np.searchsorted(sums, total)), shares)
             made += BLOCK
             due_ns = (self.profile.times_s(sums[mine]) * 1e9).astype(np.int64)
             if len(due_ns):
                 yield Arrivals(due_ns, samples[mine])
-
-
-def _draw(rng: np.random.Generator, odds: Floats) -> Ints:
-    """Draw the samples of a block."""
-    if len(odds) == 1:
-        return np.zeros(BLOCK, np.int64)
-    if (odds == odds[0]).all():
-        return rng.integers(0, len(odds), BLOCK)
-    return rng.choice(len(odds), BLOCK, p=odds)

@@ -131,11 +131,10 @@ def make_plan(
     warmup = settings.warmup
     seconds = settings.seconds or settings.stages_s or SECONDS_DEFAULT
     rows = np.array([sample.rows for sample in samples])
-    weights = np.array([sample.weight for sample in samples])
     profile = settings.profile(warmup + seconds)
     schedule, callers = None, None
     if settings.is_open:
-        schedule = Schedule(settings.arrivals, profile, weights, settings.seed)
+        schedule = Schedule(settings.arrivals, profile, len(samples), settings.seed)
     else:
         callers = profile
     asked = None if callers is None else math.ceil(callers.largest)
@@ -161,7 +160,7 @@ def make_plan(
         rtol=settings.rtol,
         atol=settings.atol,
         requests_max=settings.requests,
-        rows=float(np.average(rows, weights=weights)),
+        rows=float(rows.mean()),
         share=share,
         shares=shares,
     )

@@ -112,8 +112,6 @@ class Runner:
             self._requests_max = len(range(plan.share, plan.requests_max, plan.shares))
         self._checks = any(sample.expected is not None for sample in samples)
         self._rng = np.random.default_rng((plan.seed, 4, plan.share))
-        self._weights = np.array([sample.weight for sample in samples])
-        self._weights /= self._weights.sum()
         # Requests in flight, oldest first, with the times when each was sent and due.
         self._flying: dict[asyncio.Future[Any], tuple[int, int]] = {}
         self._backlog: deque[tuple[int, int]] = deque()
@@ -289,7 +287,7 @@ class Runner:
         """Yield random sample indices for the requests of a closed loop."""
         count = len(self._samples)
         while True:
-            yield from _view(self._rng.choice(count, BLOCK, p=self._weights))
+            yield from _view(self._rng.integers(0, count, BLOCK))
 
     # ---- both
 

@@ -22,14 +22,12 @@ NBYTES_MAX: Final = 1 << 30
 class Sample:
     """Hold the content of a request.
 
-    :param weight: how often it is sent, relative to the others.
     :param group: its dimensions, for messages.
     :param expected: the expected answer by name; ``None`` if answers are not checked.
     """
 
     inputs: Mapping[str, Array]
     rows: int
-    weight: float = 1.0
     group: str = ""
     expected: Mapping[str, Array] | None = None
 
@@ -53,8 +51,8 @@ def make_samples(settings: LoadSettings, specs: Sequence[TensorSpec]) -> list[Sa
     return _random(settings, specs, read_dims(settings.dims))
 
 
-def read_dims(texts: Sequence[str]) -> list[tuple[dict[str, int], float]]:
-    """Parse texts such as ``length=128,heads=4@3``: sizes of dynamic dimensions, and a weight.
+def read_dims(texts: Sequence[str]) -> list[dict[str, int]]:
+    """Parse texts such as ``length=128,heads=4``: sizes of dynamic dimensions.
 
     Without any texts, return one entry without sizes.
 
@@ -62,29 +60,26 @@ def read_dims(texts: Sequence[str]) -> list[tuple[dict[str, int], float]]:
     """
     kinds = []
     for text in texts or ("",):
-        sizes, _, weight = text.partition("@")
         try:
-            pairs = [part.rpartition("=") for part in sizes.split(",") if part.strip()]
+            pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
             dims = {name.strip(): int(size) for name, _, size in pairs}
-            kind = dims, float(weight) if weight else 1.0
-            if not all(name and size >= 0 for name, size in dims.items()) or not 0 < kind[1] < math.inf:
+            if not all(name and size >= 0 for name, size in dims.items()):
                 raise ValueError(text)
         except ValueError as error:
             raise OptionsError(
-                f"{text!r} is not a list of dimensions: write length=128 or, with a weight, "
-                "length=128,heads=4@3"
+                f"{text!r} is not a list of dimensions: write length=128 or length=128,heads=4"
             ) from error
-        kinds.append(kind)
+        kinds.append(dims)
     return kinds
 
 
 def _random(
-    settings: LoadSettings, specs: Sequence[TensorSpec], kinds: Sequence[tuple[dict[str, int], float]]
+    settings: LoadSettings, specs: Sequence[TensorSpec], kinds: Sequence[dict[str, int]]
 ) -> list[Sample]:
-    """Make the same number of random samples for each kind, given by its dimensions and its weight."""
+    """Make the same number of random samples for each kind, given by its dimensions."""
     rng = np.random.default_rng((settings.seed, 2))
     names = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
-    for dims, _ in kinds:
+    for dims in kinds:
         unknown, missing = sorted(dims.keys() - names), sorted(names - dims.keys())
         if unknown or missing:
             example = ",".join(f"{name}=..." for name in sorted(names))
@@ -92,7 +87,7 @@ def _random(
                 f"dynamic dimensions of this model: {sorted(names)}; missing: {missing}, unknown: {unknown}. "
                 + (f"Set dims {example}" if names else "Leave dims out")
             )
-    nbytes = settings.rows * sum(_row_nbytes(spec, dims) for dims, _ in kinds for spec in specs)
+    nbytes = settings.rows * sum(_row_nbytes(spec, dims) for dims in kinds for spec in specs)
     if nbytes > NBYTES_MAX:
         raise OptionsError(
             f"one request of each kind takes {nbytes:,} bytes in all, and the limit is {NBYTES_MAX:,}: set "
@@ -104,10 +99,9 @@ def _random(
         Sample(
             random_inputs(specs, dims, settings.rows, rng),
             settings.rows,
-            weight,
             ", ".join(f"{name}={size}" for name, size in dims.items()),
         )
-        for dims, weight in kinds
+        for dims in kinds
         for _ in range(each)
     ]
 

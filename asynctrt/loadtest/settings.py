@@ -135,8 +135,8 @@ class LoadSettings:
     dims: tuple[str, ...] = setting(
         default=(),
         check=TEXTS,
-        doc="""Sizes of dynamic dimensions, such as length=128; several are mixed. length=128,heads=4@3 is
-        sent three times as often as one without @.""",
+        doc="""Sizes of dynamic dimensions, such as length=128,heads=4. Several are sent equally often, and
+        one that is given twice is sent twice as often.""",
     )
     inputs: Path | None = setting(
         default=None,

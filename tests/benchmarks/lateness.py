@@ -32,7 +32,7 @@ class IdleTarget(Target):
 def bare(rate, seconds):
     """Measure the lower bound: a loop that only looks at the clock."""
     profile = LoadProfile.parse(f"{rate:f}", seconds)
-    schedule = Schedule("poisson", profile, np.ones(1), 1)
+    schedule = Schedule("poisson", profile, 1, 1)
     due = np.concatenate([block.due_ns for block in schedule.blocks()]) + clock.now_ns()
     late = []
     for one in due.tolist():

@@ -76,7 +76,7 @@ class KnownTarget(Target):
 def due_ns(rate, seconds):
     """Return the arrivals that the run will have."""
     profile = LoadProfile.parse(f"{rate:f}", seconds)
-    schedule = Schedule("poisson", profile, np.ones(1), SEED)
+    schedule = Schedule("poisson", profile, 1, SEED)
     return np.concatenate([block.due_ns for block in schedule.blocks()])
 
 

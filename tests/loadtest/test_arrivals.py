@@ -26,9 +26,9 @@ from asynctrt.loadtest.arrivals import (
 SIGMAS = 5
 
 
-def schedule(rate, seconds, process="poisson", seed=1, weights=(1.0,)):
+def schedule(rate, seconds, process="poisson", seed=1, samples=1):
     profile = rate if isinstance(rate, LoadProfile) else LoadProfile.parse(str(rate), seconds)
-    return Schedule(process, profile, np.array(weights), seed)
+    return Schedule(process, profile, samples, seed)
 
 
 def gathered(blocks):
@@ -118,7 +118,7 @@ def test_constant_arrivals_are_as_many_as_there_is_time_for(rate, seconds):
 @pytest.mark.parametrize("shares", [2, 3, 7])
 def test_the_shares_of_processes_are_one_schedule(process, text, shares):
     """Every request is sent by exactly one of them, at the same time and with the same sample."""
-    one = schedule(text, 2, process, weights=(1, 2, 3))
+    one = schedule(text, 2, process, samples=3)
     whole = gathered(one.blocks())
     assert len(whole.due_ns) > 3 * BLOCK  # Whose turn it is goes on from block to block.
     parts = [gathered(one.blocks(share, shares)) for share in range(shares)]
@@ -129,19 +129,19 @@ def test_the_shares_of_processes_are_one_schedule(process, text, shares):
 
 @pytest.mark.parametrize("text", ["2500", "100..2000", "10,0,500"])
 def test_the_same_seed_is_the_same_schedule(text):
-    def made(seed, weights=(1, 1)):
-        return gathered(schedule(text, 3, seed=seed, weights=weights).blocks())
+    def made(seed, samples=2):
+        return gathered(schedule(text, 3, seed=seed, samples=samples).blocks())
 
     first, again, other = made(7), made(7), made(8)
     assert first.due_ns.tolist() == again.due_ns.tolist()
     assert first.samples.tolist() == again.samples.tolist()
     assert first.due_ns.tolist() != other.due_ns.tolist()
     # When a request comes does not depend on what there is to send.
-    assert made(7, weights=(1.0,)).due_ns.tolist() == first.due_ns.tolist()
+    assert made(7, samples=1).due_ns.tolist() == first.due_ns.tolist()
 
 
 def test_blocks_are_short_and_in_order():
-    blocks = list(schedule(5000, 2, weights=(1, 1)).blocks())
+    blocks = list(schedule(5000, 2, samples=2).blocks())
     assert all(0 < len(block.due_ns) == len(block.samples) <= BLOCK for block in blocks)
     assert all(block.due_ns.dtype == block.samples.dtype == np.int64 for block in blocks)
     due_ns = gathered(blocks).due_ns
@@ -149,14 +149,10 @@ def test_blocks_are_short_and_in_order():
     assert 0 <= due_ns[0] < due_ns[-1] < 2e9
 
 
-def test_samples_are_sent_as_often_as_they_weigh():
-    weights = np.array([1.0, 3.0, 0.5, 0.0])
-    samples = gathered(schedule(5000, 10, weights=weights).blocks()).samples
-    odds = weights / weights.sum()
-    found = np.bincount(samples, minlength=4)
-    for count, share in zip(found, odds, strict=True):
-        reach = SIGMAS * (len(samples) * share * (1 - share)) ** 0.5
-        assert abs(count - len(samples) * share) <= reach
+def test_each_sample_is_sent_as_often_as_another():
+    samples = gathered(schedule(5000, 10, samples=4).blocks()).samples
+    for count in np.bincount(samples, minlength=4):
+        assert abs(count - len(samples) / 4) <= SIGMAS * (len(samples) * 3 / 16) ** 0.5
     assert not gathered(schedule(100, 1).blocks()).samples.any()
 
 

@@ -90,11 +90,11 @@ def test_callers_over_the_whole_time():
 
 
 def test_arrivals_over_the_whole_time():
-    samples = [sample(weight=1.0), sample(weight=2.5)]
+    samples = [sample(), sample()]
     made = plan(samples, rate="100,300", seconds=3, warmup=1, seed=5, arrivals="constant")
     assert isinstance(made.schedule, Schedule)
     assert made.schedule.process == "constant"
-    assert made.schedule.weights.tolist() == [1.0, 2.5]
+    assert made.schedule.samples == 2
     assert made.schedule.seed == made.seed == 5
     assert made.callers is None
     due_ns, what = due_and_what(made.schedule)
@@ -198,6 +198,6 @@ def test_what_the_settings_say_is_in_the_plan():
 
 def test_rows_are_those_that_are_sent():
     """On average, and not those that the settings have for requests that are made up."""
-    mixed = [sample(1, weight=3.0), sample(5)]
+    mixed = [sample(1), sample(1), sample(1), sample(5)]
     assert plan(mixed, rate=10, rows=7).rows == 2.0
     assert plan(mixed, callers=2).rows == 2.0

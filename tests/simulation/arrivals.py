@@ -54,7 +54,7 @@ def in_bursts(
 
 
 def _times_ns(process: Process, profile: LoadProfile, seed: int) -> list[int]:
-    blocks = Schedule(process, profile, np.ones(1), seed).blocks()
+    blocks = Schedule(process, profile, 1, seed).blocks()
     return [due_ns for block in blocks for due_ns in block.due_ns.tolist()]
 
 
