@@ -16,7 +16,6 @@ from asynctrt.loadtest.recorder import StepCount, Window, Windows, total
 from asynctrt.loadtest.report import (
     BatchFigures,
     Moment,
-    Resources,
     Run,
     StepFigures,
     StreamFigures,
@@ -102,10 +101,7 @@ def make_run(
         slo=held(criteria, whole, throughput, goodput),
         unjudged=unjudged(criteria, whole),
         batches=None if unbelievable else batch_figures(counters),
-        resources=Resources(
-            generator_cores=sum(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes),
-            memory_mb=sum(outcome.memory_nbytes for outcome in outcomes) / 1e6,
-        ),
+        generator_cores=sum(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes),
         moments=_moments(windows, plan.window_ns / 1e9, seconds),
         histogram=whole.latency.as_mapping(),
         parameters=parameters,

@@ -110,16 +110,6 @@ class StepFigures:
     """Time from the beginning to the end of a step, in ms by name, like a run's latencies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """Hold the resources that the sending processes used, including an engine that runs in them."""
-
-    generator_cores: float
-    """CPU use in cores."""
-    memory_mb: float
-    """Largest resident memory since the processes began, in MB, added up."""
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """Hold the results of one run. Latencies are in ms by name (``p50`` to ``p99.99``, ``mean``, ``max``),
@@ -153,7 +143,8 @@ class Run:
     slo: Mapping[str, bool]
     """Whether each criterion of the slo was met, without ``unjudged`` criteria."""
     batches: BatchFigures | None
-    resources: Resources
+    generator_cores: float
+    """CPU use of the sending processes in cores, including an engine that runs in them."""
     moments: tuple[Moment, ...]
     histogram: Mapping[int, int]
     """How often each latency in ns occurred, rounded down to 3 significant digits."""

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,8 +60,6 @@ class ProcessResult:
 
     cpu_ns: int = 0
     """CPU time of the process."""
-    memory_nbytes: int = 0
-    """Largest resident memory of the process since it began."""
     elapsed_ns: int = 0
     """Time from the start of the run to its end."""
     last_done_ns: int = 0
@@ -168,7 +165,6 @@ class Runner:
             self._handle.cancel()
             outcome = self._outcome
             outcome.cpu_ns = clock.cpu_ns() - cpu_ns
-            outcome.memory_nbytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             outcome.elapsed_ns = self._now_ns() - start_ns
             outcome.stopped_ns = outcome.elapsed_ns
             if self._stopped_ns is not None:

@@ -351,21 +351,20 @@ def _steps(report: Report) -> Table | None:
 
 
 def _inside(report: Report) -> Table | None:
-    def column(part: str, name: str) -> Column:
-        return lambda run: getattr(getattr(run, part), name, None)
+    def column(name: str) -> Column:
+        return lambda run: getattr(run.batches, name, None)
 
     columns: dict[str, Column] = {
         "Late p99": lambda run: run.lateness.get("p99"),
-        "Cores": column("resources", "generator_cores"),
-        "Memory": column("resources", "memory_mb"),
-        "Batches": column("batches", "batches"),
-        "Rows each": column("batches", "mean_rows"),
-        "Queue": column("batches", "queue"),
-        "Copy in": column("batches", "copy_in"),
-        "Compute": column("batches", "compute"),
-        "Copy out": column("batches", "copy_out"),
+        "Cores": lambda run: run.generator_cores,
+        "Batches": column("batches"),
+        "Rows each": column("mean_rows"),
+        "Queue": column("queue"),
+        "Copy in": column("copy_in"),
+        "Compute": column("compute"),
+        "Copy out": column("copy_out"),
     }
-    note = "Times are in ms, memory in MB. Late p99, cores and memory are of the generator."
+    note = "Times are in ms. Late p99 and cores are of the generator."
     return _table("Generator and batches", columns, report, note)
 
 

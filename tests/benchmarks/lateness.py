@@ -55,7 +55,7 @@ async def measure(pacing, rate, seconds):
     (run,) = report.runs
     assert not run.void, run.void
     late = {f"late_{name}_us": value * 1e3 for name, value in run.lateness.items()}
-    return {**late, "cores": run.resources.generator_cores, "rate": run.throughput}
+    return {**late, "cores": run.generator_cores, "rate": run.throughput}
 
 
 def main():

@@ -14,13 +14,11 @@ from asynctrt.loadtest.report import (
     Interval,
     Moment,
     Report,
-    Resources,
     Run,
     SearchResult,
 )
 
 XSS = "<script>alert(1)</script> &amp; 'quoted' \"twice\""
-RESOURCES = Resources(generator_cores=0.84, memory_mb=1210.5)
 MACHINE = {
     "cpu": "AMD EPYC 9554 64-Core Processor",
     "cores": 16,
@@ -105,7 +103,7 @@ def make_run(
     failing=0.0,
     slo=(),
     has_batches=True,
-    resources=RESOURCES,
+    generator_cores=0.84,
     parameters=None,
     **changed,
 ):
@@ -145,7 +143,7 @@ def make_run(
         lateness=figures_of(counted(late_ns)),
         slo={},
         batches=batches_of(rng, len(due_s), found["mean"], base_ms) if has_batches and found else None,
-        resources=resources,
+        generator_cores=generator_cores,
         moments=moments,
         histogram=latency.as_mapping(),
         parameters=parameters or {},
@@ -284,7 +282,7 @@ def sweep_of_hostile_names():
 def few():
     """So few requests that most percentiles are not known, of a server that does not tell what it does."""
     run = make_run(rate=8, seconds=5, is_open=False, has_batches=False)
-    run = replace(run, resources=Resources(0.02, 67.5))
+    run = replace(run, generator_cores=0.02)
     return make_report(run, settings={"rate": None, "callers": "4"})
 
 

@@ -103,7 +103,7 @@ async def test_a_run_in_an_applications_own_tests():
         assert report.holds, report.runs[0]
         (run,) = report.runs
         assert run.batches.requests >= run.requests
-        assert run.resources.memory_mb > 10
+        assert run.generator_cores > 0
         assert engine.statistics().state == "open"
 
 

@@ -22,7 +22,6 @@ from asynctrt.loadtest.report import (
     Interval,
     Moment,
     Report,
-    Resources,
     Run,
     SearchResult,
     StreamFigures,
@@ -55,7 +54,7 @@ def make_run(**changed):
         "lateness": {},
         "slo": {"p99<20ms": True},
         "batches": BatchFigures(990, 100, 9.9, 0.1, 0.2, 0.3, 0.4, {8: 30, 10: 70}),
-        "resources": Resources(generator_cores=0.5, memory_mb=67.5),
+        "generator_cores": 0.5,
         "moments": (Moment(0.0, 0.25, 100.0, 99.0, 1.5, None, 4.0, 1, None),),
         "histogram": counts.as_mapping(),
         "stream": StreamFigures(297.0, {"p50": 1.25, "mean": 1.5, "max": 3.0}, {"mean": 0.25}),
@@ -170,7 +169,7 @@ def test_what_is_not_known_is_not_there():
     content = WHOLE.as_json()
     assert all(None not in part.values() for part in parts(content) if isinstance(part, dict))
     assert "p99" not in content["runs"][0]["moments"][0]
-    assert content["runs"][0]["resources"] == {"generator_cores": 0.5, "memory_mb": 67.5}
+    assert content["runs"][0]["generator_cores"] == 0.5
     assert {"goodput", "offered", "batches"}.isdisjoint(content["runs"][1])
     assert "callers" not in content["settings"]
     assert "search" not in make_report().as_json()
