@@ -37,7 +37,7 @@ ABOUT: Final = (
 )
 NEXT: Final = """
 To try next:
-  asynctrt serve model.onnx               # your model on a server, with a dashboard
+  asynctrt serve model.onnx               # a server with a dashboard
   asynctrt load model.onnx --callers 8    # a load test of your model
   asynctrt doctor                         # is this machine ready for a GPU?"""
 
