@@ -94,7 +94,8 @@ class LoadJob:
             raise OptionsError(
                 f"the sweep has {len(values) * self.repeats} runs; at most {SWEEP_MAX} are allowed"
             )
-        return [base.with_values(item, _said(item)) for item in values for _ in range(self.repeats)]
+        # In rounds, A B A B, so that whatever else changes on the machine affects all of them.
+        return [base.with_values(item, _said(item)) for item in values] * self.repeats
 
 
 async def carry_out(job: LoadJob, session: LoadSession) -> Report:

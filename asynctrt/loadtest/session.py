@@ -184,7 +184,7 @@ class LoadSession:
         if key in self._opened:
             sender: Local | Fleet = self._opened[key][0]
             return sender
-        while len(self._opened) > 1:  # A sweep may alternate between two senders.
+        while len(self._opened) > 1:  # A sweep of two values alternates between them.
             _, stack = self._opened.pop(next(iter(self._opened)))
             await stack.aclose()
         stack = AsyncExitStack()

@@ -77,6 +77,11 @@ async def test_a_sweep_is_every_combination(tmp_path):
     assert report.intervals == {}
 
 
+def test_a_sweep_repeats_in_turns():
+    job = LoadJob(TargetSpec("model.onnx"), LoadSettings(repeats=2), {"max_rows": [1, 4]})
+    assert [case.parameters["max_rows"] for case in job.cases()] == [1, 4, 1, 4]
+
+
 @pytest.mark.tier2
 async def test_a_search_finds_what_a_target_bears():
     """It refuses beyond 800 a second; a constant rate is refused above that, and not below."""
