@@ -38,6 +38,7 @@ OPTIONAL = {
     "websockets": {"client/websocket.py", "serving/frames.py"},
     "rich": {"cli/build_terminal.py", "cli/app.py", "loadtest/terminal.py"},  # Two bring it.
     "threadpoolctl": {"cli/demo.py"},
+    "magika": set(),  # The demo reads its files and never imports it.
     "cuda": {"devices/cuda/bindings.py"},
     "tensorrt": set(),  # The adapter imports the flavour that it chose by name.
     "tensorrt_lean": set(),
@@ -221,7 +222,7 @@ def loaded_by(code):
 
 
 def test_importing_asynctrt_loads_no_runtime_of_a_model():
-    assert not loaded_by("import asynctrt") & {"cuda", "tensorrt", "onnxruntime", "typer", "rich"}
+    assert not loaded_by("import asynctrt") & {"cuda", "tensorrt", "onnxruntime", "magika", "typer", "rich"}
 
 
 def test_importing_the_doubles_loads_none_either():

@@ -52,7 +52,7 @@ LEVEL_STYLES: Final = {
 """Styles for the first line of the doctor's findings."""
 
 EXAMPLES: Final = {
-    "demo": ("asynctrt demo", "asynctrt demo --seconds 10"),
+    "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --seconds 10"),
     "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
     "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open"),
     "serve": (
@@ -204,11 +204,20 @@ def _root(
 
 @app.command()
 def demo(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Use the files in this folder. Default: Python's standard library.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     seconds: Annotated[float, _time_option(0.05, "How long each way is measured.")] = 2.5,
 ) -> None:
     """Show in a minute what asynctrt is for: plain load, overload, callers who leave, poison, shutdown.
 
-    Each part is measured with the engine and with a good batcher by hand. Ctrl-C ends it at any time.
+    First, up to 500 files are identified with the ONNX model of magika. On their bytes, each part is then
+    measured with the engine and with a good batcher by hand. Ctrl-C ends it at any time.
     """
 
     def note(text: str) -> None:
@@ -220,7 +229,8 @@ def demo(
         note("")
         out.print(text, highlight=False, markup=False)
 
-    course = demonstration.Course(seconds, say, note)
+    folders = (folder,) if folder else demonstration.default_folders()
+    course = demonstration.Course(folders, seconds, say, note)
     was_interrupted = _run(course.run)
     note("")
     _end(was_interrupted)

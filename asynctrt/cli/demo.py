@@ -1,17 +1,31 @@
-"""`asynctrt demo`: compare an engine with a 30-line batcher, under every load that one meets."""
+"""`asynctrt demo`: identify the files of a folder, and compare an engine with a 30-line batcher.
+
+The files are identified with the ONNX model that magika ships. Only magika's data is used: the model, its
+configuration and its table of content types. This module makes the inputs from each file's bytes, as the
+configuration specifies.
+"""
 
 import asyncio
+import json
 import math
+import os
+import random
+import sysconfig
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 import asynctrt
 from asynctrt._util import clock
+from asynctrt._util.files import open_regular
 from asynctrt.errors import MissingExtraError
 from asynctrt.tensors import Array, TensorSpec
 
@@ -20,9 +34,15 @@ try:
 except ImportError:
     threadpool_limits = None
 
+FILES_MAX: Final = 500
+"""The most files to identify: a random sample."""
+
+LOOKED_AT_MAX: Final = 100_000
+"""The maximum number of files to choose from: a folder may be a whole disk."""
+
 CALLERS: Final = 64
 LAYERS_ROWS: Final = 32
-WIDTH: Final = 2048
+WIDTH: Final = 2048  # The length of the row for one file.
 BLOCKED_S: Final = 0.005
 SAME: Final = 1.1
 """The smallest ratio to report: a smaller one may be chance."""
@@ -30,13 +50,14 @@ SAME: Final = 1.1
 HAND: Final = "a batcher by hand"
 ENGINE: Final = "asynctrt"
 ABOUT: Final = (
-    "Below, asynctrt is beside a batcher by hand: the 30 lines that one writes, written well (HandBatcher "
+    "\nBelow, asynctrt is beside a batcher by hand: the 30 lines that one writes, written well (HandBatcher "
     "in asynctrt/cli/demo.py). It takes what waits at once, runs two batches at a time in threads, and skips "
-    f"callers who left. The model has two layers of {WIDTH} by {WIDTH} weights. The ways take turns. A ratio "
-    f"below {SAME} counts as no difference."
+    f"callers who left. The model has two layers of {WIDTH} by {WIDTH} weights, and the bytes of the files "
+    f"as its input. The ways take turns. A ratio below {SAME} counts as no difference."
 )
 NEXT: Final = """
 To try next:
+  asynctrt demo ~/Downloads               # your own files
   asynctrt serve model.onnx               # a server with a dashboard
   asynctrt load model.onnx --callers 8    # a load test of your model
   asynctrt doctor                         # is this machine ready for a GPU?"""
@@ -44,6 +65,76 @@ To try next:
 Infer = Callable[..., Awaitable[object]]
 Send = Callable[[], Coroutine[Any, Any, None]]
 Measure = Callable[["Load", float], Awaitable[None]]
+
+
+class ContentModel:
+    """The model of the installed ``magika``, which tells the type of a file from its beginning and its end.
+
+    :raises MissingExtraError: if magika is not installed.
+    """
+
+    def __init__(self) -> None:
+        spec = find_spec("magika")
+        if spec is None or spec.origin is None:
+            raise MissingExtraError("the demo's model comes with magika: pip install 'asynctrt[demo]'")
+        package = Path(spec.origin).parent
+        self.path = max((package / "models").glob("*/model.onnx"))
+        self.config: dict[str, Any] = json.loads((self.path.parent / "config.min.json").read_bytes())
+        kinds: dict[str, Any] = json.loads((package / "config" / "content_types_kb.min.json").read_bytes())
+        self.texts = frozenset(label for label, kind in kinds.items() if kind["is_text"])
+
+    def row(self, path: Path) -> Array | None:
+        """Return the model's input for a file, int32 ``(1, beginning + end)``.
+
+        The beginning and the end of the file are stripped of white space, and padded in the middle if bytes
+        are missing. Return ``None`` if the file cannot be read or is too small.
+        """
+        beginning, end = self.config["beg_size"], self.config["end_size"]
+        try:
+            with open_regular(path) as file:
+                size = file.seek(0, os.SEEK_END)
+                block = min(size, self.config["block_size"])
+                file.seek(0)
+                head = file.read(block).lstrip()[:beginning]
+                file.seek(size - block)
+                tail = file.read(block).rstrip()[-end:]
+        except OSError:
+            return None
+        if len(head) < self.config["min_file_size_for_dl"]:
+            return None
+        row = np.full((1, beginning + end), self.config["padding_token"], np.int32)
+        row[0, : len(head)] = np.frombuffer(head, np.uint8)
+        row[0, row.shape[1] - len(tail) :] = np.frombuffer(tail, np.uint8)
+        return row
+
+    def label(self, scores: Array) -> str:
+        """Return the most likely label; or "txt" or "unknown" if the model is not confident."""
+        best = int(scores.argmax())
+        label: str = self.config["target_labels_space"][best]
+        shown: str = self.config["overwrite_map"].get(label, label)
+        if scores[best] >= self.config["thresholds"].get(label, self.config["medium_confidence_threshold"]):
+            return shown
+        return "txt" if shown in self.texts else "unknown"
+
+
+def default_folders() -> tuple[Path, ...]:
+    """Return the folders of Python's standard library and of this package."""
+    return Path(sysconfig.get_path("stdlib")), Path(asynctrt.__file__).parent
+
+
+def find_files(folders: Sequence[Path], limit: int = FILES_MAX) -> list[Path]:
+    """Return up to ``limit`` files below the folders: a random sample, the same each time.
+
+    Links and files that cannot be accessed are left out.
+    """
+    paths = (Path(at, name) for top in folders for at, _, names in os.walk(top) for name in names)
+    found = set[Path]()
+    for path in islice(paths, LOOKED_AT_MAX):
+        with suppress(OSError):
+            if path.is_file() and not path.is_symlink():
+                found.add(path)
+    files = sorted(found)
+    return sorted(random.Random(0).sample(files, min(limit, len(files))))  # noqa: S311  (a sample, not a secret)
 
 
 class HandBatcher:
@@ -224,11 +315,13 @@ def compared(column: str, engine: float, hand: float) -> str:
 class Course:
     """One run of the demo.
 
+    :param folders: where the files are that are identified.
     :param seconds: how long to measure each way.
     :param say: prints a line.
     :param note: shows the current activity until the next line.
     """
 
+    folders: Sequence[Path]
     seconds: float = 2.5
     say: Callable[[str], None] = print
     note: Callable[[str], object] = bool
@@ -237,13 +330,45 @@ class Course:
         """Run the demo. Show each result as soon as it is known, even if the demo is cancelled."""
         if threadpool_limits is None:
             raise MissingExtraError("the demo needs threadpoolctl: pip install 'asynctrt[demo]'")
-        rows = np.random.default_rng(0).random((CALLERS, 1, WIDTH), np.float32)
-        layers = Layers()
+        model = ContentModel()
+        async with asynctrt.open(model.path) as engine:
+            rows = await self._identify(model, engine)
+        if not rows:
+            self.say(f"No file could be identified in {', '.join(map(str, self.folders))}.")
+            return
+        layers, vectors = Layers(), [row.astype(np.float32) / 256 for row in rows]
         # As on a server, several computations share the cores, and more BLAS threads would compete for them.
         with threadpool_limits(1, user_api="blas"):
             async with layers.open() as engine:
-                await self._compare(layers, engine, list(rows))
+                await self._compare(layers, engine, vectors)
         self.say(NEXT)
+
+    async def _identify(self, model: ContentModel, engine: asynctrt.Engine) -> list[Array]:
+        """Identify the files' types with ``await engine.infer``, many at once; return their rows."""
+        paths = await asyncio.to_thread(find_files, self.folders)
+        read = await asyncio.to_thread(lambda: [model.row(path) for path in paths])
+        rows = [row for row in read if row is not None]
+        labels, waiting = Counter[str](), iter(rows)
+
+        async def caller() -> None:
+            for row in waiting:
+                result = await engine.infer(row)
+                labels[model.label(result[engine.outputs[0].name][0])] += 1
+                self.note(f"identifying files {labels.total():,}/{len(rows):,}")
+
+        try:
+            async with asyncio.TaskGroup() as callers:
+                for _ in range(CALLERS):
+                    callers.create_task(caller())
+        finally:
+            if labels:
+                shown = labels.most_common(6)
+                if others := labels.total() - sum(files for _, files in shown):
+                    shown.append(("other", others))
+                kinds = ", ".join(f"{files:,} {label}" for label, files in shown)
+                self.say(f"{labels.total():,} files, as the model of magika sees them: {kinds}.")
+                self.say(f"Unreadable or too small: {len(paths) - len(rows):,}.")
+        return rows
 
     async def _compare(self, layers: Layers, engine: asynctrt.Engine, rows: Sequence[Array]) -> None:
         """Measure each part, alternating the ways, so that other load on the machine affects all of them."""

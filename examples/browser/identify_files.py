@@ -1,6 +1,6 @@
 """Serve a web page that sends files to a model and shows the answers as they arrive, over a websocket.
 
-    pip install 'asynctrt[cpu,serve]' magika starlette uvicorn
+    pip install 'asynctrt[demo,serve]' starlette uvicorn
     python examples/browser/identify_files.py        # then open http://127.0.0.1:8080/
 
 The model is the one that magika ships. The application is plain Starlette. The engine opens and closes with
@@ -8,11 +8,9 @@ it; its websocket is one route. The page makes the model's rows out of the files
 size is a message of 8 KiB.
 """
 
-import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import uvicorn
@@ -22,22 +20,18 @@ from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route, WebSocketRoute
 
 import asynctrt
+from asynctrt.cli.demo import ContentModel
 from asynctrt.client import JAVASCRIPT
 from asynctrt.serving import websocket_endpoint
 
 HERE = Path(__file__).parent
-spec = find_spec("magika")  # Only its data is used: the model, its configuration and its content types.
-if spec is None or spec.origin is None:
-    raise SystemExit("the model comes with magika: pip install magika")
-MAGIKA = Path(spec.origin).parent
-MODEL = max((MAGIKA / "models").glob("*/model.onnx"))
-CONFIG = json.loads((MODEL.parent / "config.min.json").read_bytes())
-KINDS = json.loads((MAGIKA / "config" / "content_types_kb.min.json").read_bytes())
+MODEL = ContentModel()
+CONFIG = MODEL.config
 
 
 @asynccontextmanager
 async def lifespan(app: Starlette) -> AsyncIterator[None]:
-    async with asynctrt.open(MODEL, max_rows=4) as app.state.engine:
+    async with asynctrt.open(MODEL.path) as app.state.engine:
         yield
 
 
@@ -64,7 +58,7 @@ async def describe(request: Request) -> JSONResponse:
             "shown": CONFIG["overwrite_map"],
             "thresholds": CONFIG["thresholds"],
             "threshold": CONFIG["medium_confidence_threshold"],
-            "texts": sorted(label for label, kind in KINDS.items() if kind["is_text"]),
+            "texts": sorted(MODEL.texts),
         }
     )
 

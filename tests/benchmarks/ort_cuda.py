@@ -24,10 +24,11 @@ import uvloop
 import asynctrt
 from asynctrt._util import clock
 from asynctrt._util.process import freeze_gc
+from asynctrt.cli.demo import ContentModel
 from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import save
 from tests.benchmarks.gpu.batchers import ByHand, Runner, async_batcher, back_to_back, bare_loop
-from tests.benchmarks.gpu.onnx_models import SUBJECTS, export, packaged
+from tests.benchmarks.gpu.onnx_models import SUBJECTS, export
 from tests.benchmarks.gpu.resnet import Poisson
 from tests.benchmarks.gpu.support import Load, open_device, quantiles_us, said
 
@@ -125,9 +126,7 @@ class Callers:
 def path_of(subject, given):
     """Return where the model is: in the folder, or in the package that brings it."""
     path = given.models / f"{subject.name}.onnx"
-    if subject.name != "magika" or path.exists():
-        return path
-    return packaged("magika", "models/standard_v3_3/model.onnx")
+    return ContentModel().path if subject.name == "magika" and not path.exists() else path
 
 
 def load(device, subject, given):

@@ -149,7 +149,8 @@ WRONG = [
     (["demo", "--seconds", "10ms"], 2, "10ms is less than 0.05"),
     (["serve", "m.onnx", "--max-delay", "2s"], 1, "seconds ≥ 0 and ≤ 1, not 2.0. For milliseconds"),
     (["serve", "m.onnx", "--log-format", "xml"], 2, "'xml' is not one of 'text', 'json'"),
-    (["demo", "a folder"], 2, "unexpected extra argument"),
+    (["demo", "/no/such/folder"], 2, "does not exist"),
+    (["demo", __file__], 2, "is a file"),
     (["load", "m.onnx", "--rows", "many"], 2, "Invalid value for '--rows'"),
     (["demo", "--seconds", "soon"], 2, "'soon' is not a number of seconds"),
     (["serve", "m.onnx", "--http-port", "y"], 2, "Invalid value for '--http-port'"),
@@ -194,10 +195,17 @@ def test_ctrl_c_while_the_command_is_imported_is_silent(module):
 
 
 @pytest.mark.tier2
-def test_demo():
+def test_demo(tmp_path):
     """Without a terminal, and 80 columns wide: no line is cut or too long, and it ends by itself."""
-    code, out, err = asynctrt_command("demo", "--seconds", "0.05", columns=80)
+    for number in range(30):
+        (tmp_path / f"{number}.py").write_text(
+            f"import os\n\n\ndef function_{number}():\n    return os.getcwd()\n"
+        )
+    (tmp_path / "tiny.py").write_text("a")
+    code, out, err = asynctrt_command("demo", tmp_path, "--seconds", "0.05", columns=80)
     assert (code, err) == (0, "")
+    assert re.search(r"30 files.*: 30 python", out)
+    assert "too small: 1." in out
     for way, parts in (("in the coroutine", 1), ("a batcher by hand", 5), ("asynctrt", 5)):
         assert len(re.findall(rf"^  {way}( +([\d,.]+%?|inf)){{2,3}}$", out, re.MULTILINE)) == parts, way
     assert out.count("asynctrt / by hand: ") == 5
@@ -206,10 +214,24 @@ def test_demo():
     assert "asynctrt serve model.onnx" in out[out.index("To try next") :]
 
 
+def test_demo_of_an_empty_folder(tmp_path):
+    code, out, _ = asynctrt_command("demo", tmp_path)
+    assert code == 0
+    assert "No file could be identified" in out
+
+
 @pytest.mark.tier2
-def test_ctrl_c_in_the_demo_shows_what_was_found():
-    code, screen = in_a_terminal("demo", "--seconds", "0.2", interrupt_at=r"Plain load: a batcher by hand")
+@pytest.mark.timeout(240)  # ONNX Runtime's threads spin, which is slow where other processes are busy.
+@pytest.mark.parametrize(
+    ("interrupt_at", "shows"),
+    [
+        (r"identifying files [1-9]\d*/\d", "the model of magika"),
+        (r"Plain load: a batcher by hand", r"in the coroutine +\d"),
+    ],
+)
+def test_ctrl_c_in_the_demo_shows_what_was_found(interrupt_at, shows):
+    code, screen = in_a_terminal("demo", "--seconds", "0.2", interrupt_at=interrupt_at)
     assert code == 130
     assert "Interrupted" in screen
     assert "Traceback" not in screen
-    assert re.search(r"in the coroutine +\d", screen)
+    assert re.search(shows, screen)

@@ -1,24 +1,127 @@
-"""The demo: the batcher by hand is a good one, and the figures count what they say."""
+"""The demo's model and its input, held against magika itself, and what it makes of folders."""
 
 import asyncio
 import math
+import os
 import re
+import sys
 import threading
 
 import numpy as np
 import pytest
+from magika import Magika
 
+import asynctrt
 from asynctrt.cli import demo
 from asynctrt.errors import MissingExtraError
 
 
+@pytest.fixture(scope="module")
+def model():
+    return demo.ContentModel()
+
+
 @pytest.mark.tier2
-def test_a_demo_that_is_interrupted_shows_what_it_has():
+def test_every_file_is_what_magika_says_it_is(model):
+    """The same bytes, the same model, read and judged by the package that the model comes from."""
+    expected, rows = {}, {}
+    judge = Magika()
+    for path in demo.find_files(demo.default_folders(), 60):
+        row = model.row(path)
+        if row is not None:
+            rows[path] = row
+            expected[path] = judge.identify_path(path).output.label
+
+    async def identify():
+        async with asynctrt.open(model.path) as engine:
+            results = await asyncio.gather(*[engine.infer(row) for row in rows.values()])
+            return {
+                path: model.label(result[engine.outputs[0].name][0])
+                for path, result in zip(rows, results, strict=True)
+            }
+
+    assert len(expected) > 40
+    assert asyncio.run(identify()) == {path: str(label) for path, label in expected.items()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"x" * 50, b"  \n text with space around \n\n ", bytes(range(256)) * 40, b"a" * 1024, b"b" * 5000],
+)
+def test_the_input_is_what_magika_makes_of_the_bytes(model, content, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    row = model.row(path)
+    ours = row[0].tolist()
+    beginning, end, block = (model.config[name] for name in ("beg_size", "end_size", "block_size"))
+    head = list(content[:block].lstrip()[:beginning])
+    assert ours[: len(head)] == head
+    assert set(ours[len(head) : beginning]) <= {model.config["padding_token"]}
+    tail = list(content[-block:].rstrip()[-end:])
+    assert ours[-len(tail) :] == tail
+    assert row.shape == (1, beginning + end)
+    assert row.dtype == np.int32
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b" " * 100, b"\n\n  1234567"])
+def test_what_says_too_little_is_left_out(model, content, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert model.row(path) is None
+
+
+def test_what_cannot_be_read_is_left_out(model, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert model.row(tmp_path / "pipe") is None
+    assert model.row(tmp_path / "missing") is None
+    assert model.row(tmp_path) is None
+
+
+def test_low_scores_say_no_more_than_text_or_unknown(model):
+    labels = model.config["target_labels_space"]
+    scores = np.full(len(labels), 0.001)
+    scores[labels.index("python")] = 0.3
+    assert model.label(scores) == "txt"
+    scores[:] = 0.001
+    scores[labels.index("elf")] = 0.3
+    assert model.label(scores) == "unknown"
+    scores[labels.index("elf")] = 0.9
+    assert model.label(scores) == "elf"
+
+
+def test_files_are_drawn_evenly_and_always_the_same(tmp_path):
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text("content")
+    (tmp_path / "link").symlink_to(tmp_path / "0.txt")
+    assert len(demo.find_files([tmp_path], 100)) == 30
+    some = demo.find_files([tmp_path], 10)
+    assert len(some) == 10
+    assert some == demo.find_files([tmp_path], 10)
+
+
+def test_without_magika_the_message_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "magika", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'asynctrt\[demo\]'"):
+        demo.ContentModel()
+
+
+def test_without_threadpoolctl_the_message_names_the_extra(monkeypatch):
+    monkeypatch.setattr(demo, "threadpool_limits", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'asynctrt\[demo\]'"):
+        asyncio.run(demo.Course([]).run())
+
+
+@pytest.mark.tier2
+def test_a_demo_that_is_interrupted_shows_what_it_has(tmp_path):
     """Cancelled while the second way is measured: the first is shown all the same."""
+    for number in range(12):
+        (tmp_path / f"{number}.py").write_text(
+            f"import os\n\n\ndef function_{number}():\n    return os.getcwd()\n"
+        )
     said, noted = [], []
 
     async def interrupted():
-        running = asyncio.create_task(demo.Course(0.05, said.append, noted.append).run())
+        running = asyncio.create_task(demo.Course([tmp_path], 0.05, said.append, noted.append).run())
         while "1. Plain load: a batcher by hand" not in noted:
             await asyncio.sleep(0)
         running.cancel()
@@ -27,15 +130,10 @@ def test_a_demo_that_is_interrupted_shows_what_it_has():
 
     asyncio.run(interrupted())
     shown = "\n".join(said)
+    assert re.search(r"12 files.* 12 python", shown)
     assert re.search(r"in the coroutine +[\d,]+ +[\d,]+\n", shown)
     assert "asynctrt / by hand" not in shown, "nothing can be said of what was not measured"
     assert "2. Overload" not in shown
-
-
-def test_without_threadpoolctl_the_message_names_the_extra(monkeypatch):
-    monkeypatch.setattr(demo, "threadpool_limits", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'asynctrt\[demo\]'"):
-        asyncio.run(demo.Course().run())
 
 
 @pytest.mark.parametrize(

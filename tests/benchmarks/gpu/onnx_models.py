@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from asynctrt.cli.demo import ContentModel
+
 LENGTHS = (32, 64, 128)
 VOCABULARY = 30_522
 SOUND = 576
@@ -71,20 +73,20 @@ def collect(folder):
     import onnx
 
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(packaged("magika", "models/standard_v3_3/model.onnx"), folder / "magika.onnx")
+    shutil.copy(ContentModel().path, folder / "magika.onnx")
     for name, *shapes in PPOCR:
-        model = onnx.load(packaged("rapidocr_onnxruntime", f"models/ch_PP-OCRv4_{name}_infer.onnx"))
+        model = onnx.load(_packaged("rapidocr_onnxruntime", f"models/ch_PP-OCRv4_{name}_infer.onnx"))
         for value, shape in zip((*model.graph.input, *model.graph.output), shapes, strict=True):
             rows, *others = value.type.tensor_type.shape.dim
             rows.dim_param = "batch"
             for dim, size in zip(others, shape, strict=True):
                 dim.dim_value = size
         onnx.save(model, folder / f"ppocr_{name}.onnx")
-    model = onnx.load(packaged("silero_vad", "data/silero_vad_16k_op15.onnx"))
+    model = onnx.load(_packaged("silero_vad", "data/silero_vad_16k_op15.onnx"))
     onnx.save(_rows_first(onnx, model), folder / "silero_vad.onnx")
 
 
-def packaged(package, path):
+def _packaged(package, path):
     found = find_spec(package)
     if found is None:
         raise SystemExit(f"{package} is not installed: see {__doc__}")
