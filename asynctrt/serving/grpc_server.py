@@ -43,6 +43,7 @@ from asynctrt.serving.admission import Caller, Inference, Served, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
+from asynctrt.serving.gathering import Gathering
 from asynctrt.serving.grpc_connections import GrpcConnections
 from asynctrt.serving.http import SWEEP_S
 from asynctrt.serving.listener import HANDSHAKE_S, cannot_listen
@@ -160,6 +161,7 @@ class GrpcServer:
         self._places: Places[_Stream] = Places(max(STRANGERS_MAX, memory_nbytes // self.message_nbytes_max))
         self._reading: set[_Reading] = set()
         """Messages being read."""
+        self._gathering = Gathering()
         self._shut: set[str] = set()
         """Peers whose connections were closed since the last sweep."""
         self._sending: dict[Any, _Sending] = {}
@@ -449,6 +451,7 @@ class GrpcServer:
         # Not asyncio.timeout(): a timer for each call would take a tenth of its time.
         reading = _Reading()
         self._reading.add(reading)
+        self._gathering.expect(reading)
         try:
             body = await context.read()
         except asyncio.CancelledError:
@@ -458,6 +461,7 @@ class GrpcServer:
             raise _LateError("the message did not arrive in time") from None
         finally:
             self._reading.discard(reading)
+            self._gathering.arrived(reading)
         return await self._unpacked(_some(body), hold, caller), hold
 
     async def _unpacked(self, body: bytes, hold: Hold, caller: Caller) -> Body:
@@ -546,10 +550,13 @@ class GrpcServer:
         log = self._api.log
         then = None if log is None else partial(log, "grpc", context.peer())
         body, hold = await self._read(context, caller)
+        began_ns = clock.now_ns()
         split = self._split(body)
         del body
         request = await self._parsed(split, caller, hold)
-        inference = await self._begin(request, split.raw, headers, caller, hold, then)
+        if self._gathering.pays:
+            await self._gathering.wait()
+        inference = await self._begin(request, split.raw, began_ns, headers, caller, hold, then)
         del split, hold  # The inputs are views of the message, whose memory the inference now holds.
         # Cancelling this task cancels the request.
         await inference.answer()
@@ -615,6 +622,7 @@ class GrpcServer:
         self,
         request: Any,
         raw: list[memoryview] | None,
+        began_ns: int,
         headers: Headers,
         caller: Caller,
         hold: Hold,
@@ -622,9 +630,9 @@ class GrpcServer:
     ) -> Inference:
         """Decode a request, in a thread if that is slow, and submit it to its engine.
 
+        :param began_ns: when its message had been read.
         :raises AsynctrtError: if it is refused; the failure has already been counted.
         """
-        began_ns = clock.now_ns()
         served = self._api.repository.find(request.model_name, request.model_version)
         try:
             codec = self._codec(served)
@@ -815,7 +823,7 @@ class _Stream:
             await beginning
 
     async def _begin(self, packed: bytes, hold: Hold) -> None:
-        server, request_id = self._server, ""
+        server, request_id, began_ns = self._server, "", clock.now_ns()
         try:
             body = await server._unpacked(packed, hold, self._caller)
             del packed
@@ -824,7 +832,7 @@ class _Stream:
             request = await server._parsed(split, self._caller, hold)
             request_id = request.id
             inference = await server._begin(
-                request, split.raw, self._headers, self._caller, hold, self._ended
+                request, split.raw, began_ns, self._headers, self._caller, hold, self._ended
             )
             self._in_flight.add(inference)
             self._answer_nbytes += inference.request.layout.answer_nbytes

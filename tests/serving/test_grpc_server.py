@@ -338,6 +338,27 @@ class TestMemory:
                 gc.enable()
 
 
+class TestBatches:
+    async def test_calls_of_many_callers_share_batches(self):
+        async with serving() as served:
+            message = request().SerializeToString()
+
+            async def caller():
+                for _ in range(20):
+                    await served.unary("ModelInfer")(message)
+
+            await asyncio.gather(*[caller() for _ in range(32)])
+            done = served.engine.statistics()
+        assert done.rows == 640
+        assert done.rows > 2 * done.batches
+
+    async def test_calls_of_a_lone_caller_do_not_wait(self):
+        async with serving() as served:
+            for _ in range(20):
+                await served.ask("ModelInfer", request())
+                assert not served.server._gathering.pays
+
+
 class TestGoingAway:
     async def test_a_cancelled_call_leaves_the_queue(self):
         async with latched() as (served, device):

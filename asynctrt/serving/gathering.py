@@ -1,0 +1,77 @@
+"""Hold calls back for a moment so that those which gRPC hands over one after the other can share a batch."""
+
+import asyncio
+from typing import Final
+
+TURNS: Final = 12
+"""Iterations of the event loop in which gRPC hands over its next call, if there is one: it accepts one at a
+time, through a thread and several tasks."""
+
+WAIT_S: Final = 0.004
+"""The longest time for which a call is held back."""
+
+
+class Gathering:
+    """Calls that wait for each other, between their message and their submission to an engine.
+
+    Without it, a call would be launched alone before gRPC hands over the next one, however many are ready.
+    Calls wait only while that pays: once two have overlapped, and until one has waited in vain. So those of a
+    lone caller never wait.
+    """
+
+    def __init__(self) -> None:
+        self.pays = False
+        """Whether calls are to :meth:`wait`."""
+        self._expected: set[object] = set()
+        """Calls whose messages are being read. Those which take long are not waited for."""
+        self._held: list[asyncio.Future[None]] = []
+        self._turns_left = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Gathering expected={len(self._expected)} held={len(self._held)} pays={self.pays}>"
+
+    def expect(self, call: object) -> None:
+        """Note that a call's message is being read."""
+        if self._expected or self._held:
+            self.pays = True
+        self._expected.add(call)
+
+    def arrived(self, call: object) -> None:
+        """Note that a call's message was read, or never will be."""
+        self._expected.discard(call)
+
+    async def wait(self) -> None:
+        """Return once no further call is ready, together with the other calls that wait."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self._held.append(future)
+        if self._timer is None:
+            self._timer = loop.call_later(WAIT_S, self._give_up)
+        if not self._turns_left:
+            loop.call_soon(self._turn)
+        self._turns_left = TURNS
+        await future
+
+    def _turn(self) -> None:
+        """Count an iteration of the loop in which no call arrived."""
+        self._turns_left -= 1
+        if self._turns_left > 0:
+            asyncio.get_running_loop().call_soon(self._turn)
+        elif self._held and not self._expected:
+            self.pays = len(self._held) > 1
+            self._release()
+
+    def _give_up(self) -> None:
+        """Release the calls although others are expected; these are not waited for again."""
+        self._expected.clear()
+        self._release()
+
+    def _release(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        held, self._held = self._held, []
+        for future in held:
+            if not future.done():
+                future.set_result(None)
