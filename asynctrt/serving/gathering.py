@@ -54,9 +54,9 @@ class Gathering:
         await future
 
     def _turn(self) -> None:
-        """Count an iteration of the loop in which no call arrived."""
-        self._turns_left -= 1
-        if self._turns_left > 0:
+        """Count an iteration of the loop in which gRPC handed over no call. One that it did will count anew."""
+        self._turns_left = 0 if self._expected or not self._held else self._turns_left - 1
+        if self._turns_left:
             asyncio.get_running_loop().call_soon(self._turn)
         elif self._held and not self._expected:
             self.pays = len(self._held) > 1
