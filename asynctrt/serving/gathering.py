@@ -54,7 +54,7 @@ class Gathering:
         await future
 
     def _turn(self) -> None:
-        """Count an iteration of the loop in which gRPC handed over no call. One that it did will count anew."""
+        """Count an iteration of the loop; stop when gRPC has handed over a call, which will begin anew."""
         self._turns_left = 0 if self._expected or not self._held else self._turns_left - 1
         if self._turns_left:
             asyncio.get_running_loop().call_soon(self._turn)

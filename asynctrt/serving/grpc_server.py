@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from asynctrt._util import clock
 from asynctrt.errors import (
@@ -39,7 +39,7 @@ from asynctrt.kserve.protobuf import (
     streamed,
     streamed_error,
 )
-from asynctrt.serving.admission import Caller, Inference, Served, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
@@ -145,8 +145,10 @@ class GrpcServer:
         self._certificate = certificate
         self._kinds = message_classes()
         self._request = self._kinds["ModelInferRequest"]
-        self._codecs: WeakKeyDictionary[Served, ProtobufCodec] = WeakKeyDictionary()
         self._callers: WeakValueDictionary[tuple[str, bytes | None], Caller] = WeakValueDictionary()
+        """Those with calls in progress, or in :attr:`_latest`."""
+        self._latest: dict[tuple[str, bytes | None], Caller] = {}
+        """Those of calls since the last sweep."""
         self._streams: set[_Stream] = set()
         self._connections = GrpcConnections(settings.max_connections)
         self._server: Any = None
@@ -242,6 +244,7 @@ class GrpcServer:
             if now_ns - reading.since_ns > limit_ns:
                 reading.give_up()
         self._look_at_answers(now_ns)
+        self._latest.clear()
         self._connections.look(peer for peer, _ in self._callers)
         if self._tokens_version != self._api.tokens_version:
             self._tokens_version = self._api.tokens_version
@@ -268,7 +271,7 @@ class GrpcServer:
             if sending.task.done():
                 del self._sending[key]
             elif is_needed and sending.since_ns < late_ns:
-                peers.add(sending.peer)
+                peers.add(sending.context.peer())
         self._connections.shut_down(peers)
 
     def _reporting(self, work: Callable[[Any], Awaitable[bytes]]) -> Any:
@@ -303,7 +306,7 @@ class GrpcServer:
         """Record that a client has to take an answer from now on."""
         task = asyncio.current_task()
         assert task is not None
-        self._sending[key] = _Sending(clock.now_ns(), task, context.peer())
+        self._sending[key] = _Sending(clock.now_ns(), task, context)
 
     def sent(self, key: Any) -> None:
         """Record that the client took an answer, unless the answer ends its task."""
@@ -431,11 +434,14 @@ class GrpcServer:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
         # A proxy sends several clients' calls on one connection.
         key = context.peer(), self._api.named(headers)
-        self._connections.know(key[0])
-        caller = self._callers.get(key)
+        caller = self._latest.get(key)
         if caller is None:
-            caller = self._callers[key] = Caller(address_of(key[0]))
-        self._api.identify(caller, headers)
+            self._connections.know(key[0])
+            caller = self._callers.get(key)
+            if caller is None:
+                caller = self._callers[key] = Caller(address_of(key[0]))
+                self._api.identify(caller, headers)
+            self._latest[key] = caller
         return headers, caller
 
     async def _read(self, context: Any, caller: Caller) -> tuple[Body, Hold]:
@@ -572,7 +578,7 @@ class GrpcServer:
 
         :raises AsynctrtError: if the inference failed.
         """
-        codec = self._codec(inference.served)
+        codec = inference.served.codec_of(ProtobufCodec)
         request, result = inference.request, inference.future.result()
         self._check_answer(sum([result[spec.name].nbytes for spec, _ in request.layout.outputs]))
         if codec.is_slow_answer(request.layout, result):
@@ -635,7 +641,7 @@ class GrpcServer:
         """
         served = self._api.repository.find(request.model_name, request.model_version)
         try:
-            codec = self._codec(served)
+            codec = served.codec_of(ProtobufCodec)
             if raw is not None and (not raw or codec.is_slow(raw)):
                 work = partial(codec.decode, request, raw, pause)
                 decoded = await self._api.worker.run(work, caller.client, hold)
@@ -660,12 +666,6 @@ class GrpcServer:
                 f"the outputs have {nbytes} bytes; at most {nbytes_max} are sent over gRPC. Ask for fewer "
                 "rows or outputs, use HTTP or a websocket, or raise max_grpc_message, and the client's limit"
             )
-
-    def _codec(self, served: Served) -> ProtobufCodec:
-        codec = self._codecs.get(served)
-        if codec is None:
-            codec = self._codecs[served] = served.make_codec(ProtobufCodec)
-        return codec
 
     # ---- health
 
@@ -938,11 +938,11 @@ class _Reading:
 
 
 class _Sending(NamedTuple):
-    """An answer that a client has to take: since when, the task that sends it, and the peer."""
+    """An answer that a client has to take: since when, the task that sends it, and the call's context."""
 
     since_ns: int
     task: asyncio.Task[Any]
-    peer: str
+    context: Any
 
 
 class _Failure(NamedTuple):

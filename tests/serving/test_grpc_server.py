@@ -733,6 +733,11 @@ class TestConnections:
             for _, writer in silent:
                 writer.close()
 
+    async def test_nothing_is_kept_of_a_client_without_calls(self):
+        async with serving() as served:
+            await served.ask("ModelInfer", request())
+            await until(lambda: not served.server._callers)
+
     async def test_an_old_connection_is_asked_to_end_and_its_client_opens_another(self):
         async with serving(grpc_max_connection_age=200) as served:
             reader, writer = await self.opened(served, PREFACE + SETTINGS)
