@@ -26,7 +26,8 @@ class Gathering:
         """Calls whose messages are being read. Those which take long are not waited for."""
         self._held: list[asyncio.Future[None]] = []
         self._turns_left = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._timer: asyncio.TimerHandle
 
     def __repr__(self) -> str:
         return f"<Gathering expected={len(self._expected)} held={len(self._held)} pays={self.pays}>"
@@ -40,24 +41,29 @@ class Gathering:
     def arrived(self, call: object) -> None:
         """Note that a call's message was read, or never will be."""
         self._expected.discard(call)
+        if self._held:
+            self._count_anew()
 
     async def wait(self) -> None:
         """Return once no further call is ready, together with the other calls that wait."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
+        if not self._held:
+            self._loop = asyncio.get_running_loop()  # Not each time: it takes a system call in Python 3.11.
+            self._timer = self._loop.call_later(WAIT_S, self._give_up)
+        future: asyncio.Future[None] = self._loop.create_future()
         self._held.append(future)
-        if self._timer is None:
-            self._timer = loop.call_later(WAIT_S, self._give_up)
-        if not self._turns_left:
-            loop.call_soon(self._turn)
-        self._turns_left = TURNS
+        self._count_anew()
         await future
 
+    def _count_anew(self) -> None:
+        if not self._turns_left:
+            self._loop.call_soon(self._turn)
+        self._turns_left = TURNS
+
     def _turn(self) -> None:
-        """Count an iteration of the loop; stop when gRPC has handed over a call, which will begin anew."""
+        """Count an iteration of the loop; stop while the message of a further call is being read."""
         self._turns_left = 0 if self._expected or not self._held else self._turns_left - 1
         if self._turns_left:
-            asyncio.get_running_loop().call_soon(self._turn)
+            self._loop.call_soon(self._turn)
         elif self._held and not self._expected:
             self.pays = len(self._held) > 1
             self._release()
@@ -68,9 +74,7 @@ class Gathering:
         self._release()
 
     def _release(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.cancel()
         held, self._held = self._held, []
         for future in held:
             if not future.done():

@@ -92,6 +92,17 @@ async def test_a_message_that_does_not_come_is_waited_for_once():
     assert "c" in calls.released
 
 
+async def test_a_call_that_ends_without_waiting_is_not_waited_for():
+    calls = Calls()
+    calls.read("a", "b", "bad")
+    calls.arrive("a", "b")
+    await calls.turns(2 * TURNS)
+    assert not calls.released
+    calls.gathering.arrived("bad")
+    await calls.turns(TURNS + 4)
+    assert sorted(calls.released) == ["a", "b"]
+
+
 async def test_a_cancelled_call_holds_up_no_other():
     calls = Calls()
     calls.read("a", "b", "c")
