@@ -1,4 +1,4 @@
-"""Hold calls back for a moment so that those which gRPC hands over one after the other can share a batch."""
+"""Hold gRPC's calls back for a moment so that they can share a batch: gRPC hands them over one by one."""
 
 import asyncio
 from typing import Final
@@ -8,22 +8,23 @@ TURNS: Final = 12
 time, through a thread and several tasks."""
 
 WAIT_S: Final = 0.004
-"""The longest time for which a call is held back."""
+"""The longest time for which a call is held back. gRPC hands over some 20 calls in it, which share the
+cost of a launch."""
 
 
 class Gathering:
     """Calls that wait for each other, between their message and their submission to an engine.
 
-    Without it, a call would be launched alone before gRPC hands over the next one, however many are ready.
-    Calls wait only while that pays: once two have overlapped, and until one has waited in vain. So those of a
-    lone caller never wait.
+    Otherwise each call would be launched alone before gRPC hands over the next one, however many are ready.
+    Calls wait only while it pays: once two have overlapped, and until one has waited in vain. So a lone
+    caller's calls never wait.
     """
 
     def __init__(self) -> None:
         self.pays = False
         """Whether calls are to :meth:`wait`."""
         self._expected: set[object] = set()
-        """Calls whose messages are being read. Those which take long are not waited for."""
+        """Calls whose messages are being read, except slow ones."""
         self._held: list[asyncio.Future[None]] = []
         self._turns_left = 0
         self._loop: asyncio.AbstractEventLoop

@@ -146,9 +146,9 @@ class GrpcServer:
         self._kinds = message_classes()
         self._request = self._kinds["ModelInferRequest"]
         self._callers: WeakValueDictionary[tuple[str, bytes | None], Caller] = WeakValueDictionary()
-        """Those with calls in progress, or in :attr:`_latest`."""
+        """Callers with calls in progress, or in :attr:`_latest`."""
         self._latest: dict[tuple[str, bytes | None], Caller] = {}
-        """Those of calls since the last sweep."""
+        """Callers since the last sweep: creating one takes longer than finding it."""
         self._streams: set[_Stream] = set()
         self._connections = GrpcConnections(settings.max_connections)
         self._server: Any = None
