@@ -285,7 +285,10 @@ class ProtobufCodec(ModelCodec):
         for (spec, shape, nbytes, _), content in zip(layout.inputs, contents, strict=True):
             if len(content) != nbytes:
                 check_nbytes(spec, shape, len(content))
-            views[spec.name] = read_tensor(spec, shape, content, 0, len(content), pause)
+            if layout.raw_numbers:
+                views[spec.name] = np.ndarray(shape, spec.dtype, content)
+            else:
+                views[spec.name] = read_tensor(spec, shape, content, 0, len(content), pause)
         return DecodedRequest(layout, request_id, views)
 
     @staticmethod

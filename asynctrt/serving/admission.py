@@ -126,8 +126,8 @@ class Served(Protocol):
     version: str
     codec: JsonCodec
 
-    def make_codec(self, kind: type[T]) -> T:
-        """Return a codec for its requests in one encoding."""
+    def codec_of(self, kind: type[T]) -> T:
+        """Return the codec for its requests in one encoding."""
 
     def ended(self, inference: "Inference") -> BaseException | None:
         """Count the outcome of one of its requests; return its error, if it failed."""

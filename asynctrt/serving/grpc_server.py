@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from asynctrt._util import clock
 from asynctrt.errors import (
@@ -39,10 +39,11 @@ from asynctrt.kserve.protobuf import (
     streamed,
     streamed_error,
 )
-from asynctrt.serving.admission import Caller, Inference, Served, address_of
+from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.coding import Body, is_compressed
 from asynctrt.serving.credentials import Certificate
+from asynctrt.serving.gathering import Gathering
 from asynctrt.serving.grpc_connections import GrpcConnections
 from asynctrt.serving.http import SWEEP_S
 from asynctrt.serving.listener import HANDSHAKE_S, cannot_listen
@@ -144,8 +145,10 @@ class GrpcServer:
         self._certificate = certificate
         self._kinds = message_classes()
         self._request = self._kinds["ModelInferRequest"]
-        self._codecs: WeakKeyDictionary[Served, ProtobufCodec] = WeakKeyDictionary()
         self._callers: WeakValueDictionary[tuple[str, bytes | None], Caller] = WeakValueDictionary()
+        """Callers with calls in progress, or in :attr:`_latest`."""
+        self._latest: dict[tuple[str, bytes | None], Caller] = {}
+        """Callers since the last sweep: creating one takes longer than finding it."""
         self._streams: set[_Stream] = set()
         self._connections = GrpcConnections(settings.max_connections)
         self._server: Any = None
@@ -160,6 +163,7 @@ class GrpcServer:
         self._places: Places[_Stream] = Places(max(STRANGERS_MAX, memory_nbytes // self.message_nbytes_max))
         self._reading: set[_Reading] = set()
         """Messages being read."""
+        self._gathering = Gathering()
         self._shut: set[str] = set()
         """Peers whose connections were closed since the last sweep."""
         self._sending: dict[Any, _Sending] = {}
@@ -240,6 +244,7 @@ class GrpcServer:
             if now_ns - reading.since_ns > limit_ns:
                 reading.give_up()
         self._look_at_answers(now_ns)
+        self._latest.clear()
         self._connections.look(peer for peer, _ in self._callers)
         if self._tokens_version != self._api.tokens_version:
             self._tokens_version = self._api.tokens_version
@@ -266,7 +271,7 @@ class GrpcServer:
             if sending.task.done():
                 del self._sending[key]
             elif is_needed and sending.since_ns < late_ns:
-                peers.add(sending.peer)
+                peers.add(sending.context.peer())
         self._connections.shut_down(peers)
 
     def _reporting(self, work: Callable[[Any], Awaitable[bytes]]) -> Any:
@@ -301,7 +306,7 @@ class GrpcServer:
         """Record that a client has to take an answer from now on."""
         task = asyncio.current_task()
         assert task is not None
-        self._sending[key] = _Sending(clock.now_ns(), task, context.peer())
+        self._sending[key] = _Sending(clock.now_ns(), task, context)
 
     def sent(self, key: Any) -> None:
         """Record that the client took an answer, unless the answer ends its task."""
@@ -429,11 +434,14 @@ class GrpcServer:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
         # A proxy sends several clients' calls on one connection.
         key = context.peer(), self._api.named(headers)
-        self._connections.know(key[0])
-        caller = self._callers.get(key)
+        caller = self._latest.get(key)
         if caller is None:
-            caller = self._callers[key] = Caller(address_of(key[0]))
-        self._api.identify(caller, headers)
+            self._connections.know(key[0])
+            caller = self._callers.get(key)
+            if caller is None:
+                caller = self._callers[key] = Caller(address_of(key[0]))
+                self._api.identify(caller, headers)
+            self._latest[key] = caller
         return headers, caller
 
     async def _read(self, context: Any, caller: Caller) -> tuple[Body, Hold]:
@@ -449,6 +457,7 @@ class GrpcServer:
         # Not asyncio.timeout(): a timer for each call would take a tenth of its time.
         reading = _Reading()
         self._reading.add(reading)
+        self._gathering.expect(reading)
         try:
             body = await context.read()
         except asyncio.CancelledError:
@@ -458,6 +467,7 @@ class GrpcServer:
             raise _LateError("the message did not arrive in time") from None
         finally:
             self._reading.discard(reading)
+            self._gathering.arrived(reading)
         return await self._unpacked(_some(body), hold, caller), hold
 
     async def _unpacked(self, body: bytes, hold: Hold, caller: Caller) -> Body:
@@ -546,10 +556,13 @@ class GrpcServer:
         log = self._api.log
         then = None if log is None else partial(log, "grpc", context.peer())
         body, hold = await self._read(context, caller)
+        began_ns = clock.now_ns()
         split = self._split(body)
         del body
         request = await self._parsed(split, caller, hold)
-        inference = await self._begin(request, split.raw, headers, caller, hold, then)
+        if self._gathering.pays:
+            await self._gathering.wait()
+        inference = await self._begin(request, split.raw, began_ns, headers, caller, hold, then)
         del split, hold  # The inputs are views of the message, whose memory the inference now holds.
         # Cancelling this task cancels the request.
         await inference.answer()
@@ -565,7 +578,7 @@ class GrpcServer:
 
         :raises AsynctrtError: if the inference failed.
         """
-        codec = self._codec(inference.served)
+        codec = inference.served.codec_of(ProtobufCodec)
         request, result = inference.request, inference.future.result()
         self._check_answer(sum([result[spec.name].nbytes for spec, _ in request.layout.outputs]))
         if codec.is_slow_answer(request.layout, result):
@@ -615,6 +628,7 @@ class GrpcServer:
         self,
         request: Any,
         raw: list[memoryview] | None,
+        began_ns: int,
         headers: Headers,
         caller: Caller,
         hold: Hold,
@@ -622,12 +636,12 @@ class GrpcServer:
     ) -> Inference:
         """Decode a request, in a thread if that is slow, and submit it to its engine.
 
+        :param began_ns: when its message had been read.
         :raises AsynctrtError: if it is refused; the failure has already been counted.
         """
-        began_ns = clock.now_ns()
         served = self._api.repository.find(request.model_name, request.model_version)
         try:
-            codec = self._codec(served)
+            codec = served.codec_of(ProtobufCodec)
             if raw is not None and (not raw or codec.is_slow(raw)):
                 work = partial(codec.decode, request, raw, pause)
                 decoded = await self._api.worker.run(work, caller.client, hold)
@@ -652,12 +666,6 @@ class GrpcServer:
                 f"the outputs have {nbytes} bytes; at most {nbytes_max} are sent over gRPC. Ask for fewer "
                 "rows or outputs, use HTTP or a websocket, or raise max_grpc_message, and the client's limit"
             )
-
-    def _codec(self, served: Served) -> ProtobufCodec:
-        codec = self._codecs.get(served)
-        if codec is None:
-            codec = self._codecs[served] = served.make_codec(ProtobufCodec)
-        return codec
 
     # ---- health
 
@@ -815,7 +823,7 @@ class _Stream:
             await beginning
 
     async def _begin(self, packed: bytes, hold: Hold) -> None:
-        server, request_id = self._server, ""
+        server, request_id, began_ns = self._server, "", clock.now_ns()
         try:
             body = await server._unpacked(packed, hold, self._caller)
             del packed
@@ -824,7 +832,7 @@ class _Stream:
             request = await server._parsed(split, self._caller, hold)
             request_id = request.id
             inference = await server._begin(
-                request, split.raw, self._headers, self._caller, hold, self._ended
+                request, split.raw, began_ns, self._headers, self._caller, hold, self._ended
             )
             self._in_flight.add(inference)
             self._answer_nbytes += inference.request.layout.answer_nbytes
@@ -930,11 +938,11 @@ class _Reading:
 
 
 class _Sending(NamedTuple):
-    """An answer that a client has to take: since when, the task that sends it, and the peer."""
+    """An answer that a client has to take: since when, the task that sends it, and the call's context."""
 
     since_ns: int
     task: asyncio.Task[Any]
-    peer: str
+    context: Any
 
 
 class _Failure(NamedTuple):

@@ -122,7 +122,8 @@ class Hold:
         self._wanted_nbytes = 0
         self._since_ns = 0
         self._decided: Decided | None = None
-        self.set(nbytes)
+        if nbytes:
+            self.set(nbytes)
 
     def __repr__(self) -> str:
         return f"<Hold nbytes={self.nbytes}{' waiting' if self.is_waiting else ''}>"

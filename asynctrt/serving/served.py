@@ -41,7 +41,8 @@ class ServedModel:
         self.version = version
         self.engine = engine
         self._settings = settings or ServerSettings()
-        self.codec = self.make_codec(JsonCodec)
+        self._codecs: dict[type[ModelCodec], Any] = {}
+        self.codec = self.codec_of(JsonCodec)
         self.admission = Admission(engine, self._settings.max_waiting)
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)
@@ -66,19 +67,22 @@ class ServedModel:
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
 
-    def make_codec(self, kind: type[T]) -> T:
-        """Return a codec for the model's requests in one encoding."""
-        return kind(
-            self.name,
-            self.version,
-            self.engine.inputs,
-            self.engine.outputs,
-            tensors_max=self._settings.max_tensors,
-            rows_max=self.engine.options.max_queue_rows,
-            json_max=self._settings.max_json,
-            answer_max=self._settings.max_answer,
-            pad=self.engine.options.pad,
-        )
+    def codec_of(self, kind: type[T]) -> T:
+        """Return the codec for the model's requests in one encoding."""
+        codec: T | None = self._codecs.get(kind)
+        if codec is None:
+            codec = self._codecs[kind] = kind(
+                self.name,
+                self.version,
+                self.engine.inputs,
+                self.engine.outputs,
+                tensors_max=self._settings.max_tensors,
+                rows_max=self.engine.options.max_queue_rows,
+                json_max=self._settings.max_json,
+                answer_max=self._settings.max_answer,
+                pad=self.engine.options.pad,
+            )
+        return codec
 
     def submit(
         self,

@@ -338,6 +338,27 @@ class TestMemory:
                 gc.enable()
 
 
+class TestBatches:
+    async def test_calls_of_many_callers_share_batches(self):
+        async with serving() as served:
+            message = request().SerializeToString()
+
+            async def caller():
+                for _ in range(20):
+                    await served.unary("ModelInfer")(message)
+
+            await asyncio.gather(*[caller() for _ in range(32)])
+            done = served.engine.statistics()
+        assert done.rows == 640
+        assert done.rows > 2 * done.batches
+
+    async def test_calls_of_a_lone_caller_do_not_wait(self):
+        async with serving() as served:
+            for _ in range(20):
+                await served.ask("ModelInfer", request())
+                assert not served.server._gathering.pays
+
+
 class TestGoingAway:
     async def test_a_cancelled_call_leaves_the_queue(self):
         async with latched() as (served, device):
@@ -711,6 +732,11 @@ class TestConnections:
             await channel.close()
             for _, writer in silent:
                 writer.close()
+
+    async def test_nothing_is_kept_of_a_client_without_calls(self):
+        async with serving() as served:
+            await served.ask("ModelInfer", request())
+            await until(lambda: not served.server._callers)
 
     async def test_an_old_connection_is_asked_to_end_and_its_client_opens_another(self):
         async with serving(grpc_max_connection_age=200) as served:
