@@ -142,7 +142,7 @@ class TestPipelines:
             raw.send(infer(1))
             await raw.answer()
             (connection,) = server._hub.connections
-            turns, account = server.api.turns, server.api.account(connection.caller())
+            turns, account = server.api.turns, connection._account
             turns.spend(account, 0, turns.turn_ns)
             connection.data_received(infer(2))
             assert connection._current is None
