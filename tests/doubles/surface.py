@@ -45,7 +45,6 @@ CLASSES = (
     "IGpuAllocator",
     "IGpuAsyncAllocator",
     "IOutputAllocator",
-    "IVersionedInterface",
     "IHostMemory",
     "EngineInspector",
     "IRuntimeCache",
@@ -63,12 +62,8 @@ ENUMS = (
     "EngineStat",
     "EngineCapability",
     "ProfilingVerbosity",
-    "TempfileControlFlag",
-    "AllocatorFlag",
     "LayerInformationFormat",
-    "APILanguage",
     "CudaGraphStrategy",
-    "DynamicShapesKernelSpecializationStrategy",
 )
 
 NAMES = (
@@ -84,9 +79,7 @@ NAMES = (
     "int32",
     "int64",
     "int8",
-    "nptype",
     "uint8",
-    "volume",
 )
 """The names of a module that are compared."""
 

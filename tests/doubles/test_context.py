@@ -90,13 +90,11 @@ def test_inputs_with_different_numbers_of_rows_do_not_fit_together(bench):
     assert said.startswith("IExecutionContext::inferShapes: Error Code 7: Internal Error (a and b: ")
     assert "Condition '==' violated: 4 != 5" in said
     reported = len(made.recorder.errors)
-    assert context.update_device_memory_size_for_shapes() == 0
     assert not context.execute_async_v3(stream.handle)
     assert [text.split(":: ")[0] for _, text in made.recorder.errors[reported:]] == [
         text.split(":: ")[0] for _, text in made.recorder.errors[reported:] if "CHECK_EQUAL 4 5" in text
     ]
-    assert len(made.recorder.errors) == reported + 2
-    assert context.get_max_output_size("output_a") == -1
+    assert len(made.recorder.errors) == reported + 1
     user.give({"a": rows(5, 16), "b": rows(5, 4)}).run(stream)
     user.check()
     assert made.trt.violations() == ()
@@ -107,8 +105,6 @@ def test_a_context_can_have_enqueue_memory_of_its_own(bench):
     user, stream = made.user(strategy="STATIC"), made.stream()
     user.give(rows(3, 16)).run(stream)
     user.check()
-    assert user.context.update_device_memory_size_for_shapes() == 0
-    assert "needs to be created with ExecutionContextAllocationStrategy::kU" in made.recorder.last()[1]
     assert user.context.set_optimization_profile_async(1, stream.handle)
     user.give(rows(60, 16)).run(stream)
     user.check()
@@ -129,7 +125,6 @@ def test_a_data_dependent_output_goes_through_its_allocator(bench):
             ("positives", 0, count * 4, 256, stream.handle),
             ("positives", 0, expected["positives"].nbytes, 256, stream.handle),
         ]
-        assert expected["positives"].nbytes < user.context.get_max_output_size("positives") == count * 64
 
 
 @pytest.mark.parametrize("which", [1, 2], ids=["the guess", "in the middle"])

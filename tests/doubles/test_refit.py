@@ -104,7 +104,5 @@ def test_errors_of_a_parser(tmp_path):
     assert "Failed to parse" in parser.get_error(0).desc()
     assert "Failed to parse" in repr(parser.get_error(0))
     assert parser.get_error(0).node_name() == ""
-    parser.clear_errors()
-    assert parser.num_errors == 0
     with pytest.raises(TypeError):
         parser.refit_from_file(tmp_path)

@@ -22,10 +22,8 @@ class TestCompiling:
         bench = Bench(flavour=RTX)
         config = self.config(bench)
         cache = config.create_runtime_cache()
-        assert config.get_runtime_cache() is None
         assert not config.set_runtime_cache()
         assert config.set_runtime_cache(cache)
-        assert config.get_runtime_cache() is cache
         with pytest.raises(TypeError):
             config.set_runtime_cache(config)
         context = bench.engine.create_execution_context(config)
@@ -43,7 +41,6 @@ class TestCompiling:
         cache = self.config(bench).create_runtime_cache()
         content = cache.serialize()
         assert content.nbytes == len(content)
-        assert content.dtype == bench.trt.DataType.INT8
         assert cache.deserialize(content)
         assert not cache.deserialize(bytes(content)[:-1])
         assert cache.reset()

@@ -7,7 +7,6 @@ import pytest
 from tests.doubles.support import (
     Bench,
     make_logger,
-    rows,
 )
 from tests.doubles.tensorrt import (
     EngineSpec,
@@ -39,8 +38,6 @@ def test_an_engine_says_what_its_plan_says():
     assert engine.get_tensor_dtype("output") == trt.float32
     assert tuple(engine.get_tensor_shape("output")) == (-1, 16)
     assert engine.get_tensor_location("input") == trt.TensorLocation.DEVICE
-    assert engine.get_tensor_bytes_per_component("input") == -1
-    assert engine.get_tensor_components_per_element("input") == -1
     assert engine.get_tensor_vectorized_dim("input") == -1
     assert engine.get_aliased_input_tensor("output") is None
     assert engine.num_optimization_profiles == 2
@@ -103,26 +100,6 @@ def test_an_allocation_that_is_not_aligned_is_a_violation():
     type(bench.allocator).allocate = lambda self, size, alignment, flags: 1 << 20 | alignment // 2
     with pytest.raises(ViolationError, match="not aligned to 256"):
         bench.load(EngineSpec())
-
-
-def test_weights_can_be_streamed():
-    spec = EngineSpec(weights_nbytes=64 << 10, streamable_weights_nbytes=32 << 10)
-    bench = Bench(spec)
-    engine = bench.engine
-    assert engine.streamable_weights_size == engine.weight_streaming_budget_v2 == 32 << 10
-    assert engine.get_weight_streaming_automatic_budget() == 32 << 10
-    whole = engine.device_memory_size_v2
-    engine.weight_streaming_budget_v2 = 0
-    assert [buffer.nbytes for buffer in bench.allocator.held.values()] == [32 << 10]
-    assert engine.weight_streaming_scratch_memory_size == 8 << 10
-    assert engine.device_memory_size_v2 == whole + (8 << 10)
-    user = bench.user().give(rows(4, 16))
-    user.run()
-    user.check()
-    engine.weight_streaming_budget_v2 = 32 << 10
-    assert engine.weight_streaming_budget_v2 == 0
-    assert "no active IExecutionContext" in bench.recorder.last()[1]
-    bench.close()
 
 
 @pytest.mark.parametrize("what", ["logger", "allocator", "recorder"])

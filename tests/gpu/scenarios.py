@@ -20,8 +20,6 @@ OF_A_TENSOR = (
     "get_tensor_location",
     "is_shape_inference_io",
     "get_tensor_vectorized_dim",
-    "get_tensor_bytes_per_component",
-    "get_tensor_components_per_element",
 )
 """What an engine tells about one tensor."""
 
@@ -56,10 +54,6 @@ def describe(side, plan):
         "refittable",
         "engine_capability",
         "hardware_compatibility_level",
-        "profiling_verbosity",
-        "streamable_weights_size",
-        "weight_streaming_scratch_memory_size",
-        "weight_streaming_budget_v2",
     ):
         side.attempt(name, lambda name=name: getattr(engine, name))
     side.attempt("has enqueue memory", lambda: engine.device_memory_size > 0)
@@ -190,16 +184,11 @@ def lean_runtime_that_is_no_library(side):
 @scenario
 def settings_of_a_runtime(side):
     runtime = side.start()
-    side.attempt("max_threads", lambda: runtime.max_threads)
-    for threads in (0, 4):
-        side.attempt(f"{threads} threads", lambda threads=threads: setattr(runtime, "max_threads", threads))
-        side.attempt("max_threads", lambda: runtime.max_threads)
     side.attempt("host code", lambda: side.root.engine_host_code_allowed)
     side.attempt("allocator", lambda: runtime.gpu_allocator)
     side.attempt("no allocator", lambda: setattr(runtime, "gpu_allocator", None))
     side.attempt("recorder", lambda: runtime.error_recorder is side.recorder)
     side.attempt("logger", lambda: side.root.logger is side.logger)
-    side.attempt("DLA cores", lambda: runtime.num_DLA_cores)
 
 
 @scenario
@@ -304,15 +293,10 @@ def shapes(side):
     side.attempt("of the output", lambda: context.get_tensor_shape("y"))
     side.attempt("missing", context.infer_shapes)
     side.attempt("all are there", lambda: context.all_binding_shapes_specified)
-    side.attempt("most bytes", lambda: context.get_max_output_size("y"))
-    side.attempt("strides", lambda: context.get_tensor_strides("y"))
     side.attempt("set", lambda: context.set_input_shape("x", (4, 64)))
     side.attempt("then", lambda: context.get_tensor_shape("y"))
     side.attempt("missing then", context.infer_shapes)
     side.attempt("all are there then", lambda: context.all_binding_shapes_specified)
-    side.attempt("most bytes then", lambda: context.get_max_output_size("y"))
-    side.attempt("most bytes of an input", lambda: context.get_max_output_size("x"))
-    side.attempt("strides then", lambda: context.get_tensor_strides("y"))
     for given in ((65, 64), (0, 64), (-1, 64), (4, 63), (4,), (4, 64, 1), ()):
         side.attempt(f"set {given}", lambda given=given: context.set_input_shape("x", given))
         side.attempt(f"after {given}", lambda: context.get_tensor_shape("x"))
@@ -320,7 +304,6 @@ def shapes(side):
     side.attempt("of nobody", lambda: context.set_input_shape("nobody", (4, 16)))
     side.attempt("nine dimensions", lambda: context.set_input_shape("x", (1,) * 9))
     side.attempt("shape of nobody", lambda: context.get_tensor_shape("nobody"))
-    side.attempt("strides of nobody", lambda: context.get_tensor_strides("nobody"))
 
 
 @scenario
@@ -397,27 +380,9 @@ def sixteen_contexts(side):
 
 
 @scenario
-def event_when_inputs_are_consumed(side):
-    side.open()
-    context = side.context()
-    side.attempt("at first", context.get_input_consumed_event)
-    side.attempt("none", lambda: context.set_input_consumed_event(0))
-    side.attempt("run", lambda: sorted(side.run(context, 4, 64)))
-
-
-@scenario
 def settings_of_a_context(side):
     side.open()
     context = side.context()
-    side.attempt("verbosity", lambda: context.nvtx_verbosity)
-    side.attempt("persistent cache", lambda: context.persistent_cache_limit)
-    side.attempt("too much of it", lambda: setattr(context, "persistent_cache_limit", 1 << 40))
-    side.attempt("persistent cache then", lambda: context.persistent_cache_limit)
-    verbosity = side.trt.ProfilingVerbosity.DETAILED
-    side.attempt("more verbosity", lambda: setattr(context, "nvtx_verbosity", verbosity))
-    side.attempt("verbosity then", lambda: context.nvtx_verbosity)
-    side.attempt("debug_sync", lambda: context.debug_sync)
-    side.attempt("emits a profile", lambda: context.enqueue_emits_profile)
     side.attempt("temporary allocator", lambda: context.temporary_allocator)
     side.attempt("set it", lambda: setattr(context, "temporary_allocator", side.allocator))
     side.attempt("then", lambda: context.temporary_allocator is side.allocator)
@@ -514,7 +479,6 @@ def memory_with_a_size(side):
     memory = side.keep(side.device.allocate(1 << 26))
     side.attempt("set", lambda: context.set_device_memory(memory.address, memory.nbytes))
     side.give(context, 16, 16)
-    side.attempt("what shapes need", lambda: context.update_device_memory_size_for_shapes())
     side.attempt("too little", lambda: context.set_device_memory(memory.address, 256))
 
 
@@ -641,7 +605,6 @@ def allocator_of_an_output(side):
         allocator = output_allocator(side, is_old=is_old)
         side.give(context, 4, 64)
         side.attempt("set", lambda one=allocator: context.set_output_allocator("y", one))
-        side.attempt("get", lambda one=allocator: context.get_output_allocator("y") is one)
         side.attempt("enqueue", lambda: context.execute_async_v3(stream.handle))
         side.finish(stream)
         side.note("calls", allocator.calls)
@@ -655,7 +618,6 @@ def settings_of_output_allocators(side):
     side.attempt("of nobody", lambda: context.set_output_allocator("nobody", allocator))
     side.attempt("of an output", lambda: context.set_output_allocator("y", allocator))
     side.attempt("none", lambda: context.set_output_allocator("y", None))
-    side.attempt("get none", lambda: context.get_output_allocator("y"))
 
 
 @risky

@@ -688,7 +688,7 @@ def test_a_context_that_cannot_be_configured_is_given_back(bench, monkeypatch):
     made = bench(EngineSpec(persistent_nbytes=1000))
 
     def wrong(self, name):
-        self.nvtx_verbosity = made.trt.ProfilingVerbosity.DETAILED
+        self._report_usage("IExecutionContext::setNvtxVerbosity", "condition: verbosity")
 
     monkeypatch.setattr(made.trt.IExecutionContext, "name", property(lambda self: "", wrong))
     with pytest.raises(ExecutionError, match="setNvtxVerbosity"):

@@ -17,7 +17,7 @@ import numpy as np
 
 from asynctrt.devices.base import ALIGNMENT
 from asynctrt.errors import DeviceError
-from tests.doubles.tensorrt.core import Block, Reporter, Setting
+from tests.doubles.tensorrt.core import Block, Reporter
 from tests.doubles.tensorrt.description import EngineDescription
 from tests.doubles.tensorrt.monitor import EnqueuedBatch, Ticket, ViolationError
 from tests.doubles.tensorrt.names import (
@@ -28,7 +28,6 @@ from tests.doubles.tensorrt.names import (
     IGpuAsyncAllocator,
     ILogger,
     IOutputAllocator,
-    ProfilingVerbosity,
     require_initialised,
     version_of,
 )
@@ -41,8 +40,6 @@ UNRESOLVED: Final = "condition: allInputDimensionsSpecified(routine)."
 ALIGNMENT_OF_8: Final = 512
 """What TensorRT 8 asks of the address of enqueue memory, and rounds sizes of outputs up to."""
 
-PERSISTING_NBYTES: Final = 32 << 20
-"""The L2 cache that can be set aside on a device that does not tell: about that of an H100."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,11 +75,6 @@ def exclusive(
 class IExecutionContext(Reporter):
     """Runs batches of one engine: one at a time, from one thread at a time."""
 
-    name = Setting("", "The name used in messages.")
-    debug_sync = Setting(default=False, doc="Has no effect: it is for an enqueue that blocks.")
-    enqueue_emits_profile = Setting(default=True, doc="Has no effect: steps are not profiled.")
-    profiler = Setting[Any](None, "Has no effect: steps are not profiled.")
-
     def __init__(
         self,
         engine: EngineDescription,
@@ -105,9 +97,7 @@ class IExecutionContext(Reporter):
         self._allocators: dict[str, weakref.ref[IOutputAllocator]] = {}
         self._arena = (0, 0) if own_arena is None else (own_arena.address, own_arena.nbytes)
         self._refused: str | None = None
-        self._sized_for_shapes = False
         self._aux: tuple[int, ...] | None = None
-        self._consumed_event = 0
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._batches: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._switch: Ticket | None = None
@@ -117,9 +107,7 @@ class IExecutionContext(Reporter):
         self._computed: dict[tuple[tuple[int, ...], ...], dict[str, tuple[int, ...]] | str] = {}
         self._changing = threading.Event()
         self._number = next(engine._core.library.numbers)
-        self.name = f"{self._spec.name} context {self._number}"
-        self._persistent_cache_limit = 0
-        self._nvtx_verbosity = ProfilingVerbosity.LAYER_NAMES_ONLY
+        self._name = f"{self._spec.name} context {self._number}"
         self._temporary_allocator: weakref.ref[IGpuAllocator] | None = None
         self._reset_shapes()
         self._modified()
@@ -172,6 +160,16 @@ class IExecutionContext(Reporter):
     # Properties
 
     @property
+    def name(self) -> str:
+        """The name used in messages."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        """Set the name used in messages."""
+        self._name = name
+
+    @property
     def engine(self) -> EngineDescription:
         """The engine that it is a context of."""
         return self._engine
@@ -192,44 +190,6 @@ class IExecutionContext(Reporter):
             return False
         shapes = self._shapes.items() if self._engine._is_of_8 else ()
         return all(self._is_within(name, shape, self._profile) for name, shape in shapes)
-
-    @property
-    def persistent_cache_limit(self) -> int:
-        """Bytes of L2 cache in which it may keep activations."""
-        return self._persistent_cache_limit
-
-    @persistent_cache_limit.setter
-    def persistent_cache_limit(self, limit: int) -> None:
-        """Set the limit; report an error, and change nothing, if the GPU has less. The double caches nothing.
-
-        :raises TypeError: for a negative number.
-        """
-        if limit < 0:
-            raise TypeError("(): incompatible function arguments: a size is not negative")
-        if limit > PERSISTING_NBYTES:
-            self._report_usage(
-                "IExecutionContext::setPersistentCacheLimit",
-                "condition: size <= static_cast<size_t>(mContext.getMaxPersistentL2CacheSize()). The set "
-                f"persistent cache limit size({limit} bytes) is larger than "
-                f"cudaDeviceProp.persistingL2CacheMaxSize({PERSISTING_NBYTES} bytes).",
-            )
-            return
-        self._persistent_cache_limit = int(limit)
-
-    @property
-    def nvtx_verbosity(self) -> ProfilingVerbosity:
-        """How much it tells profilers, at most what the engine was built with."""
-        return self._nvtx_verbosity
-
-    @nvtx_verbosity.setter
-    def nvtx_verbosity(self, verbosity: ProfilingVerbosity) -> None:
-        """Lower the verbosity; report an error, and change nothing, if it would be raised."""
-        if verbosity is not ProfilingVerbosity.DETAILED:
-            self._nvtx_verbosity = verbosity
-            return
-        self._report_usage(
-            "IExecutionContext::setNvtxVerbosity", "condition: verbosity <= that of the build."
-        )
 
     @property
     def temporary_allocator(self) -> IGpuAllocator | None:
@@ -270,7 +230,6 @@ class IExecutionContext(Reporter):
             return False
         if self._shapes.get(name) != given:
             self._shapes[name] = given
-            self._sized_for_shapes = False
             self._enqueued, self._is_changed = None, True
             self._modified()
         self._refused = None
@@ -312,7 +271,6 @@ class IExecutionContext(Reporter):
         """Forget all shapes but the static ones; an engine of TensorRT 8 keeps those that were set."""
         if not (self._shapes and self._engine._is_of_8):
             self._shapes = {io.name: io.dims for io in self._spec.inputs if -1 not in io.dims}
-        self._sized_for_shapes = False
         self._refused = None
         self._enqueued, self._is_changed = None, True
 
@@ -404,39 +362,6 @@ class IExecutionContext(Reporter):
                 self._report(ErrorCodeTRT.FAILED_EXECUTION, where, "Internal Error", problem)
                 return Dims()
         return Dims() if io is None else Dims(self._shape_of(io))
-
-    @exclusive
-    def get_tensor_strides(self, name: str) -> Dims:
-        """Return the strides of a tensor, which is row-major; -1 while its shape is not known.
-
-        An engine of TensorRT 8 returns none then, and reports an error.
-        """
-        io = self._engine._tensor(name, "IExecutionContext::getTensorStrides", self)
-        if io is None:
-            return Dims()
-        shape = self._shape_of(io)
-        if -1 in shape and self._engine._is_of_8:
-            self._report_usage("IExecutionContext::getTensorStrides", UNRESOLVED)
-            return Dims()
-        if -1 in shape:
-            return Dims([-1] * len(shape))
-        return Dims([int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))])
-
-    @exclusive
-    def get_max_output_size(self, name: str) -> int:
-        """Return the most bytes that an output needs for the current shapes; -1 if unknown.
-
-        An engine of TensorRT 8 reports an error then, and rounds what it returns up.
-        """
-        io, is_of_8 = self._engine._tensors.get(name), self._engine._is_of_8
-        where = "IExecutionContext::getMaxOutputSize"
-        if io is None or name in self._engine._inputs or self._unspecified() or self._shapes_problem():
-            if is_of_8 and (io is not None or self._engine._tensor(name, where, self)):
-                is_input = name in self._engine._inputs
-                self._report_usage(where, "condition: an output" if is_input else UNRESOLVED)
-            return -1
-        nbytes = self._nbytes_of(io)
-        return -(-nbytes // ALIGNMENT_OF_8) * ALIGNMENT_OF_8 if is_of_8 else nbytes
 
     def _nbytes_of(self, io: TensorIO) -> int:
         """Return the bytes of a tensor; a packed row is at most as long as the row it comes from."""
@@ -539,12 +464,6 @@ class IExecutionContext(Reporter):
         return True
 
     @exclusive
-    def get_output_allocator(self, name: str) -> IOutputAllocator | None:
-        """Return the allocator of an output, or ``None`` if it is not set."""
-        held = self._allocators.get(name)
-        return None if held is None else held()
-
-    @exclusive
     def set_device_memory(self, memory: int, size: int) -> None:
         """Set the enqueue memory of a context that was created with ``USER_MANAGED``.
 
@@ -607,41 +526,10 @@ class IExecutionContext(Reporter):
         doc="The older way to set enqueue memory, for engines of versions before 10.1; else a violation.",
     )
 
-    @exclusive
-    def update_device_memory_size_for_shapes(self) -> int:
-        """Return the bytes that a batch of the current shapes needs, which suffice until a shape changes.
-
-        They may be none. 0 is returned after an error, too, which is reported.
-        """
-        where = "IExecutionContext::updateDeviceMemorySizeForShapes"
-        if not self._engine._knows((10, 0), where):
-            return 0
-        if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
-            self._report_usage(
-                where,
-                "The context needs to be created with ExecutionContextAllocationStrategy::kUSER_MANAGED for "
-                "runtime allocation size to work.",
-            )
-            return 0
-        missing = self._unspecified()
-        if missing:
-            text = "Not all input tensors' dimensions or shape bindings are specified."
-            self._report_usage(where, f"{text} Missing: {', '.join(missing)}")
-            return 0
-        if not self._fits_together(where):
-            return 0
-        if not self._sized_for_shapes:
-            # The real library then lays out its enqueue memory again.
-            self._sized_for_shapes = True
-            self._modified()
-        return self._arena_needed()
-
     def _arena_needed(self) -> int:
         if self._profile < 0 or not self._engine._sizes_memory:
             return self._engine._memory_nbytes()
-        if not self._sized_for_shapes:
-            return self._engine._memory_nbytes(self._profile)
-        return self._spec.enqueue_nbytes(self._shapes) + self._engine._scratch_nbytes
+        return self._engine._memory_nbytes(self._profile)
 
     # Streams and events
 
@@ -654,17 +542,6 @@ class IExecutionContext(Reporter):
         for handle in handles:
             self._check_stream(handle)
         self._aux = handles
-
-    @exclusive
-    def set_input_consumed_event(self, event: int) -> bool:
-        """Set the event to record once the inputs may be overwritten, or 0 for none."""
-        self._consumed_event = int(event)
-        return True
-
-    @exclusive
-    def get_input_consumed_event(self) -> int:
-        """Return the event to record once the inputs may be overwritten, or 0 for none."""
-        return self._consumed_event
 
     def _check_stream(self, handle: int) -> None:
         problem = self._core.executor.problem_of(handle)
@@ -749,8 +626,6 @@ class IExecutionContext(Reporter):
         is_complete = not self._spec.data_dependent or self._pack(enqueued, ticket, packed_nbytes)
         if temporary.address:
             executor.touch(temporary.address, temporary.nbytes, handle)
-        if self._consumed_event:
-            executor.record(self._consumed_event, handle)
         if self._waits or (temporary.address and not self._frees_in_order):
             executor.wait(enqueued, ticket)
         return is_complete
@@ -785,7 +660,7 @@ class IExecutionContext(Reporter):
     @property
     def _waits(self) -> bool:
         """Whether an enqueue returns only once its batch has ended."""
-        return self._spec.waits or self._engine._scratch_nbytes > 0
+        return self._spec.waits
 
     def _can_run(self, handle: int) -> bool:
         """Return whether the engine can run, as the real library would decide; report an error if not."""

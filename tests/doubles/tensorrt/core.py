@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from asynctrt.devices.base import ALIGNMENT, Buffer, Device
 from asynctrt.errors import DeviceMemoryError
@@ -24,24 +24,6 @@ from tests.doubles.tensorrt.spec import Flavour
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-
-
-class Setting(Generic[T]):
-    """A property of a TensorRT object that can be set, and that has no effect in the double."""
-
-    def __init__(self, default: T, doc: str) -> None:
-        self._default = default
-        self.__doc__ = doc
-
-    def __set_name__(self, owner: type[Any], name: str) -> None:
-        self._name = f"_{name}"
-
-    def __get__(self, instance: Any, owner: type[Any] | None = None) -> T:
-        value: T = getattr(instance, self._name, self._default)
-        return value
-
-    def __set__(self, instance: Any, value: T) -> None:
-        setattr(instance, self._name, value)
 
 
 class Block:

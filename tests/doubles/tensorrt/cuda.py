@@ -254,9 +254,6 @@ class CudaExecutor:
             kernel("pack", -(-batch.rows // THREADS), THREADS, handle)
         kernel("finish", self._blocks(enqueued, 1), THREADS, handle)
 
-    def record(self, event: int, handle: int) -> None:
-        self._check(driver.cuEventRecord(event, handle)[0], "recording the event for consumed inputs")
-
     def write(self, address: int, data: bytes) -> None:
         self._device.activate()
         self._check(

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Final
 
-from asynctrt.devices.base import aligned
 from tests.doubles.tensorrt.core import Block, Core, Reporter
 from tests.doubles.tensorrt.names import (
     DataType,
@@ -16,7 +15,6 @@ from tests.doubles.tensorrt.names import (
     ErrorCodeTRT,
     HardwareCompatibilityLevel,
     IErrorRecorder,
-    ProfilingVerbosity,
     TensorIOMode,
     TensorLocation,
     version_of,
@@ -44,7 +42,6 @@ class EngineDescription(Reporter):
             io.name: io for io in (*plan.spec.inputs, *plan.spec.outputs)
         }
         self._inputs = frozenset(io.name for io in plan.spec.inputs)
-        self._budget = plan.spec.streamable_weights_nbytes
         self._version = version_of(plan.version)
         self._is_rtx = tag_of(core.library.flavour) == RTX_TAG
         self._sizes_memory = self._is_rtx or self._version >= SIZES_MEMORY
@@ -97,23 +94,13 @@ class EngineDescription(Reporter):
         return EngineCapabilityOf8.DEFAULT if is_old else EngineCapability.STANDARD
 
     @property
-    def tactic_sources(self) -> int:
-        """The libraries that its tactics come from: none."""
-        return 0
-
-    @property
-    def profiling_verbosity(self) -> ProfilingVerbosity:
-        """How much it tells about its layers: the default of a build."""
-        return ProfilingVerbosity.LAYER_NAMES_ONLY
-
-    @property
     def hardware_compatibility_level(self) -> HardwareCompatibilityLevel:
         """The other GPUs that it was built to run on."""
         return HardwareCompatibilityLevel[self._spec.hardware_compatibility]
 
     @property
     def device_memory_size_v2(self) -> int:
-        """Bytes of enqueue memory that suffice for every profile, including scratch for streaming.
+        """Bytes of enqueue memory that suffice for every profile.
 
         0, and an error, from an engine of a version before 10.1.
         """
@@ -122,7 +109,7 @@ class EngineDescription(Reporter):
     def _memory_nbytes(self, profile: int | None = None) -> int:
         """Return the bytes of enqueue memory that suffice for a profile, or for all of them."""
         profiles = range(len(self._spec.profiles)) if profile is None else (profile,)
-        return max(map(self._spec.profile_nbytes, profiles)) + self._scratch_nbytes
+        return max(map(self._spec.profile_nbytes, profiles))
 
     def _has_sizes(self, where: str) -> bool:
         """Return whether the engine knows a call of 10.1; report an error if not."""
@@ -159,26 +146,6 @@ class EngineDescription(Reporter):
         if stat == EngineStat.TOTAL_WEIGHTS_SIZE:
             return self._spec.weights_nbytes
         return self._spec.stripped_weights_nbytes or -1
-
-    @property
-    def streamable_weights_size(self) -> int:
-        """Bytes of weights that a budget may leave on the host; -1, and an error, before 10.0."""
-        known = self._knows((10, 0), "ICudaEngine::getStreamableWeightsSize")
-        return self._spec.streamable_weights_nbytes if known else -1
-
-    @property
-    def weight_streaming_scratch_memory_size(self) -> int:
-        """Bytes that streaming needs in the enqueue memory of each context: room for one step's weights.
-
-        -1, and an error, from an engine of a version before 10.1.
-        """
-        known = self._has_sizes("ICudaEngine::getWeightStreamingScratchMemorySize")
-        return self._scratch_nbytes if known else -1
-
-    @property
-    def _scratch_nbytes(self) -> int:
-        streamable = self._spec.streamable_weights_nbytes
-        return aligned(-(-streamable // self._spec.steps)) if self._budget < streamable else 0
 
     def get_tensor_name(self, index: int) -> str | None:
         """Return the name of a tensor, inputs first; ``None``, and an error, if there are not as many."""
@@ -223,25 +190,6 @@ class EngineDescription(Reporter):
         if self._knows((10, 15), where):
             self._tensor(name, where)
         return None
-
-    def get_tensor_bytes_per_component(self, name: str, profile_index: int = 0) -> int:
-        """Return -1, as no tensor is vectorised; with an error for an unknown name.
-
-        An engine of TensorRT 8 answers 0 with an error for a known one.
-        """
-        tensor = self._tensor(name, "ICudaEngine::getTensorBytesPerComponent")
-        if tensor is None or not self._is_of_8:
-            return -1
-        self._report_words(
-            ErrorCodeTRT.INVALID_ARGUMENT,
-            "Get bytes per component failed, getBindingVectorizedDim() result shall not equal -1.",
-        )
-        return 0
-
-    def get_tensor_components_per_element(self, name: str, profile_index: int = 0) -> int:
-        """Return -1, as no tensor is vectorised; with an error for an unknown name."""
-        self._tensor(name, "ICudaEngine::getTensorComponentsPerElement")
-        return -1
 
     def get_tensor_vectorized_dim(self, name: str, profile_index: int = 0) -> int:
         """Return -1, as no tensor is vectorised."""

@@ -37,7 +37,6 @@ ONLY: Final = {
     "EngineInspector": WITH_PARSER,
     "IRuntimeCache": RTX,
     "CudaGraphStrategy": RTX,
-    "DynamicShapesKernelSpecializationStrategy": RTX,
 }
 """The flavours that have a name, where not all do."""
 
@@ -56,7 +55,6 @@ class StrictTensorRT:
     ILogger = names.ILogger
     Logger = names.Logger
     IErrorRecorder = names.IErrorRecorder
-    IVersionedInterface = names.IVersionedInterface
     IGpuAllocator = names.IGpuAllocator
     IGpuAsyncAllocator = names.IGpuAsyncAllocator
     IOutputAllocator = names.IOutputAllocator
@@ -77,13 +75,7 @@ class StrictTensorRT:
     EngineCapability = names.EngineCapability
     ProfilingVerbosity = names.ProfilingVerbosity
     CudaGraphStrategy = names.CudaGraphStrategy
-    DynamicShapesKernelSpecializationStrategy = names.DynamicShapesKernelSpecializationStrategy
-    TempfileControlFlag = names.TempfileControlFlag
-    AllocatorFlag = names.AllocatorFlag
-    APILanguage = names.APILanguage
     Dims = names.Dims
-    volume = staticmethod(names.volume)
-    nptype = staticmethod(names.nptype)
     float32: Final = names.DataType.FLOAT
     float16: Final = names.DataType.HALF
     bfloat16: Final = names.DataType.BF16

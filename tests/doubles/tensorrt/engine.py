@@ -1,6 +1,5 @@
 """The double's ``ICudaEngine``."""
 
-import ctypes
 import warnings
 import weakref
 
@@ -64,47 +63,6 @@ class ICudaEngine(EngineDescription):
     def _is_busy(self) -> bool:
         """Return whether a batch of one of its contexts is in flight."""
         return any(not ticket.is_done for context in list(self._contexts) for ticket in context._tickets)
-
-    def get_weight_streaming_automatic_budget(self) -> int:
-        """Return all streamable weights if the device has room, otherwise half of what is free.
-
-        The real bindings cut the number to 32 bits.
-        """
-        advised = min(self._spec.streamable_weights_nbytes, self._core.device.memory().room_nbytes // 2)
-        return ctypes.c_int32(advised).value
-
-    @property
-    def weight_streaming_budget_v2(self) -> int:
-        """Bytes of streamable weights that are kept on the device; -1, and an error, before 10.1."""
-        return self._budget if self._has_sizes("ICudaEngine::getWeightStreamingBudgetV2") else -1
-
-    @weight_streaming_budget_v2.setter
-    def weight_streaming_budget_v2(self, budget: int) -> None:
-        """Move weights; while the engine has contexts report an error, and change nothing."""
-        where = "ICudaEngine::setWeightStreamingBudgetV2"
-        if not self._has_sizes(where):
-            return
-        if self._contexts:
-            self._report_usage(where, "condition: no active IExecutionContext. The budget cannot change now.")
-            return
-        if budget < 0:
-            self._report_usage(where, "condition: gpuMemoryBudget >= 0.")
-            return
-        budget = min(budget, self._spec.streamable_weights_nbytes)
-        fixed = self._spec.weights_nbytes - self._spec.streamable_weights_nbytes
-        old, self._weights = self._weights, None
-        assert old is not None
-        old.close()
-        weights = self._core.allocate(aligned(fixed + budget))
-        if weights is None:
-            self._report_memory(where, f"Requested size was {budget} bytes.")
-            # What it had before was freed for it, and is taken back.
-            self._weights = self._core.allocate(aligned(fixed + self._budget))
-            self._write_weights()
-            return
-        self._weights = weights
-        self._budget = budget
-        self._write_weights()
 
     @checked
     def create_runtime_config(self) -> IRuntimeConfig:

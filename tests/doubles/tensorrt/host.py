@@ -348,9 +348,6 @@ class HostExecutor:
         label = (enqueued.spec.name, enqueued.shapes[0][:1], "finish")
         self._device.stream_of(handle).launch(batch.finish, label=label, run_on="auto")
 
-    def record(self, event: int, handle: int) -> None:
-        raise self.monitor.found(f"{event} is not the handle of an event: host events have no handles")
-
     def write(self, address: int, data: bytes) -> None:
         memory_at(address, np.uint8, len(data))[:] = np.frombuffer(data, np.uint8)
 

@@ -179,9 +179,6 @@ class Executor(Protocol):
     def finish(self, enqueued: EnqueuedBatch, handle: int) -> None:
         """Enqueue the rest of a batch with a packed output, which is left out if its address is 0."""
 
-    def record(self, event: int, handle: int) -> None:
-        """Record an event of the application, given by its handle."""
-
     def write(self, address: int, data: bytes) -> None:
         """Write to memory of the device, and wait for the write."""
 

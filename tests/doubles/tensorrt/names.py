@@ -6,14 +6,11 @@ override every method.
 """
 
 import enum
-import functools
 import operator
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Final
-
-import numpy as np
 
 NOT_OVERRIDDEN: Final = "Method: {} was not overriden. Please provide an implementation for this method."
 """The real bindings' message when an allocator lacks a method, verbatim."""
@@ -137,34 +134,6 @@ class CudaGraphStrategy(_Enum):
     WHOLE_GRAPH_CAPTURE = 1
 
 
-class DynamicShapesKernelSpecializationStrategy(_Enum):
-    """When TensorRT for RTX compiles kernels for the shapes that it meets."""
-
-    LAZY = 0
-    EAGER = 1
-    NONE = 2
-
-
-class TempfileControlFlag(_Enum):
-    """Where a runtime may store executable code."""
-
-    ALLOW_IN_MEMORY_FILES = 0
-    ALLOW_TEMPORARY_FILES = 1
-
-
-class AllocatorFlag(_Enum):
-    """Properties of the memory that an allocator is asked for."""
-
-    RESIZABLE = 0
-
-
-class APILanguage(_Enum):
-    """The language an interface is implemented in."""
-
-    CPP = 0
-    PYTHON = 1
-
-
 class Dims:
     """A shape. Like the real one, it is not a tuple, and comparing two of them raises ``TypeError``."""
 
@@ -203,30 +172,6 @@ class Dims:
         return not self == other
 
 
-def volume(iterable: Iterable[int]) -> int:
-    """Return the number of elements of a shape."""
-    return functools.reduce(operator.mul, iterable, 1)
-
-
-def nptype(trt_type: DataType) -> type[np.generic] | type[bool]:
-    """Return the NumPy type of a tensor's type.
-
-    :raises TypeError: for a type that NumPy lacks.
-    """
-    known: dict[DataType, type[np.generic]] = {
-        DataType.FLOAT: np.float32,
-        DataType.HALF: np.float16,
-        DataType.INT8: np.int8,
-        DataType.INT32: np.int32,
-        DataType.INT64: np.int64,
-        DataType.BOOL: np.bool_,
-        DataType.UINT8: np.uint8,
-    }
-    if trt_type not in known:
-        raise TypeError("Could not resolve TensorRT datatype to an equivalent numpy datatype.")
-    return known[trt_type]
-
-
 class _Severity(enum.IntEnum):
     INTERNAL_ERROR = 0
     ERROR = 1
@@ -260,15 +205,6 @@ class LayerInformationFormat(_Enum):
 
     ONELINE = 0
     JSON = 1
-
-
-class IVersionedInterface(_Interface):
-    """The base of interfaces that have a version."""
-
-    @property
-    def api_language(self) -> APILanguage:
-        """The language it is implemented in."""
-        return APILanguage.PYTHON
 
 
 class ILogger(_Interface):
@@ -312,11 +248,6 @@ class Logger(ILogger):
 class IErrorRecorder(_Interface):
     """Derive from it, and override all methods. While attached, it gets the errors instead of the logger."""
 
-    @property
-    def MAX_DESC_LENGTH(self) -> int:
-        """The longest description in the safety runtime."""
-        return 127
-
     def num_errors(self) -> int:
         """Return the number of errors that it holds."""
         raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::num_errors"')
@@ -342,7 +273,7 @@ class IErrorRecorder(_Interface):
         raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::report_error"')
 
 
-class IGpuAllocator(IVersionedInterface):
+class IGpuAllocator(_Interface):
     """Derive from it, and override all methods. Addresses are ints; ``None`` refuses an allocation."""
 
     def allocate(self, size: int, alignment: int, flags: int) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt.devices.base import aligned
-from tests.doubles.tensorrt.core import Core, Reporter, Setting, checked
+from tests.doubles.tensorrt.core import Core, Reporter, checked
 from tests.doubles.tensorrt.engine import ICudaEngine
 from tests.doubles.tensorrt.names import ErrorCodeTRT, ILogger, require_initialised
 from tests.doubles.tensorrt.spec import EngineSpec
@@ -36,9 +36,6 @@ def _note_orphan(refitter: "weakref.ref[Refitter]", core: Core) -> None:
 
 class Refitter(Reporter):
     """Replaces the weights of an engine, which has to outlive it."""
-
-    weights_validation = Setting(default=True, doc="Has no effect: the weights of the double are all valid.")
-    max_threads = Setting(1, "Has no effect: it uses one thread.")
 
     def __init__(self, engine: ICudaEngine, logger: ILogger) -> None:
         require_initialised(logger, ILogger)
@@ -160,10 +157,6 @@ class OnnxParserRefitter:
     def get_error(self, index: int) -> ParserError:
         """Return one error."""
         return self._errors[index]
-
-    def clear_errors(self) -> None:
-        """Forget all errors."""
-        self._errors.clear()
 
     def refit_from_file(self, model: str) -> bool:
         """Take the weights in a file; ``False``, and errors, if it cannot be read or lacks any.

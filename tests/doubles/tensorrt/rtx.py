@@ -17,8 +17,6 @@ from tests.doubles.tensorrt.engine import ICudaEngine
 from tests.doubles.tensorrt.monitor import EnqueuedBatch
 from tests.doubles.tensorrt.names import (
     CudaGraphStrategy,
-    DataType,
-    DynamicShapesKernelSpecializationStrategy,
     ExecutionContextAllocationStrategy,
     ILogger,
 )
@@ -34,11 +32,6 @@ class IHostMemory(bytes):
     def nbytes(self) -> int:
         """Its size."""
         return len(self)
-
-    @property
-    def dtype(self) -> DataType:
-        """The type of its elements."""
-        return DataType.INT8
 
 
 class IRuntimeCache:
@@ -99,7 +92,6 @@ class RtxRuntimeConfig(IRuntimeConfig):
         self._core = core
         self._cache: weakref.ref[IRuntimeCache] | None = None
         self._graphs = CudaGraphStrategy.DISABLED
-        self._specialisation = DynamicShapesKernelSpecializationStrategy.LAZY
 
     def create_runtime_cache(self) -> IRuntimeCache:
         """Return an empty cache, which has no effect until it is set."""
@@ -114,10 +106,6 @@ class RtxRuntimeConfig(IRuntimeConfig):
         self._cache = weakref.ref(cache)
         return True
 
-    def get_runtime_cache(self) -> IRuntimeCache | None:
-        """Return the cache that was set."""
-        return None if self._cache is None else self._cache()
-
     @property
     def cuda_graph_strategy(self) -> CudaGraphStrategy:
         """Whether the contexts capture batches by themselves."""
@@ -127,18 +115,6 @@ class RtxRuntimeConfig(IRuntimeConfig):
     def cuda_graph_strategy(self, strategy: CudaGraphStrategy) -> None:
         """Set whether they do."""
         self._graphs = CudaGraphStrategy(strategy)
-
-    @property
-    def dynamic_shapes_kernel_specialization_strategy(self) -> DynamicShapesKernelSpecializationStrategy:
-        """When the contexts compile kernels for new shapes."""
-        return self._specialisation
-
-    @dynamic_shapes_kernel_specialization_strategy.setter
-    def dynamic_shapes_kernel_specialization_strategy(
-        self, strategy: DynamicShapesKernelSpecializationStrategy
-    ) -> None:
-        """Set when they do."""
-        self._specialisation = DynamicShapesKernelSpecializationStrategy(strategy)
 
 
 class RtxExecutionContext(IExecutionContext):
@@ -155,7 +131,6 @@ class RtxExecutionContext(IExecutionContext):
         super().__init__(engine, strategy, persistent, own_arena)
         self._cache = config._cache
         self._graphs = config.cuda_graph_strategy
-        self._specialisation = config.dynamic_shapes_kernel_specialization_strategy
         self._compile("any shape")
 
     def __del__(self) -> None:
@@ -186,7 +161,7 @@ class RtxExecutionContext(IExecutionContext):
     def _prepared(self) -> EnqueuedBatch:
         is_changed = self._is_changed
         prepared = super()._prepared()
-        if is_changed and self._specialisation is not DynamicShapesKernelSpecializationStrategy.NONE:
+        if is_changed:
             self._compile(str(prepared.shapes))
         return prepared
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from asynctrt.devices.base import aligned
-from tests.doubles.tensorrt.core import Core, Library, Reporter, Setting, checked
+from tests.doubles.tensorrt.core import Core, Library, Reporter, checked
 from tests.doubles.tensorrt.engine import ICudaEngine, engine_class_of
 from tests.doubles.tensorrt.monitor import ViolationMonitor
 from tests.doubles.tensorrt.names import (
@@ -39,8 +39,6 @@ def double_plugin_library(*plugins: str) -> bytes:
 
 class PluginRegistry:
     """The plugins of a double: its own, once they are initialised, and those of libraries."""
-
-    error_recorder = Setting[Any](None, "Has no effect: what is refused is logged.")
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -75,13 +73,10 @@ class Runtime(Reporter):
     """Deserialises plans of the double. It may be destroyed before its engines, not before what it loaded."""
 
     _library: ClassVar[Library]
-    temporary_directory = Setting[str | None](None, "The folder for executable code of plans.")
-    tempfile_control_flags = Setting(3, "How executable code may be stored.")
 
     def __init__(self, logger: ILogger) -> None:
         require_initialised(logger, ILogger)
         super().__init__(Core(self._library, logger), None)
-        self._max_threads = 1
         self._is_loaded = False
         if not self._library.log.register(self, logger):
             self._core.say(
@@ -117,27 +112,6 @@ class Runtime(Reporter):
     def engine_host_code_allowed(self, allowed: bool) -> None:
         """Set whether plans may contain code that runs on the host."""
         self._core.is_lean_code_allowed = allowed
-
-    @property
-    def max_threads(self) -> int:
-        """The number of threads that it may use."""
-        return self._max_threads
-
-    @max_threads.setter
-    def max_threads(self, threads: int) -> None:
-        """Set the number of threads; below 1 report an error, and change nothing."""
-        if threads < 1 and self._is_of_8:
-            self._report_words(ErrorCodeTRT.INVALID_ARGUMENT, "maxThreads should not be less than 1.")
-            return
-        if threads < 1:
-            self._report_usage("IRuntime::setMaxThreads", "condition: maxThreads > 0.")
-            return
-        self._max_threads = threads
-
-    @property
-    def num_DLA_cores(self) -> int:
-        """The number of DLA cores: the double's devices have none."""
-        return 0
 
     @checked
     def load_runtime(self, path: str) -> "Runtime | None":

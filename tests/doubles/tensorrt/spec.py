@@ -135,8 +135,6 @@ class EngineSpec:
     :param stripped_weights_nbytes: how much of its weights the plan lacks. Its answers are wrong until it is
         refitted with :func:`double_weights`.
     :param refittable: whether its weights can be replaced. A plan that lacks some always can.
-    :param streamable_weights_nbytes: how much of it a weight streaming budget may leave out. An enqueue then
-        waits for its batch.
     :param persistent_nbytes: device memory that each context allocates.
     :param temporary_nbytes: device memory that each enqueue takes from the allocator of temporary storage and
         gives back. An enqueue waits for its batch unless that allocator works in the order of streams.
@@ -168,7 +166,6 @@ class EngineSpec:
     weights_nbytes: int = 4096
     stripped_weights_nbytes: int = 0
     refittable: bool = False
-    streamable_weights_nbytes: int = 0
     persistent_nbytes: int = 0
     temporary_nbytes: int = 0
     fixed_rows: int | None = None
@@ -209,7 +206,7 @@ class EngineSpec:
         assert all(set(profile) <= set(names) for profile in self.profiles), self.profiles
         assert 1 <= self.steps <= STEPS_MAX
         assert 0 <= self.aux_streams <= AUX_STREAMS_MAX
-        assert self.weights_nbytes >= self.coefficients.nbytes + self.streamable_weights_nbytes
+        assert self.weights_nbytes >= self.coefficients.nbytes
         computes_steps = (
             self.data_dependent or self.is_sensitive or self.refittable or self.stripped_weights_nbytes > 0
         )

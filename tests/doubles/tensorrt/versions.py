@@ -9,12 +9,10 @@ from typing import Any, Final
 from tests.doubles.tensorrt.names import version_of
 
 SINCE: Final = {
-    "APILanguage": (10, 0),
     "EngineStat": (10, 14),
     "ExecutionContextAllocationStrategy": (10, 0),
     "IGpuAsyncAllocator": (10, 0),
     "IRuntimeConfig": (10, 11),
-    "IVersionedInterface": (10, 0),
     "OnnxParserRefitter": (10, 0),
     "bfloat16": (10, 0),
     "int64": (10, 0),
@@ -24,18 +22,11 @@ SINCE: Final = {
     "ICudaEngine.get_device_memory_size_for_profile": (10, 0),
     "ICudaEngine.get_device_memory_size_for_profile_v2": (10, 1),
     "ICudaEngine.get_engine_stat": (10, 14),
-    "ICudaEngine.get_weight_streaming_automatic_budget": (10, 1),
-    "ICudaEngine.streamable_weights_size": (10, 0),
-    "ICudaEngine.weight_streaming_budget_v2": (10, 1),
-    "ICudaEngine.weight_streaming_scratch_memory_size": (10, 1),
     "IExecutionContext.set_device_memory": (10, 1),
-    "IExecutionContext.update_device_memory_size_for_shapes": (10, 0),
     "IGpuAllocator.allocate_async": (10, 0),
-    "IGpuAllocator.api_language": (10, 0),
     "IGpuAllocator.deallocate_async": (10, 0),
     "ParserError.node_name": (10, 0),
     "Refitter.release_refit_resources": (11, 4),
-    "Refitter.weights_validation": (10, 0),
 }
 """The first version with a name of the module, or with a member of a class. TensorRT for RTX has them all."""
 
