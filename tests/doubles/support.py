@@ -167,21 +167,6 @@ def set_the_same(user, stream):
     context.set_device_memory(user.arena.address, user.arena.nbytes)
 
 
-def take_turns(device, users, streams):
-    """Batches of all users, one after the other in the arena they share: each waits for the last use."""
-    for turn in range(20):
-        last_use = device.create_event()
-        for user, stream in zip(users, streams, strict=True):
-            user.give(rows(8, 16, seed=turn))
-            stream.wait(last_use)
-            assert user.context.execute_async_v3(stream.handle)
-            last_use = device.create_event()
-            stream.record(last_use)
-        for user, stream in zip(users, streams, strict=True):
-            assert wait(device, stream) is None
-            user.check()
-
-
 def wait(device, stream):
     """Wait for all that is on a stream; returns the error of its work."""
     event = device.create_event()

@@ -7,7 +7,7 @@ import pytest
 
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
-from tests.doubles.support import WAIT_S, Bench, rows, take_turns, wait
+from tests.doubles.support import WAIT_S, Bench, rows, wait
 from tests.doubles.tensorrt import EngineSpec, ViolationError
 
 
@@ -28,26 +28,6 @@ def two_users(device, **kwargs):
     arena = device.allocate(bench.engine.device_memory_size_v2)
     users = [bench.user(arena=arena).give(rows(8, 16, seed=seed)) for seed in (1, 2)]
     return bench, users, [bench.stream(), bench.stream()]
-
-
-def test_batches_that_take_turns_by_an_event_are_right():
-    device = HostDevice(threads=2, in_place="never")
-    bench, users, streams = two_users(device)
-    take_turns(device, users, streams)
-    assert bench.trt.violations() == ()
-    bench.close()
-
-
-def test_batches_of_two_contexts_on_one_stream_are_right():
-    device = HostDevice(threads=2)
-    bench, users, streams = two_users(device)
-    for user in users:
-        assert user.context.execute_async_v3(streams[0].handle)
-    assert wait(device, streams[0]) is None
-    for user in users:
-        user.check()
-    assert bench.trt.violations() == ()
-    bench.close()
 
 
 def test_two_batches_that_execute_in_one_arena_at_once():
@@ -168,27 +148,4 @@ def test_nothing_usable_stays_behind():
     user.arena.array(np.dtype("u1"), (user.arena.nbytes,), 0)[:] = 0x5A
     user.run(stream)
     user.check()
-    bench.close()
-
-
-@pytest.mark.parametrize("fills", [True, False])
-def test_work_that_fills_the_device_is_done_one_after_the_other(fills):
-    device = HostDevice(threads=2, in_place="never")
-    bench = Bench(EngineSpec(work_ns=1_000_000, work_ns_per_row=500_000, fills_gpu=fills), device=device)
-    users = [bench.user().give(rows(8, 16, seed=seed)) for seed in (1, 2)]
-    streams = [bench.stream(), bench.stream()]
-    marks = [(device.create_event(), device.create_event()) for _ in users]
-    for user, stream, (start, end) in zip(users, streams, marks, strict=True):
-        stream.record(start)
-        assert user.context.execute_async_v3(stream.handle)
-        stream.record(end)
-    for user, (start, end) in zip(users, marks, strict=True):
-        assert end.synchronize(WAIT_S)
-        # 1 ms, and half a millisecond for each of 8 rows.
-        assert end.elapsed_ns(start) >= 5_000_000
-        user.check()
-    whole = max(b.elapsed_ns(a) for a, _ in marks for _, b in marks)
-    if fills:
-        assert whole >= 10_000_000
-    assert bench.trt.violations() == ()
     bench.close()

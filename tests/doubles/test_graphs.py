@@ -4,8 +4,6 @@ import gc
 
 import pytest
 
-from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceLostError
 from asynctrt.testing import LatchDevice
 from tests.doubles.support import MODIFICATIONS, Bench, rows, set_the_same, two_profiles, wait
 from tests.doubles.tensorrt import EngineSpec, ViolationError
@@ -123,14 +121,4 @@ def test_a_context_that_is_destroyed_while_its_graph_is_in_flight():
     for operation in operations[2:]:
         operation()
     device.open()
-    bench.close()
-
-
-def test_failures_hit_the_launches_of_graphs_too():
-    bench = Bench(device=HostDevice(threads=2, in_place="never"))
-    user, stream = bench.user().give(rows(8, 16)), bench.stream()
-    graph = captured(bench, user, stream)
-    bench.trt.fail_next("illegal-address")
-    graph.launch(stream=stream)
-    assert isinstance(wait(bench.device, stream), DeviceLostError)
     bench.close()

@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from tests.doubles.support import Bench, rows
-from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, ViolationError, double_plan
+from tests.doubles.tensorrt import ViolationError
 
 RTX = "tensorrt_rtx"
 
@@ -36,17 +36,6 @@ class TestCompiling:
         with pytest.raises(ViolationError, match="runtime cache was destroyed"):
             context.execute_async_v3(bench.stream().handle)
 
-    def test_caches_of_others(self):
-        bench, other = Bench(flavour=RTX), Bench(flavour=RTX, compute_capability=(8, 9), start=False)
-        cache = self.config(bench).create_runtime_cache()
-        content = cache.serialize()
-        assert content.nbytes == len(content)
-        assert cache.deserialize(content)
-        assert not cache.deserialize(bytes(content)[:-1])
-        assert cache.reset()
-        engine = other.load(EngineSpec(), compute_capability=(8, 9))
-        assert not engine.create_runtime_config().create_runtime_cache().deserialize(content)
-
     def test_a_context_that_captures_by_itself_cannot_be_captured(self):
         bench = Bench(flavour=RTX)
         config = self.config(bench)
@@ -60,12 +49,3 @@ class TestCompiling:
             user.context.execute_async_v3(stream.handle)
         stream.end_capture().close()
         bench.close()
-
-
-def test_plans_of_the_other_kind():
-    bench = Bench(flavour=RTX)
-    assert bench.runtime.deserialize_cuda_engine(double_plan(EngineSpec())) is None
-    assert "Magic tag" in bench.recorder.last()[1]
-    assert repr(bench.trt).startswith("<StrictTensorRT tensorrt_rtx 1.7.1.116 on")
-    with pytest.raises(AttributeError, match="'tensorrt' has no attribute 'IRuntimeCache'"):
-        _ = StrictTensorRT(bench.device).IRuntimeCache

@@ -19,43 +19,6 @@ from tests.doubles.tensorrt import (
 pytestmark = pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT:DeprecationWarning")
 
 
-def test_an_engine_says_what_its_plan_says():
-    profiles = ({"input": ((1, 16), (2, 16), (4, 16))}, {"input": ((1, 16), (16, 16), (32, 16))})
-    spec = EngineSpec(
-        "seven", profiles=profiles, steps=7, aux_streams=2, hardware_compatibility="AMPERE_PLUS"
-    )
-    engine = Bench(spec).engine
-    trt = Bench().trt
-    assert (engine.name, engine.num_layers, engine.num_io_tensors, engine.num_aux_streams) == (
-        "seven",
-        7,
-        2,
-        2,
-    )
-    assert [engine[index] for index in range(len(engine))] == ["input", "output"]
-    assert engine.get_tensor_mode("input") == trt.TensorIOMode.INPUT
-    assert engine.get_tensor_mode("output") == trt.TensorIOMode.OUTPUT
-    assert engine.get_tensor_dtype("output") == trt.float32
-    assert tuple(engine.get_tensor_shape("output")) == (-1, 16)
-    assert engine.get_tensor_location("input") == trt.TensorLocation.DEVICE
-    assert engine.get_tensor_vectorized_dim("input") == -1
-    assert engine.get_aliased_input_tensor("output") is None
-    assert engine.num_optimization_profiles == 2
-    assert [tuple(shape) for shape in engine.get_tensor_profile_shape("input", 1)] == [
-        (1, 16),
-        (16, 16),
-        (32, 16),
-    ]
-    sizes = [engine.get_device_memory_size_for_profile_v2(index) for index in (0, 1)]
-    assert sizes[0] < sizes[1] == engine.device_memory_size_v2
-    assert all(size % 256 == 0 for size in sizes)
-    assert engine.hardware_compatibility_level == trt.HardwareCompatibilityLevel.AMPERE_PLUS
-    assert engine.get_engine_stat() == 4096
-    assert engine.get_engine_stat(trt.EngineStat.STRIPPED_WEIGHTS_SIZE) == -1
-    assert not engine.refittable
-    assert not engine.is_shape_inference_io("input")
-
-
 def test_a_shape_tensor_and_an_odd_type_can_be_looked_at_and_do_not_run():
     for io in (TensorIO("input", on_host=True), TensorIO("input", "fp8"), TensorIO("input", "bool")):
         bench = Bench(EngineSpec(inputs=(io,)))
@@ -132,31 +95,6 @@ def test_the_first_logger_is_that_of_the_library():
     gc.collect()
     with pytest.raises(ViolationError, match="passed first was destroyed"):
         runtime.deserialize_cuda_engine(double_plan(EngineSpec()))
-
-
-def test_a_runtime_config_says_the_strategy():
-    bench = Bench()
-    config = bench.engine.create_runtime_config()
-    assert config.get_execution_context_allocation_strategy().name == "STATIC"
-    config.set_execution_context_allocation_strategy(
-        bench.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-    )
-    context = bench.engine.create_execution_context(runtime_config=config)
-    context.set_device_memory(256 * 1000, 1 << 20)
-
-
-@pytest.mark.parametrize(
-    ("what", "where"), [("deserialize-memory", "deserialize"), ("context-memory", "create")]
-)
-def test_memory_can_be_refused_on_demand(what, where):
-    bench = Bench()
-    bench.trt.fail_next(what, 2)
-    for _ in range(2):
-        made = bench.load(EngineSpec()) if where == "deserialize" else bench.engine.create_execution_context()
-        assert made is None
-        assert "Error Code 2: OutOfMemory" in bench.recorder.last()[1]
-    assert bench.load(EngineSpec())
-    assert bench.engine.create_execution_context()
 
 
 def test_the_newest_library_has_the_older_calls_no_more_and_crashes_on_a_lean_runtime_of_8(tmp_path):
