@@ -323,6 +323,11 @@ def times(factor):
     return double_model(function)
 
 
+def squares(inputs, outputs):
+    """Give n x n values for rows of n and m."""
+    outputs["y"][...] = outputs["z"][...] = 1
+
+
 def extremes(dtype):
     """A row of the ends of a dtype, and one of ordinary values."""
     dtype = np.dtype(dtype)
@@ -477,6 +482,24 @@ class TestErrors:
             status, _ = await refusal(client.ask(Call({"input": np.zeros((1, 8 << 10), np.float32)})))
             assert status == 413
             assert (await client.ask(of(1))).first == [2]
+
+    async def test_few_bytes_do_not_ask_for_much_memory(self, transport):
+        inputs = TensorSpec("x", "float32", ("n", "m"))
+        outputs = [TensorSpec("y", "float32", ("n", "n")), TensorSpec("z", "float32", ())]
+        models = {"square": FunctionModel(squares, inputs=inputs, outputs=outputs)}
+        async with talking(transport, models, max_answer=40_404) as (server, client):
+            for shape, output, says in (
+                # An input without elements weighs nothing, and its other sizes are those of the output.
+                ((1, 1 << 31, 0), "y", "no elements"),
+                ((1, 101, 1), "y", "40808 bytes; at most 40404 "),
+                # It is made, too, if only another one is asked for.
+                ((1, 101, 1), "z", "40808 bytes; at most 40404 "),
+            ):
+                call = Call({"x": np.zeros(shape, np.float32)}, "square", outputs=(output,))
+                status, text = await refusal(client.ask(call))
+                assert (status in (413, None), says in text) == (True, True)
+            await client.ask(Call({"x": np.zeros((1, 100, 1), np.float32)}, "square"))
+            assert engine_of(server, "square").statistics().batches == 1
 
     async def test_tokens(self, transport):
         for token in ("", "three"):

@@ -211,14 +211,6 @@ class TestPages:
         for name in ("index.html", "dashboard.js", "dashboard.css"):
             assert "//" not in re.sub(r"^\s*//.*$", "", (STATIC / name).read_text(), flags=re.MULTILINE), name
 
-    async def test_what_is_vendored_says_whose_it_is(self):
-        assert "The MIT License" in (STATIC / "uPlot.LICENSE").read_text()
-        assert (
-            (STATIC / "uPlot.iife.min.js")
-            .read_text()
-            .startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32)")
-        )
-
     async def test_the_figures_are_all_or_the_newest(self):
         async with asynctrt.open(double_model(), max_rows=8) as engine:
             site = Site(("double", engine))

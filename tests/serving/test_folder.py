@@ -8,14 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 
-import grpc
 import numpy as np
 import orjson
 import pytest
-import tritonclient.grpc.service_pb2 as pb
 
 from asynctrt._util import loops
-from asynctrt.client import connect
 from asynctrt.errors import (
     AsynctrtError,
     EngineClosedError,
@@ -31,9 +28,10 @@ from asynctrt.serving.folder import ModelFolder
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
+from tests.contract.test_transports import TRANSPORTS, Call
 from tests.helpers import until
 from tests.models import double_model, rows, scale_onnx
-from tests.serving.support import WAIT_S, ask, connected, request, settle_grpc
+from tests.serving.support import WAIT_S, ask, settle_grpc
 
 pytestmark = pytest.mark.anyio
 
@@ -495,60 +493,27 @@ class Callers:
         self.answers = dict.fromkeys(("http", "websocket", "grpc"), 0)
         self.is_over = False
 
-    def asked(self, number):
-        # More rows than a batch holds are split.
-        return np.full((11 if number % 5 == 0 else 1 + number % 3, 4), 1.0, np.float32)
+    async def call(self, transport):
+        kind, options = TRANSPORTS[transport]
+        client = kind(self.server, "", **options)
 
-    def answered(self, protocol, least, given, output):
-        assert output.shape == given.shape
-        assert len({float(value) for value in output.flat} & set(range(least, self.most + 1))) == 1, output
-        assert len(set(output.flat)) == 1, "all rows of an answer are of one version"
-        self.answers[protocol] += 1
-
-    async def http(self):
-        async with connected(self.server) as raw:
-            number = 0
+        async def one(caller):
+            number = caller
             while not self.is_over:
-                given, least, number = self.asked(number), self.least, number + 1
-                item = {
-                    "name": "input",
-                    "datatype": "FP32",
-                    "shape": given.shape,
-                    "data": given.ravel().tolist(),
-                }
-                raw.send(request("/v2/models/m/infer", orjson.dumps({"inputs": [item]})))
-                status, _, body = await raw.answer()
-                assert status == 200, body
-                output = orjson.loads(body)["outputs"][0]
-                self.answered("http", least, given, np.array(output["data"]).reshape(output["shape"]))
+                # More rows than a batch holds are split.
+                given = np.full((11 if number % 5 == 0 else 1 + number % 3, 4), 1.0, np.float32)
+                least, number = self.least, number + 1
+                answer = await client.ask(Call({"input": given}, "m", id=str(caller)))
+                output = answer.outputs["output"]
+                assert output.shape == given.shape
+                assert set(output.flat) <= set(range(least, self.most + 1)), output
+                assert len(set(output.flat)) == 1, "all rows of an answer are of one version"
+                self.answers[transport] += 1
 
-    async def websocket(self):
-        url = self.server.http_url.replace("http", "ws") + "/v2/ws"
-        async with connect(url, proxy=None, attempts=1) as client:
-
-            async def one(number):
-                while not self.is_over:
-                    given, least, number = self.asked(number), self.least, number + 1
-                    outputs = await client.infer("m", {"input": given})
-                    self.answered("websocket", least, given, outputs["output"])
-
-            async with asyncio.TaskGroup() as tasks:
-                for number in range(32):
-                    tasks.create_task(one(number))
-
-    async def grpc(self):
-        async with grpc.aio.insecure_channel(self.server.grpc_target) as channel:
-            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-            number = 0
-            while not self.is_over:
-                given, least, number = self.asked(number), self.least, number + 1
-                item = {"name": "input", "datatype": "FP32", "shape": given.shape}
-                asked = pb.ModelInferRequest(
-                    model_name="m", inputs=[item], raw_input_contents=[given.tobytes()]
-                )
-                answer = pb.ModelInferResponse.FromString(await infer(asked.SerializeToString()))
-                raw = np.frombuffer(answer.raw_output_contents[0], np.float32)
-                self.answered("grpc", least, given, raw.reshape(answer.outputs[0].shape))
+        async with asyncio.TaskGroup() as tasks:
+            for caller in range(4):
+                tasks.create_task(one(caller))
+        await client.leave()
 
 
 async def test_swaps_under_load_lose_no_request_and_mix_up_no_answer(tmp_path):
@@ -561,9 +526,9 @@ async def test_swaps_under_load_lose_no_request_and_mix_up_no_answer(tmp_path):
         await repository.load_all()
         callers = Callers(server)
         async with asyncio.TaskGroup() as tasks:
-            for call in (callers.http, callers.http, callers.websocket, callers.grpc, callers.grpc):
-                tasks.create_task(call())
-            for count in range(2, 10):
+            for transport in callers.answers:
+                tasks.create_task(callers.call(transport))
+            for count in range(2, 8):
                 before = dict(callers.answers)
                 callers.most = count
                 good = scale_onnx(path, count, work=8).read_bytes()
@@ -577,7 +542,7 @@ async def test_swaps_under_load_lose_no_request_and_mix_up_no_answer(tmp_path):
                 await until(partial(answered_more, callers.answers, before))
             callers.is_over = True
         # What was taken over a third protocol is answered too: all three had answers from every version.
-        assert min(callers.answers.values()) >= 8
+        assert min(callers.answers.values()) >= 6
         assert len(list(repository)) == 1
     await settle_grpc()
 

@@ -3,27 +3,21 @@
 import asyncio
 import gzip
 import json
-import math
 import threading
 from base64 import urlsafe_b64encode
 from types import SimpleNamespace
 
-import grpc
-import numpy as np
 import pytest
-import tritonclient.grpc.service_pb2 as pb
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import TooLargeError
 from asynctrt.kserve.json_codec import JSON_LISTS_MAX, JSON_VALUES_MAX, parse_object
 from asynctrt.serving import api as api_module
 from asynctrt.serving import http
 from asynctrt.serving.frames import SocketConnection
-from asynctrt.serving.http import SPARE, Writing
-from asynctrt.tensors import TensorSpec
+from asynctrt.serving.http import Writing
 from tests.helpers import until
-from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving
+from tests.serving.support import WAIT_S, ask, connected, request, serving
 from tests.serving.test_frames import opened
 from tests.serving.test_http import INFER, infer, json_body, outputs
 from tests.serving.test_websocket import binary
@@ -222,38 +216,6 @@ class TestSlowClients:
                 await socket.recv()
                 assert connection._began is None
 
-    async def test_silent_connections_make_room_for_others(self):
-        async with serving(max_connections=2) as server, connected(server) as first:
-            first.send(infer(1))
-            await first.answer()
-            host, port = address(server)
-            pairs = [await asyncio.open_connection(host, port) for _ in range(2 * SPARE)]
-            try:
-                await until(lambda: len(server._hub.connections) == 2 + SPARE)
-                async with connected(server) as second:
-                    second.send(infer(2))
-                    assert outputs(await second.answer()) == [4]
-                    async with asyncio.timeout(WAIT_S):
-                        assert await pairs[0][0].read() == b""  # The oldest.
-                assert (await ask(server, "/v2/health/live"))[0] == 200
-                first.send(infer(2))
-                assert outputs(await first.answer()) == [4]
-            finally:
-                for _, writer in pairs:
-                    writer.transport.abort()
-
-    async def test_grpc_connections_are_bounded(self):
-        async with serving(max_connections=2, grpc=True) as server:
-            host, port = server.grpc_target.rsplit(":", 1)
-            pairs = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
-            try:
-                # Of these it keeps two until their handshakes have taken too long.
-                ends = [asyncio.create_task(reader.read()) for reader, _ in pairs]
-                await until(lambda: sum(end.done() for end in ends) == 4)
-            finally:
-                for _, writer in pairs:
-                    writer.transport.abort()
-
 
 class TestTheLoopIsNotHeld:
     async def test_a_small_body_that_becomes_large_is_decompressed_in_a_thread(self, monkeypatch):
@@ -285,72 +247,6 @@ class TestTheLoopIsNotHeld:
         with pytest.raises(TooLargeError, match="send tensors as binary data"):
             parse_object(b'{"a":[' + b"0," * (JSON_VALUES_MAX + 1) + b"0]}", "the request")
         assert len(parse_object(b'{"a":[' + b"0," * 200_000 + b"0]}", "the request")["a"]) == 200_001
-
-
-class TestFewBytesDoNotAskForMuchMemory:
-    """A model that gives n x n values for rows of n and m."""
-
-    @staticmethod
-    def square():
-        def ones(_, outputs):
-            outputs["y"][...] = outputs["z"][...] = 1
-
-        float32 = np.dtype("float32")
-        inputs = [TensorSpec("x", float32, ("n", "m"))]
-        small = TensorSpec("z", float32, ())
-        return FunctionModel(
-            ones, inputs=inputs, outputs=[TensorSpec("y", float32, ("n", "n")), small], name="square"
-        )
-
-    @staticmethod
-    def message(shape, protocol, output):
-        values = [0.0] * math.prod(shape)
-        if protocol == "gRPC":
-            body = pb.ModelInferRequest(model_name="square")
-            body.inputs.add(name="x", datatype="FP32", shape=shape)
-            body.inputs[0].contents.fp32_contents.extend(values)
-            body.outputs.add(name=output)
-            return body.SerializeToString()
-        tensor = {"name": "x", "shape": shape, "datatype": "FP32", "data": values}
-        return json.dumps({"model_name": "square", "inputs": [tensor], "outputs": [{"name": output}]})
-
-    @pytest.mark.parametrize("protocol", ["HTTP", "websocket", "gRPC"])
-    async def test_a_size_for_which_no_bytes_are_sent(self, protocol):
-        """An input without elements weighs nothing, and its other sizes are those of the output."""
-        await self.refuses(protocol, [1, 1 << 31, 0], 413, "no elements")
-
-    @pytest.mark.parametrize("protocol", ["HTTP", "websocket", "gRPC"])
-    @pytest.mark.parametrize("output", ["y", "z"])
-    async def test_an_output_that_is_much_larger_than_its_input(self, protocol, output):
-        """It is made all the same if only another one is asked for."""
-        await self.refuses(protocol, [1, 101, 1], 413, "40808 bytes; at most 40404 ", output)
-
-    async def refuses(self, protocol, shape, status, why, output="y"):
-        async with (
-            asyncio.timeout(WAIT_S),
-            serving({"square": self.square()}, grpc=protocol == "gRPC", max_answer=40_404) as server,
-        ):
-            for sent, accepted in ((shape, False), ([1, 100, 1], True)):
-                message = self.message(sent, protocol, output)
-                if protocol == "HTTP":
-                    got, _, said = await ask(server, "/v2/models/square/infer", message.encode())
-                    answer = got, said.decode()
-                elif protocol == "websocket":
-                    async with opened(server) as socket:
-                        await socket.send(message)
-                        said = await socket.recv()
-                        answer = json.loads(said).get("status", 200), said
-                else:
-                    async with grpc.aio.insecure_channel(server.grpc_target) as channel:
-                        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(message)
-                        code, details = await call.code(), await call.details()
-                        answer = {"OK": 200, "RESOURCE_EXHAUSTED": 413}[code.name], details
-                assert answer[0] == (200 if accepted else status), answer
-                assert accepted or why in answer[1]
-            assert (
-                sum(batch.count for batch in engine_of(server, "square").statistics().by_batch_rows.values())
-                == 1
-            )
 
 
 class TestWhatClientsAreTold:

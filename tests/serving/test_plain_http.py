@@ -14,7 +14,6 @@ from asynctrt import FunctionModel, TensorSpec
 from asynctrt.errors import ModelError
 from asynctrt.kserve.json_codec import FAST_JSON_NBYTES
 from asynctrt.serving import Repository, kserve_app
-from asynctrt.testing import LatchDevice
 from tests.helpers import needed
 from tests.models import double_model
 from tests.serving.support import WAIT_S, ask, connected, engine_of, request, serving
@@ -87,30 +86,6 @@ class TestPredict:
             assert answer["predictions"] == (2 * np.array(instances)).tolist()
             status, answer = await predict(server, {"instances": [*instances, [1]]})
             assert (status, "ragged" in answer["error"]) == (400, True)
-
-    async def test_a_compressed_answer_and_body(self):
-        import gzip
-
-        async with serving() as server:
-            instances = {"instances": [[1, 2, 3, 4]] * 400}
-            body = gzip.compress(json.dumps(instances).encode())
-            status, headers, answer = await ask(
-                server, PREDICT, body, Content_Encoding="gzip", Accept_Encoding="gzip"
-            )
-            assert (status, headers["content-encoding"]) == (200, "gzip")
-            assert len(json.loads(gzip.decompress(answer))["predictions"]) == 400
-
-    async def test_a_timeout_in_the_queue(self):
-        device = LatchDevice()
-        options = {"device": device, "max_queue_rows": 1, "max_rows": 1, "contexts": 1}
-        async with serving(engine=options) as server:
-            row = {"instances": [[1, 2, 3, 4]]}
-            first = asyncio.create_task(predict(server, row))
-            await device.wait_held(1)
-            late = await predict(server, row | {"parameters": {"timeout": 20_000}})
-            device.open()
-            assert (await first)[0] == 200
-            assert (late[0], "timeout" in late[1]["error"]) == (503, True)
 
     @pytest.mark.parametrize(
         ("body", "says"),
