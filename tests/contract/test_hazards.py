@@ -117,12 +117,6 @@ async def test_closing_in_every_state(subject, state):
     assert subject.double.violations() == ()
 
 
-async def test_a_second_engine_on_the_same_model_after_the_first(subject):
-    for _ in range(3):
-        async with subject.open() as engine:
-            await subject.check(engine)
-
-
 @pytest.mark.parametrize("what", ["context-memory"])
 async def test_a_context_for_which_there_is_no_memory(subject, what):
     needed(not subject.is_real, "the real TensorRT is not told to have no memory")

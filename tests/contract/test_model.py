@@ -123,17 +123,6 @@ def test_it_is_a_model(model):
     assert model.capabilities.rows_max is None or model.capabilities.rows_max >= 8
 
 
-def test_a_batch_is_computed_from_the_slab_into_the_slab(runner):
-    batch = rows(1, 2, 3)
-    np.testing.assert_array_equal(runner.run(batch)["output"], runner.doubled(batch))
-
-
-def test_batches_of_changing_size(runner):
-    for count in (1, 8, 3, 3, 5, 1):
-        batch = rows(*range(count))
-        np.testing.assert_array_equal(runner.run(batch)["output"], runner.doubled(batch))
-
-
 def test_rows_behind_the_batch_are_not_written(runner):
     runner.slab.outputs["output"][...] = -1
     runner.run(rows(1, 2))

@@ -12,7 +12,6 @@ import pytest
 import asynctrt
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import ExecutionError
 from tests.contract.devices import four_floats, strict
 from tests.models import double_model, double_onnx, rows
 
@@ -86,33 +85,3 @@ async def test_no_answer_has_any_of_it(opened):
             for given, result in zip(sent, await asyncio.gather(*map(engine.infer, sent)), strict=True):
                 np.testing.assert_array_equal(result["output"], expected(given))
                 assert not is_garbage(result["output"])
-
-
-@pytest.mark.parametrize("left_out", ["all", "the last", "half of each"])
-async def test_a_function_that_leaves_rows_out(device, fixed, left_out):
-    def function(inputs, outputs):
-        if left_out == "all":
-            return
-        if left_out == "the last":
-            outputs["output"][:-1] = 2 * inputs["input"][:-1]
-        else:
-            outputs["output"][:, :2] = 2 * inputs["input"][:, :2]
-
-    async with asynctrt.open(
-        double_model(function, rows_fixed=fixed), device=device, max_rows=FIXED
-    ) as engine:
-        for count in (1, 2, 4):
-            poison(engine)
-            with pytest.raises(ExecutionError, match=r"rows were not written"):
-                await engine.infer(rows(*range(count)))
-
-
-async def test_values_that_are_not_noticed(device):
-    def function(inputs, outputs):
-        outputs["output"][:, :2] = 0
-
-    async with asynctrt.open(double_model(function, dims=(3,)), device=device) as engine:
-        poison(engine)
-        answer = (await engine.infer(rows(1, 2, dims=(3,))))["output"]
-        assert not is_garbage(answer)
-        assert np.isnan(answer[:, 2]).all()

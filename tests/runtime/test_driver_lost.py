@@ -300,18 +300,6 @@ class TestAnArenaThatHangs:
 
 
 class TestWhenEverythingHangs:
-    async def test_one_after_the_other(self, skip, hanging):
-        async with opening(double_model(hanging, name="double"), contexts=3) as engine:
-            for count in range(3):
-                assert engine.state == "open"
-                task = send(engine, -1)
-                await until(lambda count=count: hanging.hung == count + 1)
-                skip(TIMEOUT_S + 1)
-                assert lost(await ends([task]))
-                assert engine.statistics().contexts_quarantined == count + 1
-            assert await refuses(engine, "no context")
-            hanging.go.set()
-
     async def test_draining_ends(self, skip, hanging):
         async with opening(double_model(hanging, name="double"), contexts=1) as engine:
             tasks = [send(engine, -1), send(engine, 2)]

@@ -1,9 +1,6 @@
 """Reading requests from bytes: where they end, what is refused, what is kept. No sockets."""
 
-import gc
 import random
-import tracemalloc
-import weakref
 
 import pytest
 
@@ -18,7 +15,6 @@ from asynctrt.serving.http_reader import (
     RequestReader,
 )
 from asynctrt.serving.memory import UNCOUNTED_NBYTES
-from tests.serving.support import Held
 
 INNER = b"GET /inner HTTP/1.1\r\nHost: t\r\n\r\n"
 NEXT = b"GET /next HTTP/1.1\r\nHost: t\r\n\r\n"
@@ -161,12 +157,6 @@ class TestFraming:
         assert [one.path for one in sink.taken] == [b"/next", b"/outer"]
         assert [one for one, _ in sink.refused] == [400]
 
-    def test_a_wish_for_another_protocol_without_a_body(self, step):
-        wish = b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 0\r\n\r\n"
-        raw = b"GET /outer HTTP/1.1\r\nHost: t\r\n" + wish
-        sink = fed((raw + NEXT) * 3, step)
-        assert [one.path for one in sink.taken] == [b"/outer", b"/next"] * 3
-
     def test_keep_alive_is_that_of_the_request(self, step):
         sink = fed(WHOLE["another protocol"], step)
         assert not sink.taken[0].keep_alive
@@ -235,50 +225,6 @@ class TestLimits:
         assert status == 414
 
 
-class TestMemory:
-    """Memory is given back by reference counts: the cycle collector counts objects, not their bytes."""
-
-    def test_a_reader_that_is_closed_keeps_nothing(self, monkeypatch):
-        reader, _ = reading(max_body=64 * MIB)
-        gc.disable()
-        held = Held(monkeypatch)
-        try:
-            reader.feed(POST + b"Content-Length: %d\r\n\r\n" % (32 * MIB), 0)
-            for _ in range(16):
-                reader.feed(b"x" * MIB, 0)
-            assert held.nbytes() > 16 * MIB
-            reader.close()
-            assert held.nbytes() < MIB
-            gone = weakref.ref(reader)
-            del reader
-            assert gone() is None
-        finally:
-            held.stop()
-            gc.enable()
-
-    def test_a_request_that_was_refused_is_not_kept(self):
-        reader, sink = reading(max_body=8 * MIB)
-        tracemalloc.start()
-        try:
-            reader.feed(POST + CHUNKED + b"\r\n", 0)
-            for _ in range(100):
-                reader.feed(b"100000\r\n" + b"x" * MIB + b"\r\n", 0)
-            assert [one for one, _ in sink.refused] == [413]
-            assert tracemalloc.get_traced_memory()[0] < MIB
-        finally:
-            tracemalloc.stop()
-
-    def test_a_complete_body_belongs_to_its_request(self):
-        reader, sink = reading(max_body=64 * MIB)
-        tracemalloc.start()
-        try:
-            reader.feed(POST + b"Content-Length: %d\r\n\r\n" % (16 * MIB) + bytes(16 * MIB), 0)
-            assert len(sink.taken.pop().body) == 16 * MIB
-            assert tracemalloc.get_traced_memory()[0] < MIB
-        finally:
-            tracemalloc.stop()
-
-
 class Untouched:
     """Stands for a parser that nothing is to be given."""
 
@@ -317,12 +263,6 @@ class TestKnownHeads:
     @pytest.mark.parametrize("raw", [PLAIN, INNER, INNER.replace(b"GET", b"HEAD")])
     def test_the_same_head_is_not_parsed_again(self, raw):
         assert is_known(raw)
-
-    def test_the_body_is_the_new_one(self):
-        reader, sink = reading()
-        for body in (b"first", b"other"):
-            reader.feed(POST + b"Content-Length: 5\r\n\r\n" + body, 0)
-        assert [one.body for one in sink.taken] == [b"first", b"other"]
 
     @pytest.mark.parametrize(
         "then",

@@ -279,35 +279,6 @@ class TestHttp:
         is_fast = nbytes <= FAST_BOOLS_NBYTES
         assert {on_loop for name, on_loop in threads if name == "decode"} == {is_fast}
 
-    async def test_answers_keep_their_order(self, gate):
-        async with serving({"double": model()}) as server, connected(server) as raw:
-            raw.send(request(INFER, json_body(request_id="large").encode()))
-            raw.send(request(INFER, json_body(SMALL, request_id="small").encode()))
-            await until(gate.reached.is_set)
-            gate.opened.set()
-            assert [json.loads((await raw.answer())[2])["id"] for _ in range(2)] == ["large", "small"]
-
-    async def test_other_clients_are_answered_meanwhile(self, gate):
-        async with serving({"double": model()}) as server, connected(server) as raw:
-            raw.send(request(INFER, json_body().encode()))
-            await until(gate.reached.is_set)
-            assert (await ask(server, INFER, json_body(SMALL).encode()))[0] == 200
-            gate.opened.set()
-            assert (await raw.answer())[0] == 200
-
-    async def test_a_client_that_goes_away_leaves_nothing(self, gate):
-        async with serving({"double": model()}) as server:
-            async with connected(server) as raw:
-                raw.send(request(INFER, json_body().encode()))
-                await until(gate.reached.is_set)
-            await until(lambda: not server._hub.connections)
-            gate.opened.set()
-            # The thread takes one after the other, so that the first has ended by then.
-            assert (await ask(server, INFER, json_body().encode()))[0] == 200
-            served = server.repository.find("double")
-            assert (served.pending, server.api.in_flight) == (0, 0)
-            assert served.engine.statistics().succeeded == 1
-
     @pytest.mark.parametrize(
         ("body", "says"),
         [

@@ -1,13 +1,11 @@
 """NVIDIA's own ``perf_analyzer``, the unmodified binary, measures ``asynctrt serve`` over HTTP and gRPC."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -148,53 +146,6 @@ def test_a_measurement(perf_analyzer, served, protocol, concurrency):
     if concurrency == 1:
         # Nobody to share a batch with.
         assert figures["executions"] == figures["successes"], said
-
-
-@pytest.mark.parametrize(
-    ("protocol", "model", "rows", "flags"),
-    [
-        ("http", "double", 4, ("-b", 4, "--async")),
-        ("http", "double", 1, ("--input-tensor-format", "json", "--output-tensor-format", "json")),
-        ("http", "text", 1, ("-x", 3, "--shape", "text:2", "--string-length", 20)),
-        ("grpc", "double", 4, ("-b", 4, "--streaming", "--async")),
-    ],
-    ids=["http-async", "http-json", "http-texts", "grpc-stream"],
-)
-def test_so_many_requests(perf_analyzer, served, protocol, model, rows, flags):
-    """One window, of a number of requests that the client chooses."""
-    status, said, figures = analyze(perf_analyzer, served, protocol, model, "--request-count", 60, *flags)
-    assert status == 0, said
-    assert figures["requests"] == 60, said
-    check(figures, said, rows=rows, slack=4)
-
-
-def counted(served, model):
-    """What the server has counted for a model: its rows, its batches and its requests that succeeded."""
-    address = f"http://{served.addresses['http']}/v2/models/{model}/stats"
-    with urllib.request.urlopen(address, timeout=WAIT_S) as answer:
-        (stats,) = json.load(answer)["model_stats"]
-    counts = stats["inference_count"], stats["execution_count"], stats["inference_stats"]["success"]["count"]
-    return [int(count) for count in counts]
-
-
-def test_requests_that_are_larger_than_a_batch(perf_analyzer, served):
-    """Each is split in two, and is one request all the same."""
-    before = counted(served, "double")
-    status, said, figures = analyze(perf_analyzer, served, "http", "double", "-b", 65, "--request-count", 20)
-    assert status == 0, said
-    rows, batches, requests = (
-        after - first for after, first in zip(counted(served, "double"), before, strict=True)
-    )
-    assert requests >= 20, said
-    assert (rows, batches) == (65 * requests, 2 * requests), said
-
-    # The tool sends its first request while its own first look is under way. That may find the rows
-    # of none, of one or of both parts of a request that is not answered yet, and so may any other look.
-    looks = {(0, 0), (1, 1), (64, 1), (65, 2)}
-    rows = figures["inferences"] - 65 * figures["successes"]
-    batches = figures["executions"] - 2 * figures["successes"]
-    assert abs(figures["successes"] - 20) <= 4, said
-    assert (rows, batches) in {(a - c, b - d) for a, b in looks for c, d in looks}, said
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from asynctrt.backends.tensorrt import context as context_module
-from asynctrt.backends.tensorrt.memory import RESERVE_NBYTES
 from asynctrt.backends.tensorrt.outputs import UnboundOutput
 from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice, HostStream
@@ -18,7 +17,6 @@ from asynctrt.errors import (
     DeviceLostError,
     DeviceMemoryError,
     ExecutionError,
-    InputError,
     InternalError,
 )
 from tests.backends.tensorrt.helpers import Bench
@@ -249,16 +247,6 @@ def test_contexts_in_one_arena_take_turns(bench):
     second.close()
 
 
-def test_shapes_outside_every_profile_are_the_callers(bench):
-    made = bench(SEQUENCE)
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context, input_1=32), made.arena()
-    with pytest.raises(InputError, match=r"profile 0 takes input \(1..64, 1..32\)"):
-        binding.enqueue(65, profile=None, stream=made.stream, arena=arena)
-    made.run(binding, 64, arena)
-    context.close()
-
-
 def test_a_lost_device(bench):
     made = bench()
     context = made.model.create_context(made.device)
@@ -272,23 +260,6 @@ def test_a_lost_device(bench):
     context.close()
 
 
-def test_a_context_that_there_is_no_memory_for(bench):
-    made = bench(EngineSpec(persistent_nbytes=10_000), memory_budget=30_000)
-    kept = [made.model.create_context(made.device) for _ in range(2)]
-    with pytest.raises(DeviceMemoryError) as caught:
-        made.model.create_context(made.device)
-    assert "memory_budget" in str(caught.value)
-    kept.pop().close()
-    kept.append(made.model.create_context(made.device))
-    kept.pop().close()
-    made.trt.fail_next("context-memory")
-    with pytest.raises(DeviceMemoryError, match="are free"):
-        made.model.create_context(made.device)
-    for context in kept:
-        context.close()
-    assert made.model.memory_statistics().blocks == 1
-
-
 def test_memory_that_is_refused_while_a_context_is_created(bench):
     """The real library crashes then, and so does the double."""
     device = HostDevice(in_place="never")
@@ -297,25 +268,6 @@ def test_memory_that_is_refused_while_a_context_is_created(bench):
         bench(EngineSpec(persistent_nbytes=10_000), device=device, trt=double, memory_budget=14_000)
     assert device.memory().held_nbytes == 0
     assert double.violations() == ()
-
-
-def test_memory_that_others_take_while_a_context_is_created(bench, monkeypatch):
-    made = bench(EngineSpec(persistent_nbytes=10_000))
-    allocate, held = made.device.allocate, made.device.memory().held_nbytes
-
-    def refuse_what_is_small(nbytes):
-        if nbytes < RESERVE_NBYTES:
-            raise DeviceMemoryError("others took it")
-        return allocate(nbytes)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(made.device, "allocate", refuse_what_is_small)
-        with pytest.raises(DeviceMemoryError, match="others took it"):
-            made.model.create_context(made.device)
-    assert made.device.memory().held_nbytes == held
-    context = made.model.create_context(made.device)
-    context.close()
-    assert made.trt.violations() == ()
 
 
 def test_an_arena_that_is_too_small(bench):

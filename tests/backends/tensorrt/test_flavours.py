@@ -6,12 +6,11 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.backends.tensorrt.flavours import cuda_runtimes, describe_runtimes, find_flavour
 from asynctrt.backends.tensorrt.plan import TAG_RTX, TAG_TENSORRT
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError, OptionsError
-from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.doubles.tensorrt import StrictTensorRT
 
 FULL, LEAN, DISPATCH, RTX = "tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx"
 
@@ -135,15 +134,6 @@ def test_the_double_is_no_real_one():
     assert found.module is trt
     assert not found.is_real
     assert found.title == f"tensorrt {trt.__version__}"
-
-
-@pytest.mark.parametrize("name", ["tensorrt", "tensorrt_bindings"])
-def test_a_real_package_makes_no_runtime_without_the_driver(name):
-    """That of TensorRT 8.6 crashes without it, so a device of CUDA has to ask first."""
-    module = types.ModuleType(name)
-    module.__version__ = "8.6.0"  # It has no Runtime.
-    with pytest.raises(DeviceUnavailableError, match="runs on a CUDA device, not on 'host'"):
-        TensorRTModel(double_plan(EngineSpec(), version="8.6.0.12"), device=HostDevice(), flavour=module)
 
 
 def test_a_module_is_as_its_name():

@@ -71,22 +71,6 @@ def test_a_plan_that_an_allowed_signer_has_signed(signed):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        'me@here namespaces="asynctrt" KEY',
-        'me@here,*@there namespaces="git,asynctrt",valid-after="20200101",valid-before="21000101" KEY',
-        "# A comment.\n\nsomebody@else OTHER\nme@here KEY",
-        'me@here valid-before="20200101" KEY\nme@here KEY',
-        "me@here KEY",
-        "-f KEY",
-    ],
-)
-def test_lines_that_allow_a_signer(signed, line):
-    signed.allow(line.replace("KEY", signed.public()).replace("OTHER", signed.public(signed.other)))
-    signed.check()
-
-
-@pytest.mark.parametrize(
     ("line", "says"),
     [
         ("me@here OTHER", "is not among the allowed signers.*add a line: NAME"),
@@ -110,32 +94,6 @@ def test_a_signature_for_another_use_does_not_count(signed):
         sign(signed.key, signed.plan, namespace)
         with pytest.raises(UntrustedError, match="signed for something else. Sign it with -n asynctrt"):
             signed.check()
-
-
-def test_one_flipped_bit_of_the_plan_is_refused(signed):
-    for position in (0, len(PLAN) // 2, len(PLAN) - 1):
-        changed = bytearray(PLAN)
-        changed[position] ^= 1
-        with pytest.raises(UntrustedError, match="was changed after it was signed"):
-            signed.check(bytes(changed))
-    for content in (PLAN + b"\0", PLAN[:-1], b""):
-        with pytest.raises(UntrustedError, match="was changed after it was signed"):
-            signed.check(content)
-
-
-@pytest.mark.tier2
-def test_one_changed_character_of_the_signature_is_refused(signed):
-    right = signed.signature.read_bytes()
-    start = right.index(b"\n") + 1
-    end = right.rindex(b"-----END")
-    version = start + 13  # It is not signed: that there is a version 0 has no meaning.
-    for position in range(start, end):
-        if position != version and right[position : position + 1] not in b"=\n":
-            changed = bytearray(right)
-            changed[position] = ord("A") if right[position] != ord("A") else ord("B")
-            signed.signature.write_bytes(changed)
-            with pytest.raises(UntrustedError):
-                signed.check()
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense\n", b"\xff" * 100, b"-----BEGIN SSH SIGNATURE-----\n"])
@@ -190,33 +148,6 @@ def test_a_list_of_revoked_keys_that_cannot_be_used_allows_nothing(signed):
     signed.revoked.touch()
     signed.revoked.chmod(0o666)
     with pytest.raises(UsageError, match="chmod go-w"):
-        signed.check()
-
-
-def test_a_certificate_of_an_allowed_authority(signed, tmp_path):
-    authority = tmp_path / "ca"
-    keygen("-q", "-t", "ed25519", "-N", "", "-f", authority)
-    keygen("-q", "-s", authority, "-I", "id", "-n", "me@here", signed.key.with_suffix(".pub"))
-    agent = tmp_path / "agent"
-    # Only an agent signs with a certificate.
-    running = subprocess.Popen([installed(Path("/usr/bin/ssh-agent")), "-D", "-a", agent], stdout=-3)
-    try:
-        env = {**os.environ, "SSH_AUTH_SOCK": str(agent)}
-        run = {"env": env, "check": True, "capture_output": True, "timeout": 60}
-        # 2: nobody listens yet, though the socket may be there.
-        while subprocess.run(["/usr/bin/ssh-add", "-l"], env=env, capture_output=True).returncode == 2:
-            assert running.poll() is None
-        subprocess.run(["/usr/bin/ssh-add", signed.key], **run)
-        signed.signature.unlink()
-        certificate = f"{signed.key}-cert.pub"
-        subprocess.run([PROGRAM, "-Y", "sign", "-n", "asynctrt", "-f", certificate, signed.plan], **run)
-    finally:
-        running.kill()
-        running.wait()
-    signed.allow(f"*@here cert-authority {signed.public(authority)}")
-    assert signed.check() == "me@here"
-    signed.allow(f"*@there cert-authority {signed.public(authority)}")
-    with pytest.raises(UntrustedError):
         signed.check()
 
 
