@@ -43,7 +43,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.serving import http
 from asynctrt.tensors import TensorSpec
-from tests.serving.support import request, serving
+from tests.serving.support import WEBSOCKET_KEY, handshake, request, serving
 from tests.serving.test_websocket import binary, read, text
 from tests.serving.tls import certificate
 
@@ -70,7 +70,6 @@ SPECS = {name: TensorSpec(f"{name[:-1]}", "float32", (4,)) for name in ("inputs"
 MODELS = {"double": FunctionModel(double, **SPECS, name="double")}
 INFER = "/v2/models/double/infer"
 PREDICT = "/v1/models/double:predict"
-KEY = "dGhlIHNhbXBsZSBub25jZQ=="
 HELD = (http.HttpConnection, http.RequestReader)
 
 
@@ -140,13 +139,6 @@ def frame(rng, opcode, data, *, fin=True, first=0):
         head = struct.pack("!BBH", first | fin << 7 | opcode, 254, len(data))
     masked = bytes(byte ^ mask[at % 4] for at, byte in enumerate(data))
     return head + mask + masked
-
-
-def handshake():
-    """Return the request that opens a websocket."""
-    return request(
-        "/v2/ws", Upgrade="websocket", Connection="Upgrade", Sec_WebSocket_Key=KEY, Sec_WebSocket_Version=13
-    )
 
 
 def messages(rng):
@@ -245,7 +237,7 @@ ODD_HEADERS = {
     "Connection": "close keep-alive Upgrade x close,Upgrade",
     "Upgrade": "websocket h2c WebSocket,h2c TLS/1.0",
     "Sec-WebSocket-Version": "13 12 x -1",
-    "Sec-WebSocket-Key": f"{KEY} x \xff\xfe",
+    "Sec-WebSocket-Key": f"{WEBSOCKET_KEY} x \xff\xfe",
     "Sec-WebSocket-Protocol": "asynctrt bearer.x \xff ,,",
     "Sec-WebSocket-Extensions": "permessage-deflate ;; \xff",
     "Origin": "http://[ http://t null http://[::1 \xff //[",

@@ -39,6 +39,7 @@ DTYPES = {
 }
 """A dtype for each datatype of the KServe protocol."""
 WAIT_S = 30
+WEBSOCKET_KEY = "dGhlIHNhbXBsZSBub25jZQ=="
 CHROMIUM_FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -184,6 +185,12 @@ def request(path, body=b"", *, method=None, **headers):
         headers.setdefault("Content_Length", len(body))
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def handshake(path="/v2/ws", **headers):
+    """The request that opens a websocket."""
+    given = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": 13}
+    return request(path, **(given | {"Sec_WebSocket_Key": WEBSOCKET_KEY} | headers))
 
 
 async def ask(server, path, body=b"", **kw):

@@ -9,22 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.connections import KEY, fuzz
+from tests.fuzz.connections import fuzz
 from tests.helpers import until
-from tests.serving.support import connected, request, serving
+from tests.serving.support import WEBSOCKET_KEY, connected, handshake, request, serving
 
-UPGRADE = {"Upgrade": "websocket", "Connection": "Upgrade"}
-SHAKE = {**UPGRADE, "Sec_WebSocket_Key": KEY, "Sec_WebSocket_Version": "13"}
 GONE = {
-    "an idle websocket": [request("/v2/ws", **SHAKE)],
+    "an idle websocket": [handshake()],
     "a websocket in the middle of a message": [
-        request("/v2/ws", **SHAKE),
+        handshake(),
         b"\x02\xfe\xff\xff" + bytes(4 + 65535) + b"\x00\xfe\xff\xff" + bytes(4 + 60000),
     ],
-    "a websocket that broke the protocol": [request("/v2/ws", **SHAKE), b"\xff\x80" + bytes(4)],
-    "a websocket whose key is none": [request("/v2/ws", **(SHAKE | {"Sec_WebSocket_Key": KEY + "x"}))],
-    "a websocket of another version": [request("/v2/ws", **(SHAKE | {"Sec_WebSocket_Version": "8"}))],
-    "a websocket of another origin": [request("/v2/ws", **SHAKE, Origin="https://evil.example")],
+    "a websocket that broke the protocol": [handshake(), b"\xff\x80" + bytes(4)],
+    "a websocket whose key is none": [handshake(Sec_WebSocket_Key=WEBSOCKET_KEY + "x")],
+    "a websocket of another version": [handshake(Sec_WebSocket_Version=8)],
+    "a websocket of another origin": [handshake(Origin="https://evil.example")],
     "a request in the middle of its body": [
         request("/v2/models/double/infer", b"x" * 1000)[:-10],
         b"",
@@ -34,7 +32,7 @@ GONE = {
         b"",
     ],
     "a websocket in the middle of a large message": [
-        request("/v2/ws", **SHAKE),
+        handshake(),
         bytes((0x82, 0xFF)) + (700_000).to_bytes(8, "big") + bytes(600_000),
         b"",
     ],

@@ -32,7 +32,7 @@ from asynctrt.serving.overhead import NBYTES_MAX, Overhead
 from asynctrt.serving.turns import LONE_TURN_NS
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
-from tests.serving.support import WAIT_S, address, ask, connected, request, serving
+from tests.serving.support import WAIT_S, address, ask, connected, handshake, request, serving
 from tests.serving.test_frames import opened
 from tests.serving.test_http import INFER, infer, outputs
 from tests.serving.test_websocket import binary
@@ -42,18 +42,12 @@ TOKEN = "good"
 GOOD = (("authorization", f"Bearer {TOKEN}"),)
 HEADERS = tuple((name.encode(), value.encode()) for name, value in GOOD)
 HEAD = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-UPGRADE = {
-    "Upgrade": "websocket",
-    "Connection": "Upgrade",
-    "Sec_WebSocket_Key": "dGhlIHNhbXBsZSBub25jZQ==",
-    "Sec_WebSocket_Version": 13,
-}
 KEY = b"abcd"
 
 
 def floods():
     """What is sent once, and then again and again, by protocol and element."""
-    shake = request("/v2/ws", **UPGRADE)
+    shake = handshake()
     return {
         ("http", "chunks of a byte"): (HEAD, b"1\r\na\r\n"),
         ("http", "chunk extensions"): (HEAD, b"1;" + b"x" * 40 + b"\r\na\r\n"),

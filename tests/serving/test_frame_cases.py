@@ -14,8 +14,7 @@ from websockets.protocol import State
 from websockets.uri import parse_uri
 
 from asynctrt.serving import frames
-from tests.fuzz.connections import handshake
-from tests.serving.support import WAIT_S, connected, serving
+from tests.serving.support import WAIT_S, connected, handshake, serving
 
 pytestmark = pytest.mark.anyio
 TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10

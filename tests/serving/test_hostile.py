@@ -17,7 +17,7 @@ from asynctrt.serving import http
 from asynctrt.serving.frames import SocketConnection
 from asynctrt.serving.http import Writing
 from tests.helpers import until
-from tests.serving.support import WAIT_S, ask, connected, request, serving
+from tests.serving.support import WAIT_S, ask, connected, handshake, request, serving
 from tests.serving.test_frames import opened
 from tests.serving.test_http import INFER, infer, json_body, outputs
 from tests.serving.test_websocket import binary
@@ -193,10 +193,7 @@ class TestSlowClients:
             serving(request_timeout=0.25) as server,
             connected(server) as raw,
         ):
-            raw.send(
-                b"GET /v2/ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-                b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-            )
+            raw.send(handshake())
             await until(lambda: any(isinstance(one, SocketConnection) for one in server._hub.connections))
             (connection,) = server._hub.connections
             raw.send(b"\x82\xff" + (8 << 20).to_bytes(8, "big") + b"mask" + bytes(6 << 20))

@@ -1,6 +1,8 @@
 """Reading requests from bytes: where they end, what is refused, what is kept. No sockets."""
 
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -15,6 +17,7 @@ from asynctrt.serving.http_reader import (
     RequestReader,
 )
 from asynctrt.serving.memory import UNCOUNTED_NBYTES
+from tests.serving.support import Held
 
 INNER = b"GET /inner HTTP/1.1\r\nHost: t\r\n\r\n"
 NEXT = b"GET /next HTTP/1.1\r\nHost: t\r\n\r\n"
@@ -223,6 +226,25 @@ class TestLimits:
         assert fed(raw % (b"a" * (PATH_NBYTES_MAX - 1)), MIB, max_headers=1 << 16).refused == []
         ((status, _),) = fed(raw % (b"a" * PATH_NBYTES_MAX), MIB, max_headers=1 << 16).refused
         assert status == 414
+
+
+def test_a_reader_that_is_closed_keeps_nothing(monkeypatch):
+    reader, _ = reading(max_body=64 * MIB)
+    gc.disable()
+    held = Held(monkeypatch)
+    try:
+        reader.feed(POST + b"Content-Length: %d\r\n\r\n" % (32 * MIB), 0)
+        for _ in range(16):
+            reader.feed(b"x" * MIB, 0)
+        assert held.nbytes() > 16 * MIB
+        reader.close()
+        assert held.nbytes() < MIB
+        gone = weakref.ref(reader)
+        del reader
+        assert gone() is None
+    finally:
+        held.stop()
+        gc.enable()
 
 
 class Untouched:

@@ -23,7 +23,8 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import FLOAT, double_model, rows
-from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving
+from tests.serving.support import WAIT_S, address, ask, connected, engine_of, serving
+from tests.serving.test_http import infer, json_body
 
 pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"
@@ -315,30 +316,6 @@ class TestControl:
             assert "config" in text
 
 
-def by_hand(*values, path=INFER, **headers):
-    """A binary request of one's own making."""
-    head, raw = split_body(*values)
-    return request(path, head + raw, Inference_Header_Content_Length=len(head), **headers)
-
-
-def split_body(*values, **extra):
-    raw = rows(*values).tobytes()
-    shape = [len(values), 4]
-    tensor = {
-        "name": "input",
-        "shape": shape,
-        "datatype": "FP32",
-        "parameters": {"binary_data_size": len(raw)},
-    }
-    return json.dumps({"inputs": [tensor], **extra}).encode(), raw
-
-
-def json_body(*values, **extra):
-    data = rows(*values).ravel().tolist()
-    tensor = {"name": "input", "shape": [len(values), 4], "datatype": "FP32", "data": data}
-    return json.dumps({**extra, "inputs": [tensor]}).encode()
-
-
 class TestInfer:
     @pytest.mark.parametrize("output", ["binary", "json", "default"])
     @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
@@ -482,7 +459,7 @@ class TestStatistics:
             async with connected(server) as one, connected(server) as two, connected(server) as three:
                 asked = [(one, (1,)), (two, (2,)), (three, (3, 4))]
                 for number, (raw, values) in enumerate(asked, start=1):
-                    raw.send(by_hand(*values))
+                    raw.send(infer(*values))
                     await until(lambda number=number: engine.statistics().submitted == number)
                 before = (await client.get_inference_statistics("double"))["model_stats"][0]
                 # What is still to be answered has not advanced anything.
@@ -498,11 +475,11 @@ class TestStatistics:
             wrong = [given("input", np.zeros((1, 4), np.float64))]
             assert (await refusal(client.infer("double", wrong)))[0] == 400
             async with connected(server) as raw:
-                raw.send(by_hand(5))
+                raw.send(infer(5))
                 await until(lambda: device.held == 1)
                 assert (await refusal(client.infer("double", four(6), timeout=1)))[0] == 503
                 async with connected(server) as gone:
-                    gone.send(by_hand(7))
+                    gone.send(infer(7))
                     await until(lambda: engine.statistics().queued_requests == 1)
                 await until(lambda: engine.statistics().cancelled == 1)
                 device.open()

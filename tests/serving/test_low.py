@@ -16,17 +16,11 @@ from asynctrt.serving.command import serve
 from asynctrt.serving.server_log import PERIOD_NS
 from tests.helpers import until
 from tests.models import double_model
-from tests.serving.support import WAIT_S, ask, connected, request, serving
+from tests.serving.support import WAIT_S, ask, connected, handshake, request, serving
 
 pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"
 BODY = b'{"inputs":[{"name":"input","datatype":"FP32","shape":[1,4],"data":[1,2,3,4]}]}'
-UPGRADE = {
-    "Upgrade": "websocket",
-    "Connection": "Upgrade",
-    "Sec_WebSocket_Version": "13",
-    "Sec_WebSocket_Key": "AAAAAAAAAAAAAAAAAAAAAA==",
-}
 
 
 async def test_an_unknown_coding_is_415_and_says_which_are_known():
@@ -37,17 +31,17 @@ async def test_an_unknown_coding_is_415_and_says_which_are_known():
 
 async def test_http_1_0_has_no_websockets():
     async with serving() as server, connected(server) as raw:
-        raw.send(request("/v2/ws", **UPGRADE).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        raw.send(handshake().replace(b"HTTP/1.1", b"HTTP/1.0"))
         assert (await raw.answer())[0] == 426
     async with serving() as server, connected(server) as raw:
-        raw.send(request("/v2/ws", **UPGRADE))
+        raw.send(handshake())
         assert (await raw.answer())[0] == 101
 
 
 async def test_a_websocket_is_told_that_its_message_is_too_large():
     """It is still sending by then: closing would reset the connection, and the reason would be lost."""
     async with serving(max_body=100_000) as server, connected(server) as raw:
-        raw.send(request("/v2/ws", **UPGRADE))
+        raw.send(handshake())
         assert (await raw.answer())[0] == 101
         nbytes = 8 << 20
         raw.send(bytes((0x82, 0xFF)) + nbytes.to_bytes(8, "big") + bytes(4))

@@ -12,7 +12,7 @@ from asynctrt.serving import kserve_app
 from asynctrt.serving.responses import ID_HEADER, RequestIds
 from asynctrt.serving.server_log import TextFormatter
 from tests.models import double_model, failing_model
-from tests.serving.support import WAIT_S, ask, connected, request, serving
+from tests.serving.support import WAIT_S, ask, connected, handshake, request, serving
 from tests.serving.test_http import infer, json_body
 
 BAD = (b"", b"a b", b"a\tb", b"x" * 129, "\u00e4".encode(), b"a,b", b"${jndi}", b"a\x1b[0m", b"<b>")
@@ -75,16 +75,7 @@ class TestHttp:
 
     async def test_a_websocket_s_answer_has_it(self):
         async with serving() as server, connected(server) as raw:
-            raw.send(
-                request(
-                    "/v2/ws",
-                    Upgrade="websocket",
-                    Connection="Upgrade",
-                    Sec_WebSocket_Key="dGhlIHNhbXBsZSBub25jZQ==",
-                    Sec_WebSocket_Version=13,
-                    X_Request_ID="socket",
-                )
-            )
+            raw.send(handshake(X_Request_ID="socket"))
             status, headers, _ = await raw.answer()
             assert (status, headers["x-request-id"]) == (101, "socket")
 
