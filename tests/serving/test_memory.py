@@ -672,19 +672,8 @@ class TestServer:
             app = kserve_app(engine, name="double", settings=settings)
             memory = app._found.api().memory
             others = Hold(memory.account("others"), 4 * ROW_NBYTES)
-            headers = [
-                (b"host", b"localhost"),
-                (b"inference-header-content-length", str(len(head())).encode()),
-            ]
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": "/v2/models/double/infer",
-                "headers": headers,
-                "client": ("127.0.0.1", 1),
-            }
             async with asyncio.timeout(WAIT_S):
-                serving_it = asyncio.create_task(app(scope, take, send))
+                serving_it = asyncio.create_task(app(scope_of(), take, send))
                 await until(lambda: memory.waiting)
                 assert len(events_read) == 2
                 del others
@@ -713,15 +702,7 @@ class TestServer:
         async with asynctrt.open(double_model(dims=(COLUMNS,)), device=device) as engine:
             app = kserve_app(engine, name="double", settings=settings)
             memory = app._found.api().memory
-            given = {"host": "localhost", "inference-header-content-length": str(len(head()))}
-            given |= {"content-encoding": "gzip"} if packed else {}
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": "/v2/models/double/infer",
-                "headers": [(name.encode(), value.encode()) for name, value in given.items()],
-                "client": ("127.0.0.1", 1),
-            }
+            scope = scope_of(**({"content_encoding": "gzip"} if packed else {}))
             async with asyncio.timeout(WAIT_S):
                 serving_it = asyncio.create_task(app(scope, take, send))
                 await until(lambda: device.held == 1)
@@ -732,6 +713,18 @@ class TestServer:
             assert answered[1]["status"] == 200
             del serving_it
             await until(lambda: not memory.nbytes)
+
+
+def scope_of(**headers):
+    """Return the scope of a request to infer, as an application gets it."""
+    given = {"host": "localhost", "inference_header_content_length": str(len(head()))} | headers
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": "/v2/models/double/infer",
+        "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()],
+        "client": ("127.0.0.1", 1),
+    }
 
 
 class Client:

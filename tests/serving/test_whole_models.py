@@ -7,9 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.grpc.aio as triton_grpc
-import tritonclient.http.aio as triton_http
 from onnx import TensorProto
-from tritonclient.utils import InferenceServerException
 
 import asynctrt
 from asynctrt.client import connect
@@ -21,9 +19,10 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.testing import LatchDevice
+from tests.contract.test_transports import TRANSPORTS, Call, Refused, talking
 from tests.helpers import until
 from tests.models import double_onnx, node, save
-from tests.serving.support import WAIT_S, address, serving
+from tests.serving.support import WAIT_S, ask, serving
 from tests.serving.test_dashboard import Site
 from tests.test_javascript_client import Page
 
@@ -104,124 +103,74 @@ def as_text(array):
     return np.array(text, object).reshape(array.shape).tolist()
 
 
-# ---- Triton's clients, over HTTP with JSON and raw tensors and over gRPC
-
-
-class Triton:
-    """One of Triton's clients, unmodified."""
-
-    def __init__(self, server, kind):
-        self.kind = kind
-        self.module = triton_grpc if kind == "grpc" else triton_http
-        where = server.grpc_target if kind == "grpc" else "{}:{}".format(*address(server))
-        self.client = self.module.InferenceServerClient(where)
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_):
-        await self.client.close()
-
-    async def infer(self, model, inputs, outputs):
-        raw = {} if self.kind == "grpc" else {"binary_data": self.kind == "binary"}
-        given = []
-        for name, array in inputs.items():
-            datatype = "BYTES" if array.dtype.kind == "O" else "FP32"
-            tensor = self.module.InferInput(name, list(array.shape), datatype)
-            tensor.set_data_from_numpy(array, **raw)
-            given.append(tensor)
-        wanted = [self.module.InferRequestedOutput(name, **raw) for name in outputs]
-        result = await self.client.infer(model, given, outputs=wanted)
-        return {name: result.as_numpy(name) for name in outputs}
-
-    async def described(self, model):
-        """Metadata and configuration."""
-        as_json = {"as_json": True} if self.kind == "grpc" else {}
-        metadata = await self.client.get_model_metadata(model, **as_json)
-        config = await self.client.get_model_config(model, **as_json)
-        return metadata, config["config"] if self.kind == "grpc" else config
-
-
-@pytest.fixture(params=["json", "binary", "grpc"])
-async def triton(request, models):
-    async with (
-        asyncio.timeout(WAIT_S),
-        serving(models, grpc=True) as server,
-        Triton(server, request.param) as client,
-    ):
-        client.server = server
-        yield client
+# ---- every transport
 
 
 def shapes(metadata):
     return {
-        item["name"]: (item["datatype"], [int(size) for size in item.get("shape", [])])
-        for item in metadata["inputs"] + metadata["outputs"]
+        item["name"]: (item["datatype"], item["shape"]) for item in metadata["inputs"] + metadata["outputs"]
     }
 
 
-def dims(config):
-    return {
-        item["name"]: (item["data_type"], [int(size) for size in item.get("dims", [])])
-        for item in config["input"] + config["output"]
-    }
-
-
-class TestTritonsClients:
-    async def test_strings(self, triton):
-        outputs = await triton.infer("strings", {"text": np.array(WORDS, object)}, ["twice"])
-        assert as_text(outputs["twice"]) == TWICE
-        metadata, config = await triton.described("strings")
-        assert shapes(metadata) == dict.fromkeys(("text", "twice"), ("BYTES", [-1, 2]))
-        assert {kind for kind, _ in dims(config).values()} == {"TYPE_STRING"}
-
-    async def test_rows_on_another_axis(self, triton):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_every_transport_has_their_values(models, transport):
+    async with talking(transport, models) as (_, client):
+        answer = await client.ask(Call({"text": np.array(WORDS, object)}, "strings"))
+        assert as_text(answer.outputs["twice"]) == TWICE
         for values in ((1,), (1, 2, 3)):
             given = state(*values)
-            outputs = await triton.infer("state", given, ["next", "sum"])
-            assert outputs["next"].tolist() == (given["state"] + given["x"]).tolist()
-            assert outputs["sum"].tolist() == (112 * given["x"]).tolist()
-        metadata, config = await triton.described("state")
-        assert shapes(metadata) == {
+            answer = await client.ask(Call(given, "state"))
+            assert answer.outputs["next"].tolist() == (given["state"] + given["x"]).tolist()
+            assert answer.outputs["sum"].tolist() == (112 * given["x"]).tolist()
+        outputs = (await client.ask(Call(ALONE, "alone"))).outputs
+        assert outputs["scaled"].tolist() == (TABLE / 2).tolist()
+        assert (outputs["neg"].shape, outputs["neg"].item()) == ((), -0.5)
+        assert (outputs["said"].shape, as_text(outputs["said"])) == ((), "bär")
+
+
+async def test_their_descriptions(models):
+    expected = {
+        "strings": dict.fromkeys(("text", "twice"), ("BYTES", [-1, 2])),
+        "state": {
             "x": ("FP32", [-1, 3]),
             "state": ("FP32", [2, -1, 3]),
             "next": ("FP32", [2, -1, 3]),
             "sum": ("FP32", [-1, 3]),
-        }
-        assert config.get("max_batch_size", 0) == 0
-        assert dims(config) == {
-            name: ("TYPE_" + kind, shape) for name, (kind, shape) in shapes(metadata).items()
-        }
-
-    async def test_tensors_without_rows(self, triton):
-        outputs = await triton.infer("alone", ALONE, ["scaled", "said", "neg"])
-        assert outputs["scaled"].tolist() == (TABLE / 2).tolist()
-        assert (outputs["neg"].shape, outputs["neg"].item()) == ((), -0.5)
-        assert (outputs["said"].shape, as_text(outputs["said"])) == ((), "bär")
-        metadata, config = await triton.described("alone")
-        assert shapes(metadata) == {
+        },
+        "alone": {
             "factor": ("FP32", []),
             "table": ("FP32", [2, 3]),
             "note": ("BYTES", []),
             "scaled": ("FP32", [2, 3]),
             "said": ("BYTES", []),
             "neg": ("FP32", []),
-        }
-        assert config.get("max_batch_size", 0) == 0
-        assert "dynamic_batching" not in config
-        assert dims(config) == {
-            name: ("TYPE_" + kind.replace("BYTES", "STRING"), shape)
-            for name, (kind, shape) in shapes(metadata).items()
-        }
-
-    async def test_why_requests_share_batches_or_not(self, triton):
-        for name in ("strings", "state", "alone"):
-            engine = triton.server.repository.find(name).engine
-            _, config = await triton.described(name)
-            assert engine.batching.reason
+        },
+    }
+    async with (
+        serving(models, grpc=True) as server,
+        triton_grpc.InferenceServerClient(server.grpc_target) as client,
+    ):
+        for name, described in expected.items():
+            _, _, body = await ask(server, f"/v2/models/{name}")
+            assert shapes(json.loads(body)) == described
+            metadata = await client.get_model_metadata(name)
+            assert {
+                one.name: (one.datatype, list(one.shape)) for one in (*metadata.inputs, *metadata.outputs)
+            } == described
+            engine = server.repository.find(name).engine
+            _, _, body = await ask(server, f"/v2/models/{name}/config")
+            config = json.loads(body)
             assert config["parameters"] == {"batching": {"string_value": engine.batching.reason}}
-            assert ("dynamic_batching" in config) == engine.batching.is_on
-            assert engine.batching.is_on == (name != "alone")
+            assert ("dynamic_batching" in config) == engine.batching.is_on == (name != "alone")
+            if name == "strings":
+                continue  # Its rows are those of a batch, of which a configuration does not tell.
+            assert config["max_batch_size"] == 0
+            assert {
+                item["name"]: (item["data_type"], item["dims"]) for item in config["input"] + config["output"]
+            } == {
+                tensor: ("TYPE_" + kind.replace("BYTES", "STRING"), dims)
+                for tensor, (kind, dims) in described.items()
+            }
 
 
 # ---- ours
@@ -274,14 +223,11 @@ class TestOurClients:
 
 
 async def test_strings_that_are_too_long_for_a_message_of_grpc(models):
-    async with (
-        serving(models, grpc=True, max_grpc_message=1 << 20) as server,
-        Triton(server, "grpc") as client,
-    ):
-        short = np.array([["a" * 1000, "b"]], object)
-        assert as_text((await client.infer("strings", {"text": short}, ["twice"]))["twice"])[0][1] == "bb"
-        with pytest.raises(InferenceServerException, match="at most 1048576 are sent over gRPC"):
-            await client.infer("strings", {"text": np.array([["a" * 600_000, ""]], object)}, ["twice"])
+    async with talking("grpc", models, max_grpc_message=1 << 20) as (_, client):
+        short = np.array([["a" * 10, "b"]], object)
+        assert as_text((await client.ask(Call({"text": short}, "strings"))).outputs["twice"])[0][1] == "bb"
+        with pytest.raises(Refused, match="at most 1048576 are sent over gRPC"):
+            await client.ask(Call({"text": np.array([["a" * 600_000, ""]], object)}, "strings"))
 
 
 # ---- the way into the engine
