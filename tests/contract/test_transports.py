@@ -171,7 +171,8 @@ class Grpc:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._streams = streams
 
-    async def ask(self, call):
+    @staticmethod
+    def message(call):
         message = pb.ModelInferRequest(model_name=call.model, model_version=call.version, id=call.id)
         for name, array in call.inputs.items():
             message.inputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
@@ -180,8 +181,15 @@ class Grpc:
             message.outputs.add(name=name)
         for name, value in call.parameters.items():
             message.parameters[name].int64_param = value
+        return message
+
+    def stream(self):
+        return self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(metadata=self._metadata)
+
+    async def ask(self, call):
+        message = self.message(call).SerializeToString()
         try:
-            answer = await (self._in_stream if self._streams else self._in_call)(message.SerializeToString())
+            answer = await (self._in_stream if self._streams else self._in_call)(message)
         except grpc.aio.AioRpcError as error:
             if error.details() == "Internal error from Core":
                 # The client wrote while the stream was refused, and lost the status: one call in a thousand.
@@ -197,7 +205,7 @@ class Grpc:
         return pb.ModelInferResponse.FromString(await method(message, metadata=self._metadata))
 
     async def _in_stream(self, message):
-        stream = self._channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(metadata=self._metadata)
+        stream = self.stream()
         with suppress(asyncio.InvalidStateError):  # It was refused.
             await stream.write(message)
             await stream.done_writing()

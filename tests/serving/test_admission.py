@@ -1,17 +1,15 @@
 """One client floods a server, by each protocol: others are answered in time, and it is the one refused."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 
-import grpc
 import pytest
-import tritonclient.grpc.service_pb2 as pb
 
 from asynctrt.serving.admission import address_of
-from asynctrt.serving.grpc_server import SERVICE
 from asynctrt.testing import LatchDevice
+from tests.contract.test_transports import TRANSPORTS, of
 from tests.helpers import until
-from tests.models import double_model, rows
+from tests.models import double_model
 from tests.serving.support import WAIT_S, ask, connected, serving
 from tests.serving.test_frames import opened, receive
 from tests.serving.test_http import infer, outputs
@@ -48,81 +46,35 @@ class Held:
                 await asyncio.sleep(0)
 
 
-def message(*values):
-    call = pb.ModelInferRequest(model_name="double", raw_input_contents=[rows(*values).tobytes()])
-    call.inputs.add(name="input", datatype="FP32", shape=[len(values), 4])
-    return call.SerializeToString()
+@asynccontextmanager
+async def flooding(server, transport, rows):
+    """Send a flood of requests of some rows each. The test lets its batches run before it ends."""
+    kind, options = TRANSPORTS[transport]
+    client = kind(server, "greedy", **options)
+    count = COUNT if rows == 1 else 2 * COUNT // rows
+    if transport == "grpc-stream":
+        stream = client.stream()
+        message = client.message(of(*[1] * rows)).SerializeToString()
+        for _ in range(count):
+            await stream.write(message)
+        yield
+        stream.cancel()
+        await client.leave()
+        return
+    calls = [of(*[1] * rows, id=str(number)) for number in range(count)]
+    tasks = [asyncio.create_task(client.ask(call)) for call in calls]
+    yield
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*tasks)
+    await client.leave()
 
 
-async def http_flood(server, stack):
-    for _ in range(COUNT):
-        raw = await stack.enter_async_context(connected(server))
-        raw.send(infer(1, **GREEDY))
-
-
-async def websocket_flood(server, stack):
-    socket = await stack.enter_async_context(opened(server, additional_headers=GREEDY))
-    stack.callback(socket.transport.abort)
-    for number in range(COUNT):
-        await socket.send(binary(1, id=str(number)))
-
-
-async def large_websocket_flood(server, stack):
-    socket = await stack.enter_async_context(opened(server, additional_headers=GREEDY))
-    stack.callback(socket.transport.abort)
-    for number in range(COUNT // BATCH):
-        await socket.send(binary(*[1] * BATCH, id=str(number)))
-
-
-def channel_of(server, stack):
-    channel = grpc.aio.insecure_channel(server.grpc_target)
-    return stack.enter_async_context(channel)
-
-
-async def grpc_flood(server, stack):
-    channel = await channel_of(server, stack)
-    call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
-    tasks = [
-        asyncio.ensure_future(call(message(1), metadata=(("authorization", "Bearer greedy"),)))
-        for _ in range(COUNT)
-    ]
-    stack.push_async_callback(asyncio.wait, tasks)
-
-
-async def large_grpc_flood(server, stack):
-    channel = await channel_of(server, stack)
-    call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
-    metadata = (("authorization", "Bearer greedy"),)
-    task = asyncio.ensure_future(call(message(*[1] * COUNT), metadata=metadata))
-    stack.push_async_callback(asyncio.wait, [task])
-
-
-async def stream_flood(server, stack):
-    channel = await channel_of(server, stack)
-    stream = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(
-        metadata=(("authorization", "Bearer greedy"),)
-    )
-    stack.callback(stream.cancel)
-    for _ in range(COUNT):
-        await stream.write(message(1))
-
-
-FLOODS = [
-    http_flood,
-    websocket_flood,
-    large_websocket_flood,
-    grpc_flood,
-    large_grpc_flood,
-    stream_flood,
-]
-
-
-@pytest.mark.parametrize("flood", FLOODS)
-async def test_whoever_sends_little_does_not_wait_for_a_flood(flood):
+@pytest.mark.parametrize("rows", [1, BATCH, 2 * COUNT])
+@pytest.mark.parametrize("transport", ["http", "grpc", "grpc-stream", "websocket"])
+async def test_whoever_sends_little_does_not_wait_for_a_flood(transport, rows):
     held = Held()
-    async with held.serving(grpc=True, tokens=TOKENS) as server, AsyncExitStack() as stack:
+    async with held.serving(grpc=True, tokens=TOKENS) as server, flooding(server, transport, rows):
         gate = server.repository.find("double").admission.gate
-        await flood(server, stack)
         # A connection that has four batches waiting is not read on.
         await until(lambda: gate.waiting_rows >= 4 * BATCH)
         async with connected(server) as raw:
