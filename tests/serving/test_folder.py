@@ -247,6 +247,28 @@ async def test_names_that_two_places_have(tmp_path):
         await repository.load_all()
 
 
+async def test_closing_while_a_version_is_loaded_and_another_drains(tmp_path):
+    path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
+    async with loaded(tmp_path) as (repository, folder):
+        before = repository.find("m").engine
+        scale_onnx(path, 3)
+        await repository.load("m")
+        after = repository.find("m").engine
+        scale_onnx(path, 4)
+        find, closing = folder.versions, []
+
+        async def versions(name):
+            closing.append(asyncio.create_task(repository.aclose()))
+            await closing[0]
+            return await find(name)
+
+        folder.versions = versions
+        with pytest.raises(EngineClosedError):
+            await repository.load("m")
+        assert (before.state, after.state) == ("closed", "closed")
+        assert not list(repository)
+
+
 async def test_a_load_that_waited_while_the_model_was_removed(tmp_path):
     scale_onnx(tmp_path / "m/1/model.onnx", 2)
     async with loaded(tmp_path) as (repository, _):
