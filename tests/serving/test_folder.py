@@ -15,6 +15,7 @@ import pytest
 from asynctrt._util import loops
 from asynctrt.errors import (
     AsynctrtError,
+    EngineClosedError,
     ModelError,
     ModelNotFoundError,
     ModelNotReadyError,
