@@ -40,7 +40,6 @@ CLASSES = (
     "IRuntimeConfig",
     "Refitter",
     "ILogger",
-    "Logger",
     "IErrorRecorder",
     "IGpuAllocator",
     "IGpuAsyncAllocator",

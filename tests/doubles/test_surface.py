@@ -182,7 +182,6 @@ class TestHabits:
 
     def test_a_severity_is_an_attribute_of_the_logger_too(self, module):
         assert module.ILogger.WARNING is module.ILogger.Severity.WARNING
-        assert module.Logger.VERBOSE == module.ILogger.Severity.VERBOSE
 
 
 def test_importing_the_double_loads_neither_cuda_nor_tensorrt():

@@ -41,7 +41,6 @@ from websockets.uri import parse_uri
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.serving import http
 from asynctrt.tensors import TensorSpec
 from tests.serving.support import WEBSOCKET_KEY, handshake, request, serving
 from tests.serving.test_websocket import binary, read, text
@@ -70,7 +69,6 @@ SPECS = {name: TensorSpec(f"{name[:-1]}", "float32", (4,)) for name in ("inputs"
 MODELS = {"double": FunctionModel(double, **SPECS, name="double")}
 INFER = "/v2/models/double/infer"
 PREDICT = "/v1/models/double:predict"
-HELD = (http.HttpConnection, http.RequestReader)
 
 
 # ---- what is sent

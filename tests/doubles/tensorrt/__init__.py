@@ -7,7 +7,7 @@ return values, as far as an inference runtime needs them. This code runs on eith
     trt = StrictTensorRT(device)
     spec = EngineSpec(inputs=(TensorIO("tokens", "int32", (-1, -1)),), work_ns_per_row=20_000)
 
-    logger = trt.Logger()
+    logger = Logger()  # Derived from trt.ILogger.
     engine = trt.Runtime(logger).deserialize_cuda_engine(double_plan(spec))
     context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     ...

@@ -53,7 +53,6 @@ class StrictTensorRT:
     """
 
     ILogger = names.ILogger
-    Logger = names.Logger
     IErrorRecorder = names.IErrorRecorder
     IGpuAllocator = names.IGpuAllocator
     IGpuAsyncAllocator = names.IGpuAsyncAllocator

@@ -8,7 +8,6 @@ override every method.
 import enum
 import operator
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Final
 
@@ -220,29 +219,6 @@ class ILogger(_Interface):
     def log(self, severity: _Severity, msg: str) -> None:
         """Log one message."""
         raise NotImplementedError('Tried to call pure virtual function "ILogger::log"')
-
-
-class Logger(ILogger):
-    """A logger that writes to the standard error stream."""
-
-    def __init__(self, min_severity: _Severity = ILogger.WARNING) -> None:
-        super().__init__()
-        self._min_severity = min_severity
-
-    @property
-    def min_severity(self) -> _Severity:
-        """The least severe level that is written."""
-        return self._min_severity
-
-    @min_severity.setter
-    def min_severity(self, severity: _Severity) -> None:
-        """Set the least severe level that is written."""
-        self._min_severity = severity
-
-    def log(self, severity: _Severity, msg: str) -> None:
-        """Write one message, if it is severe enough."""
-        if severity <= self.min_severity:
-            sys.stderr.write(f"[TRT] [{severity.name[0]}] {msg}\n")
 
 
 class IErrorRecorder(_Interface):
