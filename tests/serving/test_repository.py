@@ -129,6 +129,8 @@ async def test_an_engine_of_the_applications_stays_its_own():
         repository.add("m", engine)
         await repository.unload("m")
         assert engine.statistics().state == "open"
+        await repository.load("m")
+        assert repository.find("m").engine is engine
         repository = Repository()
         repository.add("m", engine)
         await repository.aclose()
