@@ -113,26 +113,6 @@ async def test_two_that_are_flooded_get_time_by_weight(ours, theirs, unified):
 
 
 @pytest.mark.anyio
-async def test_one_that_is_closed_in_the_middle_leaves_all_to_the_other():
-    device, log = HostDevice(threads=1, in_place="never"), []
-    settings = {"device": device, "max_rows": 1, "contexts": 2}
-    async with (
-        asyncio.timeout(WAIT_S),
-        asynctrt.open(sleeper("ours", 0.001, log), weight=1, **settings) as first,
-    ):
-        second = await asynctrt.open(sleeper("theirs", 0.001, log), weight=100, **settings)
-        tasks = [asyncio.create_task(engine.infer(rows(1))) for engine in (first, second) for _ in range(100)]
-        while sum(name == "theirs" for name, _ in log) < 20:
-            await asyncio.sleep(0)
-        await second.aclose()
-        for task in tasks[:100]:
-            assert (await task)["output"].tolist() == rows(1).tolist()
-        await asyncio.gather(*tasks[100:], return_exceptions=True)
-        assert first._scheduler.room.share._shares.members == [first._scheduler.room.share]
-        assert first._scheduler.room.share._shares.in_flight == 0
-
-
-@pytest.mark.anyio
 async def test_without_a_weight_nothing_is_divided():
     async with asynctrt.open(double_model(), device=HostDevice()) as engine:
         await engine.infer(rows(1))
