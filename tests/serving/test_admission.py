@@ -52,21 +52,21 @@ async def flooding(server, transport, rows):
     kind, options = TRANSPORTS[transport]
     client = kind(server, "greedy", **options)
     count = COUNT if rows == 1 else 2 * COUNT // rows
-    if transport == "grpc-stream":
-        stream = client.stream()
-        message = client.message(of(*[1] * rows)).SerializeToString()
-        for _ in range(count):
-            await stream.write(message)
-        yield
-        stream.cancel()
-        await client.leave()
-        return
     calls = [of(*[1] * rows, id=str(number)) for number in range(count)]
-    tasks = [asyncio.create_task(client.ask(call)) for call in calls]
-    yield
-    async with asyncio.timeout(WAIT_S):
-        await asyncio.gather(*tasks)
-    await client.leave()
+    if transport == "grpc-stream":
+        stream, tasks = client.stream(), []
+        for call in calls:
+            await stream.write(client.message(call).SerializeToString())
+    else:
+        tasks = [asyncio.create_task(client.ask(call)) for call in calls]
+    try:
+        yield
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await client.leave()
 
 
 @pytest.mark.parametrize("rows", [1, BATCH, 2 * COUNT])
