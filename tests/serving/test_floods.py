@@ -131,7 +131,7 @@ class TestPipelines:
             for _ in range(count):
                 assert (await raw.answer())[0] == 200
 
-    async def test_a_connection_waits_for_its_clients_turn(self, monkeypatch):
+    async def test_a_connection_waits_for_its_clients_turn(self):
         async with serving() as server, connected(server) as raw:
             raw.send(infer(1))
             await raw.answer()
