@@ -18,7 +18,9 @@ import anyio
 import numpy as np
 import pytest
 import tritonclient.grpc.aio as triton
+from typer.main import get_command
 
+from asynctrt.cli.app import app
 from asynctrt.client import connect
 from asynctrt.core import loading
 from asynctrt.devices.cuda import context
@@ -390,18 +392,6 @@ class TestAsAProcess:
         for (text, says), (code, _, err) in zip(wrong, found, strict=True):
             assert (code, bool(re.search(says, err))) == (1, True), text
 
-    def test_help_says_everything(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "asynctrt", "serve", "--help"],
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=True,
-            env={**os.environ, "COLUMNS": "160"},
-        )
-        for name in ServerSettings.__dataclass_fields__:
-            assert f"--{name.replace('_', '-')}" in done.stdout
-
     @pytest.mark.tier2
     def test_a_second_server_on_the_same_port(self, tmp_path):
         path, port = str(double_onnx(tmp_path / "double.onnx")), str(free_port())
@@ -419,6 +409,11 @@ class TestAsAProcess:
             assert call(url) == 6
         with pytest.raises(ConnectionLostError):
             call(url)
+
+
+def test_every_setting_is_an_option():
+    options = {name for given in get_command(app).commands["serve"].params for name in given.opts}
+    assert {f"--{name.replace('_', '-')}" for name in ServerSettings.__dataclass_fields__} <= options
 
 
 def test_one_limit_of_gpu_memory_for_all_models(monkeypatch):
