@@ -119,7 +119,7 @@ class TestPipelines:
         async with serving(engine={"device": device}) as server, connected(server) as raw:
             raw.send(infer(1))
             await until(lambda: server.api.in_flight == 1)
-            count = 100_000 // len(one)
+            count = 50_000 // len(one)
             raw.send(one * count)
             await until(lambda: parsed > PIPELINE_MAX)
             for _ in range(20):

@@ -136,14 +136,14 @@ class TestFraming:
             raw.send(infer(1))
             await until(lambda: device.held == 1)
             large = infer(*range(10_000))  # 160 KB.
-            for _ in range(40):
+            for _ in range(25):
                 raw.send(large)
             (connection,) = server._hub.connections
             await until(lambda: connection._is_throttled)
             assert len(connection._waiting) < 20
             device.open()
             assert outputs(await raw.answer()) == [2]
-            for _ in range(40):
+            for _ in range(25):
                 assert len(outputs(await raw.answer())) == 10_000
 
     async def test_expect_100_continue(self):
