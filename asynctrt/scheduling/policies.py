@@ -19,7 +19,7 @@ from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
-from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
+from asynctrt.scheduling.queues import BucketQueue, Buckets, Deadlines
 from asynctrt.scheduling.request import Request, awaited
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import Share
@@ -254,7 +254,7 @@ class Turns:
     the earliest deadline.
     """
 
-    def __init__(self, buckets: Buckets, deadlines: DeadlineHeap) -> None:
+    def __init__(self, buckets: Buckets, deadlines: Deadlines) -> None:
         self._buckets = buckets
         self._deadlines = deadlines
         self.aged_number = 0
@@ -317,7 +317,7 @@ class JustInTime(AtOnce):
     """
 
     def __init__(
-        self, concurrency: Concurrency, deadlines: DeadlineHeap | None, *, holds_full_ones: bool
+        self, concurrency: Concurrency, deadlines: Deadlines | None, *, holds_full_ones: bool
     ) -> None:
         self._concurrency = concurrency
         self._deadlines = deadlines
@@ -431,7 +431,7 @@ class HalvesFirst(TakeRows):
 class InTime(TakeRows):
     """Takes the rows that another policy takes, as far as they can be answered in time."""
 
-    def __init__(self, policy: TakeRows, forecast: Forecast, deadlines: DeadlineHeap) -> None:
+    def __init__(self, policy: TakeRows, forecast: Forecast, deadlines: Deadlines) -> None:
         self._policy = policy
         self._forecast = forecast
         self._deadlines = deadlines

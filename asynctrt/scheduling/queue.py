@@ -8,7 +8,7 @@ from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import A_PLAIN_ONE, BucketQueue, Buckets, DeadlineHeap, OpenBatch
+from asynctrt.scheduling.queues import BucketQueue, Buckets, Deadlines, OpenBatch
 from asynctrt.scheduling.request import (
     FIELDS,
     NO_DEADLINE_NS,
@@ -54,7 +54,7 @@ class Queue:
         """Plain requests that came since the last decision."""
         # The queued requests that were plain and now have objects, by their futures.
         self._made: dict[Any, PlainRequest] = {}
-        self.deadlines = DeadlineHeap()
+        self.deadlines = Deadlines()
         self.has_to_expire = False
         """Whether a deadline must be watched, or callers must be notified that their requests left the
         queue."""
@@ -110,7 +110,7 @@ class Queue:
         bucket = self._bucket_of(request.key)
         self.rows += rows
         if bucket.push(request):
-            self.buckets.pushed(bucket, request)
+            self.buckets.pushed(bucket, request.priority, request.deadline_ns)
         if has_deadline:
             # Each request has at least one row.
             self.deadlines.push(request, queued_max=self.rows)
@@ -132,7 +132,7 @@ class Queue:
             request.reserve_ns = last.reserve_ns
         bucket = self._bucket_of(requests[0].key)
         if bucket.push_parts(requests):
-            self.buckets.pushed(bucket, requests[0])
+            self.buckets.pushed(bucket, last.priority, requests[0].deadline_ns)
         self.rows += rows
         if requests[0].deadline_ns != NO_DEADLINE_NS:
             self.has_to_expire = True
@@ -147,16 +147,12 @@ class Queue:
             return
         opened.key = None
         # In this order, Ctrl-C may leave requests in both places, but loses none.
-        if bucket.rows:
-            bucket.extend(flat)
-        else:  # The same for an empty bucket, without a call.
-            bucket.flat = flat
-            bucket.rows = len(flat) // FIELDS
+        bucket.extend(flat)
         opened.flat = []
         opened.bucket = None
         self.rows += len(flat) // FIELDS
         if bucket.priority < 0 or (bucket.rows >= bucket.rows_max and not bucket.is_full):
-            self.buckets.pushed(bucket, A_PLAIN_ONE)
+            self.buckets.pushed(bucket, 0, NO_DEADLINE_NS)
 
     def object_of(self, future: Any) -> PlainRequest | None:
         """Return the object of a plain request by its future; ``None`` if it is not queued any more."""
@@ -164,6 +160,8 @@ class Queue:
             self.close_open()
             for bucket in self.buckets:
                 bucket.make_objects()
+                if future in self._made:
+                    break
         return self._made.get(future)
 
     def leave(self, request: Request, what: Change) -> None:

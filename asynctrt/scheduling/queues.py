@@ -1,4 +1,4 @@
-"""Where requests wait: a queue for each bucket, the buckets in the order of their turns, a heap of deadlines.
+"""Where requests wait: a queue for each bucket, the buckets in the order of their turns, and their deadlines.
 
 A request that leaves from the middle of its queue (cancelled, expired, or launched before a larger one ahead
 of it) stays there as a tombstone, recognised by its state, and is skipped later. Queues and the heap are
@@ -12,12 +12,11 @@ joins at the end, so that other requests have their turns between the parts.
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import Any, Final
 
 from asynctrt.scheduling.batch import Reason
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS, Policy
 from asynctrt.scheduling.request import (
     FIELDS,
@@ -58,9 +57,6 @@ answers at 90% load (``docs/batching.md``)."""
 EMPTY_MAX: Final = 256
 """How many empty buckets are kept, so that a shape which comes again needs no new one. It bounds memory if
 shapes keep changing; the number was not tuned."""
-
-A_PLAIN_ONE: Final = Request(1, FIXED_SHAPE, 0, 0)
-"""What all plain requests are alike to a policy."""
 
 
 class SplitCall:
@@ -104,7 +100,6 @@ class BucketQueue:
         "is_ready",
         "key",
         "priority",
-        "ready_ns",
         "rows",
         "rows_max",
         "turn",
@@ -132,7 +127,6 @@ class BucketQueue:
         self.priority = -1
         self.is_full = False
         self.is_ready = False
-        self.ready_ns = 0
         self.turn = -NO_DEADLINE_NS
         self.turns_kept = 0
         self._by_priority: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
@@ -251,6 +245,12 @@ class BucketQueue:
         if self.flat:
             return int(self.flat[2]) + self._patience_ns
         return min(self._due_ns(queue[0]) for queue in self._heads())
+
+    def earliest_deadline_ns(self) -> int:
+        """Return the earliest deadline in it. This goes through all requests, as :meth:`oldest_arrival_ns`."""
+        if self.flat:
+            return NO_DEADLINE_NS
+        return min(request.deadline_ns for request in self.waiting())
 
     def waiting(self) -> Iterator[Request]:
         """Yield the queued requests, most urgent first."""
@@ -492,7 +492,8 @@ class _Level:
 
     def __init__(self) -> None:
         self.ready: OrderedDict[BucketQueue, None] = OrderedDict()
-        self.filling: OrderedDict[BucketQueue, None] = OrderedDict()
+        self.filling: OrderedDict[BucketQueue, int] = OrderedDict()
+        """Each with the time in ns at which it becomes ready if nothing else happens."""
 
 
 class Buckets:
@@ -511,9 +512,6 @@ class Buckets:
         self._levels = tuple([_Level() for _ in range(priorities)])
         self.priority_max = 0
         """An upper bound of the priorities of queued requests."""
-        # When the delays of filling buckets end. Outdated entries are skipped when they come up.
-        self._delays: list[tuple[int, int, BucketQueue]] = []
-        self._order = count()
         self.waiting = 0
         """The number of buckets with work."""
         self.full = 0
@@ -534,31 +532,11 @@ class Buckets:
             self.by_key = {key: kept for key, kept in self.by_key.items() if kept.rows}
         self.by_key[bucket.key] = bucket
 
-    def pushed(self, bucket: BucketQueue, request: Request) -> None:
+    def pushed(self, bucket: BucketQueue, priority: int, deadline_ns: int) -> None:
         """Note that a request has joined a bucket. Call it if :meth:`BucketQueue.push` returned True."""
-        if bucket.priority < 0:
-            # The same as `_insert`, without the call, as this happens for every batch.
-            bucket.priority = priority = request.priority
-            bucket.deadline_ns = request.deadline_ns
-            if priority > self.priority_max:
-                self.priority_max = priority
-            self.waiting += 1
-            if bucket.rows >= bucket.rows_max:
-                bucket.is_full = True
-                self.full += 1
-            elif self._has_delay:
-                self._levels[priority].filling[bucket] = None
-                self._await_delay(bucket)
-                return
-            bucket.is_ready = True
-            self._levels[priority].ready[bucket] = None
-            return
-        if request.deadline_ns < bucket.deadline_ns:
-            bucket.deadline_ns = request.deadline_ns
-            if not bucket.is_ready:
-                self._await_delay(bucket)
-        if request.priority > bucket.priority or bucket.is_full is not (bucket.rows >= bucket.rows_max):
-            self._place(bucket, max(request.priority, bucket.priority))
+        self._place(bucket, max(priority, bucket.priority))
+        if deadline_ns < bucket.deadline_ns and not bucket.is_ready:
+            self._await_delay(bucket)
 
     def left(self, bucket: BucketQueue) -> None:
         """Note that requests have left a bucket without a batch."""
@@ -572,25 +550,18 @@ class Buckets:
 
     def launched(self, bucket: BucketQueue) -> None:
         """Note that a batch has left a bucket, so that other buckets have their turn."""
-        # The same as `_remove`, without the call, as this happens for every batch.
-        level = self._levels[bucket.priority]
-        had_turn = bucket.rows and bucket.is_full and next(iter(level.ready)) is bucket
-        del (level.ready if bucket.is_ready else level.filling)[bucket]
-        self.waiting -= 1
+        had_turn = bucket.is_full and next(iter(self._levels[bucket.priority].ready)) is bucket
+        self._remove(bucket)
         if self.waiting:
             self._turn = bucket.turn = self._turn + 1
-        bucket.priority = -1
-        bucket.is_ready = False
-        if bucket.is_full:
-            self.full -= 1
-            bucket.is_full = False
-        if bucket.rows:
-            self._place(bucket, bucket.head_priority)
-            if had_turn and self._keeps_turn(bucket):
-                bucket.turns_kept += 1
-                self._levels[bucket.priority].ready.move_to_end(bucket, last=False)
-            else:
-                bucket.turns_kept = 0
+        if not bucket.rows:
+            return
+        self._place(bucket, bucket.head_priority)
+        if had_turn and self._keeps_turn(bucket):
+            bucket.turns_kept += 1
+            self._levels[bucket.priority].ready.move_to_end(bucket, last=False)
+        else:
+            bucket.turns_kept = 0
 
     def _keeps_turn(self, bucket: BucketQueue) -> bool:
         """Return whether a bucket that fills another batch keeps its turn.
@@ -610,7 +581,6 @@ class Buckets:
         """Empty every bucket and return what was queued."""
         queued = [request for bucket in self for request in bucket.waiting()]
         self.by_key.clear()
-        self._delays.clear()
         for level in self._levels:
             level.ready.clear()
             level.filling.clear()
@@ -641,7 +611,7 @@ class Buckets:
 
     def pick(self, now_ns: int, in_flight: int) -> tuple[BucketQueue, Reason] | None:
         """Return the bucket to launch from now, and why; ``None`` when none should."""
-        if self._delays:
+        if self._has_delay:
             self._end_delays(now_ns)
         if in_flight >= self._policy.concurrency and (not self.full or self._policy.answers_in_time):
             return None
@@ -692,12 +662,7 @@ class Buckets:
 
     def wakeup_ns(self, in_flight: int) -> int | None:
         """Return the time in ns at which a delay ends and lets a batch go; ``None`` if there is none."""
-        while self._delays:
-            ready_ns, _, bucket = self._delays[0]
-            if self._is_current(bucket, ready_ns):
-                return ready_ns if in_flight < self._policy.concurrency else None
-            heappop(self._delays)
-        return None
+        return self._first_end_ns() if in_flight < self._policy.concurrency else None
 
     def reason(self, bucket: BucketQueue, now_ns: int, in_flight: int) -> Reason:
         """Return why a ready bucket is launched now."""
@@ -711,98 +676,80 @@ class Buckets:
         return Reason.DELAY if bucket.oldest_arrival_ns() + delay_ns <= now_ns else Reason.DEADLINE
 
     def _place(self, bucket: BucketQueue, priority: int) -> None:
-        """Move a bucket to the place that its rows and its most urgent request call for, at the end there."""
-        is_full = priority >= 0 and bucket.rows >= bucket.rows_max
-        is_ready = bucket.is_ready or is_full or not self._has_delay
-        if priority == bucket.priority and is_ready is bucket.is_ready:
-            if is_full is not bucket.is_full:
-                self.full += 1 if is_full else -1
-                bucket.is_full = is_full
-            return
-        self._remove(bucket)
-        if priority < 0:
-            bucket.is_ready = False
-            return
-        bucket.is_ready = is_ready
-        bucket.is_full = is_full
-        self._insert(bucket, priority)
+        """Move a bucket to the place that its rows and its most urgent request call for, at the end there.
 
-    def _insert(self, bucket: BucketQueue, priority: int) -> None:
-        bucket.priority = priority
-        if priority > self.priority_max:
-            self.priority_max = priority
-        self.full += bucket.is_full
-        self.waiting += 1
-        level = self._levels[priority]
-        if bucket.is_ready:
-            level.ready[bucket] = None
-        else:
-            level.filling[bucket] = None
-            self._await_delay(bucket)
+        :param priority: that of its most urgent request; -1 if it is empty.
+        """
+        is_full = bucket.rows >= bucket.rows_max
+        is_ready = bucket.is_ready or is_full or not self._has_delay
+        if priority != bucket.priority or is_ready is not bucket.is_ready:
+            self._remove(bucket)
+            if priority < 0:
+                return
+            bucket.priority, bucket.is_ready = priority, is_ready
+            self.waiting += 1
+            if priority > self.priority_max:
+                self.priority_max = priority
+            if is_ready:
+                self._levels[priority].ready[bucket] = None
+            else:
+                self._await_delay(bucket)
+        if is_full is not bucket.is_full:
+            self.full += 1 if is_full else -1
+            bucket.is_full = is_full
 
     def _remove(self, bucket: BucketQueue) -> None:
         if bucket.priority < 0:
             return
         level = self._levels[bucket.priority]
         del (level.ready if bucket.is_ready else level.filling)[bucket]
-        self.full -= bucket.is_full
         self.waiting -= 1
-        bucket.priority = -1
-        bucket.is_full = False
+        self.full -= bucket.is_full
+        bucket.priority, bucket.is_ready, bucket.is_full = -1, False, False
 
-    def _await_delay(self, bucket: BucketQueue) -> None:
-        """Note when a filling bucket becomes ready if nothing else happens."""
-        bucket.ready_ns = self._ready_ns(bucket)
-        if len(self._delays) > 2 * self.waiting + TOMBSTONES_MIN:
-            self._delays = [entry for entry in self._delays if self._is_current(entry[2], entry[0])]
-            heapify(self._delays)
-        heappush(self._delays, (bucket.ready_ns, next(self._order), bucket))
+    def _await_delay(self, bucket: BucketQueue) -> int:
+        """Return and note when a filling bucket becomes ready. As it holds less than a batch, this is
+        cheap."""
+        bucket.deadline_ns = bucket.earliest_deadline_ns()
+        ready_ns = self._policy.ready_ns(bucket.oldest_arrival_ns(), bucket.deadline_ns)
+        self._levels[bucket.priority].filling[bucket] = ready_ns
+        return ready_ns
+
+    def _first_end_ns(self) -> int | None:
+        """Return when the first delay ends."""
+        return min(chain.from_iterable(level.filling.values() for level in self._levels), default=None)
 
     def _end_delays(self, now_ns: int) -> None:
         """Make buckets ready whose delay is over."""
-        while self._delays and self._delays[0][0] <= now_ns:
-            ready_ns, _, bucket = heappop(self._delays)
-            if not self._is_current(bucket, ready_ns):
-                continue
+        first_ns = self._first_end_ns()
+        if first_ns is None or first_ns > now_ns:
+            return
+        filling = [pair for level in self._levels for pair in level.filling.items() if pair[1] <= now_ns]
+        for bucket, _ in sorted(filling, key=_end_ns):
             # The request from whose arrival the delay counts may have left meanwhile.
-            bucket.ready_ns = self._ready_ns(bucket)
-            if bucket.ready_ns > now_ns:
-                heappush(self._delays, (bucket.ready_ns, next(self._order), bucket))
-                continue
-            priority = bucket.priority
-            self._remove(bucket)
-            bucket.is_ready = True
-            self._place(bucket, priority)
-
-    def _ready_ns(self, bucket: BucketQueue) -> int:
-        """Return when a filling bucket becomes ready. As it holds less than a batch, this is cheap."""
-        if not bucket.flat:
-            bucket.deadline_ns = min(request.deadline_ns for request in bucket.waiting())
-        return self._policy.ready_ns(bucket.oldest_arrival_ns(), bucket.deadline_ns)
-
-    @staticmethod
-    def _is_current(bucket: BucketQueue, ready_ns: int) -> bool:
-        return bucket.priority >= 0 and not bucket.is_ready and bucket.ready_ns == ready_ns
+            if self._await_delay(bucket) <= now_ns:
+                priority = bucket.priority
+                self._remove(bucket)
+                bucket.is_ready = True
+                self._place(bucket, priority)
 
 
-class DeadlineHeap:
+def _end_ns(pair: tuple[BucketQueue, int]) -> int:
+    return pair[1]
+
+
+class Deadlines:
     """The queued requests with a deadline, the earliest first.
 
     Most requests arrive in the order of their deadlines, because callers of a model mostly use the same
-    timeout. They are kept in a line, which is cheap, and only the others in a heap.
+    timeout.
     """
 
-    __slots__ = ("_order", "_others", "line")
+    __slots__ = ("line",)
 
     def __init__(self) -> None:
         self.line: deque[Request] = deque()
-        """The requests that came in order, some perhaps no longer queued. Empty only if the heap is too."""
-        self._others: list[tuple[int, int, Request]] = []
-        # Breaks ties between equal deadlines, as requests cannot be compared.
-        self._order = count()
-
-    def __len__(self) -> int:
-        return len(self.line) + len(self._others)
+        """The requests, some perhaps no longer queued."""
 
     def push(self, request: Request, *, queued_max: int) -> None:
         """Add a queued request.
@@ -810,58 +757,35 @@ class DeadlineHeap:
         :param queued_max: an upper bound of the number of queued requests.
         """
         line = self.line
-        if len(line) + len(self._others) > 2 * queued_max + TOMBSTONES_MIN:
-            self._bury()
-            line = self.line
+        if len(line) > 2 * queued_max + TOMBSTONES_MIN:
+            self.line = line = deque(request for request in line if request.state is QUEUED)
         if not line or request.deadline_ns >= line[-1].deadline_ns:
             line.append(request)
         else:
-            heappush(self._others, (request.deadline_ns, next(self._order), request))
+            line.insert(bisect_right(line, request.deadline_ns, key=_deadline_ns), request)
+
+    def earliest(self) -> Request | None:
+        """Return the queued request with the earliest deadline."""
+        line = self.line
+        while line and line[0].state is not QUEUED:
+            line.popleft()
+        return line[0] if line else None
 
     def earliest_ns(self) -> int | None:
         """Return the earliest deadline of a request that is still queued."""
         earliest = self.earliest()
         return None if earliest is None else earliest.deadline_ns
 
-    def earliest(self) -> Request | None:
-        """Return the queued request with the earliest deadline."""
-        line, others = self.line, self._others
-        while others and others[0][2].state is not QUEUED:
-            heappop(others)
-        while line and line[0].state is not QUEUED:
-            line.popleft()
-        if not others:
-            return line[0] if line else None
-        if not line:
-            line.append(heappop(others)[2])
-            return line[0]
-        return others[0][2] if others[0][0] < line[0].deadline_ns else line[0]
-
     def pop_due(self, now_ns: int, arrived_by_ns: int) -> list[Request]:
         """Remove and return the queued requests that are due and arrived by a certain time."""
         due: list[Request] = []
         later: list[Request] = []
         while (request := self.earliest()) is not None and request.deadline_ns <= now_ns:
-            self._remove(request)
+            self.line.popleft()
             (due if request.arrival_ns <= arrived_by_ns else later).append(request)
-        for request in later:
-            heappush(self._others, (request.deadline_ns, next(self._order), request))
-        self._refill()
+        self.line.extendleft(reversed(later))
         return due
 
-    def _remove(self, earliest: Request) -> None:
-        if self.line[0] is earliest:
-            self.line.popleft()
-        else:
-            heappop(self._others)
 
-    def _refill(self) -> None:
-        if self._others and not self.line:
-            self.line.append(heappop(self._others)[2])
-
-    def _bury(self) -> None:
-        """Drop requests that are no longer queued."""
-        self.line = deque(request for request in self.line if request.state is QUEUED)
-        self._others = [entry for entry in self._others if entry[2].state is QUEUED]
-        heapify(self._others)
-        self._refill()
+def _deadline_ns(request: Request) -> int:
+    return request.deadline_ns

@@ -15,7 +15,7 @@ from asynctrt.scheduling.queues import (
     TURNS_KEPT,
     BucketQueue,
     Buckets,
-    DeadlineHeap,
+    Deadlines,
 )
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Change, Request, State, change
 from tests.scheduling.support import KEY, count_operations, key_of
@@ -311,7 +311,7 @@ class Board:
         for arrival_ns in arrivals_ns or [0] * count:
             pushed = Request(rows, key, priority, arrival_ns, **kw)
             if bucket.push(pushed):
-                self.buckets.pushed(bucket, pushed)
+                self.buckets.pushed(bucket, pushed.priority, pushed.deadline_ns)
         return pushed
 
     def leave(self, victim, what=Change.CANCEL):
@@ -608,15 +608,6 @@ class TestDelays:
             board.push(name, arrival_ns)
         assert [board.launch(10**6, 1)[0] for _ in range(3)] == ["b", "c", "a"]
 
-    def test_what_is_remembered_of_delays_is_bounded(self):
-        board = Board(delay_ns_max=500)
-        for number in range(20 * TOMBSTONES_MIN):
-            board.leave(board.push("b", number))
-            board.push("c", number, deadline_ns=10**12 - number)
-            if number % 8 == 7:
-                board.launch(number, 1)
-            assert len(board.buckets._delays) <= 2 * len(board.buckets) + TOMBSTONES_MIN + 1
-
     @settings(max_examples=200, deadline=None)
     @given(
         events=some.lists(
@@ -723,30 +714,30 @@ class TestManyBuckets:
 
 
 class TestDeadlines:
-    def test_the_heap_stays_bounded_by_what_is_queued(self):
-        heap = DeadlineHeap()
+    def test_they_stay_bounded_by_what_is_queued(self):
+        deadlines = Deadlines()
         for ns in range(20 * TOMBSTONES_MIN):
             each = request(deadline_ns=10**9 - ns)
-            heap.push(each, queued_max=1)
+            deadlines.push(each, queued_max=1)
             change(each, Change.LAUNCH)
-            assert len(heap) <= 2 * 1 + TOMBSTONES_MIN + 1
+            assert len(deadlines.line) <= 2 * 1 + TOMBSTONES_MIN + 1
 
     @given(
         some.lists(some.tuples(some.sampled_from(["push", "go", "due"]), some.integers(0, 30)), max_size=80)
     )
     def test_it_is_what_a_sorted_list_is(self, steps):
-        heap, queued, now_ns = DeadlineHeap(), [], 0
+        deadlines, queued, now_ns = Deadlines(), [], 0
         for step, number in steps:
             if step == "push":
                 queued.append(request(arrival_ns=now_ns, deadline_ns=now_ns + number))
-                heap.push(queued[-1], queued_max=len(queued))
+                deadlines.push(queued[-1], queued_max=len(queued))
             elif step == "go" and queued:
                 change(queued.pop(number % len(queued)), Change.LAUNCH)
             elif step == "due":
                 now_ns += number // 3
                 arrived_by_ns = now_ns - number % 3
                 due = [one for one in queued if one.deadline_ns <= now_ns]
-                found = heap.pop_due(now_ns, arrived_by_ns)
+                found = deadlines.pop_due(now_ns, arrived_by_ns)
                 assert [one.deadline_ns for one in found] == sorted(one.deadline_ns for one in found)
                 assert {id(one) for one in found} == {
                     id(one) for one in due if one.arrival_ns <= arrived_by_ns
@@ -754,5 +745,5 @@ class TestDeadlines:
                 for one in found:
                     change(one, Change.EXPIRE)
                     queued.remove(one)
-            assert heap.earliest_ns() == min((one.deadline_ns for one in queued), default=None)
-            assert bool(heap.line) or not queued
+            assert deadlines.earliest_ns() == min((one.deadline_ns for one in queued), default=None)
+            assert bool(deadlines.line) or not queued

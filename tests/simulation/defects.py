@@ -13,7 +13,7 @@ from asynctrt.scheduling.forecast import Forecast, Punctual
 from asynctrt.scheduling.policies import Room, Turns
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
-from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap, OpenBatch
+from asynctrt.scheduling.queues import BucketQueue, Buckets, Deadlines, OpenBatch
 from asynctrt.scheduling.request import FIELDS, NO_DEADLINE_NS, PlainRequest, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -467,8 +467,8 @@ PLANTED = [
     (Buckets, "pick", nothing_beside_another_batch),
     (Buckets, "pick", full_ones_wait_too),
     (Buckets, "clear", closing_forgets_the_queue),
-    (DeadlineHeap, "pop_due", deadlines_come_early),
-    (DeadlineHeap, "pop_due", deadlines_spare_nobody),
+    (Deadlines, "pop_due", deadlines_come_early),
+    (Deadlines, "pop_due", deadlines_spare_nobody),
     (Queue, "expire", deadlines_are_not_looked_at),
     (Scheduler, "next_wakeup", nobody_is_woken),
     (Scheduler, "next_wakeup", the_wakeup_is_for_delays_alone),
