@@ -14,7 +14,7 @@ from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.pad_sizes import Padding
 from asynctrt.runtime.trial import SHARE_MIN, error_of
-from asynctrt.scheduling.batch import trial_batch
+from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.shapes import Shapes
@@ -109,7 +109,7 @@ def staged(
     """
     shapes, rows = stage.shapes, sum(len(arrays[0]) for arrays in each)
     rows_run = rows_run or shapes.padded_rows(key.shape, rows)
-    batch = trial_batch(
+    batch = Batch(
         key,
         tuple(Request(len(arrays[0]), key, 0, 0, payload=arrays) for arrays in each),
         rows=rows,

@@ -1,4 +1,4 @@
-"""A batch as the scheduler decided it: nothing about it changes afterwards."""
+"""A batch, from the decision to launch it until its end."""
 
 from collections.abc import Hashable, Sequence
 from enum import StrEnum
@@ -47,10 +47,18 @@ class Charge(NamedTuple):
 NO_CHARGE: Final = Charge(None, 0.0, 0, 0, 0)
 
 
-class Flight:
-    """What the scheduler knows about a batch from its launch until its end.
+class Batch:
+    """A decision to run these requests as one batch, on this context and in this arena, and what the scheduler
+    knows of the batch until its end.
 
-    :param number: the batch's number.
+    What the constructor takes was decided, and never changes.
+
+    :param rows: the rows of its requests; ``rows_run``: rows that the device executes, with padding.
+    :param profile: the optimisation profile to run it with; ``None`` for a model without profiles.
+    :param number: the number of the batch, counted from 1; 0 if no scheduler decided on it.
+    :param is_timed: whether the device takes its times.
+    :param lane: batches in one lane compute one after the other; ``None`` if the device orders batches
+        itself.
     """
 
     # Defaults of the class, so that a batch stores only what differs.
@@ -71,67 +79,39 @@ class Flight:
     charge = NO_CHARGE
     """What it costs its engine of its share of the device."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(
+        self,
+        key: BatchKey,
+        requests: Sequence[Request],
+        rows: int,
+        rows_run: int,
+        profile: int | None,
+        context: int,
+        arena: int | None = None,
+        lane: int | None = None,
+        number: int = 0,
+        reason: Reason = Reason.IDLE,
+        launched_ns: int = 0,
+        is_timed: bool = False,  # noqa: FBT001, FBT002  (keywords would cost each batch)
+    ) -> None:
+        self.key = key
+        self.requests = requests
+        self.rows = rows
+        self.rows_run = rows_run
+        self.profile = profile
+        self.context = context
+        self.arena = arena
+        self.lane = lane
         self.number = number
-
-
-NO_FLIGHT: Final = Flight(0)
-"""The flight of batches that no scheduler launched."""
-
-
-class Batch(NamedTuple):
-    """A decision to run these requests as one batch, on this context and in this arena."""
-
-    number: int
-    """The number of the batch, counted from 1."""
-    key: BatchKey
-    requests: Sequence[Request]
-    rows: int
-    """The rows of its requests."""
-    rows_run: int
-    """Rows that the device executes: ``rows``, or more where the batch is padded."""
-    profile: int | None
-    """The optimisation profile to run it with; ``None`` for a model without profiles."""
-    context: int
-    arena: int | None
-    is_timed: bool
-    """Whether the device takes its times."""
-    reason: Reason
-    launched_ns: int
-    lane: int | None = None
-    """Batches in one lane compute one after the other; ``None`` if the device orders batches itself."""
-    flight: Flight = NO_FLIGHT
+        self.reason = reason
+        self.launched_ns = launched_ns
+        self.is_timed = is_timed
 
     def __repr__(self) -> str:
         return (
             f"<Batch {self.number} {self.reason} rows={self.rows} run={self.rows_run} "
             f"requests={len(self.requests)} context={self.context} arena={self.arena}>"
         )
-
-
-def trial_batch(
-    key: BatchKey,
-    requests: tuple[Request, ...],
-    *,
-    rows: int,
-    rows_run: int,
-    profile: int | None,
-    context: int,
-) -> Batch:
-    """Return a batch that no scheduler decided on, to try or measure a model before it is served."""
-    return Batch(
-        number=0,
-        key=key,
-        requests=requests,
-        rows=rows,
-        rows_run=rows_run,
-        profile=profile,
-        context=context,
-        arena=None,
-        is_timed=False,
-        reason=Reason.IDLE,
-        launched_ns=0,
-    )
 
 
 class RejectedBatch(NamedTuple):

@@ -9,7 +9,7 @@ separately for full batches and for batches that may still grow, since only the 
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from asynctrt.scheduling.batch import Batch, Flight
+from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.batch_times import BatchTimes
 from asynctrt.scheduling.key import BatchKey
 
@@ -152,10 +152,10 @@ class Line:
     When a batch ends, the expected ends of all batches behind it are corrected, so errors do not accumulate.
     """
 
-    __slots__ = ("computed_ns", "flights", "is_stuck")
+    __slots__ = ("computed_ns", "batches", "is_stuck")
 
     def __init__(self) -> None:
-        self.flights: list[Flight] = []
+        self.batches: list[Batch] = []
         """The batches that compute here, or wait to, in the order of their launch."""
         self.computed_ns = 0
         """The latest time at which a batch here is known to have computed."""
@@ -165,27 +165,27 @@ class Line:
     def free_ns(self) -> int:
         """Return when all batches in it should have computed; this errs on the early side."""
         free_ns = self.computed_ns
-        for flight in self.flights:
-            if flight.takes_ns is not None:
-                free_ns = max(free_ns, flight.ready_ns) + flight.takes_ns
+        for batch in self.batches:
+            if batch.takes_ns is not None:
+                free_ns = max(free_ns, batch.ready_ns) + batch.takes_ns
         return free_ns
 
-    def free_late_ns(self, late_ns: Callable[[Flight], int]) -> int:
+    def free_late_ns(self, late_ns: Callable[[Batch], int]) -> int:
         """Return the same as :meth:`free_ns`, but erring on the late side.
 
         :param late_ns: returns the time within which most batches like this one compute.
         """
         free_ns = self.computed_ns
-        for flight in self.flights:
-            if flight.takes_ns:
-                free_ns = max(free_ns, flight.ready_ns) + max(flight.takes_ns, late_ns(flight))
+        for batch in self.batches:
+            if batch.takes_ns:
+                free_ns = max(free_ns, batch.ready_ns) + max(batch.takes_ns, late_ns(batch))
         return free_ns
 
     def landed(self, number: int, computed_ns: int) -> None:
         """Note that a batch has computed, and so have all before it, whose outputs may still be copied."""
-        for flight in self.flights:
-            if flight.number <= number:
-                flight.takes_ns = flight.ready_ns = 0
+        for batch in self.batches:
+            if batch.number <= number:
+                batch.takes_ns = batch.ready_ns = 0
         self.computed_ns = max(self.computed_ns, computed_ns)
 
 
@@ -218,7 +218,7 @@ class Concurrency:
         self._margin_ns = LEAD_MARGIN_NS
 
     def __repr__(self) -> str:
-        return f"<Concurrency {[len(line.flights) for line in self.lines]}>"
+        return f"<Concurrency {[len(line.batches) for line in self.lines]}>"
 
     def allowed(self, rows: int, rows_max: int) -> int:
         """Return the lanes for a batch of ``rows`` where ``rows_max`` make it full."""
@@ -227,12 +227,12 @@ class Concurrency:
     @property
     def occupied(self) -> int:
         """Return how many batches compute, or wait to, in lanes that are not stuck."""
-        return sum([len(line.flights) for line in self.lines if not line.is_stuck])
+        return sum([len(line.batches) for line in self.lines if not line.is_stuck])
 
     @property
     def in_use(self) -> int:
         """Return how many lanes have batches."""
-        return sum([bool(line.flights) for line in self.lines])
+        return sum([bool(line.batches) for line in self.lines])
 
     def usable(self, count: int) -> list[Line]:
         """Return up to ``count`` lanes that are not stuck."""
@@ -242,8 +242,8 @@ class Concurrency:
         """Return the lane for a batch that is launched now: of ``count``, the one with the fewest batches,
         and of several that are equally full, the one that is free first."""
         usable = self.usable(count) or self.lines
-        fewest = min([len(line.flights) for line in usable])
-        equals = [line for line in usable if len(line.flights) == fewest]
+        fewest = min([len(line.batches) for line in usable])
+        equals = [line for line in usable if len(line.batches) == fewest]
         return self.lines.index(min(equals, key=Line.free_ns) if fewest else equals[0])
 
     def line_of(self, batch: Batch) -> Line | None:
@@ -255,9 +255,9 @@ class Concurrency:
         """Note that a batch is on its way to its line."""
         line = self.line_of(batch)
         if line is not None:
-            batch.flight.stuck_ns = batch.launched_ns + STUCK_NS_MIN
-            batch.flight.is_in_line = True
-            line.flights.append(batch.flight)
+            batch.stuck_ns = batch.launched_ns + STUCK_NS_MIN
+            batch.is_in_line = True
+            line.batches.append(batch)
 
     def started(self, batch: Batch, now_ns: int, put_ns: int | None = None) -> int | None:
         """Note that a batch is on its stream.
@@ -265,21 +265,21 @@ class Concurrency:
         :param put_ns: when its first part was put there, if that took a while. It can compute from then on.
         :returns: in how many ns it is expected to end; ``None`` if no such batch was seen yet.
         """
-        times, rows, copies, flight = self._times, batch.rows_run, batch.key.copy_key, batch.flight
+        times, rows, copies = self._times, batch.rows_run, batch.key.copy_key
         put_ns = now_ns if put_ns is None else put_ns
-        flight.is_staged = True
+        batch.is_staged = True
         if self.has_lanes:
             times.observe_start(batch, put_ns, now_ns)
         compute_ns = times.compute.typical(batch.key.shape, rows)
         if compute_ns is None:
             return None
-        flight.ready_ns, flight.takes_ns = put_ns + (times.copy_in.typical(copies, rows) or 0), compute_ns
+        batch.ready_ns, batch.takes_ns = put_ns + (times.copy_in.typical(copies, rows) or 0), compute_ns
         line = self.line_of(batch) if self.lines else None
-        ends_ns = flight.ready_ns + compute_ns if line is None else line.free_ns()
-        flight.ends_ns = ends_ns = max(ends_ns + (times.copy_out.typical(copies, rows) or 0), now_ns)
+        ends_ns = batch.ready_ns + compute_ns if line is None else line.free_ns()
+        batch.ends_ns = ends_ns = max(ends_ns + (times.copy_out.typical(copies, rows) or 0), now_ns)
         expected_ns = ends_ns - now_ns
         if line is not None:
-            flight.stuck_ns = max(flight.stuck_ns, now_ns + STUCK_TIMES * expected_ns)
+            batch.stuck_ns = max(batch.stuck_ns, now_ns + STUCK_TIMES * expected_ns)
         return expected_ns
 
     def landed(self, batch: Batch, now_ns: int) -> None:
@@ -293,10 +293,10 @@ class Concurrency:
 
     def left(self, batch: Batch) -> None:
         """Note that a batch has left its line, because it ended or failed. Idempotent."""
-        line, flight = self.line_of(batch), batch.flight
-        if line is not None and flight.is_in_line:
-            line.flights.remove(flight)
-            flight.is_in_line = False
+        line = self.line_of(batch)
+        if line is not None and batch.is_in_line:
+            line.batches.remove(batch)
+            batch.is_in_line = False
             line.is_stuck = False
 
     def observe_wait(self, batch: Batch, wait_ns: int) -> None:
@@ -304,7 +304,7 @@ class Concurrency:
 
         :param wait_ns: how long the batch, once copied in, waited for the batches before it.
         """
-        if batch.flight.was_due:
+        if batch.was_due:
             step_ns = LATE_STEP_NS if wait_ns < IN_TIME_NS else -EARLY_STEP_NS
             self._margin_ns = min(max(self._margin_ns + step_ns, 0), LEAD_MARGIN_NS_MAX)
 
@@ -325,11 +325,11 @@ class Concurrency:
         if over < 0 or stuck_ns is None:
             return None
         usable = self.usable(count)
-        flights = [flight for line in self.lines if not line.is_stuck for flight in line.flights]
-        is_next = over < AHEAD_MAX and all(flight.is_staged for flight in flights)
+        batches = [batch for line in self.lines if not line.is_stuck for batch in line.batches]
+        is_next = over < AHEAD_MAX and all(batch.is_staged for batch in batches)
         if not is_next or self._is_put_slowly(key, rows):
             return stuck_ns
-        if any(flight.takes_ns is None for flight in flights):
+        if any(batch.takes_ns is None for batch in batches):
             return None
         return min(stuck_ns, min([line.free_ns() for line in usable]) - self.lead_ns(key, rows))
 
@@ -337,9 +337,9 @@ class Concurrency:
         """Mark lanes with a batch that seems to hang; return when the next one may be found."""
         next_ns: int | None = None
         for line in self.lines:
-            if line.is_stuck or not line.flights:
+            if line.is_stuck or not line.batches:
                 continue
-            stuck_ns = min([flight.stuck_ns for flight in line.flights])
+            stuck_ns = min([batch.stuck_ns for batch in line.batches])
             if stuck_ns <= now_ns:
                 line.is_stuck = True
             elif next_ns is None or stuck_ns < next_ns:

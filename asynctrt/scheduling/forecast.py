@@ -20,11 +20,11 @@ Nothing is predicted for sizes whose times are not known well enough. A request 
 prediction is launched in any case.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 from asynctrt.errors import DeadlineUnreachableError
-from asynctrt.scheduling.batch import Batch, Flight
+from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.batch_times import BatchTimes
 from asynctrt.scheduling.concurrency import LEAD_MARGIN_NS, Concurrency
 from asynctrt.scheduling.key import BatchKey
@@ -70,7 +70,7 @@ class Forecast:
         policy: Policy,
         times: BatchTimes,
         concurrency: Concurrency,
-        in_flight: Mapping[Flight, Batch],
+        in_flight: Collection[Batch],
         in_flight_max: int,
         rows_to_run: Callable[[BatchKey, int], int],
     ) -> None:
@@ -149,11 +149,11 @@ class Forecast:
         :param over: in-flight batches minus batches that compute at once.
         :param is_close: whether to use all known times, which takes longer.
         """
-        first = next(iter(self._in_flight.values()), None)
+        first = next(iter(self._in_flight), None)
         wait_ns = 0
         if first is not None and self._times.sure_ns(first.key, first.rows_run):
             # The first batch to end lets another one start, and from then on batches end in turn.
-            wait_ns = max((first.flight.ends_ns or now_ns) - now_ns, 0)
+            wait_ns = max((first.ends_ns or now_ns) - now_ns, 0)
         compute_ns = self.least_ns if is_close else self._times.sure_ns
         each_ns = compute_ns(bucket.key, bucket.rows_max)
         return wait_ns + (batches + over) * each_ns // self._side_by_side(bucket)
@@ -248,9 +248,8 @@ class Forecast:
             return Punctual(chosen, rows)
         return Punctual((), 0, late)
 
-    def _late_ns(self, flight: Flight) -> int:
-        batch = self._in_flight.get(flight)
-        return 0 if batch is None else self._times.occupied.late(batch.key.shape, batch.rows_run) or 0
+    def _late_ns(self, batch: Batch) -> int:
+        return self._times.occupied.late(batch.key.shape, batch.rows_run) or 0
 
     def _is_hopeless(self, request: Request, begins_ns: int) -> bool:
         """Return whether a request would certainly be late, even as the only one in its batch."""

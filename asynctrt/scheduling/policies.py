@@ -10,9 +10,9 @@ it to the scheduler where that is created (``core/assembly.py``).
 """
 
 from bisect import insort
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
-from asynctrt.scheduling.batch import Batch, Flight, Reason
+from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.batch_times import BatchTimes
 from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
@@ -154,9 +154,7 @@ class Room:
     :param in_flight: the batches in flight; ``in_flight_max``: how many there may be.
     """
 
-    def __init__(
-        self, contexts: ContextAllocator, in_flight: Mapping[Flight, Batch], in_flight_max: int
-    ) -> None:
+    def __init__(self, contexts: ContextAllocator, in_flight: Collection[Batch], in_flight_max: int) -> None:
         self.contexts = contexts
         self._in_flight = in_flight
         self.in_flight_max = in_flight_max

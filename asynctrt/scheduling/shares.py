@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from asynctrt.scheduling.batch import Charge, Flight
+from asynctrt.scheduling.batch import Batch, Charge
 
 KINDS_MAX: Final = 1024
 """The most kinds of batches (a shape and a number of rows) whose times are remembered. If there are more, all
@@ -70,7 +70,7 @@ class Share:
         """The device time that its batches used. If batches overlapped, each is counted for its part."""
         self.held_ns = 0
         """The total time for which its batches were held for others."""
-        self._flights: dict[Flight, None] = {}
+        self._batches: dict[Batch, None] = {}
         self._usual_ns: dict[Hashable, float] = {}
         # The times of batches that computed alone.
         self._alone_ns: dict[Hashable, float] = {}
@@ -92,7 +92,7 @@ class Share:
         self._until_ns = 0
 
     def __repr__(self) -> str:
-        return f"<Share weight={self.weight:g} in_flight={len(self._flights)} charged={self.charged_ns:.0f}>"
+        return f"<Share weight={self.weight:g} in_flight={len(self._batches)} charged={self.charged_ns:.0f}>"
 
     @property
     def is_held(self) -> bool:
@@ -102,7 +102,7 @@ class Share:
     @property
     def in_flight(self) -> int:
         """Return how many of its batches are on the device."""
-        return len(self._flights)
+        return len(self._batches)
 
     def hold_until(self, now_ns: int) -> int | None:
         """Return until when, at the latest, it must leave the device to others; ``None`` if it may launch."""
@@ -126,7 +126,7 @@ class Share:
 
     def launched(
         self,
-        flight: Flight,
+        batch: Batch,
         now_ns: int,
         kind: Hashable,
         *,
@@ -157,22 +157,22 @@ class Share:
                 # It must not save up time that it cannot use, or others, which can, would be held for it.
                 other.charged_ns = start_ns
         self.charged_ns += cost_ns / self.weight
-        flight.charge = Charge(kind, cost_ns, now_ns, shares.computing_ns, self.computed_ns, alone_ns)
-        self._flights[flight] = None
+        batch.charge = Charge(kind, cost_ns, now_ns, shares.computing_ns, self.computed_ns, alone_ns)
+        self._batches[batch] = None
         self._move()
         shares.change(self, computing)
 
-    def ran(self, flight: Flight, now_ns: int, took_ns: int) -> None:
+    def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
         """Replace the usual cost of a batch that has ended with its real cost."""
-        if flight not in self._flights:
+        if batch not in self._batches:
             return
-        charge = flight.charge
+        charge = batch.charge
         shares, cost_ns = self._shares, float(took_ns)
         shares.advance(now_ns)
         if self._overlaps and took_ns > 0:
             cost_ns = self._part_ns(charge, cost_ns)
         self.charged_ns += (cost_ns - charge.cost_ns) / self.weight
-        flight.charge = charge._replace(cost_ns=cost_ns)
+        batch.charge = charge._replace(cost_ns=cost_ns)
         _learn(self._usual_ns, charge.kind, cost_ns, LEARNED)
 
     def _part_ns(self, charge: Charge, took_ns: float) -> float:
@@ -197,12 +197,12 @@ class Share:
         _learn(self._alone_ns, charge.kind, took_ns, learned)
         return took_ns
 
-    def left(self, flight: Flight, *, computing: int) -> None:
+    def left(self, batch: Batch, *, computing: int) -> None:
         """Note that a batch has left the device. What it was charged so far stays."""
         shares = self._shares
-        if flight in self._flights:
-            del self._flights[flight]
-            self.used_ns += flight.charge.cost_ns
+        if batch in self._batches:
+            del self._batches[batch]
+            self.used_ns += batch.charge.cost_ns
             self._move()
             if not shares.in_flight and not any(member.wants() for member in shares.members):
                 shares.rest()
@@ -218,7 +218,7 @@ class Share:
         """
         if in_flight < self._width or self.is_stalled:
             return False
-        return bool(self._flights) or self.wants()
+        return bool(self._batches) or self.wants()
 
     def leaves_room(self, in_flight: int) -> bool:
         """Return whether the device has room that it cannot use, for instance because it has too few
@@ -240,7 +240,7 @@ class Share:
 
     def forget(self) -> None:
         """Forget its batches on the device."""
-        self._flights.clear()
+        self._batches.clear()
 
     def _move(self) -> None:
         self.is_stalled, self.moved_ns = False, self._shares.now_ns

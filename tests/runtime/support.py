@@ -29,7 +29,7 @@ def make_batch(*requests, key=FIXED_SHAPE, rows=None, rows_run=None, context=0, 
     """A batch that no scheduler decided."""
     rows = sum(request.rows for request in requests) if rows is None else rows
     run = rows if rows_run is None else rows_run
-    return Batch(1, key, requests, rows, run, None, context, arena, is_timed, Reason.IDLE, 0)
+    return Batch(key, requests, rows, run, None, context, arena, number=1, is_timed=is_timed)
 
 
 def make_pool(model=None, device=None, **kw):

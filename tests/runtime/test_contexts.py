@@ -741,5 +741,5 @@ def test_a_model_that_changes_its_mind_cannot_make_the_device_write_beyond_its_m
     batch = make_batch(make_request(rows(1, 2, 3)), rows_run=5)
     with pytest.raises(ExecutionError, match="must not change its answers"):
         pool.source(batch)
-    pool.source(batch._replace(rows_run=4))
+    pool.source(make_batch(*batch.requests, rows_run=4))
     assert pool.close(WAIT_S) == 0

@@ -3,7 +3,7 @@
 import gc
 import sys
 
-from asynctrt.scheduling.batch import Batch, Flight, Reason
+from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import NOT_CAPTURED, Policy
 from asynctrt.scheduling.request import Request
@@ -88,7 +88,6 @@ def make_batch(number=1, *, key=KEY, rows=1, rows_run=None, arena=None, is_timed
         rows_run=rows if rows_run is None else rows_run,
         arena=arena,
         is_timed=is_timed,
-        flight=Flight(number),
         **fields,
     )
 

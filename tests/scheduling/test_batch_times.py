@@ -147,7 +147,7 @@ def test_what_took_long_to_be_put_on_its_stream_computes_meanwhile():
 
 def test_a_batch_can_compute_when_it_is_gathered_and_copied_in():
     device = Device(copy_in_ns=30)
-    batch = device.make(0)._replace(lane=0, launched_ns=100)
+    batch = make_batch(key=BatchKey(SHAPE), lane=0, launched_ns=100)
     lanes = Concurrency(device.times, lanes_max=1)
     lanes.launched(batch)
     lanes.started(batch, 900, 300)

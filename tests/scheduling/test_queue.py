@@ -9,6 +9,7 @@ import random
 import pytest
 
 from asynctrt.errors import EngineClosedError, QueueFullError
+from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS
 from asynctrt.scheduling.queues import BucketQueue
@@ -23,7 +24,7 @@ from asynctrt.scheduling.request import (
     holds,
     waiting_in,
 )
-from tests.scheduling.support import KEY, finish, make_batch, scheduler, submit
+from tests.scheduling.support import KEY, finish, scheduler, submit
 
 
 class Caller:
@@ -299,4 +300,4 @@ def test_objects_made_before_the_launch_are_launched_too():
 
 def test_a_batch_of_them_shows_how_many():
     requests = PlainRequests([Caller(), None, 0], KEY)
-    assert "requests=1 " in repr(make_batch()._replace(requests=requests))
+    assert "requests=1 " in repr(Batch(KEY, requests, 1, 1, None, 0))

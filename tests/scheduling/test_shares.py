@@ -2,9 +2,8 @@
 
 import pytest
 
-from asynctrt.scheduling.batch import Flight
 from asynctrt.scheduling.shares import SLACK_NS, DeviceShares
-from tests.scheduling.support import KEY, scheduler, submit
+from tests.scheduling.support import KEY, make_batch, scheduler, submit
 
 MS = 1_000_000
 
@@ -26,12 +25,12 @@ class Member:
         self.number += 1
         if isinstance(usual_ms, int | float):
             self.share._usual_ns[usual_ms] = usual_ms * MS
-        in_flight, flight = self.share.in_flight + 1, Flight(self.number)
+        in_flight, batch = self.share.in_flight + 1, make_batch(self.number)
         alone_ns = None if alone_ms is None else alone_ms * MS
         self.share.launched(
-            flight, round(now_ms * MS), usual_ms, lanes=lanes, computing=in_flight, alone_ns=alone_ns
+            batch, round(now_ms * MS), usual_ms, lanes=lanes, computing=in_flight, alone_ns=alone_ns
         )
-        return flight
+        return batch
 
     def end(self, number, now_ms, took_ms):
         in_flight = self.share.in_flight - 1

@@ -1,6 +1,7 @@
 """What drives a scheduler in a simulated world: the driver's part, without rows, memory or an event loop."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Final, Protocol
 
 from asynctrt.errors import (
@@ -268,7 +269,8 @@ class VirtualEngine:
 
     def _start(self, decided: Batch, now_ns: int) -> None:
         self.events += 1
-        batch = decided._replace(requests=callers_of(decided.requests))
+        batch = copy(decided)
+        batch.requests = callers_of(decided.requests)
         self.observer.launched(batch, now_ns)
         flight = Flight(batch, self._landed, self._group, decided)
         self.flights[batch.number] = flight
