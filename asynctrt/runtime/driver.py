@@ -196,7 +196,7 @@ class Driver:
         else:
             # All requests of a tick arrived when its first one did.
             now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
-            self._do_queue(now_ns, self._queue.enter, key, future, payload, now_ns)
+            self._do_queue(now_ns, self._queue.submit_plain, key, future, payload, now_ns)
         return future
 
     def submit_parts(
@@ -218,7 +218,7 @@ class Driver:
             self._names_outputs = True
             for request in requests:
                 request.outputs = outputs
-        self._do_queue(now_ns, self._queue.submit_all, requests)
+        self._do_queue(now_ns, self._queue.submit, *requests)
         return requests
 
     def cancel(self, request: Request) -> None:

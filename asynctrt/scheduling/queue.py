@@ -16,7 +16,6 @@ from asynctrt.scheduling.request import (
     PlainRequest,
     Request,
     change,
-    change_all,
 )
 
 
@@ -73,25 +72,20 @@ class Queue:
         """Return how many requests wait. Any thread may ask."""
         return sum(bucket.requests for bucket in self.buckets) + len(self.open)
 
-    def enter(self, key: BatchKey, future: Any, payload: Any, now_ns: int) -> None:
+    def submit_plain(self, key: BatchKey, future: Any, payload: Any, now_ns: int) -> None:
         """Queue a plain request that cannot join the open batch, or raise as :meth:`submit`.
 
         :param future: has a future's ``done()``, which is how the scheduler sees that its caller has left.
         """
-        opened = self.open
-        if opened.bucket is not None:
-            self.close_open()
+        self.close_open()
         room = self.rows_max - self.rows
         if room <= 0:
             self._refuse(1, 1)
-        bucket = self._bucket
-        if bucket is None or bucket.key is not key:
-            bucket = self._bucket_of(key)
-        opened.begin(bucket, key, room, now_ns)
-        opened.flat.extend((future, payload, now_ns))
+        self.open.begin(self._bucket_of(key), key, room, now_ns)
+        self.open.flat.extend((future, payload, now_ns))
 
-    def submit(self, request: Request) -> None:
-        """Queue one request, or raise and change nothing.
+    def submit(self, *requests: Request) -> None:
+        """Queue a request, or all parts of a call, or raise and change nothing.
 
         If the queue is full, less urgent requests make room and are moved to :attr:`displaced`.
 
@@ -102,41 +96,21 @@ class Queue:
         :raises ExecutionError: if the model fails to say which profile does.
         """
         self.close_open()
-        rows, has_deadline = request.rows, request.deadline_ns != NO_DEADLINE_NS
+        first, last = requests[0], requests[-1]
+        rows = sum([request.rows for request in requests])
+        has_deadline = last.deadline_ns != NO_DEADLINE_NS
         if has_deadline:
-            self._foresee(request, 1)
-        if self.rows + rows > self.rows_max:
-            self._make_room((request,), rows)
-        bucket = self._bucket_of(request.key)
-        self.rows += rows
-        if bucket.push(request):
-            self.buckets.pushed(bucket, request.priority, request.deadline_ns)
-        if has_deadline:
-            # Each request has at least one row.
-            self.deadlines.push(request, queued_max=self.rows)
-            self.has_to_expire = True
-
-    def submit_all(self, requests: Sequence[Request]) -> None:
-        """Queue all of ``requests``, which share a key, or raise as :meth:`submit` and queue none."""
-        self.close_open()
-        last, rows = requests[-1], sum(request.rows for request in requests)
-        if last.deadline_ns != NO_DEADLINE_NS:
-            # The call is answered only when its last part is.
-            self._foresee(last, len(requests), rows - last.rows)
-            if last in self._forecast.trial:
-                self._forecast.trial = tuple(requests)  # One late part would fail the whole call.
+            self._foresee(requests, rows)
         if self.rows + rows > self.rows_max:
             self._make_room(requests, rows)
-        for request in requests:
-            request.deadline_ns = min(request.deadline_ns, last.deadline_ns)
-            request.reserve_ns = last.reserve_ns
-        bucket = self._bucket_of(requests[0].key)
-        if bucket.push_parts(requests):
-            self.buckets.pushed(bucket, last.priority, requests[0].deadline_ns)
+        bucket = self._bucket_of(last.key)
         self.rows += rows
-        if requests[0].deadline_ns != NO_DEADLINE_NS:
+        if bucket.push(*requests):
+            self.buckets.pushed(bucket, first.priority, first.deadline_ns)
+        if has_deadline:
             self.has_to_expire = True
             for request in requests:
+                # Each request has at least one row.
                 self.deadlines.push(request, queued_max=self.rows)
 
     def close_open(self) -> None:
@@ -223,20 +197,27 @@ class Queue:
 
     def fail(self, requests: Iterable[Request]) -> None:
         """Note that requests failed before they were launched."""
-        failed = list(requests)
-        self._counters.failed += sum([not request.has_left for request in failed])
-        change_all(failed, Change.FAIL)
+        for request in requests:
+            self._counters.failed += not request.has_left
+            change(request, Change.FAIL)
 
-    def _foresee(self, request: Request, requests: int, rows_before: int = 0) -> None:
-        """Refuse a request, or all requests of a call, if it would be too late."""
+    def _foresee(self, requests: Sequence[Request], rows: int) -> None:
+        """Refuse the parts of a call if it would be too late."""
         if self.closed:
-            return  # It will be refused because of that.
+            return  # They will be refused because of that.
+        last = requests[-1]
         try:
-            self._forecast.check(request, self._bucket_of(request.key), rows_before)
+            # The call is answered only when its last part is.
+            self._forecast.check(last, self._bucket_of(last.key), rows - last.rows)
         except DeadlineUnreachableError:
-            self._counters.refused += requests
-            self._counters.refused_late += requests
+            self._counters.refused += len(requests)
+            self._counters.refused_late += len(requests)
             raise
+        if last in self._forecast.trial:
+            self._forecast.trial = tuple(requests)  # One late part would fail the whole call.
+        for request in requests:
+            request.deadline_ns = last.deadline_ns
+            request.reserve_ns = last.reserve_ns
 
     def _make_room(self, requests: Sequence[Request], rows: int) -> None:
         """Take less urgent requests out of a full queue, or raise and change nothing."""

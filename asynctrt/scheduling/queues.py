@@ -26,7 +26,6 @@ from asynctrt.scheduling.request import (
     PlainRequest,
     PlainRequests,
     Request,
-    State,
     made_of,
 )
 
@@ -183,35 +182,33 @@ class BucketQueue:
         self._by_priority[-1].extend(made)
         self._made.update(zip(flat[0::FIELDS], made, strict=True))
 
-    def push(self, request: Request) -> bool:
+    def push(self, request: Request, *others: Request) -> bool:
         """Append a queued request; a larger priority is more urgent.
 
+        :param others: the other parts of its call. Their rows count at once, but they join the queue one by
+            one.
         :returns: whether this may change the bucket's turn.
         """
         self.make_objects()
+        if others:
+            self._calls[request] = call = SplitCall(others, self._due_ns(request))
+            self._add_rows(request.priority, call.rows)
         queue = self._by_priority[-1 - request.priority]
         if request.deadline_ns != NO_DEADLINE_NS and queue and self._goes_before(request, queue[-1]):
             queue.insert(self._place_in(queue, request), request)
         else:
             queue.append(request)
-        if request.priority:
-            self._urgent_rows[request.priority] = self._urgent_rows.get(request.priority, 0) + request.rows
-        self.rows = rows = self.rows + request.rows
+        self._add_rows(request.priority, request.rows)
         return (
             request.priority > self.priority
             or request.deadline_ns < self.deadline_ns
-            or (rows >= self.rows_max and not self.is_full)
+            or (self.rows >= self.rows_max and not self.is_full)
         )
 
-    def push_parts(self, parts: Sequence[Request]) -> bool:
-        """Append the parts of one call, as :meth:`push`. All count at once, but join the queue one by one."""
-        self.make_objects()
-        first, *others = parts
-        self._calls[first] = call = SplitCall(others, self._due_ns(first))
-        self.rows += call.rows
-        if first.priority:
-            self._urgent_rows[first.priority] = self._urgent_rows.get(first.priority, 0) + call.rows
-        return self.push(first)
+    def _add_rows(self, priority: int, rows: int) -> None:
+        self.rows += rows
+        if priority:
+            self._urgent_rows[priority] = self._urgent_rows.get(priority, 0) + rows
 
     def discard(self, request: Request) -> None:
         """Forget a request whose state has just left QUEUED. Its place becomes a tombstone."""
@@ -342,10 +339,10 @@ class BucketQueue:
                         break
         return tuple(chosen), rows_max - room
 
-    def take(self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT) -> None:
-        """Remove the requests that :meth:`choose` returned, and set their state to ``after``."""
+    def take(self, chosen: Sequence[Request], rows: int) -> None:
+        """Remove the requests that :meth:`choose` returned, as they are launched."""
         if type(chosen) is PlainRequests:
-            chosen.launch(after)
+            chosen.launch()
             self.rows -= rows
             if self.rows:
                 del self.flat[: FIELDS * rows]  # Copying the others would take much longer.
@@ -353,7 +350,7 @@ class BucketQueue:
                 self.flat = []
             return
         for request in chosen:
-            request.state = after
+            request.state = IN_FLIGHT
             if request.priority:
                 self._urgent_rows[request.priority] -= request.rows
         if self._made:
@@ -542,10 +539,10 @@ class Buckets:
         """Note that requests have left a bucket without a batch."""
         self._place(bucket, bucket.head_priority)
 
-    def take_joined(self, joined: Sequence[JoinedRows], after: State) -> None:
-        """Remove requests that join another bucket's batch, and set their state to ``after``."""
+    def take_joined(self, joined: Sequence[JoinedRows]) -> None:
+        """Remove requests that join another bucket's batch."""
         for bucket, requests, rows in joined:
-            bucket.take(requests, rows, after)
+            bucket.take(requests, rows)
             self.left(bucket)
 
     def launched(self, bucket: BucketQueue) -> None:

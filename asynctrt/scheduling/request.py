@@ -5,7 +5,7 @@ about a single plain request, so they are kept side by side in a list, and the f
 pending, answered or cancelled. Objects are made of them only where something happens to one of them alone.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, Final, overload
 
@@ -170,11 +170,11 @@ class PlainRequests(Sequence[Request]):
     def __iter__(self) -> Iterator[Request]:
         return iter(self._objects())
 
-    def launch(self, state: State) -> None:
-        """Set the state of all."""
-        self.state = state
+    def launch(self) -> None:
+        """Note that all are in flight."""
+        self.state = IN_FLIGHT
         for request in self._made:
-            request.state = state
+            request.state = IN_FLIGHT
 
     def payloads(self) -> list[Any]:
         """Return the payload of each."""
@@ -256,13 +256,3 @@ def awaited(requests: Sequence[Request]) -> tuple[Request, ...]:
         else:
             change(request, Change.FAIL)
     return tuple(left)
-
-
-def change_all(requests: Iterable[Request], what: Change) -> None:
-    """Change the states of all requests of a batch by the table."""
-    row = TRANSITIONS[what]
-    for request in requests:
-        after = row[request.state]
-        if after is None:
-            raise InternalError(f"{what.name} is not allowed for {request!r}")
-        request.state = after

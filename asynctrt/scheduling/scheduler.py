@@ -43,9 +43,7 @@ from asynctrt.scheduling.request import (
     QUEUED,
     Change,
     Request,
-    State,
     change,
-    change_all,
     complete,
     waiting_in,
 )
@@ -333,7 +331,6 @@ class Scheduler:
                 chosen = (*chosen, *chain.from_iterable(others for _, others, _ in joined))
                 rows += sum(more for *_, more in joined)
         error: Exception | None = None
-        after = IN_FLIGHT
         try:
             rows_run, profile = self._run_as.find(key, rows)
             if joined:
@@ -341,14 +338,14 @@ class Scheduler:
             rows_run = max(rows_run, rows_min)
             self.taken = chosen
         except Exception as raised:
-            error, after = raised, State.FAILED
+            error = raised
         if joined:
-            queue.buckets.take_joined(joined, after)
-        bucket.take(own, own_rows, after)
+            queue.buckets.take_joined(joined)
+        bucket.take(own, own_rows)
         queue.buckets.launched(bucket)
         queue.rows -= rows
         if error is not None:
-            self._counters.failed += sum([not request.has_left for request in chosen])
+            queue.fail(chosen)
             return RejectedBatch(chosen, error)
         self.again.was_part = False
         if reason is Reason.AGED:
@@ -554,9 +551,10 @@ class Scheduler:
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
         """Note that a batch failed. With ``quarantine``, its context is never used again."""
         self._end(batch, quarantine=quarantine)
-        # Masked requests were counted when they were masked.
-        self._counters.failed += sum(request.state is IN_FLIGHT for request in batch.requests)
-        change_all(batch.requests, Change.FAIL)
+        for request in batch.requests:
+            # Masked requests were counted when they were masked.
+            self._counters.failed += request.state is IN_FLIGHT
+            change(request, Change.FAIL)
 
     def bisect(self, batch: Batch) -> bool:
         """Note that a batch failed, and try its halves again to isolate the requests that fail it; all stay

@@ -139,10 +139,10 @@ class TestRefusals:
         launched(plan, 0)
         parts = [Request(4, key_of(), 0, 0, 25 * MS) for _ in range(3)]
         with pytest.raises(DeadlineUnreachableError, match="30.000 ms"):
-            plan.queue.submit_all(parts)
+            plan.queue.submit(*parts)
         assert plan.queued_requests == 0
         assert counters(plan).refused_late == 3
-        plan.queue.submit_all(parts[:2])
+        plan.queue.submit(*parts[:2])
 
     def test_a_closed_engine_says_that_it_is_closed(self):
         plan = measured()

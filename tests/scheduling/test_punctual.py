@@ -187,7 +187,7 @@ def test_all_parts_of_a_call_that_tries_a_prediction_go():
     plan = measured()
     plan.queue._forecast._probe_ns = 0
     parts = [Request(4, key_of(), 0, 0, deadline_ns=MS) for _ in range(3)]
-    plan.queue.submit_all(parts)
+    plan.queue.submit(*parts)
     for part in parts:
         batch = plan.next_batch(0)
         assert batch.requests == (part,)

@@ -42,7 +42,7 @@ def enter(plan, count=1, key=KEY, now_ns=0):
     futures = [Caller() for _ in range(count)]
     for number, future in enumerate(futures):
         if not plan.queue.open.join(key, future, number):
-            plan.queue.enter(key, future, number, now_ns)
+            plan.queue.submit_plain(key, future, number, now_ns)
     return futures
 
 
@@ -163,7 +163,9 @@ class TestPlain:
         plan._run_as.find = lambda key, rows: 1 / 0
         rejected = plan.next_batch(0)
         assert [(request.future, request.state) for request in rejected.requests] == [
-            (future, State.FAILED) for future in futures
+            (futures[0], State.FAILED),
+            (futures[1], State.CANCELLED),
+            (futures[2], State.FAILED),
         ]
         assert not plan.left(futures[1])
         assert ends_of(plan) == (0, 2, 1, 3)
@@ -280,7 +282,7 @@ def test_plain_requests_are_a_sequence_of_requests():
     futures = [Caller() for _ in range(3)]
     requests = PlainRequests([field for f in futures for field in (f, "p", 4)], KEY)
     assert (len(requests), holds(requests, futures[1]), holds(requests, Caller())) == (3, True, False)
-    requests.launch(IN_FLIGHT)
+    requests.launch()
     assert [request.future for request in requests] == futures
     assert requests[0] is next(iter(requests))
     assert requests[1:] == tuple(requests)[1:]
@@ -294,8 +296,8 @@ def test_plain_requests_are_a_sequence_of_requests():
 def test_objects_made_before_the_launch_are_launched_too():
     requests = PlainRequests([Caller(), None, 0], KEY)
     assert requests[0].state is QUEUED
-    requests.launch(State.FAILED)
-    assert requests[0].state is State.FAILED
+    requests.launch()
+    assert requests[0].state is IN_FLIGHT
 
 
 def test_a_batch_of_them_shows_how_many():

@@ -68,13 +68,6 @@ class TestOneBucket:
         assert (chosen.flat[::3], queue.flat[::3], queue.rows) == ([0, 1], [2, 3, 4], 3)
         assert queue.flat is waiting
 
-    def test_what_was_chosen_may_leave_in_another_way(self):
-        a, b = request(), request(2)
-        queue = queue_of(a, b)
-        queue.take(*queue.choose(8), State.FAILED)
-        assert a.state is b.state is State.FAILED
-        assert (queue.requests, queue.rows, queue.head()) == (0, 0, None)
-
     def test_what_does_not_fit_is_passed_over_and_heads_the_next_batch(self):
         first, large, small = request(3), request(4), request(1)
         queue = queue_of(first, large, small)
@@ -134,7 +127,7 @@ class TestOneBucket:
     @given(
         some.lists(
             some.tuples(
-                some.sampled_from(["push", "push", "push", "cancel", "expire", "choose", "take", "fail"]),
+                some.sampled_from(["push", "push", "push", "cancel", "expire", "choose", "take"]),
                 some.integers(0, 10**6),  # Which one.
                 some.integers(1, 8),  # Rows of a request.
                 some.integers(0, PRIORITIES - 1),
@@ -153,7 +146,7 @@ class TestOneBucket:
             elif what in ("cancel", "expire") and alive:
                 victim = alive.pop(choice % len(alive))
                 leave(queue, victim, Change.CANCEL if what == "cancel" else Change.EXPIRE)
-            elif what in ("take", "fail", "choose"):
+            elif what in ("take", "choose"):
                 before = list(queue.waiting())
                 chosen, chosen_rows = queue.choose(rows_max)
                 assert list(queue.waiting()) == before
@@ -164,7 +157,7 @@ class TestOneBucket:
                 assert [each for each in before if each in chosen] == list(chosen)
                 assert list(chosen[:1]) == before[:1]
                 if what != "choose":
-                    queue.take(chosen, chosen_rows, State.IN_FLIGHT if what == "take" else State.FAILED)
+                    queue.take(chosen, chosen_rows)
                     alive = [each for each in alive if each not in chosen]
             urgent_first = sorted(alive, key=lambda each: (-each.priority, each.arrival_ns))
             assert list(queue.waiting()) == urgent_first
@@ -186,7 +179,7 @@ def batches(queue, count):
 class TestSplitCalls:
     def test_who_comes_next_has_a_turn_between_the_parts(self):
         queue, parts = queue_of(), parts_of(4)
-        queue.push_parts(parts)
+        queue.push(*parts)
         first, second = request(arrival_ns=1), request(arrival_ns=2)
         queue.push(first)
         assert batches(queue, 1) == [parts[:1]]
@@ -197,19 +190,19 @@ class TestSplitCalls:
 
     def test_two_calls_take_turns(self):
         queue, a, b = queue_of(), parts_of(3), parts_of(2, arrival_ns=1)
-        queue.push_parts(a)
-        queue.push_parts(b)
+        queue.push(*a)
+        queue.push(*b)
         assert batches(queue, 5) == [a[:1], b[:1], a[1:2], b[1:], a[2:]]
 
     def test_a_last_part_that_is_small_shares_its_batch(self):
         queue, parts, other = queue_of(), [request(ROWS_MAX), request(3)], request(arrival_ns=1)
-        queue.push_parts(parts)
+        queue.push(*parts)
         queue.push(other)
         assert batches(queue, 2) == [parts[:1], [other, parts[1]]]
 
     def test_a_deadline_decides_before_turns_do(self):
         queue, parts = queue_of(), parts_of(2, deadline_ns=50)
-        queue.push_parts(parts)
+        queue.push(*parts)
         sooner, later = request(deadline_ns=40), request(ROWS_MAX, deadline_ns=60)
         for each in (later, sooner):
             queue.push(each)
@@ -218,22 +211,22 @@ class TestSplitCalls:
     def test_a_deadline_after_which_patience_has_long_ended_does_not(self):
         queue = BucketQueue(KEY, PRIORITIES, ROWS_MAX, patience_ns=10)
         parts, other = parts_of(2, deadline_ns=500), request(arrival_ns=1, deadline_ns=600)
-        queue.push_parts(parts)
+        queue.push(*parts)
         queue.push(other)
         assert batches(queue, 3) == [parts[:1], [other], parts[1:]]
 
     def test_only_the_part_in_the_queue_is_ahead_of_who_comes_next(self):
         queue = queue_of(request(2))
-        queue.push_parts(parts_of(5))
+        queue.push(*parts_of(5))
         assert queue.rows_ahead(request()) == 2 + ROWS_MAX
-        queue.push_parts(parts_of(3, priority=1))
+        queue.push(*parts_of(3, priority=1))
         assert queue.rows_ahead(request()) == 2 + ROWS_MAX + 3 * ROWS_MAX
         assert queue.rows_ahead(request(priority=1)) == ROWS_MAX
 
     @pytest.mark.parametrize("gone", [[0], [1], [0, 1], [2, 1], [3]])
     def test_what_follows_a_part_that_leaves_goes_on(self, gone):
         queue, parts = queue_of(), parts_of(4)
-        queue.push_parts(parts)
+        queue.push(*parts)
         for number in gone:
             leave(queue, parts[number])
         assert batches(queue, 4 - len(gone)) == [[each] for each in parts if each.state is State.IN_FLIGHT]
@@ -242,13 +235,13 @@ class TestSplitCalls:
     def test_the_last_part_is_the_first_to_make_room(self):
         parts, other = parts_of(3), request()
         queue = queue_of(other)
-        queue.push_parts(parts)
+        queue.push(*parts)
         assert list(queue.newest(0)) == [*parts[:0:-1], parts[0], other]
 
     @pytest.mark.parametrize("count", [10, 1000])
     def test_many_parts_cost_a_batch_no_more_than_few(self, count):
         queue = queue_of()
-        queue.push_parts(parts_of(count))
+        queue.push(*parts_of(count))
         assert count_operations(lambda: take(queue, ROWS_MAX)) < 100
 
     @settings(max_examples=200, deadline=None)
@@ -273,7 +266,7 @@ class TestSplitCalls:
                 queue.push(alive[-1])
             elif what == "call":
                 calls.append([*parts_of(1 + choice % 5, **keywords), request(1 + choice % 7, **keywords)])
-                queue.push_parts(calls[-1])
+                queue.push(*calls[-1])
                 alive += calls[-1]
             elif what == "leave" and alive:
                 leave(queue, alive.pop(choice % len(alive)))

@@ -207,11 +207,11 @@ class TestTheQueue:
         plan = scheduler(queue_rows_max=8)
         kept = [submit(plan, rows=2) for _ in range(4)]
         parts = [Request(3, KEY, 1, 0) for _ in range(2)]
-        plan.queue.submit_all(parts)
+        plan.queue.submit(*parts)
         assert plan.queue.displaced == kept[:0:-1]
         assert plan.queued_rows == 8
         with pytest.raises(QueueFullError):
-            plan.queue.submit_all([Request(2, KEY, 1, 0) for _ in range(2)])
+            plan.queue.submit(*[Request(2, KEY, 1, 0) for _ in range(2)])
         assert plan.queued_rows == 8
 
     def test_requests_that_left_are_not_displaced(self):
@@ -250,10 +250,10 @@ class TestTheQueue:
     def test_parts_are_queued_all_or_none(self):
         plan = scheduler(queue_rows_max=4)
         with pytest.raises(QueueFullError):
-            plan.queue.submit_all([Request(3, KEY, 0, 0), Request(2, KEY, 0, 0)])
+            plan.queue.submit(*[Request(3, KEY, 0, 0), Request(2, KEY, 0, 0)])
         assert plan.is_idle
         assert counters(plan).refused == 2
-        plan.queue.submit_all([Request(2, KEY, 0, 0), Request(2, KEY, 0, 0)])
+        plan.queue.submit(*[Request(2, KEY, 0, 0), Request(2, KEY, 0, 0)])
         assert plan.queued_rows == 4
 
     def test_a_queued_request_is_cancelled_without_a_trace(self):
@@ -549,7 +549,7 @@ class TestAModelThatFails:
             with pytest.raises(expected):
                 submit(plan, shape="bad", deadline_ns=5)
             with pytest.raises(expected):
-                plan.queue.submit_all([Request(1, key_of("bad"), 0, 0) for _ in range(2)])
+                plan.queue.submit(*[Request(1, key_of("bad"), 0, 0) for _ in range(2)])
             with pytest.raises(expected):
                 plan.limit(key_of("bad"))
         assert (repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan.queue.buckets.by_key)) == before

@@ -60,9 +60,9 @@ def plain_requests_are_made_in_disorder(original, self, flat):
     self._by_priority[-1].rotate(1)
 
 
-def a_plain_request_is_launched_again(original, self, chosen, rows, after=State.IN_FLIGHT):
+def a_plain_request_is_launched_again(original, self, chosen, rows):
     kept = list(self.flat[-FIELDS:]) if len(self.flat) == FIELDS * rows else []
-    original(self, chosen, rows, after)
+    original(self, chosen, rows)
     self.flat += kept
     self.rows += bool(kept)
 
@@ -77,9 +77,9 @@ def rows_counted_twice(original, self, request):
     self._bucket.rows += request.rows
 
 
-def a_request_in_two_batches(original, self, chosen, rows, after=State.IN_FLIGHT):
+def a_request_in_two_batches(original, self, chosen, rows):
     kept = chosen[-1]
-    original(self, chosen, rows, after)
+    original(self, chosen, rows)
     if not self.requests and not isinstance(kept, PlainRequest):
         kept.state = State.QUEUED
         self._by_priority[-1 - kept.priority].append(kept)

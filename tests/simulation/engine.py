@@ -176,7 +176,7 @@ class VirtualEngine:
             if arrival.rows == 1 and not arrival.priority and timeout_ns is None:
                 request: Request = PlainCaller(key, now_ns)
                 if not queue.open.join(key, request, None):
-                    queue.enter(key, request, None, now_ns)
+                    queue.submit_plain(key, request, None, now_ns)
             else:
                 deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
                 request = Request(arrival.rows, key, arrival.priority, now_ns, deadline_ns)
