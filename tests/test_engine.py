@@ -31,7 +31,7 @@ from asynctrt.errors import (
     QueueFullError,
     UsageError,
 )
-from asynctrt.scheduling import policy
+from asynctrt.scheduling import policies
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -375,7 +375,7 @@ class TestBatching:
     async def test_a_slow_first_batch_does_not_have_all_that_follow_divided(self, monkeypatch):
         """Batches that are always divided are never measured whole again: the first would count for ever."""
         # What is divided at all: the first batch, but no later one, however slow the machine is.
-        monkeypatch.setattr(policy, "PART_NS_MIN", 10_000_000)
+        monkeypatch.setattr(policies, "PART_NS_MIN", 10_000_000)
         naps = iter([0.05])
 
         def work(inputs, outputs):

@@ -104,11 +104,11 @@ class DrivenEngine(Engine):
         arrays, rows, key = self._validate(inputs)
         if timeout is None and priority is NO_PRIORITY and outputs is HOST and limits_here() is None:
             if rows == 1 and (plain := self._plain) is not None:
-                future = plain.enter(arrays, key)
+                future = plain.submit_plain(arrays, key)
                 try:
                     return await future
                 except (asyncio.CancelledError, GeneratorExit):
-                    plain.leave(future)
+                    plain.cancel_plain(future)
                     raise
                 finally:
                     del future  # An exception in it holds this frame.
@@ -139,8 +139,8 @@ class DrivenEngine(Engine):
         future.leave = future.request = None
         if timeout is None and priority is NO_PRIORITY and outputs is HOST and limits_here() is None:
             if rows == 1 and (plain := self._plain) is not None:
-                plain.enter(arrays, key, future)
-                future.leave = plain.leave
+                plain.submit_plain(arrays, key, future)
+                future.leave = plain.cancel_plain
                 return future
             queued = self._queue_unlimited(arrays, rows, key, future)
         else:

@@ -82,7 +82,7 @@ class LocalEngine(DrivenEngine):
             plain=driver,
         )
         parts.divide_device(scheduler, options, loop, driver.pump_soon)
-        scheduler.seed(parts.calibration.key, parts.calibration.compute_ns)
+        scheduler.times.seed(parts.calibration.key, parts.calibration.compute_ns)
         self._parts = parts
         self._device, self._model, self._pool = device, model, pool
         self._capacity = capacity
@@ -234,12 +234,12 @@ class LocalEngine(DrivenEngine):
             )
 
         self._driver.observe = observe
-        self._scheduler.time_all(timed or self._device.timing_is_free)
+        self._scheduler.times.times_all = timed or self._device.timing_is_free
         try:
             yield trace
         finally:
             self._driver.observe = None
-            self._scheduler.time_all(self._device.timing_is_free)
+            self._scheduler.times.times_all = self._device.timing_is_free
 
     async def _close(self) -> None:
         why = f"{self.name!r} is closed"

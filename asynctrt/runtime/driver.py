@@ -180,7 +180,7 @@ class Driver:
             self._interrupted(error)
             raise
 
-    def enter(
+    def submit_plain(
         self, payload: Any, key: BatchKey, future: asyncio.Future[InferResult] | None = None
     ) -> asyncio.Future[InferResult]:
         """Queue a row without a deadline, a priority or a choice of outputs; raises as :meth:`submit` does.
@@ -226,13 +226,13 @@ class Driver:
         if self._scheduler.cancel(request):
             self._bury(request)
 
-    def leave(self, future: asyncio.Future[InferResult]) -> None:
-        """Do the same as :meth:`cancel` for what :meth:`enter` queued."""
+    def cancel_plain(self, future: asyncio.Future[InferResult]) -> None:
+        """Do the same as :meth:`cancel` for what :meth:`submit_plain` queued."""
         if not future.done():
             future.cancel()
         if not future.cancelled() or (self._to_deliver is not None and holds(self._to_deliver[0], future)):
             return  # It is answered, or counts as answered.
-        request = self._scheduler.left(future)
+        request = self._scheduler.cancel_plain(future)
         if request is not None:
             self._bury(request)
 
@@ -267,7 +267,7 @@ class Driver:
 
     def refuse(self, why: AsynctrtError) -> None:
         """Refuse new requests with a copy of ``why``; accepted ones are still answered."""
-        self._scheduler.refuse(why)
+        self._queue.refuse(why)
 
     def fail_queued(self, why: EngineClosedError) -> None:
         """Refuse new requests and fail the queued ones. Batches in flight go on."""
@@ -678,12 +678,12 @@ class Driver:
         source = flight.source
         try:
             landed_ns = self._now_ns()
-            self._note_times(flight)
+            copies_ns, wait_ns = self._note_times(flight)
             if self._scheduler.room.share is not None:
                 self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
-            if batch.lane is not None or batch.arena is not None:
+            if self._lanes:
                 self._leave_lane(flight)
-                self._scheduler.landed(batch, landed_ns)
+            self._scheduler.landed(batch, landed_ns, copies_ns, wait_ns)
             if source.device_outputs is not None:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return
@@ -733,18 +733,20 @@ class Driver:
         else:
             self._fail(flight.batch, error, flight)
 
-    def _note_times(self, flight: InFlight) -> None:
-        """Record the times that the device measured of a batch, or the usual times if it was not timed."""
-        batch, record, scheduler = flight.batch, flight.record, self._scheduler
-        copies = flight.note_times()
-        if copies is None:
-            copy_in_ns, record.compute_ns, record.copy_out_ns = scheduler.usual_ns(batch)
+    def _note_times(self, flight: InFlight) -> tuple[tuple[int, int] | None, int | None]:
+        """Record the times that the device measured of a batch, or the usual times if it was not timed.
+
+        :returns: the measured times of copying in and out, and of waiting in its lane; ``None`` for each that
+            was not measured.
+        """
+        batch, record = flight.batch, flight.record
+        copies_ns = flight.note_times()
+        if copies_ns is None:
+            usual_ns = self._scheduler.times.usual_ns(batch.key, batch.rows_run)
+            copy_in_ns, record.compute_ns, record.copy_out_ns = usual_ns
             record.copy_in_ns += copy_in_ns
-            return
-        if any(copies):
-            scheduler.observe_copies(batch, copy_in_ns=copies[0], copy_out_ns=copies[1])
-        if batch.lane is not None:
-            scheduler.observe_wait(batch, record.arena_wait_ns)
+            return None, None
+        return copies_ns if any(copies_ns) else None, None if batch.lane is None else record.arena_wait_ns
 
     def _copied_out(
         self,
@@ -851,7 +853,7 @@ class Driver:
 
     def _avoid(self, arena: int) -> None:
         """Stop using an arena in which a batch of this or another engine hangs."""
-        self._scheduler.quarantine_arena(arena)
+        self._scheduler.room.contexts.quarantine_arena(arena)
         self._lose_if_stuck()
 
     def _lose_if_stuck(self) -> None:

@@ -1,6 +1,6 @@
 """Counters of what an engine has done so far."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from asynctrt.scheduling.batch import Batch, Reason
@@ -60,6 +60,13 @@ class Counters:
     def rows(self) -> int:
         """Return the rows of the batches that ended well, without padding."""
         return sum(rows * size.count for rows, size in self.by_rows.items())
+
+    def copy(self) -> "Counters":
+        """Return a copy. Any thread may call this while the loop's thread counts."""
+        sizes = sorted(dict(self.by_rows).items())
+        return replace(
+            self, by_rows={rows: replace(size) for rows, size in sizes}, launched=dict(self.launched)
+        )
 
     def add_batch(
         self,

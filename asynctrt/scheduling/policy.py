@@ -27,10 +27,6 @@ from asynctrt.scheduling.batch_times import Times
 from asynctrt.scheduling.concurrency import ONE_LANE, Lanes
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 
-PART_NS_MIN: Final = 200_000
-"""Rows are spread over idle cores only if each part computes for at least this long: several times as long as
-handing it to a thread and back takes."""
-
 DEADLINE_MARGIN_NS: Final = 500_000
 """A batch that waits for more rows is launched this long before its first deadline, because the event loop
 may wake up late for it. The exact time was not tuned."""
@@ -100,42 +96,6 @@ class Policy:
         if deadline_ns != NO_DEADLINE_NS:
             ready_ns = min(ready_ns, deadline_ns - DEADLINE_MARGIN_NS)
         return ready_ns
-
-    def rows_to_take(
-        self,
-        shape: Hashable,
-        rows: int,
-        head_rows: int,
-        *,
-        rows_max: int,
-        buckets: int,
-        in_flight: int,
-        compute: Times,
-    ) -> int:
-        """Return the rows of the next batch: all that fit or, if several cores are idle, an even share.
-
-        Two cores compute 16 rows each in about half the time that one core takes for 32. A configured delay
-        asks for large batches, so these are not divided.
-
-        :param rows: rows queued in the bucket; ``head_rows`` of them belong to its first request.
-        :param rows_max: rows that one batch of the bucket holds.
-        :param buckets: how many buckets have work.
-        """
-        idle = self.concurrency - in_flight - (buckets - 1)
-        if not self.is_parallel or self.delay_ns_max or idle < 2 or rows < 2:
-            return rows_max
-        expected_ns = compute.typical(shape, min(rows, rows_max))
-        if expected_ns is None or expected_ns < 2 * PART_NS_MIN:
-            return rows_max
-        parts = min(idle, expected_ns // PART_NS_MIN)
-        part = max(min(-(-rows // parts), rows_max), head_rows)
-        # If batches of this size are always divided, the time of a whole one is never measured again, and a
-        # first slow run would count forever. The parts together are an upper bound of it.
-        if compute.has_seen(shape, part):
-            part_ns = compute.typical(shape, part) or 0
-            if -(-min(rows, rows_max) // part) * part_ns < 2 * PART_NS_MIN:
-                return rows_max
-        return part
 
     def rows_to_run(self, shape: Hashable, rows: int, compute: Times) -> int:
         """Return how many rows to execute for a batch of ``rows``: no more, or the next captured size.

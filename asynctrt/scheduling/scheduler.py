@@ -8,9 +8,8 @@ is it? May that batch still grow? Which rows does it take, and with how many is 
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from asynctrt.errors import AsynctrtError, InternalError
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
@@ -18,7 +17,7 @@ from asynctrt.scheduling.batch_times import BatchTimes
 from asynctrt.scheduling.company import OneSize
 from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
-from asynctrt.scheduling.counters import Counters, SizeCounters
+from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policies import (
@@ -59,8 +58,7 @@ batches succeed."""
 NONE_JOINED: Final[tuple[JoinedRows, ...]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """What the scheduler has done and is doing, as numbers that do not change afterwards."""
 
     counters: Counters
@@ -103,9 +101,10 @@ class Scheduler:
     ) -> None:
         self._policy = policy
         self._counters = Counters()
-        self._times = BatchTimes(times_all=times_all, keeps_promises=policy.answers_in_time)
+        self.times = BatchTimes(times_all=times_all, keeps_promises=policy.answers_in_time)
+        """How long batches take."""
         self._concurrency = Concurrency(
-            self._times,
+            self.times,
             lanes=policy.lanes,
             lanes_max=policy.lanes_max if policy.is_pipelined else 0,
             arenas=arenas,
@@ -119,10 +118,10 @@ class Scheduler:
         )
         """Decides whether there is room for a batch; holds the contexts."""
         if policy.change_ns:
-            self.room.sizes = KeptSizes(self.room.contexts, shapes, self._times, policy.change_ns)
-        self._run_as = RunAs(policy, shapes, self._times)
+            self.room.sizes = KeptSizes(self.room.contexts, shapes, self.times, policy.change_ns)
+        self._run_as = RunAs(policy, shapes, self.times)
         forecast = Forecast(
-            policy, self._times, self._concurrency, self._in_flight, in_flight_max, self._run_as.expected_rows
+            policy, self.times, self._concurrency, self._in_flight, in_flight_max, self._run_as.expected_rows
         )
         self.queue = Queue(
             policy,
@@ -155,9 +154,9 @@ class Scheduler:
         if policy.is_alone:
             rows = TakeOneRequest()
         elif policy.is_pipelined:
-            rows = HalvesFirst(self._concurrency, self._times, self.room, self._run_as.expected_rows)
-        elif policy.is_parallel:
-            rows = SpreadOverCores(policy, self.queue.buckets, self._times)
+            rows = HalvesFirst(self._concurrency, self.times, self.room, self._run_as.expected_rows)
+        elif policy.is_parallel and not policy.delay_ns_max:  # A delay asks for large batches.
+            rows = SpreadOverCores(policy, self.queue.buckets, self.times)
         return InTime(rows, forecast, self.queue.deadlines) if policy.answers_in_time else rows
 
     def __repr__(self) -> str:
@@ -213,32 +212,20 @@ class Scheduler:
 
         Any thread may call this while the loop's thread makes changes, so it iterates over copies.
         """
-        counters = self._counters
-        values = {name: getattr(counters, name) for name in Counters.__slots__}
-        sizes = dict(counters.by_rows)
-        values["by_rows"] = {
-            rows: SizeCounters(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
-            for rows, size in sorted(sizes.items())
-        }
-        values["launched"] = dict(counters.launched)
+        counters = self._counters.copy()
         queued = self.queued_requests
         # Masked requests have been counted as cancelled or failed.
         again = [requests for _, requests in tuple(self.again.parts)]
         under_way = [*again, *(batch.requests for batch in tuple(self._in_flight))]
         waiting = sum(map(waiting_in, under_way))
         return Snapshot(
-            Counters(**values),
+            counters,
             submitted=counters.ended + queued + waiting,
             queued_requests=queued,
             queued_rows=self.queued_rows,
             in_flight_batches=len(self._in_flight),
             contexts_quarantined=len(self.room.contexts.quarantined),
         )
-
-    def queued_by_key(self) -> dict[BatchKey, int]:
-        """Return the queued rows of each bucket with work."""
-        self.queue.close_open()
-        return {bucket.key: bucket.rows for bucket in self.queue.buckets}
 
     def limit(self, key: BatchKey) -> int:
         """Return the rows that one batch of this key holds.
@@ -259,11 +246,12 @@ class Scheduler:
             self.queue.leave(request, Change.CANCEL)
             self._counters.cancelled += 1
             return True
-        if self._mask(request):
+        if request.state is IN_FLIGHT:
+            change(request, Change.CANCEL)
             self._counters.cancelled += 1
         return False
 
-    def left(self, future: Any) -> Request | None:
+    def cancel_plain(self, future: Any) -> Request | None:
         """Cancel a plain request, whose future has been cancelled. Return it if it was queued."""
         request = self.queue.object_of(future)
         if request is not None:
@@ -273,7 +261,8 @@ class Scheduler:
 
     def fail_one(self, request: Request) -> None:
         """Fail one request of a batch in flight; the others go on."""
-        if self._mask(request):
+        if request.state is IN_FLIGHT:
+            change(request, Change.CANCEL)
             self._counters.failed += 1
 
     def next_batch(self, now_ns: int) -> Batch | RejectedBatch | None:
@@ -335,6 +324,7 @@ class Scheduler:
             rows_run, profile = self._run_as.find(key, rows)
             if joined:
                 rows_min = self.room.sizes.usual(key.shape, rows_run)
+                self.room.sizes.note(key.shape, rows, rows_min)
             rows_run = max(rows_run, rows_min)
             self.taken = chosen
         except Exception as raised:
@@ -391,7 +381,7 @@ class Scheduler:
         now_ns: int,
     ) -> Batch:
         self._number = number = self._number + 1
-        is_timed = self._times.wants_times(number, key.shape, rows_run)
+        is_timed = self.times.wants_times(number, key.shape, rows_run)
         kept = self.room.sizes.profile(key, rows_run, profile)
         if kept is None:
             context, arena = self.room.contexts.acquire()
@@ -430,7 +420,7 @@ class Scheduler:
                 (key.shape, rows_run),
                 lanes=count,
                 computing=self._computing(),
-                alone_ns=self._times.alone.typical(key.shape, rows_run),
+                alone_ns=self.times.alone.typical(key.shape, rows_run),
             )
         return batch
 
@@ -491,38 +481,29 @@ class Scheduler:
         """
         return self._concurrency.started(batch, now_ns, put_ns)
 
-    def landed(self, batch: Batch, now_ns: int) -> None:
-        """Note that the device has finished a batch, whose outputs must still be copied for the callers."""
-        self._concurrency.landed(batch, now_ns)
+    def landed(
+        self, batch: Batch, now_ns: int, copies_ns: tuple[int, int] | None = None, wait_ns: int | None = None
+    ) -> None:
+        """Note that the device has finished a batch, whose outputs must still be copied for the callers.
 
-    def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
-        """Note how long batches took before the first request came, in ns, by their rows."""
-        self._times.seed(key, compute_ns)
+        :param copies_ns: how long it was copied in and out, if the device measured that.
+        :param wait_ns: how long before its turn it was in place, if the device measured that.
+        """
+        if copies_ns is not None:
+            self.times.observe_copies(batch, *copies_ns)
+        if wait_ns is not None:
+            self._concurrency.observe_wait(batch, wait_ns)
+        if self._concurrency.lines:
+            self._concurrency.landed(batch, now_ns)
 
     def run_anew(self, shape: Hashable, times: Mapping[int, int]) -> None:
         """Replace the times of a shape whose batches run in another way from now on.
 
         :param times: how long they take now, in ns, by their rows; empty if that is not known.
         """
-        self._times.forget(shape)
-        self.seed(BatchKey(shape), times)
+        self.times.forget(shape)
+        self.times.seed(BatchKey(shape), times)
         self._company.tell(shape, times)
-
-    def time_all(self, are_timed: bool) -> None:  # noqa: FBT001  (the only argument)
-        """Have the device time every batch from now on, or only a sample."""
-        self._times.times_all = are_timed
-
-    def usual_ns(self, batch: Batch) -> tuple[int, int, int]:
-        """Return how long such a batch usually takes to be copied in, to compute and to be copied out."""
-        return self._times.usual_ns(batch.key, batch.rows_run)
-
-    def observe_copies(self, batch: Batch, *, copy_in_ns: int, copy_out_ns: int) -> None:
-        """Remember the copy times that the device measured for a timed batch."""
-        self._times.observe_copies(batch, copy_in_ns, copy_out_ns)
-
-    def observe_wait(self, batch: Batch, wait_ns: int) -> None:
-        """Remember how long before its turn a timed batch was in place, as the device measured."""
-        self._concurrency.observe_wait(batch, wait_ns)
 
     def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
         """Note how long a batch ran, if schedulers divide the device."""
@@ -542,7 +523,7 @@ class Scheduler:
         self._end(batch)
         answered, arrived_ns = complete(batch.requests)
         if batch.is_timed:
-            self._times.observe(batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
+            self.times.observe(batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
             self._company.observe(batch, copy_in_ns + compute_ns + copy_out_ns)
         self._counters.add_batch(
             batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
@@ -589,14 +570,6 @@ class Scheduler:
         if room.share is not None:
             room.share.left(batch, computing=self._computing())
 
-    def quarantine_arena(self, arena: int) -> None:
-        """Stop using the contexts of an arena, because a batch of another engine hangs in it."""
-        self.room.contexts.quarantine_arena(arena)
-
-    def refuse(self, why: AsynctrtError) -> None:
-        """Refuse every submission from now on with a copy of ``why``; queued requests go on."""
-        self.queue.refuse(why)
-
     def close(self, why: AsynctrtError) -> list[Request]:
         """Refuse every submission from now on, and return all unanswered requests that are not in flight:
         queued, waiting to be tried again, or taken out of the queue as too late."""
@@ -605,13 +578,6 @@ class Scheduler:
         queued = [*self.again.close(), *queued]
         self.queue.fail(queued)
         return [*queued, *late]
-
-    def _mask(self, request: Request) -> bool:
-        """Mask a request in flight; return False if it is no longer in flight."""
-        if request.state is not IN_FLIGHT:
-            return False
-        change(request, Change.CANCEL)
-        return True
 
 
 def _not_in_flight(batch: Batch) -> InternalError:

@@ -70,6 +70,17 @@ def submit(plan, rows=1, shape="b", priority=0, now_ns=0, *, key=None, **kw):
     return request
 
 
+def usual_ns(plan, batch):
+    """How long such a batch usually takes to be copied in, to compute and to be copied out."""
+    return plan.times.usual_ns(batch.key, batch.rows_run)
+
+
+def queued_by_key(plan):
+    """The queued rows of each bucket with work."""
+    plan.queue.close_open()
+    return {bucket.key: bucket.rows for bucket in plan.queue.buckets}
+
+
 def finish(plan, batch, now_ns=0, *, compute_ns=20, **kw):
     """Let a batch go through all that happens to one that is put on a stream and ends well."""
     plan.started(batch, now_ns)

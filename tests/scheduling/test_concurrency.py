@@ -19,7 +19,7 @@ from asynctrt.scheduling.concurrency import (
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from tests.scheduling.support import KEY, make_batch, submit
+from tests.scheduling.support import KEY, make_batch, submit, usual_ns
 
 MS = 1_000_000
 COMPUTE_NS = 10 * MS
@@ -65,7 +65,7 @@ def run(plan, batch, now_ns):
 
 def end(plan, batch, now_ns):
     if batch.is_timed:
-        plan.observe_copies(batch, copy_in_ns=COPY_NS, copy_out_ns=0)
+        plan.times.observe_copies(batch, COPY_NS, 0)
     plan.landed(batch, now_ns)
     plan.finished(batch, now_ns, COPY_NS, COMPUTE_NS, 0)
 
@@ -125,7 +125,7 @@ class TestJustInTime:
             end(plan, first, free_ns)
             in_place_ns = due_ns + STAGING_NS + COPY_NS
             if batch.is_timed:
-                plan.observe_wait(batch, 0 if numbers.random() < late else free_ns - in_place_ns)
+                plan._concurrency.observe_wait(batch, 0 if numbers.random() < late else free_ns - in_place_ns)
             first, free_ns = batch, max(free_ns, in_place_ns) + COMPUTE_NS
         least_ns, most_ns = LEAD_NS - LEAD_MARGIN_NS, LEAD_NS - LEAD_MARGIN_NS + LEAD_MARGIN_NS_MAX
         assert min(leads_ns) >= least_ns
@@ -146,7 +146,7 @@ class TestJustInTime:
             plan.started(batch, free_ns)
             end(plan, first, free_ns)
             if batch.is_timed:
-                plan.observe_wait(batch, 0)
+                plan._concurrency.observe_wait(batch, 0)
             first, free_ns = batch, free_ns + COPY_NS + COMPUTE_NS
         submit(plan, now_ns=free_ns - 9 * MS)
         assert plan.next_batch(free_ns - 9 * MS) is None
@@ -168,16 +168,16 @@ class TestJustInTime:
     def test_what_batches_of_a_shape_took_is_forgotten_when_they_run_in_another_way(self, lanes_max):
         plan, now_ns = pipelined(lanes_max=lanes_max)
         before, free_ns = in_flight(plan, now_ns)
-        assert plan.usual_ns(before)[1] == COMPUTE_NS
+        assert usual_ns(plan, before)[1] == COMPUTE_NS
         plan.run_anew(("another",), {})
-        assert plan.usual_ns(before)[1] == COMPUTE_NS
+        assert usual_ns(plan, before)[1] == COMPUTE_NS
         plan.run_anew(before.key.shape, {})
-        assert plan.usual_ns(before)[1] == 0
+        assert usual_ns(plan, before)[1] == 0
         end(plan, before, free_ns)
         for number in range(2 * WARM_UP):
             submit(plan, rows=1 + number % 8, now_ns=free_ns)
             free_ns = run(plan, plan.next_batch(free_ns), free_ns)
-        assert plan.usual_ns(before)[1] == COMPUTE_NS
+        assert usual_ns(plan, before)[1] == COMPUTE_NS
 
     def test_with_nothing_in_flight_nothing_waits(self):
         plan, now_ns = pipelined()
@@ -266,7 +266,7 @@ class TestJustInTime:
                 batch = plan.next_batch(now_ns)
                 plan.started(batch, now_ns)
                 now_ns += 20 * MS
-                plan.observe_copies(batch, copy_in_ns=rows * 4 * MS, copy_out_ns=0)
+                plan.times.observe_copies(batch, rows * 4 * MS, 0)
                 plan.landed(batch, now_ns)
                 plan.finished(batch, now_ns, rows * 4 * MS, rows * 5 * MS, 0)
         for _ in range(4):

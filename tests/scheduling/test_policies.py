@@ -104,7 +104,7 @@ class TestKeptSizes:
         self.run(plan, 8)
         for size in (1, 1, 1, 1, 1):
             self.run(plan, size)
-        plan.seed(BatchKey(("b",)), {1: 100, 8: 100})
+        plan.times.seed(BatchKey(("b",)), {1: 100, 8: 100})
         assert {self.run(plan, 1)[1] for _ in range(50)} == {8}
 
     def test_a_batch_waits_for_a_context_of_its_shape_as_long_as_a_change_takes(self):
@@ -154,6 +154,22 @@ class TestKeptSizes:
         plan.bisect(plan.next_batch(0))
         assert [self.run(plan) for _ in range(2)] == [(1, 8)] * 2
         assert self.run(plan, 1, shape="b") == (1, 8)
+
+    def test_what_rows_that_join_lose_counts_as_well(self):
+        plan = self.plan(
+            company=MixedSizes(
+                {("b",): 1, ("c",): 2}.__getitem__,
+                lambda holder, shape: holder in (("c",), shape),
+                [(units, 1000 + 10 * units) for units in (1, 100) for _ in range(TIMES_MIN)],
+            )
+        )
+        self.run(plan, 8, shape="c")
+        ran = []
+        for _ in range(5):
+            submit(plan, shape="b")
+            ran.append(self.run(plan, 1, shape="c", compute_ns=400))
+        assert ran == [(2, 8)] * 5
+        assert self.run(plan, 1, shape="c") == (1, 1), "it has lost more than a change takes"
 
     def test_a_shape_with_contexts_of_its_own_runs_in_its_sizes(self):
         plan = self.plan()

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from asynctrt.scheduling.batch_times import Times
-from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, NOT_CAPTURED, PART_NS_MIN, Captured, Policy
-from asynctrt.scheduling.request import NO_DEADLINE_NS
+from asynctrt.scheduling.batch import Reason
+from asynctrt.scheduling.batch_times import BatchTimes, Times
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policies import PART_NS_MIN, SpreadOverCores
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, NOT_CAPTURED, Captured, Policy
+from asynctrt.scheduling.queues import BucketQueue, Buckets
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
+from tests.scheduling.support import scheduler, submit
 
 ROWS_MAX = 8
 SHAPE = (("n", 3),)
@@ -47,9 +52,15 @@ def latency_of(expected_ns):
 
 
 def rows_to_take(rules, rows, latency, *, head_rows=1, buckets=1, in_flight=0, rows_max=ROWS_MAX):
-    return rules.rows_to_take(
-        SHAPE, rows, head_rows, rows_max=rows_max, buckets=buckets, in_flight=in_flight, compute=latency
-    )
+    times, waiting = BatchTimes(), Buckets(rules, 1)
+    times.compute = latency
+    for number in reversed(range(buckets)):
+        bucket = BucketQueue(BatchKey((("n", 3 + number),)), 1, rows_max)
+        waiting.add(bucket)
+        bucket.push(Request(head_rows, bucket.key, 0, 0))
+        bucket.push(Request(rows - head_rows, bucket.key, 0, 0))
+        waiting.pushed(bucket, 0, NO_DEADLINE_NS)
+    return SpreadOverCores(rules, waiting, times).rows_max(bucket, in_flight, Reason.IDLE)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +80,19 @@ def test_on_parallel_cores_rows_are_shared_out(expected_ns, in_flight, buckets, 
     assert rows_to_take(rules, 6, latency_of(expected_ns), buckets=buckets, in_flight=in_flight) == rows
 
 
-def test_rows_are_not_shared_out_on_a_device_that_does_one_thing_at_a_time():
-    assert rows_to_take(policy(concurrency=3), 6, latency_of(10**9)) == 8
-
-
-def test_who_configures_a_delay_gets_large_batches():
-    rules = policy(concurrency=3, is_parallel=True, delay_ns_max=1)
-    assert rows_to_take(rules, 6, latency_of(10**9)) == 8
+@pytest.mark.parametrize(
+    ("rows", "is_parallel", "delay_ns_max"), [(2, True, 0), (6, False, 0), (6, True, 1)], ids=str
+)
+def test_rows_are_not_shared_out_on_one_core_nor_where_a_delay_asks_for_large_batches(
+    rows, is_parallel, delay_ns_max
+):
+    plan = scheduler(
+        rows_max=8, concurrency=3, contexts=3, is_parallel=is_parallel, delay_ns_max=delay_ns_max
+    )
+    plan.times.seed(BatchKey(SHAPE), {1: 10**9})
+    for _ in range(6):
+        submit(plan, key=BatchKey(SHAPE))
+    assert plan.next_batch(10**9).rows == rows
 
 
 def test_a_share_has_room_for_the_head():

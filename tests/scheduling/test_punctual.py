@@ -118,7 +118,7 @@ def test_what_a_batch_takes_counts_from_its_launch_where_it_begins_at_once():
         submit(plan)
         batch = plan.next_batch(number * 100 * MS)
         finish(plan, batch, (number * 100 + 9) * MS, compute_ns=4 * MS)
-    assert plan._times.occupied.late(("b",), 1) == 9 * MS - 301
+    assert plan.times.occupied.late(("b",), 1) == 9 * MS - 301
 
 
 def test_the_shorter_of_what_is_known_is_the_least():
@@ -126,11 +126,11 @@ def test_the_shorter_of_what_is_known_is_the_least():
     plan = measured(sizes=(1,), samples=WINDOW)
     key = key_of()
     for _ in range(WINDOW):
-        plan._times.compute.observe(("b",), 1, 20 * MS)
-    assert plan._times.sure_ns(key, 1) == 20 * MS
+        plan.times.compute.observe(("b",), 1, 20 * MS)
+    assert plan.times.sure_ns(key, 1) == 20 * MS
     assert plan.queue._forecast.least_ns(key, 1) == took_ns(1)
     for _ in range(WINDOW):
-        plan._times.occupied.observe(("b",), 1, 30 * MS)
+        plan.times.occupied.observe(("b",), 1, 30 * MS)
     assert plan.queue._forecast.least_ns(key, 1) == 20 * MS
 
 
@@ -149,7 +149,7 @@ def test_a_batch_for_what_is_most_overdue_is_not_split():
 
 def test_the_way_back_of_the_outputs_is_counted():
     plan = measured()
-    plan.observe_copies(make_batch(rows=4), copy_in_ns=0, copy_out_ns=MS)
+    plan.times.observe_copies(make_batch(rows=4), 0, MS)
     take(plan, 11.2, 11.2, 11.2, 11.2)  # 10 ms, 1 ms to be copied out, and the margin.
     assert launch(plan).rows == 3
 
@@ -157,7 +157,7 @@ def test_the_way_back_of_the_outputs_is_counted():
 def test_one_whose_outputs_would_come_too_late_is_not_computed_for_nothing():
     """Though nobody else wants the device, and it would have computed in time."""
     plan = measured()
-    plan.observe_copies(make_batch(rows=1), copy_in_ns=0, copy_out_ns=MS)
+    plan.times.observe_copies(make_batch(rows=1), 0, MS)
     (late,) = take(plan, 10)
     assert launch(plan, 5.5) is None  # 4 ms, and 1 ms to be copied out.
     assert plan.queue.expire(int(5.5 * MS)) == [late]
@@ -203,8 +203,8 @@ def test_thousands_are_given_up_at_once(shapes):
     late = [submit(plan, shape=f"{number % shapes}", deadline_ns=10_000 * MS) for number in range(1500)]
     for number in range(shapes):
         for _ in range(WINDOW):
-            plan._times.occupied.observe((f"{number}",), 1, 20_000 * MS)
-            plan._times.compute.observe((f"{number}",), 1, 20_000 * MS)
+            plan.times.occupied.observe((f"{number}",), 1, 20_000 * MS)
+            plan.times.compute.observe((f"{number}",), 1, 20_000 * MS)
     assert launch(plan, 1) is None
     assert set(plan.queue.expire(MS)) == set(late)
     assert plan.is_idle

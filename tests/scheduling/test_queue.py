@@ -24,7 +24,7 @@ from asynctrt.scheduling.request import (
     holds,
     waiting_in,
 )
-from tests.scheduling.support import KEY, finish, scheduler, submit
+from tests.scheduling.support import KEY, finish, queued_by_key, scheduler, submit
 
 
 class Caller:
@@ -48,7 +48,7 @@ def enter(plan, count=1, key=KEY, now_ns=0):
 
 def leave(plan, future):
     future.is_done = True
-    return plan.left(future)
+    return plan.cancel_plain(future)
 
 
 def futures_of(batch):
@@ -84,7 +84,7 @@ class TestPlain:
         other = BatchKey(("other",))
         for key in (KEY, other, BatchKey(("b",)), KEY, other):
             enter(plan, key=key)
-        assert plan.queued_by_key() == {KEY: 3, other: 2}
+        assert queued_by_key(plan) == {KEY: 3, other: 2}
         assert [plan.next_batch(0).rows for _ in range(2)] == [3, 2]
 
     def test_the_queue_is_bounded(self):
@@ -99,7 +99,7 @@ class TestPlain:
     def test_a_closed_queue_takes_none(self):
         plan = scheduler()
         enter(plan, 2)
-        plan.refuse(EngineClosedError("closing"))
+        plan.queue.refuse(EngineClosedError("closing"))
         with pytest.raises(EngineClosedError, match="closing"):
             enter(plan)
         assert plan.next_batch(0).rows == 2
@@ -139,7 +139,7 @@ class TestPlain:
         futures[3].is_done = True  # It leaves in this tick, which the scheduler is told afterwards.
         urgent = submit(plan, rows=2, key=KEY, priority=1)
         assert [request.future for request in plan.queue.take_displaced()] == [futures[3], futures[2]]
-        assert not plan.left(futures[3])
+        assert not plan.cancel_plain(futures[3])
         assert ends_of(plan)[1:3] == (1, 1)
         assert plan.next_batch(0).requests[0] is urgent
 
@@ -167,7 +167,7 @@ class TestPlain:
             (futures[1], State.CANCELLED),
             (futures[2], State.FAILED),
         ]
-        assert not plan.left(futures[1])
+        assert not plan.cancel_plain(futures[1])
         assert ends_of(plan) == (0, 2, 1, 3)
 
 
@@ -213,7 +213,7 @@ class TestLeaving:
             assert batch.requests[2].state is MASKED
         finish(plan, batch)
         assert ends_of(plan) == (2, 0, 0, 2)
-        assert not plan.left(futures[2])
+        assert not plan.cancel_plain(futures[2])
         assert ends_of(plan) == (2, 0, 1, 3)
 
     def test_one_in_a_batch_that_fails(self):

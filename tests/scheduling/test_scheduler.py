@@ -22,7 +22,8 @@ from asynctrt.errors import (
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.counters import ARENA_WAIT_NS_MIN
 from asynctrt.scheduling.key import FIXED_SHAPE
-from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, PART_NS_MIN, Captured, Policy
+from asynctrt.scheduling.policies import PART_NS_MIN
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Captured, Policy
 from asynctrt.scheduling.queues import TURNS_KEPT
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -34,8 +35,10 @@ from tests.scheduling.support import (
     count_operations,
     finish,
     key_of,
+    queued_by_key,
     scheduler,
     submit,
+    usual_ns,
 )
 
 
@@ -196,7 +199,7 @@ class TestTheQueue:
         profiles.ranges = InputError("no such shape")
         with pytest.raises(InputError):
             submit(plan, shape="unknown", priority=2)
-        plan.refuse(EngineClosedError("closing"))
+        plan.queue.refuse(EngineClosedError("closing"))
         with pytest.raises(EngineClosedError):
             submit(plan, priority=2)
         assert plan.queue.displaced == []
@@ -543,7 +546,7 @@ class TestAModelThatFails:
     def test_about_the_rows_of_a_shape_refuses_the_request_and_changes_nothing(self, fault):
         plan = scheduler(profiles=Profiles(ranges=lambda shape: fault if shape == ("bad",) else ((1, 4),)))
         submit(plan, shape="good")
-        before = repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan.queue.buckets.by_key)
+        before = repr(plan), plan.snapshot(), queued_by_key(plan), len(plan.queue.buckets.by_key)
         expected = type(fault) if isinstance(fault, DeviceLostError | InputError) else ExecutionError
         for _ in range(2):
             with pytest.raises(expected):
@@ -552,7 +555,7 @@ class TestAModelThatFails:
                 plan.queue.submit(*[Request(1, key_of("bad"), 0, 0) for _ in range(2)])
             with pytest.raises(expected):
                 plan.limit(key_of("bad"))
-        assert (repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan.queue.buckets.by_key)) == before
+        assert (repr(plan), plan.snapshot(), queued_by_key(plan), len(plan.queue.buckets.by_key)) == before
         assert plan.next_wakeup() is None
         assert plan.next_batch(0).rows == 1
 
@@ -567,7 +570,7 @@ class TestRowsRun:
         assert (counters(plan).rows, counters(plan).rows_padded) == (3, 5)
         assert list(counters(plan).by_rows) == [3], "a batch is known by the rows that were asked for"
         submit(plan, rows=8, shape=FIXED_SHAPE)
-        assert plan.usual_ns(plan.next_batch(0))[1] == 700, "but it took as long as those that were executed"
+        assert usual_ns(plan, plan.next_batch(0))[1] == 700, "but it took as long as those that were executed"
 
     @pytest.mark.parametrize("variant", [{"on_device": True}, {"outputs_on_device": True}])
     def test_so_are_rows_on_the_device(self, variant):
@@ -588,7 +591,7 @@ class TestRowsRun:
             batch = plan.next_batch(0)
             finish(plan, batch, compute_ns=1000 if batch.is_timed else 7)
         submit(plan)
-        assert plan.usual_ns(plan.next_batch(0))[1] == 1000
+        assert usual_ns(plan, plan.next_batch(0))[1] == 1000
         assert (counters(plan).batches, counters(plan).batches_timed) == (7, 4)
 
     def test_a_device_that_times_for_nothing_times_all(self):
@@ -598,7 +601,7 @@ class TestRowsRun:
             batch = plan.next_batch(0)
             assert batch.is_timed
             finish(plan, batch)
-        plan.time_all(False)
+        plan.times.times_all = False
         submit(plan)
         assert not plan.next_batch(0).is_timed
 
@@ -607,7 +610,7 @@ class TestClosing:
     def test_refusing_lets_the_queue_go_on(self):
         plan = scheduler()
         submit(plan)
-        plan.refuse(EngineClosedError("draining"))
+        plan.queue.refuse(EngineClosedError("draining"))
         with pytest.raises(EngineClosedError, match="draining"):
             submit(plan)
         assert plan.next_batch(0) is not None
@@ -699,7 +702,7 @@ class TestSnapshots:
         assert plan.snapshot().counters.by_rows[1].count == 2
         assert plan.snapshot().counters.launched[Reason.IDLE] == 2
 
-    @pytest.mark.parametrize("look", [lambda plan: plan.snapshot(), repr, lambda plan: plan.queued_by_key()])
+    @pytest.mark.parametrize("look", [lambda plan: plan.snapshot(), repr])
     def test_another_thread_may_look_in_the_middle_of_everything(self, look):
         plan = scheduler(contexts=8, in_flight_max=8, queue_rows_max=10**6)
         in_flight, shapes = [], count()
@@ -727,7 +730,7 @@ class TestSnapshots:
         submit(plan, rows=3, shape="a")
         snapshot = plan.snapshot()
         assert (snapshot.queued_requests, snapshot.queued_rows, snapshot.in_flight_batches) == (2, 5, 1)
-        assert plan.queued_by_key() == {key_of("b"): 2, key_of("a"): 3}
+        assert queued_by_key(plan) == {key_of("b"): 2, key_of("a"): 3}
 
     def test_repr_shows_the_state(self):
         plan = scheduler()
@@ -991,7 +994,7 @@ def test_half_of_the_rows_is_put_on_an_idle_device_first_as_both_are_padded():
         batch = plan.next_batch(now_ns)
         plan.started(batch, now_ns)
         now_ns += 20 * 1_000_000
-        plan.observe_copies(batch, copy_in_ns=rows * 1_000_000, copy_out_ns=0)
+        plan.times.observe_copies(batch, rows * 1_000_000, 0)
         plan.landed(batch, now_ns)
         plan.finished(batch, now_ns, rows * 1_000_000, (rows + 1) * 1_000_000, 0)
     for _ in range(6):

@@ -414,8 +414,8 @@ def who_is_given_up_is_not_told(original, self, late):
     self._late.clear()
 
 
-def masked_ones_are_not_told_apart(original, self, request):
-    return False
+def who_fails_alone_is_answered(original, self, request):
+    self._counters.failed += 1
 
 
 def a_lane_is_never_left(original, self, batch):
@@ -448,7 +448,7 @@ PLANTED = [
     (Queue, "close_open", an_open_batch_is_closed_once_too_often),
     (BucketQueue, "_append_made", plain_requests_are_made_in_disorder),
     (BucketQueue, "take", a_plain_request_is_launched_again),
-    (Scheduler, "left", plain_requests_never_leave),
+    (Scheduler, "cancel_plain", plain_requests_never_leave),
     (BucketQueue, "take", a_request_in_two_batches),
     (BucketQueue, "discard", a_tombstone_is_launched),
     (BucketQueue, "oldest_arrival_ns", the_delay_begins_anew_with_each),
@@ -496,7 +496,7 @@ PLANTED = [
     (BatchTimes, "wants_times", every_batch_is_timed),
     (ContextAllocator, "_cost", any_context_for_any_profile),
     (ContextAllocator, "_find", the_first_arena_always),
-    (Scheduler, "_mask", masked_ones_are_not_told_apart),
+    (Scheduler, "fail_one", who_fails_alone_is_answered),
     (Counters, "add_batch", padding_is_counted_as_rows),
     (BucketQueue, "push", deadlines_have_no_order),
     (BucketQueue, "_due_ns", the_latest_deadline_first),

@@ -204,7 +204,7 @@ class VirtualEngine:
         elif request.state in (State.QUEUED, State.IN_FLIGHT):
             is_queued = request.state is State.QUEUED
             request.is_done = True
-            was_queued = self.scheduler.left(request) is not None
+            was_queued = self.scheduler.cancel_plain(request) is not None
             if request.made is None:
                 request.state = State.CANCELLED if is_queued else State.MASKED
         else:
@@ -229,7 +229,7 @@ class VirtualEngine:
 
     def avoid(self, arena: int) -> None:
         """Use an arena no more."""
-        self.scheduler.quarantine_arena(arena)
+        self.scheduler.room.contexts.quarantine_arena(arena)
         self.observer.arena_lost(arena)
         self._lose_if_stuck()
 
@@ -314,12 +314,13 @@ class VirtualEngine:
             else:
                 self._fail(flight)
             return
-        if batch.is_timed and (flight.copy_in_ns or flight.copy_out_ns):
-            scheduler.observe_copies(decided, copy_in_ns=flight.copy_in_ns, copy_out_ns=flight.copy_out_ns)
-        if batch.is_timed and batch.lane is not None:
-            scheduler.observe_wait(decided, flight.started_ns - flight.copied_in_ns)
-        if self._has_arenas or batch.lane is not None:
-            scheduler.landed(decided, now_ns)
+        copies_ns, wait_ns = (flight.copy_in_ns, flight.copy_out_ns), flight.started_ns - flight.copied_in_ns
+        scheduler.landed(
+            decided,
+            now_ns,
+            copies_ns if batch.is_timed and any(copies_ns) else None,
+            wait_ns if batch.is_timed and batch.lane is not None else None,
+        )
         del self.flights[batch.number]
         scheduler.finished(decided, now_ns, flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns)
         self._deliver(decided)

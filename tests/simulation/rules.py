@@ -15,6 +15,7 @@ from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.scheduling.scheduler import Scheduler
+from tests.scheduling.support import queued_by_key
 from tests.simulation.device import Flight
 
 ENDS: Final = (State.DONE, State.FAILED, State.CANCELLED, State.EXPIRED)
@@ -685,7 +686,7 @@ class Rules:
         _hold(rows == (self._rows_run, self._rows_padded), "rows that were run are miscounted")
         known = {reason: count for reason, count in counters.launched.items() if count}
         _hold(known == self.reasons, "the reasons of batches are miscounted")
-        _hold(self._scheduler.queued_by_key() == self._rows, "the rows of a bucket are miscounted")
+        _hold(queued_by_key(self._scheduler) == self._rows, "the rows of a bucket are miscounted")
         quarantined = snapshot.contexts_quarantined
         _hold(quarantined == len(self.quarantined), f"{quarantined} contexts are counted out of use")
 

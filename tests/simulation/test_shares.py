@@ -115,7 +115,7 @@ class World:
             engine = self._engine(device, seen[number], number, is_shared=is_shared)
             if self.is_calibrated:
                 batch_ns = round(seen[number].batch_ms * 1e6)
-                engine.scheduler.seed(shapes[number], {1: batch_ns, ROWS_MAX: batch_ns})
+                engine.scheduler.times.seed(shapes[number], {1: batch_ns, ROWS_MAX: batch_ns})
             if weight is not None:
                 share = self.shares.join(
                     weight,
