@@ -774,9 +774,7 @@ class Driver:
         self._answering = batch.requests
         del self._flights[flight]
         flight.source.ended()
-        self._scheduler.finished(
-            batch, now_ns, record.copy_in_ns, record.compute_ns, record.copy_out_ns, record.arena_wait_ns
-        )
+        self._scheduler.finished(batch, now_ns, record)
         if self.observe is not None:
             self.observe(batch, record, now_ns)
         for notice in self.on_answer:

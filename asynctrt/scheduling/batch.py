@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
@@ -27,6 +27,16 @@ class Reason(StrEnum):
     """It starts with the request that is most overdue, whatever its priority."""
     AGAIN = "again"
     """It is part of a batch that failed, and is tried again."""
+
+
+class Measured(Protocol):
+    """How long a batch took, in ns."""
+
+    copy_in_ns: int
+    compute_ns: int
+    copy_out_ns: int
+    arena_wait_ns: int
+    """How long it waited for its turn on the device once it was copied in."""
 
 
 class Charge(NamedTuple):

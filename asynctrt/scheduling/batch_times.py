@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping
 from typing import Final
 
-from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.batch import Batch, Measured
 from asynctrt.scheduling.key import BatchKey
 
 WINDOW: Final = 16
@@ -266,14 +266,14 @@ class BatchTimes:
         for times in (self.compute, self.alone, self.occupied, self.staging, self.gathering):
             times.forget(key)
 
-    def observe(self, batch: Batch, now_ns: int, copy_in_ns: int, compute_ns: int, copy_out_ns: int) -> None:
+    def observe(self, batch: Batch, now_ns: int, took: Measured) -> None:
         """Remember how long a timed batch took, when it ends."""
-        key, rows = batch.key, batch.rows_run
+        key, rows, compute_ns = batch.key, batch.rows_run, took.compute_ns
         if self._keeps_promises:
             occupied_ns = compute_ns
             if batch.lane is None and batch.arena is None:
                 # It began at once, so the time to hand it over and to notice its end is part of it.
-                occupied_ns = max(compute_ns, now_ns - batch.launched_ns - copy_in_ns - copy_out_ns)
+                occupied_ns = max(compute_ns, now_ns - batch.launched_ns - took.copy_in_ns - took.copy_out_ns)
             self.occupied.observe(key.shape, rows, occupied_ns)
         self.compute.observe(key.shape, rows, compute_ns)
         if batch.lane is not None and not self.knows_copies(key, rows):

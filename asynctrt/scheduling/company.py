@@ -87,36 +87,27 @@ class MixedSizes(OneSize):
         self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1
     ) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
         key, rows, rows_max = bucket.key, bucket.rows, bucket.rows_max
-        joined: list[JoinedRows] = []
-        if key.on_device or key.outputs_on_device:
+        # Batches side by side overlap in the fixed parts of their times, in which most of the device is idle.
+        batch_ns = self.costs.batch_ns / side_by_side
+        if not batch_ns or key.on_device or key.outputs_on_device:
             return key, ()
-        for other in self.beside(bucket, others, side_by_side):
-            is_longer = other.key.shape != key.shape and self._holds(other.key.shape, key.shape)
-            most = min(rows_max, other.rows_max) if is_longer else rows_max
-            if most <= rows or not (is_longer or self._holds(key.shape, other.key.shape)):
+        joined: list[JoinedRows] = []
+        for other in self._in_order(bucket, others):
+            is_longer = self._holds(other.key.shape, key.shape)
+            if not is_longer and not self._holds(key.shape, other.key.shape):
                 continue
-            chosen, more = other.choose(most - rows)
-            if chosen:
-                joined.append((other, chosen, more))
-                rows += more
-                if is_longer:
-                    key, rows_max = other.key, most
+            longer, limit = (other.key, min(rows_max, other.rows_max)) if is_longer else (key, rows_max)
+            more = min(other.rows, limit - rows)
+            saved_ns = batch_ns if more == other.rows else 0
+            if more > 0 and self._ns_more(key.shape, rows, longer.shape, other, more) < saved_ns:
+                chosen, more = other.choose(more)
+                if chosen:
+                    joined.append((other, chosen, more))
+                    key, rows, rows_max = longer, rows + more, limit
         return key, tuple(joined)
 
-    def beside(
-        self, bucket: BucketQueue, others: Iterable[BucketQueue], side_by_side: int = 1
-    ) -> list[BucketQueue]:
-        """Return the buckets whose rows join the batch of a bucket: larger ones rising, then smaller ones
-        falling.
-
-        The batch takes the shape of the last larger one, if there is one.
-
-        :param side_by_side: how many batches compute side by side. They overlap in the fixed parts of their
-            times, in which most of the device is idle.
-        """
-        batch_ns = self.costs.batch_ns / side_by_side
-        if not batch_ns:
-            return []
+    def _in_order(self, bucket: BucketQueue, others: Iterable[BucketQueue]) -> list[BucketQueue]:
+        """Return the buckets whose rows may join: larger ones rising, then smaller ones falling."""
         larger: list[tuple[int, BucketQueue]] = []
         smaller: list[tuple[int, BucketQueue]] = []
         for other in others:
@@ -124,20 +115,8 @@ class MixedSizes(OneSize):
                 continue
             is_larger = self._holds(other.key.shape, bucket.key.shape)
             (larger if is_larger else smaller).append((self._units_of(other.key.shape), other))
-        found, shape, rows, rows_max = list[BucketQueue](), bucket.key.shape, bucket.rows, bucket.rows_max
-        for _, other in [*sorted(larger, key=_units), *sorted(smaller, key=_units, reverse=True)]:
-            is_longer = self._holds(other.key.shape, shape)
-            if not is_longer and not self._holds(shape, other.key.shape):
-                continue
-            joined, limit = shape, rows_max
-            if is_longer:
-                joined, limit = other.key.shape, min(rows_max, other.rows_max)
-            more = min(other.rows, limit - rows)
-            saved_ns = batch_ns if more == other.rows else 0
-            if more > 0 and self._ns_more(shape, rows, joined, other, more) < saved_ns:
-                found.append(other)
-                shape, rows, rows_max = joined, rows + more, limit
-        return found
+        ordered = [*sorted(larger, key=_units), *sorted(smaller, key=_units, reverse=True)]
+        return [other for _, other in ordered]
 
     def _ns_more(self, shape: Hashable, rows: int, joined: Hashable, other: BucketQueue, more: int) -> float:
         """Return how much longer batches compute if ``more`` rows of a bucket join a batch of ``rows``, whose

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.batch import Batch, Measured, Reason
 
 ARENA_WAIT_NS_MIN: Final = 10_000
 """A shorter time between the end of the copy in and the start of computing does not count as a wait for the
@@ -74,17 +74,15 @@ class Counters:
         now_ns: int,
         answered: int,
         arrived_ns: int,
-        copy_in_ns: int,
-        compute_ns: int,
-        copy_out_ns: int,
-        arena_wait_ns: int,
+        took: Measured,
     ) -> None:
         """Count a batch that ended well.
 
         :param answered: how many of its requests are answered; ``arrived_ns``: the sum of their arrival
             times.
         """
-        rows = batch.rows
+        rows, copy_in_ns, copy_out_ns = batch.rows, took.copy_in_ns, took.copy_out_ns
+        compute_ns = took.compute_ns
         self.succeeded += answered
         self.rows_padded += batch.rows_run - rows
         if batch.is_timed:
@@ -92,8 +90,8 @@ class Counters:
         if batch.arena is not None:
             self.busy_ns += compute_ns
         if batch.arena is not None or batch.lane is not None:
-            self.arena_wait_ns += arena_wait_ns
-            self.arena_waits += arena_wait_ns > ARENA_WAIT_NS_MIN
+            self.arena_wait_ns += took.arena_wait_ns
+            self.arena_waits += took.arena_wait_ns > ARENA_WAIT_NS_MIN
         self.queue_ns += batch.launched_ns * answered - arrived_ns
         self.copy_in_ns += copy_in_ns * answered
         self.compute_ns += compute_ns * answered

@@ -86,24 +86,17 @@ class BucketQueue:
     :param made: where to note the objects that are made of plain requests, by their futures.
     """
 
-    __slots__ = (
-        "_by_priority",
-        "_calls",
-        "_made",
-        "_patience_ns",
-        "_tombstones",
-        "_urgent_rows",
-        "deadline_ns",
-        "flat",
-        "is_full",
-        "is_ready",
-        "key",
-        "priority",
-        "rows",
-        "rows_max",
-        "turn",
-        "turns_kept",
-    )
+    # Its place in `Buckets`, to whom these belong.
+    priority = -1
+    is_full = False
+    is_ready = False
+    turn = -NO_DEADLINE_NS
+    turns_kept = 0
+
+    rows = 0
+    deadline_ns = NO_DEADLINE_NS
+    """If the bucket is filling, no queued request has an earlier deadline."""
+    _tombstones = 0
 
     def __init__(
         self,
@@ -114,22 +107,12 @@ class BucketQueue:
         made: dict[Any, PlainRequest] | None = None,
     ) -> None:
         self.key = key
+        self.rows_max = rows_max
+        """Rows that one batch of this bucket holds."""
         self.flat: list[Any] = []
         """The fields of plain requests; empty if any request has an object."""
         self._made = {} if made is None else made
-        self.rows_max = rows_max
-        """Rows that one batch of this bucket holds."""
-        self.rows = 0
-        self.deadline_ns = NO_DEADLINE_NS
-        """If the bucket is filling, no queued request has an earlier deadline."""
-        # The following belongs to Buckets: it is the place of the bucket there.
-        self.priority = -1
-        self.is_full = False
-        self.is_ready = False
-        self.turn = -NO_DEADLINE_NS
-        self.turns_kept = 0
         self._by_priority: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
-        self._tombstones = 0
         self._patience_ns = patience_ns
         # Rows by priority. Rows of priority 0 are not counted, as they go behind all others.
         self._urgent_rows: dict[int, int] = {}

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from asynctrt.errors import AsynctrtError, InternalError
-from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
+from asynctrt.scheduling.batch import Batch, Measured, Reason, RejectedBatch
 from asynctrt.scheduling.batch_times import BatchTimes
 from asynctrt.scheduling.company import OneSize
 from asynctrt.scheduling.concurrency import Concurrency
@@ -396,18 +396,7 @@ class Scheduler:
             if reason is Reason.IDLE and self._concurrency.occupied:
                 reason = Reason.AHEAD
         batch = Batch(
-            key,
-            chosen,
-            rows,
-            rows_run,
-            profile,
-            context,
-            arena,
-            lane,
-            number,
-            reason,
-            now_ns,
-            is_timed,
+            key, chosen, rows, rows_run, profile, context, arena, lane, number, reason, now_ns, is_timed
         )
         self._in_flight[batch] = None
         if self._concurrency.lines:
@@ -510,24 +499,14 @@ class Scheduler:
         if self.room.share is not None:
             self.room.share.ran(batch, now_ns, took_ns)
 
-    def finished(
-        self,
-        batch: Batch,
-        now_ns: int,
-        copy_in_ns: int,
-        compute_ns: int,
-        copy_out_ns: int,
-        arena_wait_ns: int = 0,
-    ) -> None:
+    def finished(self, batch: Batch, now_ns: int, took: Measured) -> None:
         """Note that a batch has been computed and is being answered; its context is free again."""
         self._end(batch)
         answered, arrived_ns = complete(batch.requests)
         if batch.is_timed:
-            self.times.observe(batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
-            self._company.observe(batch, copy_in_ns + compute_ns + copy_out_ns)
-        self._counters.add_batch(
-            batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
-        )
+            self.times.observe(batch, now_ns, took)
+            self._company.observe(batch, took.copy_in_ns + took.compute_ns + took.copy_out_ns)
+        self._counters.add_batch(batch, now_ns, answered, arrived_ns, took)
 
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
         """Note that a batch failed. With ``quarantine``, its context is never used again."""

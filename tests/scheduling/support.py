@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from types import SimpleNamespace
 
 from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.key import BatchKey
@@ -81,11 +82,18 @@ def queued_by_key(plan):
     return {bucket.key: bucket.rows for bucket in plan.queue.buckets}
 
 
+def took(copy_in_ns=0, compute_ns=0, copy_out_ns=0, arena_wait_ns=0):
+    """How long a batch took."""
+    return SimpleNamespace(
+        copy_in_ns=copy_in_ns, compute_ns=compute_ns, copy_out_ns=copy_out_ns, arena_wait_ns=arena_wait_ns
+    )
+
+
 def finish(plan, batch, now_ns=0, *, compute_ns=20, **kw):
     """Let a batch go through all that happens to one that is put on a stream and ends well."""
     plan.started(batch, now_ns)
     plan.landed(batch, now_ns)
-    plan.finished(batch, now_ns, copy_in_ns=1, compute_ns=compute_ns, copy_out_ns=300, **kw)
+    plan.finished(batch, now_ns, took(1, compute_ns, 300, **kw))
 
 
 def make_batch(number=1, *, key=KEY, rows=1, rows_run=None, arena=None, is_timed=True, requests=(), **kw):

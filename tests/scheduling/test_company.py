@@ -11,6 +11,7 @@ from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
+from tests.scheduling.support import took
 
 
 def units_of(shape):
@@ -137,7 +138,7 @@ def test_who_leaves_in_flight_and_in_the_queue():
         owner.queue.submit(request)
     batch = owner.next_batch(0)
     assert not owner.cancel(requests[0])
-    owner.finished(batch, 1, 0, 1, 0)
+    owner.finished(batch, 1, took(0, 1, 0))
     assert owner.is_idle
     assert owner.snapshot().counters.cancelled == 1
 
@@ -199,4 +200,4 @@ def test_batches_side_by_side_spend_their_fixed_parts_together(side_by_side, joi
     buckets = [BucketQueue(BatchKey((("n", size),)), 1, 8) for size in (32, 64)]
     for bucket in buckets:
         bucket.push(Request(1, bucket.key, 0, 0))
-    assert bool(company(50).beside(buckets[0], buckets, side_by_side)) is joins
+    assert bool(company(50).join(buckets[0], buckets, side_by_side)[1]) is joins

@@ -19,7 +19,7 @@ from asynctrt.scheduling.concurrency import (
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from tests.scheduling.support import KEY, make_batch, submit, usual_ns
+from tests.scheduling.support import KEY, make_batch, submit, took, usual_ns
 
 MS = 1_000_000
 COMPUTE_NS = 10 * MS
@@ -67,7 +67,7 @@ def end(plan, batch, now_ns):
     if batch.is_timed:
         plan.times.observe_copies(batch, COPY_NS, 0)
     plan.landed(batch, now_ns)
-    plan.finished(batch, now_ns, COPY_NS, COMPUTE_NS, 0)
+    plan.finished(batch, now_ns, took(COPY_NS, COMPUTE_NS, 0))
 
 
 def in_flight(plan, now_ns, rows=1):
@@ -268,7 +268,7 @@ class TestJustInTime:
                 now_ns += 20 * MS
                 plan.times.observe_copies(batch, rows * 4 * MS, 0)
                 plan.landed(batch, now_ns)
-                plan.finished(batch, now_ns, rows * 4 * MS, rows * 5 * MS, 0)
+                plan.finished(batch, now_ns, took(rows * 4 * MS, rows * 5 * MS, 0))
         for _ in range(4):
             submit(plan, now_ns=now_ns)
         assert plan.next_batch(now_ns).rows == expected_rows

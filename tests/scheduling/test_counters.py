@@ -2,13 +2,13 @@
 
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.counters import ARENA_WAIT_NS_MIN, Counters
-from tests.scheduling.support import make_batch
+from tests.scheduling.support import make_batch, took
 
 TIMES = {"copy_in_ns": 1, "compute_ns": 20, "copy_out_ns": 300, "arena_wait_ns": 0}
 
 
 def add(counters, batch, now_ns=1000, arrivals_ns=(10, 20), **times):
-    counters.add_batch(batch, now_ns, len(arrivals_ns), sum(arrivals_ns), **{**TIMES, **times})
+    counters.add_batch(batch, now_ns, len(arrivals_ns), sum(arrivals_ns), took(**{**TIMES, **times}))
 
 
 def test_it_begins_with_nothing():

@@ -38,6 +38,7 @@ from tests.scheduling.support import (
     queued_by_key,
     scheduler,
     submit,
+    took,
     usual_ns,
 )
 
@@ -419,7 +420,7 @@ class TestHowBatchesEnd:
         before = plan.snapshot(), repr(plan)
         with pytest.raises(InternalError, match="not in flight"):
             if again == "finished":
-                plan.finished(batch, 0, copy_in_ns=1, compute_ns=1, copy_out_ns=1)
+                plan.finished(batch, 0, took(copy_in_ns=1, compute_ns=1, copy_out_ns=1))
             else:
                 plan.failed(batch, quarantine=again == "quarantined")
         assert (plan.snapshot(), repr(plan)) == before
@@ -996,7 +997,7 @@ def test_half_of_the_rows_is_put_on_an_idle_device_first_as_both_are_padded():
         now_ns += 20 * 1_000_000
         plan.times.observe_copies(batch, rows * 1_000_000, 0)
         plan.landed(batch, now_ns)
-        plan.finished(batch, now_ns, rows * 1_000_000, (rows + 1) * 1_000_000, 0)
+        plan.finished(batch, now_ns, took(rows * 1_000_000, (rows + 1) * 1_000_000, 0))
     for _ in range(6):
         submit(plan)
     # 4 + 5 + 5 ms instead of 8 + 9.

@@ -3,7 +3,7 @@
 import pytest
 
 from asynctrt.scheduling.shares import SLACK_NS, DeviceShares
-from tests.scheduling.support import KEY, make_batch, scheduler, submit
+from tests.scheduling.support import KEY, make_batch, scheduler, submit, took
 
 MS = 1_000_000
 
@@ -255,7 +255,7 @@ def make(shares, **kw):
 
 def end(plan, batch, now_ms, took_ms):
     plan.ran(batch, now_ms * MS, took_ms * MS)
-    plan.finished(batch, now_ms * MS, 0, took_ms * MS, 0)
+    plan.finished(batch, now_ms * MS, took(0, took_ms * MS, 0))
 
 
 def test_a_scheduler_launches_what_is_left_to_it(shares):

@@ -211,8 +211,8 @@ def a_tombstone_is_launched(original, self, request):
     self.rows -= request.rows
 
 
-def batches_are_not_forgotten(original, self, batch, now_ns, *times, **more):
-    original(self, batch, now_ns, *times, **more)
+def batches_are_not_forgotten(original, self, batch, now_ns, took):
+    original(self, batch, now_ns, took)
     self._in_flight[batch] = None
 
 

@@ -31,6 +31,8 @@ class Flight:
         "waits",
     )
 
+    arena_wait_ns = 0
+
     def __init__(
         self,
         batch: Batch,

@@ -322,7 +322,7 @@ class VirtualEngine:
             wait_ns if batch.is_timed and batch.lane is not None else None,
         )
         del self.flights[batch.number]
-        scheduler.finished(decided, now_ns, flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns)
+        scheduler.finished(decided, now_ns, flight)
         self._deliver(decided)
         self.events += 1 + len(batch.requests)
         self.observer.answered(flight, now_ns)
