@@ -58,8 +58,8 @@ NO_CHARGE: Final = Charge(None, 0.0, 0, 0, 0)
 
 
 class Batch:
-    """A decision to run these requests as one batch, on this context and in this arena, and what the scheduler
-    knows of the batch until its end.
+    """A decision to run these requests as one batch, on this context and in this arena, and what the
+    scheduler knows of the batch until its end.
 
     What the constructor takes was decided, and never changes.
 

@@ -152,7 +152,7 @@ class Line:
     When a batch ends, the expected ends of all batches behind it are corrected, so errors do not accumulate.
     """
 
-    __slots__ = ("computed_ns", "batches", "is_stuck")
+    __slots__ = ("batches", "computed_ns", "is_stuck")
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []

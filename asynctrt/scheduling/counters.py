@@ -87,9 +87,9 @@ class Counters:
         self.rows_padded += batch.rows_run - rows
         if batch.is_timed:
             self.batches_timed += 1
-        if batch.arena is not None:
-            self.busy_ns += compute_ns
         if batch.arena is not None or batch.lane is not None:
+            if batch.arena is not None:
+                self.busy_ns += compute_ns
             self.arena_wait_ns += took.arena_wait_ns
             self.arena_waits += took.arena_wait_ns > ARENA_WAIT_NS_MIN
         self.queue_ns += batch.launched_ns * answered - arrived_ns

@@ -258,7 +258,7 @@ class Again:
 
 
 class Turns:
-    """Decides which bucket the next batch comes from.
+    """Decides which bucket goes out of turn, where there are priorities or deadlines.
 
     Now and then it is the bucket with the most overdue request, and at most every second time the one with
     the earliest deadline.
@@ -272,21 +272,11 @@ class Turns:
         # Whether the last batch went out of turn.
         self._is_out_of_turn = False
 
-    def next(self, number: int, now_ns: int, in_flight: int) -> Turn | None:
-        """Return whose turn it is; ``None`` if no batch should be launched now.
+    def reconsider(self, picked: Turn, number: int, now_ns: int, in_flight: int) -> Turn:
+        """Return the turn of a bucket that goes before the picked one, if there is such a bucket.
 
         :param number: the number of the next batch.
         """
-        buckets = self._buckets
-        picked = buckets.pick(now_ns, in_flight)
-        if picked is None:
-            return None
-        if buckets.priority_max or (self._deadlines.line and buckets.waiting > 1):
-            return self._reconsider(picked, number, now_ns, in_flight)
-        return picked
-
-    def _reconsider(self, picked: Turn, number: int, now_ns: int, in_flight: int) -> Turn:
-        """Return the turn of a bucket that goes before the picked one, if there is such a bucket."""
         buckets = self._buckets
         is_due = buckets.priority_max and number - self.aged_number >= AGED_EVERY
         if is_due and (aged := buckets.overdue(now_ns)) is not None:
@@ -391,13 +381,13 @@ class SpreadOverCores(TakeRows):
         self._compute = times.compute
 
     def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
-        shape, most, compute = bucket.key.shape, bucket.rows_max, self._compute
-        idle = self._concurrency - in_flight - (self._buckets.waiting - 1)
-        if idle < 2 or bucket.rows < 2 or reason is Reason.AGED:
+        most = bucket.rows_max
+        if bucket.rows < 2 or reason is Reason.AGED:
             return most
-        rows = min(bucket.rows, most)
+        shape, compute, rows = bucket.key.shape, self._compute, min(bucket.rows, most)
+        idle = self._concurrency - in_flight - (self._buckets.waiting - 1)
         expected_ns = compute.typical(shape, rows)
-        if expected_ns is None or expected_ns < 2 * PART_NS_MIN:
+        if idle < 2 or expected_ns is None or expected_ns < 2 * PART_NS_MIN:
             return most
         parts = min(idle, expected_ns // PART_NS_MIN)
         part = max(min(-(-bucket.rows // parts), most), bucket.head_rows)

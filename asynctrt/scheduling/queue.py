@@ -77,12 +77,16 @@ class Queue:
 
         :param future: has a future's ``done()``, which is how the scheduler sees that its caller has left.
         """
-        self.close_open()
+        opened, bucket = self.open, self._bucket
+        if opened.bucket is not None:
+            self.close_open()
         room = self.rows_max - self.rows
         if room <= 0:
             self._refuse(1, 1)
-        self.open.begin(self._bucket_of(key), key, room, now_ns)
-        self.open.flat.extend((future, payload, now_ns))
+        if bucket is None or bucket.key is not key:
+            bucket = self._bucket_of(key)
+        opened.begin(bucket, key, room, now_ns)
+        opened.flat += (future, payload, now_ns)
 
     def submit(self, *requests: Request) -> None:
         """Queue a request, or all parts of a call, or raise and change nothing.

@@ -227,7 +227,8 @@ class BucketQueue:
         return min(self._due_ns(queue[0]) for queue in self._heads())
 
     def earliest_deadline_ns(self) -> int:
-        """Return the earliest deadline in it. This goes through all requests, as :meth:`oldest_arrival_ns`."""
+        """Return the earliest deadline in it. This goes through all requests, as does
+        :meth:`oldest_arrival_ns`."""
         if self.flat:
             return NO_DEADLINE_NS
         return min(request.deadline_ns for request in self.waiting())
@@ -515,7 +516,7 @@ class Buckets:
     def pushed(self, bucket: BucketQueue, priority: int, deadline_ns: int) -> None:
         """Note that a request has joined a bucket. Call it if :meth:`BucketQueue.push` returned True."""
         self._place(bucket, max(priority, bucket.priority))
-        if deadline_ns < bucket.deadline_ns and not bucket.is_ready:
+        if not bucket.is_ready and deadline_ns < bucket.deadline_ns:
             self._await_delay(bucket)
 
     def left(self, bucket: BucketQueue) -> None:
@@ -663,7 +664,8 @@ class Buckets:
         is_full = bucket.rows >= bucket.rows_max
         is_ready = bucket.is_ready or is_full or not self._has_delay
         if priority != bucket.priority or is_ready is not bucket.is_ready:
-            self._remove(bucket)
+            if bucket.priority >= 0:
+                self._remove(bucket)
             if priority < 0:
                 return
             bucket.priority, bucket.is_ready = priority, is_ready
@@ -679,8 +681,6 @@ class Buckets:
             bucket.is_full = is_full
 
     def _remove(self, bucket: BucketQueue) -> None:
-        if bucket.priority < 0:
-            return
         level = self._levels[bucket.priority]
         del (level.ready if bucket.is_ready else level.filling)[bucket]
         self.waiting -= 1

@@ -279,25 +279,36 @@ class Scheduler:
         room.until_ns = None
         if not (queue.rows or again.parts) or not room.has_room(now_ns):
             return None
-        if again.parts and again.goes_first and (decided := self._next_again(now_ns)):
-            return decided
-        in_flight = len(self._in_flight)
+        decided = self._next_again(now_ns) if again.parts and again.goes_first else None
+        if decided is None and queue.rows:
+            decided = self._next_queued(now_ns)
+        if decided is None and again.parts:
+            decided = self._next_again(now_ns)
+        return decided
+
+    def _next_queued(self, now_ns: int) -> Batch | RejectedBatch | None:
+        """Return the next batch of queued requests; ``None`` if none should be launched now."""
+        queue, buckets, room, in_flight = self.queue, self.queue.buckets, self.room, len(self._in_flight)
         while queue.rows:
-            turn = self._turns.next(self._number + 1, now_ns, in_flight)
+            turn = buckets.pick(now_ns, in_flight)
             room.bides = turn is None
-            if turn is None or (in_flight and self._growth.may_grow(turn[0], now_ns)):
+            if turn is None:
                 break
+            if buckets.priority_max or (buckets.waiting > 1 and queue.deadlines.line):
+                turn = self._turns.reconsider(turn, self._number + 1, now_ns, in_flight)
             bucket, reason = turn
+            if in_flight and self._growth.may_grow(bucket, now_ns):
+                break
             chosen, rows, late = self._rows.choose(bucket, in_flight, now_ns, reason)
             if late:
                 queue.give_up(late)
                 continue
             fitted = room.sizes.fit(bucket, chosen, rows, reason, now_ns)
-            if fitted is None:
-                room.bides, room.until_ns = True, room.sizes.until_ns
-                break
-            return self._form(bucket, *fitted, reason, now_ns)
-        return self._next_again(now_ns) if again.parts else None
+            if fitted is not None:
+                return self._form(bucket, *fitted, reason, now_ns)
+            room.bides, room.until_ns = True, room.sizes.until_ns
+            break
+        return None
 
     def _form(
         self,
