@@ -58,104 +58,80 @@ in their times would decide what a row costs."""
 class _Window:
     """The latest times of one size."""
 
-    __slots__ = ("late_ns", "late_share", "recent", "seen_at", "typical_ns")
+    __slots__ = ("_rising", "recent", "seen_at")
 
-    def __init__(self, late_share: float) -> None:
+    def __init__(self) -> None:
         self.recent: deque[int] = deque(maxlen=WINDOW)
-        self.late_share = late_share
         self.seen_at = 0
         """The number of batches of its key up to its latest one."""
-        # -1 until they are computed.
-        self.typical_ns = self.late_ns = -1
+        self._rising: list[int] | None = None
 
-    @property
-    def typical(self) -> int:
-        if self.typical_ns < 0:
-            self.typical_ns = sorted(self.recent)[int(len(self.recent) * TYPICAL)]
-        return self.typical_ns
+    def add(self, took_ns: int) -> None:
+        self.recent.append(took_ns)
+        self._rising = None
 
-    @property
-    def late(self) -> int:
-        if self.late_ns < 0:
-            self.late_ns = sorted(self.recent)[int(len(self.recent) * self.late_share)]
-        return self.late_ns
+    def at(self, share: float) -> int:
+        """Return the time that a share of the times are shorter than."""
+        rising = self._rising
+        if rising is None:
+            rising = self._rising = sorted(self.recent)
+        return rising[int(len(rising) * share)]
 
 
 class _Sizes:
     """The times of all sizes of one key."""
 
-    __slots__ = ("_late", "_points", "by_rows", "seen")
+    __slots__ = ("_late", "by_rows", "seen")
 
     def __init__(self) -> None:
         self.by_rows: dict[int, _Window] = {}
         self.seen = 0
         """The number of batches seen."""
-        self._points: list[tuple[int, int]] | None = None
         self._late: dict[int, int | None] = {}
 
-    def observe(self, rows: int, took_ns: int, late_share: float) -> None:
+    def observe(self, rows: int, took_ns: int) -> None:
         window = self.by_rows.get(rows)
         if window is None:
-            window = self.by_rows[rows] = _Window(late_share)
+            window = self.by_rows[rows] = _Window()
         elif self.seen - window.seen_at > FORGOTTEN_AFTER:
             window.recent.clear()
-        window.recent.append(took_ns)
-        window.typical_ns = window.late_ns = -1
-        self.seen += 1
-        window.seen_at = self.seen
-        if self._points is not None:
-            self._points = None
+        window.add(took_ns)
+        self.seen = window.seen_at = self.seen + 1
+        if self._late:
             self._late.clear()
 
     def typical_between(self, rows: int, least: int) -> int | None:
         """Estimate the typical time of a size from its neighbours with at least ``least`` batches."""
         known = [size for size, window in self.by_rows.items() if len(window.recent) >= least]
-        below = max((size for size in known if size < rows), default=None)
-        if below is None:
+        if not known or rows < min(known):
             return None
-        below_ns = self.by_rows[below].typical
-        above = min((size for size in known if size > rows), default=None)
-        if above is None:
-            return below_ns
-        return below_ns + (self.by_rows[above].typical - below_ns) * (rows - below) // (above - below)
+        return _between([(size, self.by_rows[size].at(TYPICAL)) for size in sorted(known)], rows)
 
-    def late(self, rows: int, least: int) -> int | None:
-        if rows in self._late:
-            return self._late[rows]
-        if self._points is None:
-            self._points = self._find_points(least)
-        self._late[rows] = late_ns = _between(self._points, rows)
-        return late_ns
+    def late(self, rows: int, share: float, least: int) -> int | None:
+        if rows not in self._late:
+            self._late[rows] = _between(self._late_points(share, least), rows)
+        return self._late[rows]
 
-    def _find_points(self, least: int) -> list[tuple[int, int]]:
-        """Return the sizes with enough samples and their times, both rising.
+    def _late_points(self, share: float, least: int) -> list[tuple[int, int]]:
+        """Return the sizes with at least ``least`` batches and their late times, both rising.
 
-        If none of the sizes between two powers of two has enough samples, all of them together give one
-        point.
+        If none of the sizes between two powers of two has enough batches, all of them together give one
+        point, which must hold for the largest.
         """
-        found: dict[int, int] = {}
-        bits = set()
-        together: dict[int, list[int]] = {}
-        largest: dict[int, int] = {}
-        late_share = LATE
-        for rows, window in self.by_rows.items():
-            if self.seen - window.seen_at > FORGOTTEN_AFTER:
-                continue
-            late_share = window.late_share
-            if len(window.recent) >= least:
-                found[rows] = window.late
-                bits.add(rows.bit_length())
-            together.setdefault(rows.bit_length(), []).extend(window.recent)
-            # A time for all of these sizes must hold for the largest.
-            largest[rows.bit_length()] = max(largest.get(rows.bit_length(), 0), rows)
-        for size, times_ns in together.items():
-            if size not in bits and len(times_ns) >= least:
-                found[largest[size]] = sorted(times_ns)[int(len(times_ns) * late_share)]
-        points = []
+        groups: dict[int, list[tuple[int, _Window]]] = {}
+        for rows, window in sorted(self.by_rows.items()):
+            if self.seen - window.seen_at <= FORGOTTEN_AFTER:
+                groups.setdefault(rows.bit_length(), []).append((rows, window))
+        points: list[tuple[int, int]] = []
         most_ns = 0
-        for rows, took_ns in sorted(found.items()):
-            most_ns = max(most_ns, took_ns)
-            points.append((rows, most_ns))
+        for group in groups.values():
+            found = [(rows, window.at(share)) for rows, window in group if len(window.recent) >= least]
+            if not found:
+                rising = sorted(took_ns for _, window in group for took_ns in window.recent)
+                found = [(group[-1][0], rising[int(len(rising) * share)])] if len(rising) >= least else []
+            for rows, late_ns in found:
+                most_ns = max(most_ns, late_ns)
+                points.append((rows, most_ns))
         return points
 
 
@@ -181,7 +157,7 @@ class Times:
                 self._keys.popitem(last=False)
         if len(self._keys) > 1:
             self._keys.move_to_end(key)
-        sizes.observe(rows, took_ns, self._late_share)
+        sizes.observe(rows, took_ns)
 
     def forget(self, key: Hashable) -> None:
         """Forget all batches of a key."""
@@ -198,7 +174,7 @@ class Times:
             return None
         window = sizes.by_rows.get(rows)
         if window is not None and len(window.recent) >= least:
-            return window.typical
+            return window.at(TYPICAL)
         return sizes.typical_between(rows, least)
 
     def late(self, key: Hashable, rows: int) -> int | None:
@@ -208,7 +184,7 @@ class Times:
         and a size above the largest known size gets the time of the largest.
         """
         sizes = self._keys.get(key)
-        return None if sizes is None else sizes.late(rows, self._least)
+        return None if sizes is None else sizes.late(rows, self._late_share, self._least)
 
     def has_seen(self, key: Hashable, rows: int) -> bool:
         """Return whether a batch of exactly this size was seen."""

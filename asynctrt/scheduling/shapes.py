@@ -3,13 +3,14 @@ profile."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, Final, Protocol, TypeVar
 
 from asynctrt.errors import AsynctrtError, ExecutionError
 
 SHAPES_MAX: Final = 4096
-"""The most shapes that are remembered. If there are more, all are forgotten, and the model is asked again. It
-bounds memory if shapes keep changing; the number was not tuned."""
+"""The most shapes that are remembered; the model is asked again about others. It bounds memory if shapes keep
+changing; the number was not tuned."""
 
 T = TypeVar("T")
 
@@ -61,9 +62,10 @@ class Shapes:
         self._sizes_of: dict[Hashable, tuple[int, ...]] = {}
         self.may_specialise = False
         """Whether :meth:`specialise` may be called later."""
+        if profiles is not None:
+            self._ranges_of = _asked_once(lambda shape: _checked(profiles.row_ranges(shape)))
+            self._profile_of = _asked_once(lambda shape, rows: int(profiles.profile_of(shape, rows)))
         self._limits: dict[Hashable, int] = {}
-        self._ranges: dict[Hashable, tuple[tuple[int, int], ...]] = {}
-        self._chosen: dict[tuple[Hashable, int], int] = {}
 
     @property
     def has_profiles(self) -> bool:
@@ -156,15 +158,7 @@ class Shapes:
 
         :raises ExecutionError: if the model fails to say which one.
         """
-        profiles = self._profiles
-        if profiles is None:
-            return None
-        chosen = self._chosen.get((shape, rows))
-        if chosen is None:
-            if len(self._chosen) >= SHAPES_MAX:
-                self._chosen.clear()
-            chosen = self._chosen[shape, rows] = _asked(lambda: int(profiles.profile_of(shape, rows)))
-        return chosen
+        return None if self._profiles is None else self._profile_of(shape, rows)
 
     def _limit_of(self, shape: Hashable) -> int:
         most = self._rows_max
@@ -178,28 +172,23 @@ class Shapes:
             fitting = min(most, self._padded(shape, fitting))
         return fitting
 
-    def _ranges_of(self, shape: Hashable) -> tuple[tuple[int, int], ...]:
-        ranges = self._ranges.get(shape)
-        if ranges is None:
-            profiles = self._profiles
-            assert profiles is not None
-            if len(self._ranges) >= SHAPES_MAX:
-                self._ranges.clear()
-            ranges = self._ranges[shape] = _asked(lambda: _checked(profiles.row_ranges(shape)))
-        return ranges
 
+def _asked_once(question: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that asks the model's code once for each shape, and raises its errors as ours."""
 
-def _asked(question: Callable[[], T]) -> T:
-    """Call the model's code, and turn any error from it into one of ours."""
-    try:
-        return question()
-    except (AsynctrtError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise ExecutionError(
-            f"the model failed to say which of its profiles takes a batch: {type(error).__name__}. "
-            "Mend its rows_of and profile_of"
-        ) from error
+    @lru_cache(SHAPES_MAX)
+    def ask(*what: Hashable) -> T:
+        try:
+            return question(*what)
+        except (AsynctrtError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise ExecutionError(
+                f"the model failed to say which of its profiles takes a batch: {type(error).__name__}. "
+                "Mend its rows_of and profile_of"
+            ) from error
+
+    return ask
 
 
 def _checked(ranges: Any) -> tuple[tuple[int, int], ...]:
