@@ -504,11 +504,32 @@ class Driver:
         if context.is_direct or context.arena is not None or not context.may_block(source):
             return False
         parts = SharedWork(source.parts(self._copiers.parts_max))
+        work = partial(self._stage_and_enqueue, flight, parts)
+        if not self._enqueue_in_thread(flight, work, self._staged_and_enqueued):
+            return False
+        for _ in range(len(parts) - 1):
+            self._enqueuers.assist(parts.help)
+        return True
+
+    def _enqueue_in_thread(
+        self,
+        flight: InFlight,
+        work: Callable[[], None],
+        done: Callable[[InFlight, BaseException | None], None],
+    ) -> bool:
+        """Have a thread do ``work``, which puts a batch on its stream, and call ``done`` here when it has.
+
+        :returns: False if the system refused to start a thread (ulimit -u). Enqueueing here may hold the loop
+            up, but only for as long as the device takes.
+        """
+        context, arena = flight.context, flight.context.arena
         context.is_enqueueing = True
+        if arena is not None:
+            arena.is_enqueueing = True
         try:
             self._enqueuers.submit(
-                partial(self._stage_and_enqueue, flight, parts),
-                partial(self._staged_and_enqueued, flight),
+                work,
+                partial(done, flight),
                 hung_after_ns=self._batch_timeout_ns,
                 on_hung=partial(self._hung, flight),
                 hold=flight.hold,
@@ -516,11 +537,11 @@ class Driver:
         except BaseException as error:
             context.is_enqueueing = False
             flight.job = None
+            if arena is not None:
+                arena.is_enqueueing = False
             if isinstance(error, RuntimeError):
-                return False  # The system refused to start a thread (ulimit -u).
+                return False
             raise
-        for _ in range(len(parts) - 1):
-            self._enqueuers.assist(parts.help)
         return True
 
     def _stage_and_enqueue(self, flight: InFlight, parts: SharedWork) -> None:
@@ -573,28 +594,7 @@ class Driver:
                 return False
         except Exception:
             return False  # `_enqueue` will raise the same, and keep it with the batch.
-        if arena is not None:
-            arena.is_enqueueing = True
-        context.is_enqueueing = True
-        try:
-            self._enqueuers.submit(
-                partial(self._enqueue, flight),
-                partial(self._enqueued, flight),
-                hung_after_ns=self._batch_timeout_ns,
-                on_hung=partial(self._hung, flight),
-                hold=flight.hold,
-            )
-        except BaseException as error:
-            context.is_enqueueing = False
-            flight.job = None
-            if arena is not None:
-                arena.is_enqueueing = False
-            if isinstance(error, RuntimeError):
-                # The system refused to start a thread (ulimit -u). Enqueueing here may hold the loop up, but
-                # only for as long as the device takes.
-                return False
-            raise
-        return True
+        return self._enqueue_in_thread(flight, partial(self._enqueue, flight), self._enqueued)
 
     def _go_on(self, flight: InFlight) -> None:
         """Put a batch on its stream after waiting for another one in its arena."""
