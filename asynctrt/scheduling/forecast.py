@@ -111,29 +111,13 @@ class Forecast:
         if takes_ns is None:
             return  # The times of such batches are not known.
         left_ns = request.deadline_ns - now_ns
-        if wait_ns + takes_ns > left_ns and policy.answers_in_time:
-            # A closer look costs more, and predicts the same time or less.
-            takes_ns = self._least_service_ns(bucket.key, rows) or 0
-            close_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once, is_close=True)
-            wait_ns = close_ns if wait_ns else 0
         if wait_ns + takes_ns > left_ns:
             self._refuse(request, bucket, rows_ahead, wait_ns, takes_ns)
         elif policy.answers_in_time:
-            self._reserve(request, bucket.key, takes_ns)
-
-    def _reserve(self, request: Request, key: BatchKey, most_ns: int) -> None:
-        """Reserve the time of a batch with only this request, as its batch is not known yet."""
-        service_ns = self._least_service_ns if self._concurrency.has_lanes else self._times.service_ns
-        reserve_ns = min(service_ns(key, request.rows) or 0, most_ns)
-        request.reserve_ns = reserve_ns
-        request.deadline_ns -= reserve_ns
-
-    def _least_service_ns(self, key: BatchKey, rows: int) -> int | None:
-        """Return how long a batch takes at least, with its copies; ``None`` until enough were seen."""
-        takes_ns = self._times.service_ns(key, rows)
-        if takes_ns is None:
-            return None
-        return takes_ns - self._times.sure_ns(key, rows) + self.least_ns(key, rows)
+            # Its batch is not known yet: reserve the time of one with only this request.
+            alone_ns = self._times.service_ns(bucket.key, request.rows) or 0
+            request.reserve_ns = min(alone_ns, takes_ns)
+            request.deadline_ns -= request.reserve_ns
 
     def _side_by_side(self, bucket: BucketQueue) -> int:
         """Return how many batches compute at once."""
@@ -141,21 +125,17 @@ class Forecast:
             return self._concurrency.allowed(bucket.rows_max, bucket.rows_max)
         return self._policy.concurrency
 
-    def _wait_ns(
-        self, bucket: BucketQueue, now_ns: int, batches: int, over: int, *, is_close: bool = False
-    ) -> int:
+    def _wait_ns(self, bucket: BucketQueue, now_ns: int, batches: int, over: int) -> int:
         """Return how long a request waits at least, until a number of batches ahead of it have been launched.
 
         :param over: in-flight batches minus batches that compute at once.
-        :param is_close: whether to use all known times, which takes longer.
         """
         first = next(iter(self._in_flight), None)
         wait_ns = 0
         if first is not None and self._times.sure_ns(first.key, first.rows_run):
             # The first batch to end lets another one start, and from then on batches end in turn.
             wait_ns = max((first.ends_ns or now_ns) - now_ns, 0)
-        compute_ns = self.least_ns if is_close else self._times.sure_ns
-        each_ns = compute_ns(bucket.key, bucket.rows_max)
+        each_ns = self._times.sure_ns(bucket.key, bucket.rows_max)
         return wait_ns + (batches + over) * each_ns // self._side_by_side(bucket)
 
     def _refuse(
@@ -203,15 +183,6 @@ class Forecast:
         margin_ns = min(max(compute_ns // MARGIN_SHARE, LEAD_MARGIN_NS), DEADLINE_MARGIN_NS)
         return compute_ns + self._times.copy_out_ns(key, rows) + margin_ns
 
-    def least_ns(self, key: BatchKey, rows: int) -> int:
-        """Return how long a batch computes at least; 0 until enough such batches were seen.
-
-        Two times are known, and the shorter one counts: the longer one includes batches computing beside it.
-        """
-        least_ns = self._times.sure_ns(key, rows)
-        late_ns = self._times.occupied.late(key.shape, self._rows_to_run(key, rows))
-        return least_ns if late_ns is None else min(least_ns, late_ns)
-
     def fit(
         self, bucket: BucketQueue, rows_max: int, choose: Choose, now_ns: int, *, may_split: bool
     ) -> Punctual:
@@ -253,7 +224,7 @@ class Forecast:
 
     def _is_hopeless(self, request: Request, begins_ns: int) -> bool:
         """Return whether a request would certainly be late, even as the only one in its batch."""
-        least_ns = self.least_ns(request.key, request.rows)
+        least_ns = self._times.sure_ns(request.key, request.rows)
         least_ns += self._times.copy_out_ns(request.key, request.rows)
         return begins_ns + least_ns > self._due_ns(request)
 

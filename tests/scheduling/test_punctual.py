@@ -121,19 +121,6 @@ def test_what_a_batch_takes_counts_from_its_launch_where_it_begins_at_once():
     assert plan.times.occupied.late(("b",), 1) == 9 * MS - 301
 
 
-def test_the_shorter_of_what_is_known_is_the_least():
-    """What computed beside others took longer than it would alone."""
-    plan = measured(sizes=(1,), samples=WINDOW)
-    key = key_of()
-    for _ in range(WINDOW):
-        plan.times.compute.observe(("b",), 1, 20 * MS)
-    assert plan.times.sure_ns(key, 1) == 20 * MS
-    assert plan.queue._forecast.least_ns(key, 1) == took_ns(1)
-    for _ in range(WINDOW):
-        plan.times.occupied.observe(("b",), 1, 30 * MS)
-    assert plan.queue._forecast.least_ns(key, 1) == 20 * MS
-
-
 def test_a_batch_for_what_is_most_overdue_is_not_split():
     plan = measured(patience_ns=MS)
     plan._turns.aged_number = -AGED_EVERY

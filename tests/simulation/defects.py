@@ -356,8 +356,8 @@ def the_earliest_deadline_has_every_turn(original, self, *more):
     return original(self, *more)
 
 
-def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, over, **how):
-    return 10 * original(self, bucket, now_ns, batches, over, **how)
+def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, over):
+    return 10 * original(self, bucket, now_ns, batches, over)
 
 
 def one_sample_is_enough(original, self, key, rows):
