@@ -86,7 +86,9 @@ class World:
         self.scenario = scenario
         self.timeline = Timeline()
         rng = random.Random(scenario.seed ^ 0x5EED)
-        device = VirtualDevice(self.timeline, scenario.latency(), scenario.arenas, rng)
+        device = VirtualDevice(
+            self.timeline, scenario.latency(), scenario.arenas, rng, change_ns=scenario.policy().change_ns
+        )
         self._users = [0] * scenario.arenas
         self._submitted = [0] * scenario.engines
         self.engines: list[VirtualEngine] = []

@@ -10,7 +10,7 @@ from asynctrt.scheduling.concurrency import Concurrency
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast, Punctual
-from asynctrt.scheduling.policies import Room, Turns
+from asynctrt.scheduling.policies import KeptSizes, Room, Turns
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
 from asynctrt.scheduling.queues import BucketQueue, Buckets, Deadlines, OpenBatch
@@ -321,6 +321,11 @@ def the_end_is_always_known(original, self, batch, now_ns, put_ns=None):
     return original(self, batch, now_ns, put_ns) or 0
 
 
+def a_batch_waits_for_its_size_for_ever(original, self, now_ns):
+    original(self, now_ns)
+    return True
+
+
 def every_batch_is_timed(original, self, number, shape, rows):
     return True
 
@@ -495,6 +500,7 @@ PLANTED = [
     (Concurrency, "started", the_end_is_always_known),
     (BatchTimes, "wants_times", every_batch_is_timed),
     (ContextAllocator, "_cost", any_context_for_any_profile),
+    (KeptSizes, "_waits", a_batch_waits_for_its_size_for_ever),
     (ContextAllocator, "_find", the_first_arena_always),
     (Scheduler, "fail_one", who_fails_alone_is_answered),
     (Counters, "add_batch", padding_is_counted_as_rows),

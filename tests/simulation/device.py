@@ -88,7 +88,10 @@ class VirtualDevice:
         rng: random.Random,
         *,
         groups: int = 1,
+        change_ns: int = 0,
     ) -> None:
+        self._change_ns = change_ns
+        self._ran: dict[tuple[int, int], tuple[object, int]] = {}
         self._timeline = timeline
         self.latency = latency
         """What batches cost."""
@@ -118,6 +121,10 @@ class VirtualDevice:
         if self._sigma:
             slow *= self._random.lognormvariate(self._mu, self._sigma)
         flight.compute_ns = compute_ns if slow == 1.0 else max(1, round(compute_ns * slow))
+        if self._change_ns:
+            where, ran = (flight.group, batch.context), (batch.key.shape, batch.rows_run)
+            flight.compute_ns += self._change_ns * (self._ran.get(where) != ran)
+            self._ran[where] = ran
         now_ns = self._timeline.now_ns
         if batch.lane is not None:
             where = flight.group, batch.lane

@@ -101,6 +101,8 @@ class Rules:
         # How many batches of a shape and a size were timed, and the profile that each context had last.
         self._timed: Counter[tuple[Hashable, int]] = Counter()
         self._launched: Counter[tuple[Hashable, int]] = Counter()
+        # The shape and the size that each context keeps, where a change takes long.
+        self._kept: dict[int, tuple[Hashable, int]] = {}
         self._asked_times: Counter[tuple[Hashable, int]] = Counter()
         # By what it takes to copy them, and their size, the batches of which that was measured.
         self._copied: set[tuple[Hashable, int]] = set()
@@ -418,6 +420,9 @@ class Rules:
         sizes = policy.captured.sizes
         padded = sizes[bisect_left(sizes, rows) :][:1]
         allowed: tuple[int, ...] = (rows, *padded) if limits.rows_fixed is None else (limits.rows_fixed,)
+        if policy.change_ns:
+            kept = [size for shape, size in self._kept.values() if shape == batch.key.shape]
+            allowed = (rows, *[size for size in kept if size >= rows])
         if policy.is_alone:
             allowed = (rows_max,)
             _hold(len(batch.requests) == 1, "a request that is to be alone has company")
@@ -545,6 +550,12 @@ class Rules:
             # This batch is counted there by now.
             least = min(limits.users[one % limits.arenas] - (one % limits.arenas == arena) for one in free)
             _hold(limits.users[batch.arena] - 1 == least, "a fuller arena was taken")
+        if limits.policy.change_ns:
+            kept = batch.key.shape, batch.rows_run
+            mates = [one for one in free if batch.arena is None or one % limits.arenas == arena]
+            same = [one for one in mates if self._kept.get(one) == kept]
+            _hold(batch.context in (same or mates), "a context changed its size for a batch without need")
+            self._kept[batch.context] = kept
         if limits.profile_of is not None:
             mates = [one for one in free if batch.arena is None or one % limits.arenas == arena]
             is_captured = batch.rows_run in limits.policy.captured.sizes
@@ -559,6 +570,8 @@ class Rules:
     def _check_times(self, batch: Batch) -> None:
         """Every batch is timed where that costs nothing; else few of those that are short and well known."""
         limits, size = self._limits, (batch.key.shape, batch.rows_run)
+        if limits.policy.change_ns and not batch.is_timed:
+            return  # The time of a change is not that of a batch.
         self._launched[size] += 1
         self._asked_times[size] += batch.is_timed
         if limits.times_all:
@@ -613,6 +626,11 @@ class Rules:
         if not has_room:
             return
         _hold(bool(in_flight), "work waits while nothing is in flight")
+        if policy.change_ns and scheduler.room.until_ns is not None:
+            until_ns = scheduler.room.until_ns
+            _hold(now_ns < until_ns <= now_ns + policy.change_ns, "a batch waits longer than a change takes")
+            _hold(wakeup_ns is not None and wakeup_ns <= until_ns, "nobody watches the wait for a context")
+            return
         # What has its turn may be a batch that still grows, until the device wants it.
         early = scheduler.early_key
         is_behind = early is not None and self._rows[early] < limits.rows_max(early)

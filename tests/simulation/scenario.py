@@ -74,6 +74,8 @@ class Scenario:
     row_us: int = 50
     copy_us: int = 0
     """To compute any batch; for each row; to copy each row in, and half of that out."""
+    change_us: int = 0
+    """How much longer a batch takes on a context that ran another shape or size before."""
     lanes: int = 1
     interference: float = 0.0
     jitter: float = 0.0
@@ -88,7 +90,7 @@ class Scenario:
     @property
     def _is_exact(self) -> bool:
         return self.engines == 1 and not (
-            self.faults or self.disturbances or self.jitter or self.interference
+            self.faults or self.disturbances or self.jitter or self.interference or self.change_us
         )
 
     @property
@@ -137,6 +139,7 @@ class Scenario:
             lanes_max=lanes_max,
             answers_in_time=self.answers_in_time,
             patience_ns=self.patience_ns,
+            change_ns=self.change_us * 1000,
         )
 
     def described(self) -> list[str]:
@@ -252,6 +255,8 @@ def scenario_of(seed: int) -> Scenario:
     if kind in ("plain", "alone") and seed % 4 == 1:
         # As above: nothing is drawn for it.
         base = dataclasses.replace(base, batch_nbytes_max=2 * rows_max)
+    if kind == "plain" and seed % 7 == 3:
+        base = dataclasses.replace(base, change_us=(2 + seed % 40) * base.base_us)
     requests = _requests(rng, base)
     if engines > 1 and seed % 2:
         base = dataclasses.replace(base, weights=((1.0, 1.0), (3.0, 1.0), (0.01, 20.0))[seed % 3])
