@@ -11,7 +11,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.staging import RowSource, lay_out
-from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import TensorSpec
