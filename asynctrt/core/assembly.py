@@ -30,6 +30,7 @@ from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
 from asynctrt.runtime.prepare import few_sizes, sizes_to_prepare
 from asynctrt.runtime.shares import join_device
+from asynctrt.runtime.sizes import STEPS_WHERE_SHAPES_ARE_FREE
 from asynctrt.runtime.specialised import Builder
 from asynctrt.runtime.specialiser import Specialiser, adopt, held_nbytes, log_refusal
 from asynctrt.runtime.staging import Slab, lay_out
@@ -39,7 +40,6 @@ from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from asynctrt.scheduling.sizes import STEPS_WHERE_SHAPES_ARE_FREE
 from asynctrt.statistics import TRUSTED, Batching
 from asynctrt.tensors import Dims, split_shared
 

@@ -15,8 +15,8 @@ import numpy as np
 from asynctrt._util.pad_options import MASK, OFF, auto_limit
 from asynctrt.errors import InputError, OptionsError, show
 from asynctrt.options import Options
+from asynctrt.runtime.sizes import Sizes, merged
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.sizes import Sizes, merged
 from asynctrt.tensors import Array, Dims, TensorSpec
 
 FITS_MAX: Final = 4096

@@ -13,6 +13,7 @@ from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceMemoryError, UsageError
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.inflight import InFlight
+from asynctrt.runtime.recurring import RecurringShapes
 from asynctrt.runtime.specialised import (
     BUILD_S_MAX,
     Builder,
@@ -22,7 +23,6 @@ from asynctrt.runtime.specialised import (
     named,
 )
 from asynctrt.runtime.staging import Slab
-from asynctrt.scheduling.recurring import RecurringShapes
 from asynctrt.scheduling.shapes import Shapes
 
 REST: Final = 3

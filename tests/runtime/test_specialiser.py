@@ -13,7 +13,7 @@ import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import OptionsError
 from asynctrt.runtime import specialiser
-from asynctrt.scheduling.recurring import OFTEN, SHAPES_MAX
+from asynctrt.runtime.recurring import OFTEN, SHAPES_MAX
 from tests.backends.onnx_sessions import CapturableSessions, HostSessions, SpecialisedSessions, in_place
 from tests.benchmarks.lengths import encoder_onnx
 from tests.helpers import WAIT_S

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asynctrt.scheduling.recurring import OFTEN, SEEN_MAX, SHAPES_MAX, WINDOW, RecurringShapes
+from asynctrt.runtime.recurring import OFTEN, SEEN_MAX, SHAPES_MAX, WINDOW, RecurringShapes
 
 
 def noted(recurring, *shapes):
