@@ -105,7 +105,7 @@ class LocalEngine(DrivenEngine):
     def __repr__(self) -> str:
         return (
             f"<Engine {self._model.name!r} on {self._device.name} {self.state} "
-            f"queued={self._scheduler.queued_requests} "
+            f"queued={self._scheduler.queue.requests} "
             f"in_flight={self._scheduler.in_flight}>"
         )
 

@@ -1,7 +1,7 @@
 """The policies that decide the next batch. Each one answers one question of the scheduler, with one method.
 
 Is there room for it (:class:`Room`)? Is it the turn of a part of a batch that failed (:class:`Again`), and if
-not, which bucket's turn is it (:class:`Turns`)? May the batch still grow (:class:`AtOnce`,
+not, which bucket goes out of turn (:class:`Turns`)? May the batch still grow (:class:`AtOnce`,
 :class:`JustInTime`)? Which rows does it take (:class:`TakeRows` and its subclasses)? With how many rows is it
 run (:class:`RunAs`), and on which contexts may that be (:class:`AnySize`, :class:`KeptSizes`)?
 
@@ -186,11 +186,6 @@ class Room:
         return self.contexts.free > 0 and len(self._in_flight) < self.in_flight_max
 
     @property
-    def is_for_two(self) -> bool:
-        """Return whether two batches could be launched."""
-        return self.contexts.free > 1 and self.in_flight_max > 1
-
-    @property
     def is_held(self) -> bool:
         """Return whether the device was left to others at the last check."""
         return self.share is not None and self.share.is_held
@@ -199,6 +194,10 @@ class Room:
     def is_wanted(self) -> bool:
         """Return whether queued requests would be launched now, or when a batch in flight ends."""
         return bool(self._in_flight) or (not self.bides and self.contexts.free > 0)
+
+    def is_full(self) -> bool:
+        """Return whether nothing would be launched now, however much room the device has."""
+        return self.bides or not self.is_free
 
     def has_room(self, now_ns: int) -> bool:
         """Return whether a batch may be launched now. Call it only if there is something to launch."""
@@ -424,7 +423,7 @@ class HalvesFirst(TakeRows):
             return bucket.rows_max
         rows = min(bucket.rows, bucket.rows_max)
         half = max((rows + 1) // 2, bucket.head_rows)
-        if half >= rows or not self._room.is_for_two:
+        if half >= rows or self._room.contexts.free < 2 or self._room.in_flight_max < 2:
             return bucket.rows_max  # There is no second context to copy the others in for.
         key, compute, delay_ns = bucket.key, self._times.compute, self._times.delay_ns
         run, half_run = self._expected_rows(key, rows), self._expected_rows(key, half)

@@ -523,12 +523,6 @@ class Buckets:
         """Note that requests have left a bucket without a batch."""
         self._place(bucket, bucket.head_priority)
 
-    def take_joined(self, joined: Sequence[JoinedRows]) -> None:
-        """Remove requests that join another bucket's batch."""
-        for bucket, requests, rows in joined:
-            bucket.take(requests, rows)
-            self.left(bucket)
-
     def launched(self, bucket: BucketQueue) -> None:
         """Note that a batch has left a bucket, so that other buckets have their turn."""
         had_turn = bucket.is_full and next(iter(self._levels[bucket.priority].ready)) is bucket

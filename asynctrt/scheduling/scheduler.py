@@ -8,7 +8,6 @@ is it? May that batch still grow? Which rows does it take, and with how many is 
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from asynctrt.errors import AsynctrtError, InternalError
@@ -162,15 +161,15 @@ class Scheduler:
     def __repr__(self) -> str:
         state = "closed" if self.queue.closed else "open"
         return (
-            f"<Scheduler {state} queued={self.queued_requests} rows={self.queued_rows} "
+            f"<Scheduler {state} queued={self.queue.requests} rows={self.queued_rows} "
             f"in_flight={len(self._in_flight)} {self.room.contexts!r}>"
         )
 
     def divide(self, share: Share) -> None:
         """Use no more than a share of the device from now on."""
         self.room.share = share
-        share.wants = self._wants_device
-        share.is_full = self._is_full
+        share.wants = lambda: self.has_to_launch and self.room.is_wanted
+        share.is_full = self.room.is_full
 
     @property
     def lanes_max(self) -> int:
@@ -202,18 +201,13 @@ class Scheduler:
         """Return how many batches are in flight."""
         return len(self._in_flight)
 
-    @property
-    def queued_requests(self) -> int:
-        """Return how many requests wait, over all buckets."""
-        return self.queue.requests
-
     def snapshot(self) -> Snapshot:
         """Return what has been done and is being done, as numbers that do not change afterwards.
 
         Any thread may call this while the loop's thread makes changes, so it iterates over copies.
         """
         counters = self._counters.copy()
-        queued = self.queued_requests
+        queued = self.queue.requests
         # Masked requests have been counted as cancelled or failed.
         again = [requests for _, requests in tuple(self.again.parts)]
         under_way = [*again, *(batch.requests for batch in tuple(self._in_flight))]
@@ -327,9 +321,8 @@ class Scheduler:
         key, joined = bucket.key, NONE_JOINED
         if queue.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
             key, joined = self._join(bucket)
-            if joined:
-                chosen = (*chosen, *chain.from_iterable(others for _, others, _ in joined))
-                rows += sum(more for *_, more in joined)
+            for _, others, more in joined:
+                chosen, rows = (*chosen, *others), rows + more
         error: Exception | None = None
         try:
             rows_run, profile = self._run_as.find(key, rows)
@@ -340,8 +333,9 @@ class Scheduler:
             self.taken = chosen
         except Exception as raised:
             error = raised
-        if joined:
-            queue.buckets.take_joined(joined)
+        for other, others, more in joined:
+            other.take(others, more)
+            queue.buckets.left(other)
         bucket.take(own, own_rows)
         queue.buckets.launched(bucket)
         queue.rows -= rows
@@ -460,14 +454,6 @@ class Scheduler:
         if self._policy.delay_ns_max and room.is_free and not room.is_held:
             times.append(queue.buckets.wakeup_ns(len(self._in_flight)))
         return min([time_ns for time_ns in times if time_ns is not None], default=None)
-
-    def _wants_device(self) -> bool:
-        """Return whether there is something to launch now, or when a batch in flight ends."""
-        return self.has_to_launch and self.room.is_wanted
-
-    def _is_full(self) -> bool:
-        """Return whether nothing would be launched now, however much room the device has."""
-        return self.room.bides or not self.room.is_free
 
     def _computing(self) -> int:
         """Return how many batches of this scheduler compute at once."""

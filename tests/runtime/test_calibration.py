@@ -122,7 +122,7 @@ async def test_dimensions_that_vary_have_a_usual_size(device):
 
 async def test_what_batches_take_is_known_before_the_first_request(device):
     async with open_engine(Sleeping(work_ns=4_000_000), device) as engine:
-        batch_ns = engine._scheduler._times.compute.typical((), 8)
+        batch_ns = engine._scheduler.times.compute.typical((), 8)
         assert 3_900_000 < batch_ns < 40_000_000
 
 
@@ -131,7 +131,7 @@ async def test_what_batches_take_alone_is_measured_where_a_device_is_divided(dev
     """It is what they are charged, however many lanes there are."""
     async with open_engine(Sleeping(work_ns=4_000_000), device, weight=1, **settings) as engine:
         assert engine.statistics().lanes == {8: lanes}
-        assert 3_900_000 < engine._scheduler._times.alone.typical((), 8) < 40_000_000
+        assert 3_900_000 < engine._scheduler.times.alone.typical((), 8) < 40_000_000
 
 
 @pytest.mark.parametrize("settings", [{"contexts": 1}, {"batching": "deterministic", "contexts": 1}])

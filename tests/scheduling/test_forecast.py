@@ -140,7 +140,7 @@ class TestRefusals:
         parts = [Request(4, key_of(), 0, 0, 25 * MS) for _ in range(3)]
         with pytest.raises(DeadlineUnreachableError, match="30.000 ms"):
             plan.queue.submit(*parts)
-        assert plan.queued_requests == 0
+        assert plan.queue.requests == 0
         assert counters(plan).refused_late == 3
         plan.queue.submit(*parts[:2])
 

@@ -65,7 +65,7 @@ class TestPlain:
     def test_they_are_queued_and_launched_without_objects(self):
         plan = scheduler(queue_rows_max=7)
         futures = enter(plan, 7, now_ns=5)
-        assert (plan.queued_rows, plan.queued_requests, plan.has_to_launch) == (7, 7, True)
+        assert (plan.queued_rows, plan.queue.requests, plan.has_to_launch) == (7, 7, True)
         assert repr(plan.queue) == "<Queue requests=7 rows=7>"
         first, second = plan.next_batch(6), plan.next_batch(7)
         assert (futures_of(first), first.rows, len(first.requests)) == (futures[:4], 4, 4)

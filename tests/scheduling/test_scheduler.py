@@ -58,7 +58,7 @@ class TestWhatLaunches:
         batch = plan.next_batch(0)
         assert batch.requests == tuple(requests)
         assert (batch.rows, batch.reason) == (3, Reason.IDLE)
-        assert plan.queued_requests == plan.queued_rows == 0
+        assert plan.queue.requests == plan.queued_rows == 0
 
     def test_a_busy_device_lets_the_batch_grow_and_forms_it_as_late_as_possible(self):
         plan = scheduler(contexts=4, concurrency=1)
@@ -265,7 +265,7 @@ class TestTheQueue:
         victim, other = submit(plan, rows=2), submit(plan)
         assert plan.cancel(victim)
         assert victim.state is State.CANCELLED
-        assert (plan.queued_rows, plan.queued_requests) == (1, 1)
+        assert (plan.queued_rows, plan.queue.requests) == (1, 1)
         assert plan.next_batch(0).requests == (other,)
 
     def test_a_request_in_flight_is_masked_and_its_mates_are_untouched(self):
@@ -338,7 +338,7 @@ class TestDeadlinesAndDelays:
         assert plan.queue.expire(120, arrived_by_ns=99) == []
         assert plan.next_batch(120) is None
         assert plan.queue.expire(120, arrived_by_ns=120) == [request]
-        assert plan.queued_requests == plan.queued_rows == 0
+        assert plan.queue.requests == plan.queued_rows == 0
 
     def test_the_end_of_a_delay_is_a_time_to_wake_up(self):
         plan = scheduler(delay_ns_max=500)
@@ -512,7 +512,7 @@ class TestAModelThatFails:
         else:
             assert isinstance(rejected.error, ExecutionError)
         assert all(request.state is State.FAILED for request in guilty)
-        assert (plan.queued_requests, plan.queued_rows, plan.in_flight) == (2, 2, 0)
+        assert (plan.queue.requests, plan.queued_rows, plan.in_flight) == (2, 2, 0)
         batch = plan.next_batch(0)
         assert batch.requests == tuple(innocent)
         assert batch.number == 1
@@ -973,7 +973,7 @@ def test_no_bucket_waits_for_more_batches_than_turns_allow(shapes, events, conte
         waiting = {request.key for request in queued}
         passed_over = {key: count for key, count in passed_over.items() if key in waiting}
         assert all(count < (TURNS_KEPT + 1) * shapes for count in passed_over.values())
-    assert plan.queued_requests == len(queued)
+    assert plan.queue.requests == len(queued)
 
 
 def test_half_of_the_rows_is_put_on_an_idle_device_first_as_both_are_padded():

@@ -681,7 +681,7 @@ class Rules:
     def _check_counts(self) -> None:
         scheduler = self._scheduler
         waiting = self._waiting()
-        _hold(scheduler.queued_requests == len(waiting), "queued requests are miscounted")
+        _hold(scheduler.queue.requests == len(waiting), "queued requests are miscounted")
         rows = sum(request.rows for request in waiting)
         _hold(scheduler.queued_rows == rows, "queued rows are miscounted")
         _hold(scheduler.in_flight == len(self.in_flight), "batches in flight are miscounted")
