@@ -252,7 +252,7 @@ class BatchTimes:
                 occupied_ns = max(compute_ns, now_ns - batch.launched_ns - took.copy_in_ns - took.copy_out_ns)
             self.occupied.observe(key.shape, rows, occupied_ns)
         self.compute.observe(key.shape, rows, compute_ns)
-        if batch.lane is not None and not self.knows_copies(key, rows):
+        if batch.lane is not None and self.copy_in.typical(key.copy_key, rows) is None:
             # None were measured, perhaps because its rows and outputs are on the device.
             self.observe_copies(batch, 0, 0)
 
@@ -279,10 +279,6 @@ class BatchTimes:
     def copy_out_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long the rows of a batch typically take to be copied out; 0 before any were."""
         return self.copy_out.typical(key.copy_key, rows) or 0
-
-    def knows_copies(self, key: BatchKey, rows: int) -> bool:
-        """Return whether copies of such rows were measured."""
-        return self.copy_in.typical(key.copy_key, rows) is not None
 
     def lead_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long it takes from the launch until a batch can compute: to be staged and copied in."""

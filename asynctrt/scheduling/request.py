@@ -7,7 +7,7 @@ pending, answered or cancelled. Objects are made of them only where something ha
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Any, Final, overload
+from typing import Any, Final
 
 from asynctrt.errors import InternalError
 from asynctrt.scheduling.key import BatchKey
@@ -158,13 +158,7 @@ class PlainRequests(Sequence[Request]):
     def __len__(self) -> int:
         return len(self.flat) // FIELDS or len(self._made)
 
-    @overload
-    def __getitem__(self, index: int) -> Request: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Request, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Request | tuple[Request, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self._objects()[index]
 
     def __iter__(self) -> Iterator[Request]:
