@@ -681,9 +681,9 @@ class Driver:
             copies_ns, wait_ns = self._note_times(flight)
             if self._scheduler.room.share is not None:
                 self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
-            if self._lanes:
+            if batch.lane is not None or batch.arena is not None or copies_ns is not None:
                 self._leave_lane(flight)
-            self._scheduler.landed(batch, landed_ns, copies_ns, wait_ns)
+                self._scheduler.landed(batch, landed_ns, copies_ns, wait_ns)
             if source.device_outputs is not None:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return

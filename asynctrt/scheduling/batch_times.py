@@ -58,23 +58,20 @@ in their times would decide what a row costs."""
 class _Window:
     """The latest times of one size."""
 
-    __slots__ = ("_rising", "recent", "seen_at")
+    __slots__ = ("recent", "rising", "seen_at")
 
     def __init__(self) -> None:
         self.recent: deque[int] = deque(maxlen=WINDOW)
         self.seen_at = 0
         """The number of batches of its key up to its latest one."""
-        self._rising: list[int] | None = None
-
-    def add(self, took_ns: int) -> None:
-        self.recent.append(took_ns)
-        self._rising = None
+        self.rising: list[int] | None = None
+        """The same in rising order; ``None`` until that is asked for."""
 
     def at(self, share: float) -> int:
         """Return the time that a share of the times are shorter than."""
-        rising = self._rising
+        rising = self.rising
         if rising is None:
-            rising = self._rising = sorted(self.recent)
+            rising = self.rising = sorted(self.recent)
         return rising[int(len(rising) * share)]
 
 
@@ -95,7 +92,8 @@ class _Sizes:
             window = self.by_rows[rows] = _Window()
         elif self.seen - window.seen_at > FORGOTTEN_AFTER:
             window.recent.clear()
-        window.add(took_ns)
+        window.recent.append(took_ns)
+        window.rising = None
         self.seen = window.seen_at = self.seen + 1
         if self._late:
             self._late.clear()
