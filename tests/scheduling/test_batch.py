@@ -1,6 +1,5 @@
 """All of a batch is decided when it leaves the scheduler."""
 
-
 from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.policy import Captured
