@@ -86,6 +86,8 @@ class Batch:
     """When it is considered stuck, unless it has ended."""
     was_due = False
     """Whether it was launched just in time, and is timed: its wait shows how good the forecast was."""
+    changes_size = False
+    """Whether its context, which keeps its size, ran another one before."""
     charge = NO_CHARGE
     """What it costs its engine of its share of the device."""
 

@@ -10,6 +10,7 @@ it to the scheduler where that is created (``core/assembly.py``).
 """
 
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Final
 
@@ -24,6 +25,10 @@ from asynctrt.scheduling.queues import BucketQueue, Buckets, Deadlines
 from asynctrt.scheduling.request import Request, awaited
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import Share
+
+CHANGES: Final = 8
+"""How many of the last changes of a context's size count: enough that one of them, which a busy CPU held up,
+decides little. The number itself was not tuned."""
 
 PART_NS_MIN: Final = 200_000
 """Rows are spread over idle cores only if each part computes for at least this long: several times as long as
@@ -68,6 +73,9 @@ class AnySize:
         """Return what the context of a batch must have run before to run it without delay."""
         return profile
 
+    def changed(self, took_ns: int) -> None:
+        """Note how long a batch took for which a context changed."""
+
 
 class KeptSizes(AnySize):
     """Keeps contexts at the shape and the number of rows that they ran last, where a change takes long.
@@ -77,12 +85,17 @@ class KeptSizes(AnySize):
     each shape. Once it is as long as a change, a context changes to the size that is wanted. So batches lose
     at most about as much time by wrong sizes as by changes.
 
+    How long a change takes depends on the shape and on what else the CPU has to do (45 ms to 1.5 s with
+    PP-OCR's recogniser on an H100), so the mean of the last changes counts. What was measured before the first
+    request is only the first of them.
+
     :param times: how long batches take.
-    :param change_ns: how much longer a batch takes on a context that ran another size before.
+    :param change_ns: how much longer a batch took on a context that had run another size before.
     """
 
     def __init__(self, contexts: ContextAllocator, shapes: Shapes, times: BatchTimes, change_ns: int) -> None:
         self._contexts, self._shapes, self._times = contexts, shapes, times
+        self._changes_ns = deque((change_ns,), CHANGES)
         self._change_ns = change_ns
         # The time lost since a context last changed, by shape.
         self._lost_ns: dict[Hashable, int] = {}
@@ -112,6 +125,11 @@ class KeptSizes(AnySize):
 
     def profile(self, key: BatchKey, rows_run: int, profile: int | None) -> Hashable:
         return None if self._shapes.is_specialised(key.shape) else (key.shape, rows_run)
+
+    def changed(self, took_ns: int) -> None:
+        # The batch itself takes little of that, and others wait for the whole of it.
+        self._changes_ns.append(took_ns)
+        self._change_ns = sum(self._changes_ns) // len(self._changes_ns)
 
     def _size(self, shape: Hashable, rows: int, now_ns: int) -> int | None:
         """Return the size of the context that a batch of ``rows`` runs on; ``None`` if it has to wait."""

@@ -388,11 +388,13 @@ class Scheduler:
         self._number = number = self._number + 1
         is_timed = self.times.wants_times(number, key.shape, rows_run)
         kept = self.room.sizes.profile(key, rows_run, profile)
+        changes = False
         if kept is None:
             context, arena = self.room.contexts.acquire()
         else:
             # The time of a change is not that of a batch.
-            is_timed = is_timed and (kept is profile or self.room.contexts.has_free(kept))
+            changes = kept is not profile and not self.room.contexts.has_free(kept)
+            is_timed = is_timed and not changes
             context, arena = self.room.contexts.acquire(kept, self._run_of(key, rows_run))
         lane, count = None, 1
         if self._concurrency.has_lanes:
@@ -404,6 +406,8 @@ class Scheduler:
             key, chosen, rows, rows_run, profile, context, arena, lane, number, reason, now_ns, is_timed
         )
         self._in_flight[batch] = None
+        if changes:
+            batch.changes_size = True
         if self._concurrency.lines:
             self._concurrency.launched(batch)
         self._counters.launched[reason] += 1
@@ -500,6 +504,8 @@ class Scheduler:
         """Note that a batch has been computed and is being answered; its context is free again."""
         self._end(batch)
         answered, arrived_ns = complete(batch.requests)
+        if batch.changes_size:
+            self.room.sizes.changed(now_ns - batch.launched_ns)
         if batch.is_timed:
             self.times.observe(batch, now_ns, took)
             self._company.observe(batch, took.copy_in_ns + took.compute_ns + took.copy_out_ns)

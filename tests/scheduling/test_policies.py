@@ -62,7 +62,7 @@ class TestKeptSizes:
         for _ in range(rows or 0):
             submit(plan, **kw)
         batch = plan.next_batch(0)
-        finish(plan, batch, compute_ns=compute_ns)
+        finish(plan, batch, self.CHANGE_NS if batch.changes_size else 0, compute_ns=compute_ns)
         return batch.rows, batch.rows_run
 
     def test_a_batch_is_padded_or_cut_to_the_size_of_its_context(self):
@@ -92,6 +92,14 @@ class TestKeptSizes:
         # Now there is a context of either size.
         assert self.run(plan, 8) == (8, 8)
         assert self.run(plan, 1) == (1, 1)
+
+    def test_what_a_change_takes_is_learned_from_changes(self):
+        """Before the first request it was measured with another shape, which took a hundredth of the time."""
+        plan = self.plan()
+        submit(plan)
+        slow = plan.next_batch(0)
+        finish(plan, slow, 100 * self.CHANGE_NS)
+        assert [self.run(plan, 8, compute_ns=400) for _ in range(7)] == [(1, 1)] * 7, "each loses 350 ns"
 
     def test_rows_that_are_left_behind_count_as_well(self):
         plan = self.plan()
