@@ -229,8 +229,8 @@ class Options:
         default="auto",
         check=GRAPHS,
         doc="""Batch sizes to capture as CUDA graphs, as ``(1, 8, 64)`` or ``"1,8,64"``; a batch is padded to
-        the next one where that pays. ``auto``: on a GPU, 1, 2, 4, 8, 16, 24, 32, 48, ... and ``max_rows``; of
-        ONNX models 1, 2, 3, 4, 6, 8, 12, 16, ... and ``max_rows``; of each shape, if ``pad`` names several.
+        the next one where that pays. ``auto``: on a GPU, 1, 2, 3, 4, 6, 8, 12, 16, ... and ``max_rows``; 1,
+        2, 4, 8, 16, 24, 32, 48, ... and ``max_rows`` for each shape that ``pad`` names.
         If they would take more than half of the free memory, every second size is left out. ``off``: none.
         Each size of each context takes a separate execution context, and its memory.""",
     )

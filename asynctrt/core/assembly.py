@@ -28,7 +28,7 @@ from asynctrt.options import BATCH_NBYTES_MAX, MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.calibration import Calibration, calibrate
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
-from asynctrt.runtime.prepare import few_sizes, sizes_to_prepare
+from asynctrt.runtime.prepare import few_sizes, sizes_to_prepare, sizes_up_to
 from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.sizes import STEPS_WHERE_SHAPES_ARE_FREE
 from asynctrt.runtime.specialised import Builder
@@ -148,7 +148,9 @@ class Capacity:
             # Empty batch sizes ask for one session that runs all sizes, so capture no size.
             return () if batch_sizes == () else sizes_to_prepare(batch_sizes, rows_max)
         if options.graphs == "auto":
-            return tuple(sorted({least, *(rows for rows in few_sizes(None, rows_max) if rows > least)}))
+            varies = any(isinstance(dim, str) for spec in model.inputs for dim in spec.dims)
+            sizes = few_sizes(None, rows_max) if varies else sizes_up_to(rows_max)
+            return tuple(sorted({least, *(rows for rows in sizes if rows > least)}))
         sizes = tuple(int(rows) for rows in options.graphs)
         if sizes[-1] > rows_max or sizes[0] < least:
             raise OptionsError(
