@@ -17,7 +17,7 @@ from asynctrt._util.files import read_regular, write_whole
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.abilities import asks_parser
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
-from asynctrt.backends.tensorrt.messages import LogSubscription, TensorRTErrors, keep_alive, log_of
+from asynctrt.backends.tensorrt.messages import LogSubscription, TensorRTErrors, callback, keep_alive, log_of
 from asynctrt.backends.tensorrt.plugins import register_plugins
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_text, profiles_of
 from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
@@ -499,17 +499,20 @@ class ProgressMonitor:
         self._lock = threading.RLock()
         self._phases: dict[str, tuple[str | None, int]] = {}
 
+    @callback
     def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
         """Record that a phase has started."""
         with self._lock:
             self._phases[phase_name] = (parent_phase, int(num_steps))
         self._tell(phase_name, 0)
 
+    @callback
     def step_complete(self, phase_name: str, step: int) -> bool:
         """Report that a step is done; return ``True``, as ``False`` would end the build."""
         self._tell(phase_name, int(step) + 1)
         return True
 
+    @callback
     def phase_finish(self, phase_name: str) -> None:
         """Report that a phase is done."""
         with self._lock:

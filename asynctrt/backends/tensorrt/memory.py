@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from asynctrt.backends.tensorrt.messages import callback
 from asynctrt.devices.base import ALIGNMENT, Buffer, Device, aligned, mib
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
 
@@ -318,22 +319,27 @@ def _create_allocator(base: Any, source: DeviceMemory, *, in_order: bool) -> Any
         def __init__(self) -> None:
             super().__init__()
 
+        @callback
         def allocate(self, size: int, alignment: int, flags: int) -> int:
             """Return the address of memory for immediate use, or 0: the bindings do not accept ``None``."""
             return (source.take(size, alignment) or 0) if size else 0
 
+        @callback
         def reallocate(self, address: int, alignment: int, new_size: int) -> int:
             """Return 0: resizing is not implemented, and the block stays as it is."""
             return 0
 
+        @callback
         def deallocate(self, memory: int) -> bool:
             """Free a block; the address 0 stands for no block."""
             return not memory or source.give_back(memory)
 
+        @callback
         def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
             """Return the address of memory for use in the order of a stream, or 0 to refuse."""
             return (source.take(size, alignment, stream=stream if in_order else None) or 0) if size else 0
 
+        @callback
         def deallocate_async(self, memory: int, stream: int) -> bool:
             """Free a block once its stream, or the whole device, no longer uses it."""
             return not memory or source.give_back(memory, stream=stream if in_order else None)

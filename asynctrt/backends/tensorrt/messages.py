@@ -12,9 +12,9 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable
-from types import ModuleType
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterable
+from types import FunctionType, ModuleType
+from typing import Any, Final, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 ERRORS_MAX: Final = 32
@@ -50,6 +50,20 @@ NO_MEMORY: Final = r"out of memory|OutOfMemory|allocation (?:failed|failure)|fai
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def callback(function: F) -> F:
+    """Mark a method that TensorRT calls, and may call again in the same thread before it returns.
+
+    Garbage that is collected while it runs frees TensorRT objects, and these log. The bindings (pybind11) would
+    take that for a call of the base class, which they refuse as "pure virtual": the message is lost, or memory
+    is not freed. They tell by the name of the running code, so the code gets another name.
+    """
+    method = cast("FunctionType", function)
+    method.__code__ = method.__code__.replace(co_name=f"{method.__name__} for TensorRT")
+    return function
+
 
 class MessageLog:
     """Forwards TensorRT's messages to the logger ``asynctrt.tensorrt``, and to all models.
@@ -66,6 +80,7 @@ class MessageLog:
         """The plugin libraries that were loaded: TensorRT's handles by path."""
         self.plugins_lock = threading.Lock()
 
+    @callback
     def log(self, severity: Any, msg: str) -> None:
         """Log one message. Called by TensorRT."""
         try:
@@ -141,6 +156,7 @@ class ErrorRecorder:
             self._overflowed = False
         return taken
 
+    @callback
     def report_error(self, code: Any, desc: str) -> bool:
         """Record one error. Called by TensorRT; ``False`` lets the failed call continue."""
         with self._lock:
@@ -150,6 +166,7 @@ class ErrorRecorder:
                 self._overflowed = True
         return False
 
+    @callback
     def num_errors(self) -> int:
         """Return the number of errors kept. Called by TensorRT."""
         return len(self._errors)
@@ -157,18 +174,22 @@ class ErrorRecorder:
     # The bindings call one of these two names, depending on the version.
     get_num_errors = num_errors
 
+    @callback
     def get_error_code(self, index: int) -> Any:
         """Return the code of one error. Called by TensorRT."""
         return self._errors[index][0]
 
+    @callback
     def get_error_desc(self, index: int) -> str:
         """Return the text of one error. Called by TensorRT."""
         return self._errors[index][1]
 
+    @callback
     def has_overflowed(self) -> bool:
         """Return whether errors were dropped. Called by TensorRT."""
         return self._overflowed
 
+    @callback
     def clear(self) -> None:
         """Clear all errors. Called by TensorRT."""
         self.take()

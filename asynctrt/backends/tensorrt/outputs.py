@@ -13,6 +13,7 @@ import numpy as np
 
 from asynctrt.backends.tensorrt.engine import shape_of
 from asynctrt.backends.tensorrt.memory import DeviceMemory
+from asynctrt.backends.tensorrt.messages import callback
 from asynctrt.devices.base import ALIGNMENT, Buffer, Device, Stream, aligned
 from asynctrt.errors import ExecutionError
 from asynctrt.tensors import Array, Dims, TensorSpec
@@ -138,6 +139,7 @@ def make_output_allocator(module: Any, outputs: dict[str, UnboundOutput]) -> Any
         def __init__(self) -> None:
             module.IOutputAllocator.__init__(self)
 
+        @callback
         def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int:
             """Return the address of memory for an output, or 0 to refuse: the bindings do not accept None."""
             try:
@@ -146,12 +148,14 @@ def make_output_allocator(module: Any, outputs: dict[str, UnboundOutput]) -> Any
                 logger.warning("no memory for output %r", tensor_name, exc_info=True)
                 return 0
 
+        @callback
         def reallocate_output_async(
             self, tensor_name: str, memory: int, size: int, alignment: int, stream: int
         ) -> int:
             """Do the same: memory for immediate use can be used in the order of any stream."""
             return self.reallocate_output(tensor_name, memory, size, alignment)
 
+        @callback
         def notify_shape(self, tensor_name: str, shape: Any) -> None:
             """Record the shape of an output."""
             outputs[tensor_name].notify(shape_of(shape))

@@ -161,6 +161,32 @@ def test_the_real_library_calls_the_first_logger_for_ever():
     assert "differs" not in done.stdout
 
 
+WITHIN_A_MESSAGE = """
+import logging, operator, sys
+import tensorrt_rtx as trt
+from asynctrt.backends.tensorrt.messages import log_of
+
+logging.basicConfig(stream=sys.stdout)
+log = log_of(trt)
+runtime = trt.Runtime(log)
+
+class Severity:
+    get_creator = staticmethod(trt.get_plugin_registry().get_creator)
+    name = property(operator.methodcaller("get_creator", "inner", "1", ""))
+
+log.log(Severity(), "outer")
+"""
+
+
+def test_the_real_library_logs_while_it_logs():
+    """As when garbage is collected there: the bindings took the second message for a call of the base class."""
+    command = [sys.executable, "-c", WITHIN_A_MESSAGE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = [word for line in done.stdout.splitlines() for word in ("outer", "inner") if word in line]
+    assert said == ["inner", "outer"]
+
+
 def test_errors_are_recorded_and_taken_once(module):
     recorder = make_recorder(module)
     codes = module.ErrorCodeTRT
