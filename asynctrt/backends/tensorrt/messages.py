@@ -56,9 +56,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def callback(function: F) -> F:
     """Mark a method that TensorRT calls, and may call again in the same thread before it returns.
 
-    Garbage that is collected while it runs frees TensorRT objects, and these log. The bindings (pybind11) would
-    take that for a call of the base class, which they refuse as "pure virtual": the message is lost, or memory
-    is not freed. They tell by the name of the running code, so the code gets another name.
+    Garbage that is collected while it runs frees TensorRT objects, and these log. The bindings (pybind11)
+    would take that for a call of the base class, which they refuse as "pure virtual": the message is lost, or
+    memory is not freed. They tell by the name of the running code, so the code gets another name.
     """
     method = cast("FunctionType", function)
     method.__code__ = method.__code__.replace(co_name=f"{method.__name__} for TensorRT")

@@ -179,7 +179,7 @@ log.log(Severity(), "outer")
 
 
 def test_the_real_library_logs_while_it_logs():
-    """As when garbage is collected there: the bindings took the second message for a call of the base class."""
+    """As when garbage is collected there: the bindings took the second for a call of the base class."""
     command = [sys.executable, "-c", WITHIN_A_MESSAGE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
