@@ -86,8 +86,8 @@ class KeptSizes(AnySize):
     at most about as much time by wrong sizes as by changes.
 
     How long a change takes depends on the shape and on what else the CPU has to do (45 ms to 1.5 s with
-    PP-OCR's recogniser on an H100), so the mean of the last changes counts. What was measured before the first
-    request is only the first of them.
+    PP-OCR's recogniser on an H100), so the mean of the last changes counts. What was measured before the
+    first request is only the first of them.
 
     :param times: how long batches take.
     :param change_ns: how much longer a batch took on a context that had run another size before.
