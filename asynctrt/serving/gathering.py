@@ -45,8 +45,14 @@ class Gathering:
         if self._held:
             self._count_anew()
 
-    async def wait(self) -> None:
-        """Return once no further call is ready, together with the other calls that wait."""
+    async def wait(self, left_s: float | None) -> None:
+        """Return once no further call is ready, together with the other calls that wait.
+
+        :param left_s: the time until the call's deadline, if it has one. A call that could lose half of it
+            does not wait.
+        """
+        if left_s is not None and left_s < 2 * WAIT_S:
+            return
         if not self._held:
             self._loop = asyncio.get_running_loop()  # Not each time: it takes a system call in Python 3.11.
             self._timer = self._loop.call_later(WAIT_S, self._give_up)

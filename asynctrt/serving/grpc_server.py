@@ -561,7 +561,7 @@ class GrpcServer:
         del body
         request = await self._parsed(split, caller, hold)
         if self._gathering.pays:
-            await self._gathering.wait()
+            await self._gathering.wait(context.time_remaining())
         inference = await self._begin(request, split.raw, began_ns, headers, caller, hold, then)
         del split, hold  # The inputs are views of the message, whose memory the inference now holds.
         # Cancelling this task cancels the request.

@@ -29,7 +29,7 @@ class Calls:
 
     async def _wait(self, name):
         if self.gathering.pays:
-            await self.gathering.wait()
+            await self.gathering.wait(None)
         self.released[name] = self.turn
 
     async def turns(self, count):

@@ -20,7 +20,7 @@ import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.kserve.protobuf import message_classes
-from asynctrt.serving import grpc_server
+from asynctrt.serving import gathering, grpc_server
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.grpc_server import REFLECTION, SERVICE, UNSUPPORTED, GrpcServer, _Stream
@@ -357,6 +357,12 @@ class TestBatches:
             for _ in range(20):
                 await served.ask("ModelInfer", request())
                 assert not served.server._gathering.pays
+
+    async def test_a_call_that_is_due_before_the_others_come_does_not_wait_for_them(self, monkeypatch):
+        monkeypatch.setattr(gathering, "WAIT_S", 10 * WAIT_S)
+        async with serving() as served:
+            served.server._gathering.expect("a message that does not come")
+            await served.ask("ModelInfer", request(), timeout=WAIT_S / 4)
 
 
 class TestGoingAway:
