@@ -18,9 +18,9 @@ class Calls:
         self.released = {}
         self.tasks = []
 
-    def read(self, *names):
+    def read(self, *names, client="honest"):
         for name in names:
-            self.gathering.expect(name)
+            self.gathering.expect(name, client)
 
     def arrive(self, *names):
         for name in names:
@@ -90,6 +90,40 @@ async def test_a_message_that_does_not_come_is_waited_for_once():
     calls.arrive("c")
     await calls.turns(TURNS + 4)
     assert "c" in calls.released
+
+
+async def test_a_client_whose_messages_do_not_come_soon_delays_no_other():
+    calls = Calls()
+    for number, is_waited_for in enumerate((True, False, False)):
+        calls.read(f"silent {number}", client="silent")
+        calls.read("a", "b")
+        calls.arrive("a", "b")
+        await calls.turns(TURNS + 4)
+        assert bool(calls.released) != is_waited_for
+        await asyncio.sleep(2 * WAIT_S)
+        calls.released.clear()
+    calls.gathering.forgive()
+    calls.read("silent", client="silent")
+    calls.read("a", "b")
+    calls.arrive("a", "b")
+    await calls.turns(TURNS + 4)
+    assert not calls.released
+
+
+async def test_clients_whose_messages_come_are_waited_for_however_often():
+    calls = Calls()
+    calls.gathering.pays = True
+    calls.read("next")
+    for _ in range(3):
+        calls.arrive("next")
+        await calls.turns(1)
+        calls.read("a", "next")
+        calls.arrive("a")
+        await calls.turns(TURNS + 4)
+        assert "a" not in calls.released
+        await asyncio.sleep(2 * WAIT_S)
+        assert "a" in calls.released
+        calls.released.clear()
 
 
 async def test_a_call_that_ends_without_waiting_is_not_waited_for():
