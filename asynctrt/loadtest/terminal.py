@@ -31,7 +31,7 @@ REFRESH_S: Final = 0.25
 STYLES: Final = {"bad": "bold red", "warn": "bold yellow", "good": "green", "note": "dim"}
 LEFT_OUT_FIRST: Final = (
     "p99.99", "p95", "p90", "Seconds", "mean", "Due", "Requests", "p99.9", "Copy in", "Copy out",
-    "Share of requests", "Batches", "Rows each", "Cores", "Goodput", "A", "B", "max", "95% interval",
+    "Share of requests", "Batches", "Rows each", "Cores", "Goodput", "A", "B", "max",
 )  # fmt: skip
 """Columns that a narrow terminal does not show, the least important first."""
 WORDS_COLUMNS: Final = 8

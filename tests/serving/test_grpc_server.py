@@ -350,7 +350,7 @@ class TestBatches:
             await asyncio.gather(*[caller() for _ in range(32)])
             done = served.engine.statistics()
         assert done.rows == 640
-        assert done.rows > 2 * done.batches
+        assert done.rows > 1.5 * done.batches  # 2 on a busy machine; 1.1 if calls do not wait.
 
     async def test_calls_of_a_lone_caller_do_not_wait(self):
         async with serving() as served:
