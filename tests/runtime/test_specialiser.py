@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import OptionsError
-from asynctrt.runtime import specialiser
+from asynctrt.runtime import calibration, specialiser
 from asynctrt.runtime.recurring import OFTEN, SHAPES_MAX
 from tests.backends.onnx_sessions import CapturableSessions, HostSessions, SpecialisedSessions, in_place
 from tests.benchmarks.lengths import encoder_onnx
@@ -109,6 +110,28 @@ async def test_until_then_contexts_keep_their_sizes_if_changes_take_long(path):
             await asyncio.gather(*(check(engine, 3, 1, n) for n in range(1 + 7 * number % 16)))
         assert engine.statistics().batches - batches >= 60
         assert model.changes - changes <= 8
+
+
+async def test_what_only_the_first_batch_of_a_size_takes_is_no_change(path, monkeypatch):
+    monkeypatch.setattr(calibration, "BUDGET_NS", 0)  # So that large batches were never run before.
+    seen = set()
+
+    class Slow(SpecialisedSessions):
+        def load_session(self, device, stream, sizes):
+            session = super().load_session(device, stream, sizes)
+            put = session.put
+
+            def slow(binding, stream, batch):
+                if batch not in seen:
+                    seen.add(batch)
+                    time.sleep(0.4)
+                put(binding, stream, batch)
+
+            session.put = slow
+            return session
+
+    async with opened(Slow(path, change_s=0.1), max_rows=16, graphs="auto") as engine:
+        assert 0.09 < engine._parts.calibration.change_ns / 1e9 < 0.2
 
 
 def held(path):
