@@ -18,7 +18,6 @@ from asynctrt._util.cancellation import current
 from asynctrt.devices.base import Buffer
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
-from asynctrt.runtime.graphs import wait_for
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.prepare import CHANGE_NS_MIN, time_of_change
 from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of, staged
@@ -171,7 +170,9 @@ class _Bench:
         self._stage.device.activate()
         for context in self._contexts:
             end = self._stage.device.create_event(is_timed=False)
-            wait_for(context.stream, end, "a batch of zeros")
+            context.stream.record(end)  # Later batches must not get an error left there.
+            if not end.synchronize(TIMEOUT_S):
+                raise DeviceLostError(f"a batch of zeros did not end within {TIMEOUT_S:g} s")
 
     def measure(self) -> Calibration:
         """Measure, and return the lanes that pay off."""
