@@ -318,7 +318,8 @@ class Builder:
                 room_nbytes = self._device.memory().room_nbytes
                 limit_nbytes = min(self._share_nbytes - held_nbytes, room_nbytes)
                 with cancelled_by(cancellation):
-                    sites += [Site(self._device, self._model, shape) for _ in range(self._contexts)]
+                    # One by one: if one cannot be created, the ones before it are released.
+                    sites.extend(Site(self._device, self._model, shape) for _ in range(self._contexts))
                     layout = self._layout(shape, sizes[-1], sites[0])
                     self._check_slabs(layout, limit_nbytes)
                     slabs = [site.lay_out(layout) for site in sites]

@@ -7,7 +7,7 @@ from onnx import TensorProto
 
 from asynctrt._util.cancellation import Cancellation
 from asynctrt.devices.host import HostDevice, HostGraph
-from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError, UsageError
+from asynctrt.errors import DeviceError, DeviceMemoryError, ExecutionError, ModelError, UsageError
 from asynctrt.runtime.specialised import Builder, Deadline, NoGainError, named
 from asynctrt.scheduling.key import BatchKey
 from tests.backends.onnx_sessions import SpecialisedSessions, in_place
@@ -126,6 +126,21 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, device, ways, error, said):
     with pytest.raises((error, NoGainError), match=said):
         build(device, model)
     assert model.alive == 0
+
+
+def test_a_stream_that_cannot_be_created_leaves_no_other(tmp_path, device, monkeypatch):
+    create, made = device.create_stream, []
+
+    def create_stream():
+        if len(made) == 2:  # One for the reference, and one for the first context.
+            raise DeviceError("no more streams")
+        made.append(create())
+        return made[-1]
+
+    monkeypatch.setattr(device, "create_stream", create_stream)
+    with pytest.raises(DeviceError, match="no more streams"):
+        build(device, model_of(tmp_path))
+    assert all(stream._closed for stream in made)
 
 
 def test_as_many_sizes_as_fit(tmp_path, device):
