@@ -5,15 +5,18 @@ import logging
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 
 import asynctrt
+from asynctrt.core import local
 from asynctrt.devices.host import HostDevice
+from asynctrt.engine import STREAM_END_S
 from asynctrt.errors import OptionsError
-from asynctrt.runtime import calibration, specialiser
+from asynctrt.runtime import calibration, specialised, specialiser
 from asynctrt.runtime.recurring import OFTEN, SHAPES_MAX
 from tests.backends.onnx_sessions import CapturableSessions, HostSessions, SpecialisedSessions, in_place
 from tests.benchmarks.lengths import encoder_onnx
@@ -165,6 +168,38 @@ async def test_an_engine_that_is_closed_while_it_builds_leaves_nothing(path):
         asyncio.get_running_loop().call_later(0.05, go.set)
     assert model.alive == 0
     assert not [thread for thread in threading.enumerate() if "specialise" in thread.name]
+
+
+async def test_an_engine_that_is_closed_waits_for_what_is_being_built(path, monkeypatch):
+    """Its model may be closed then, and the memory that batches of zeros read would be freed."""
+    begun, go, least_ns = threading.Event(), threading.Event(), specialised.least_ns
+
+    def held_ns(*args):
+        begun.set()
+        assert go.wait(WAIT_S)
+        return least_ns(*args)
+
+    monkeypatch.setattr(specialised, "least_ns", held_ns)
+    model = SpecialisedSessions(path)
+    async with opened(model) as engine:
+        await until(engine, begun.is_set)
+        asyncio.get_running_loop().call_later(4 * STREAM_END_S, go.set)
+    assert model.alive == 0
+
+
+async def test_a_model_is_not_closed_while_anything_is_built_of_it(path, monkeypatch, caplog):
+    monkeypatch.setattr(local, "BUILD_END_S", 0.01)
+    model, begun, go = held(path)
+    async with opened(model) as engine:
+        owned, closed = model, threading.Event()
+        engine._parts = replace(engine._parts, owned=(SimpleNamespace(close=closed.set),))
+        await until(engine, begun.is_set)
+    assert not closed.is_set()
+    assert owned.alive == 1, "the reference"
+    assert "1 contexts were abandoned" in caplog.text
+    go.set()
+    assert await asyncio.to_thread(closed.wait, WAIT_S)
+    assert owned.alive == 0
 
 
 @pytest.mark.parametrize(
