@@ -357,14 +357,15 @@ class EngineParts:
     def close(self, timeout_s: float) -> int:
         """Release what the engine owns; return how many contexts had to be abandoned. Blocks.
 
-        Call it again to release abandoned contexts once they have ended.
+        Call it again to release abandoned contexts once they have ended. Contexts that a thread still builds
+        count as one.
         """
         abandoned = self.pool.close(timeout_s)
+        if not abandoned and self.builder is not None and not self.builder.close(timeout_s):
+            abandoned = 1
         if abandoned:
             # A running batch still uses the weights and the memory, so keep them too.
             return abandoned
-        if self.builder is not None:
-            self.builder.close()
         for part in self.owned:
             part.close()
         return 0

@@ -30,6 +30,10 @@ from asynctrt.statistics import (
 )
 from asynctrt.tensors import BatchRecord, TensorSpec
 
+BUILD_END_S: Final = 10.0
+"""How long closing an engine waits for contexts that are being built, in seconds. The build was cancelled,
+and ends once the session that it loads is there."""
+
 ABANDONED_S: Final = 3600.0
 """How long each wait for abandoned batches lasts, in seconds."""
 
@@ -257,10 +261,10 @@ class LocalEngine(DrivenEngine):
         """Join threads, free memory and unload the model. Blocks."""
         self._driver.end_threads(STREAM_END_S)
         if self._specialiser is not None:
-            self._specialiser.close(STREAM_END_S)
+            self._specialiser.close(BUILD_END_S)
         abandoned = self._parts.close(STREAM_END_S)
         if abandoned:
-            logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
+            logger.error("%r: %d contexts were abandoned while they ran or were built", self, abandoned)
             _LateRelease(self._parts).start()
 
     def _split(

@@ -18,7 +18,6 @@ from asynctrt._util.cancellation import current
 from asynctrt.devices.base import Buffer
 from asynctrt.errors import DeviceLostError, UsageError, describe
 from asynctrt.runtime.contexts import BatchEvents
-from asynctrt.runtime.graphs import wait_for
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.prepare import CHANGE_NS_MIN, time_of_change
 from asynctrt.runtime.probe import Probe, Sample, Stage, scratch_of, staged
@@ -171,7 +170,9 @@ class _Bench:
         self._stage.device.activate()
         for context in self._contexts:
             end = self._stage.device.create_event(is_timed=False)
-            wait_for(context.stream, end, "a batch of zeros")
+            context.stream.record(end)  # Later batches must not get an error left there.
+            if not end.synchronize(TIMEOUT_S):
+                raise DeviceLostError(f"a batch of zeros did not end within {TIMEOUT_S:g} s")
 
     def measure(self) -> Calibration:
         """Measure, and return the lanes that pay off."""
@@ -208,11 +209,12 @@ class _Bench:
     def measure_change(self) -> int:
         """Return how much longer a batch takes after one of another size, in ns; 0 if all have one size."""
         shapes, shape = self._stage.shapes, self._key.shape
-        sizes = shapes.padded_rows(shape, shapes.limit(shape)), shapes.padded_rows(shape, 1)
-        if sizes[0] == sizes[1]:
+        largest, smallest = shapes.padded_rows(shape, shapes.limit(shape)), shapes.padded_rows(shape, 1)
+        if largest == smallest:
             return 0
-        # Once: a change may take most of a second.
-        return max(time_of_change(self._once, sizes, rounds=1).extra_ns, 0)
+        self._once(largest)  # Leaves the context at a size that the next batch has to change.
+        # Once: a change may take most of a second. The smallest size has run before, as the sample.
+        return max(time_of_change(self._once, [smallest], rounds=1).extra_ns, 0)
 
     def _once(self, rows: int) -> int:
         """Run a batch on the first context; return how long that took, in ns."""

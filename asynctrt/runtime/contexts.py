@@ -598,16 +598,17 @@ class ContextPool:
         Call it again later to release the abandoned contexts.
         """
         still_running = [context for context in self.contexts if not context.comes_to_rest(timeout_s)]
+        at_rest = [context for context in self.contexts if context not in still_running]
+        # Before freeing anything: a device keeps what is closed while work on it may run forever.
         for context in still_running:
-            # Before freeing anything, as that would wait for them.
             self._device.abandon(context.stream)
+        for context in at_rest:
+            self._device.ended(context.stream)
         if not still_running:  # Sites of a shape may share what a batch that hangs uses.
             for made in self.specialised.values():
                 made.close(timeout_s)
-        for context in self.contexts:
-            if context not in still_running:
-                self._device.ended(context.stream)
-                context.close(timeout_s)
+        for context in at_rest:
+            context.close(timeout_s)
         self.contexts = still_running
         if not self._closed and self._arenas is not None:
             self._arenas.leave()

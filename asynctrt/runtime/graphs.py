@@ -193,7 +193,7 @@ class Capture:
     def finish(self) -> tuple[CapturedBatch, CaptureCosts]:
         """Capture the computing of a batch.
 
-        :raises ExecutionError: if a graph of a :class:`CapableModel` and the model compute different outputs.
+        :raises ExecutionError: if a graph of a traced model and the model compute different outputs.
         :raises AsynctrtError: if the model or the device refuses; the capture is closed then.
         """
         if self._is_direct:

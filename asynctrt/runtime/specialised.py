@@ -19,7 +19,7 @@ from asynctrt._util import clock
 from asynctrt._util.cancellation import Cancellation, cancelled_by, current
 from asynctrt.backends.base import CapableModel, TracedContext, create_context_on
 from asynctrt.devices.base import Device, Event, Stream, mib
-from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, UsageError
 from asynctrt.runtime.capturing import Capturing
 from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch, Turns, wait_for
 from asynctrt.runtime.prepare import SHARE_MAX, Place, sizes_that_pay
@@ -318,7 +318,8 @@ class Builder:
                 room_nbytes = self._device.memory().room_nbytes
                 limit_nbytes = min(self._share_nbytes - held_nbytes, room_nbytes)
                 with cancelled_by(cancellation):
-                    sites += [Site(self._device, self._model, shape) for _ in range(self._contexts)]
+                    # One by one: if one cannot be created, the ones before it are released.
+                    sites.extend(Site(self._device, self._model, shape) for _ in range(self._contexts))
                     layout = self._layout(shape, sizes[-1], sites[0])
                     self._check_slabs(layout, limit_nbytes)
                     slabs = [site.lay_out(layout) for site in sites]
@@ -328,6 +329,8 @@ class Builder:
                 before_ns = {rows: reference.time_ns(rows) for rows in (taken[-1], taken[0])}
                 after_ns = {rows: sites[0].timed_ns(rows) for rows in taken}
                 reference.rest()
+                if cancellation.is_cancelled:  # Who wanted it may not wait for it any more.
+                    raise UsageError("contexts are not built any more, since that was cancelled")
             except BaseException:
                 self._close_reference()
                 release(sites, CLOSE_S)
@@ -337,11 +340,18 @@ class Builder:
         statistics = ShapeStatistics(named(shape), taken, is_captured, built_ns, nbytes, before_ns, after_ns)
         return Specialised(shape, tuple(sites), statistics)
 
-    def close(self) -> None:
-        """Close the reference. Blocks. Does nothing while a thread builds, which should have been joined."""
-        if self._lock.acquire(blocking=False):
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Close the reference. Blocks; return False, with nothing done, if a thread still builds after that.
+
+        Until then the model must stay open: what is being built runs batches.
+        """
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        try:
             self._close_reference()
+        finally:
             self._lock.release()
+        return True
 
     def _close_reference(self) -> None:
         reference, self._reference = self._reference, None

@@ -73,8 +73,8 @@ class AnySize:
         """Return what the context of a batch must have run before to run it without delay."""
         return profile
 
-    def changed(self, took_ns: int) -> None:
-        """Note how long a batch took for which a context changed."""
+    def changed(self, extra_ns: int) -> None:
+        """Note how much longer than usual a batch took for which a context changed."""
 
 
 class KeptSizes(AnySize):
@@ -126,9 +126,8 @@ class KeptSizes(AnySize):
     def profile(self, key: BatchKey, rows_run: int, profile: int | None) -> Hashable:
         return None if self._shapes.is_specialised(key.shape) else (key.shape, rows_run)
 
-    def changed(self, took_ns: int) -> None:
-        # The batch itself takes little of that, and others wait for the whole of it.
-        self._changes_ns.append(took_ns)
+    def changed(self, extra_ns: int) -> None:
+        self._changes_ns.append(extra_ns)
         self._change_ns = sum(self._changes_ns) // len(self._changes_ns)
 
     def _size(self, shape: Hashable, rows: int, now_ns: int) -> int | None:

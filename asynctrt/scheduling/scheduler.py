@@ -505,7 +505,8 @@ class Scheduler:
         self._end(batch)
         answered, arrived_ns = complete(batch.requests)
         if batch.changes_size:
-            self.room.sizes.changed(now_ns - batch.launched_ns)
+            usual_ns = took.copy_in_ns + took.compute_ns + took.copy_out_ns  # It was not timed.
+            self.room.sizes.changed(max(now_ns - batch.launched_ns - usual_ns, 0))
         if batch.is_timed:
             self.times.observe(batch, now_ns, took)
             self._company.observe(batch, took.copy_in_ns + took.compute_ns + took.copy_out_ns)

@@ -1,6 +1,7 @@
 """Devices in two parts, each with an engine: neither computes in the other's place."""
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -44,6 +45,17 @@ def test_of_threads():
     stream = some.create_stream()
     assert device.stream_of(stream.handle) is stream
     assert stream.close(WAIT_S)
+
+
+def test_memory_of_a_part_that_is_gone_is_counted_until_it_is_freed():
+    """Outputs that stay on the device, for one, outlive the engine and the part that it ran on."""
+    device = HostDevice(threads=2)
+    buffers = [part.allocate(1000) for part in device.partition(0.5)]
+    gc.collect()
+    assert device.memory().held_nbytes == 2000
+    for buffer in buffers:
+        buffer.close()
+    assert device.memory().held_nbytes == 0
 
 
 def test_each_part_has_a_thread():

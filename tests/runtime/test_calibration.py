@@ -174,6 +174,29 @@ async def test_a_model_that_fails_has_one_lane(device, caplog):
     assert "no batches were run side by side" in caplog.text
 
 
+async def test_what_fails_on_the_device_after_it_failed_to_be_put_there(device):
+    """Nothing else asks for that error, and no batch of a caller has it."""
+
+    class Failing(SleepingBinding):
+        def enqueue(self, rows, **given):
+            super().enqueue(rows, **given)
+            if rows == 8:
+                raise ValueError("not so many zeros")
+
+    def fail(rows):
+        if rows == 8:
+            raise ValueError("nor there")
+        return 0
+
+    model = Sleeping(work_ns=fail)
+    model.bind = lambda inputs, outputs: Failing(model, inputs[0], outputs[0])
+    async with open_engine(model, device) as engine:
+        assert engine.statistics().lanes == {8: 1}
+        for number in range(8):
+            sent = np.full((1, *DIMS), number, np.float32)
+            np.testing.assert_array_equal((await engine.infer(sent))["output"], sent)
+
+
 async def test_no_batch_of_zeros_runs_beside_those_of_callers(device):
     """One failed, and those enqueued behind it write to the memory of their context, too."""
     failed = []

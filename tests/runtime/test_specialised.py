@@ -6,8 +6,8 @@ import pytest
 from onnx import TensorProto
 
 from asynctrt._util.cancellation import Cancellation
-from asynctrt.devices.host import HostGraph
-from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError, UsageError
+from asynctrt.devices.host import HostDevice, HostGraph
+from asynctrt.errors import DeviceError, DeviceMemoryError, ExecutionError, ModelError, UsageError
 from asynctrt.runtime.specialised import Builder, Deadline, NoGainError, named
 from asynctrt.scheduling.key import BatchKey
 from tests.backends.onnx_sessions import SpecialisedSessions, in_place
@@ -128,6 +128,21 @@ def test_a_build_that_fails_leaves_nothing(tmp_path, device, ways, error, said):
     assert model.alive == 0
 
 
+def test_a_stream_that_cannot_be_created_leaves_no_other(tmp_path, device, monkeypatch):
+    create, made = device.create_stream, []
+
+    def create_stream():
+        if len(made) == 2:  # One for the reference, and one for the first context.
+            raise DeviceError("no more streams")
+        made.append(create())
+        return made[-1]
+
+    monkeypatch.setattr(device, "create_stream", create_stream)
+    with pytest.raises(DeviceError, match="no more streams"):
+        build(device, model_of(tmp_path))
+    assert all(stream._closed for stream in made)
+
+
 def test_as_many_sizes_as_fit(tmp_path, device):
     model = model_of(tmp_path, ways=("good",) * 4 + ("full",) + ("good",) * 100)
     made = build(device, model, sizes=(1, 2, 3, 4))
@@ -233,6 +248,48 @@ def test_what_contexts_share_ends_after_every_graph(tmp_path, device, monkeypatc
         del pool.contexts[0].comes_to_rest
     assert pool.close(WAIT_S) == 0
     assert ended == ["graph"] * 9 + ["session"] * (4 if hangs else 6)
+
+
+class Guarding(HostDevice):
+    """A device that frees nothing while work on it may run forever, like a GPU."""
+
+    def __init__(self):
+        super().__init__(in_place="always", unified=False)
+        self.hanging = set()
+
+    def abandon(self, stream):
+        self.hanging.add(stream)
+
+    def ended(self, stream):
+        self.hanging.discard(stream)
+
+
+def test_what_was_kept_for_batches_that_hung_is_released_once_they_have_ended(tmp_path):
+    """What is closed while other work hangs is never released on a GPU: that would wait for the work."""
+    device = Guarding()
+
+    class Kept(SpecialisedSessions):
+        def load_session(self, device, stream, sizes):
+            session = super().load_session(device, stream, sizes)
+            end = session.close
+            session.close = lambda: None if device.hanging else end()
+            return session
+
+    model = Kept(sequence_onnx(tmp_path / "sequence.onnx"))
+    pool = make_pool(model, device, contexts=2)
+    builder = Builder(device, model, 2, captures=True)
+    builder.in_turn = True
+    pool.adopt(builder.build((("length", 3),), SIZES, threads_max=1, cancellation=Cancellation()))
+    builder.close()
+    for context in pool.contexts:
+        context.comes_to_rest = lambda timeout_s: False
+    assert pool.close(0.01) == 2
+    assert len(device.hanging) == 2
+    for context in pool.contexts:
+        del context.comes_to_rest
+    assert pool.close(WAIT_S) == 0
+    assert model.alive == 0
+    assert device.memory().held_nbytes == 0
 
 
 def test_what_contexts_share_is_not_used_behind_a_batch_that_hangs(tmp_path, device):

@@ -3,16 +3,20 @@
 import asyncio
 import logging
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 
 import asynctrt
+from asynctrt.core import local
 from asynctrt.devices.host import HostDevice
+from asynctrt.engine import STREAM_END_S
 from asynctrt.errors import OptionsError
-from asynctrt.runtime import specialiser
+from asynctrt.runtime import calibration, specialised, specialiser
 from asynctrt.runtime.recurring import OFTEN, SHAPES_MAX
 from tests.backends.onnx_sessions import CapturableSessions, HostSessions, SpecialisedSessions, in_place
 from tests.benchmarks.lengths import encoder_onnx
@@ -111,6 +115,28 @@ async def test_until_then_contexts_keep_their_sizes_if_changes_take_long(path):
         assert model.changes - changes <= 8
 
 
+async def test_what_only_the_first_batch_of_a_size_takes_is_no_change(path, monkeypatch):
+    monkeypatch.setattr(calibration, "BUDGET_NS", 0)  # So that large batches were never run before.
+    seen = set()
+
+    class Slow(SpecialisedSessions):
+        def load_session(self, device, stream, sizes):
+            session = super().load_session(device, stream, sizes)
+            put = session.put
+
+            def slow(binding, stream, batch):
+                if batch not in seen:
+                    seen.add(batch)
+                    time.sleep(0.4)
+                put(binding, stream, batch)
+
+            session.put = slow
+            return session
+
+    async with opened(Slow(path, change_s=0.1), max_rows=16, graphs="auto") as engine:
+        assert 0.09 < engine._parts.calibration.change_ns / 1e9 < 0.2
+
+
 def held(path):
     """Return a model whose contexts are held while they are built, and two events: that, and its end."""
     begun, go = threading.Event(), threading.Event()
@@ -142,6 +168,38 @@ async def test_an_engine_that_is_closed_while_it_builds_leaves_nothing(path):
         asyncio.get_running_loop().call_later(0.05, go.set)
     assert model.alive == 0
     assert not [thread for thread in threading.enumerate() if "specialise" in thread.name]
+
+
+async def test_an_engine_that_is_closed_waits_for_what_is_being_built(path, monkeypatch):
+    """Its model may be closed then, and the memory that batches of zeros read would be freed."""
+    begun, go, least_ns = threading.Event(), threading.Event(), specialised.least_ns
+
+    def held_ns(*args):
+        begun.set()
+        assert go.wait(WAIT_S)
+        return least_ns(*args)
+
+    monkeypatch.setattr(specialised, "least_ns", held_ns)
+    model = SpecialisedSessions(path)
+    async with opened(model) as engine:
+        await until(engine, begun.is_set)
+        asyncio.get_running_loop().call_later(4 * STREAM_END_S, go.set)
+    assert model.alive == 0
+
+
+async def test_a_model_is_not_closed_while_anything_is_built_of_it(path, monkeypatch, caplog):
+    monkeypatch.setattr(local, "BUILD_END_S", 0.01)
+    model, begun, go = held(path)
+    async with opened(model) as engine:
+        owned, closed = model, threading.Event()
+        engine._parts = replace(engine._parts, owned=(SimpleNamespace(close=closed.set),))
+        await until(engine, begun.is_set)
+    assert not closed.is_set()
+    assert owned.alive == 1, "the reference"
+    assert "1 contexts were abandoned" in caplog.text
+    go.set()
+    assert await asyncio.to_thread(closed.wait, WAIT_S)
+    assert owned.alive == 0
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ class TestKeptSizes:
     """Contexts keep the size that they ran last, until that has cost as much as a change."""
 
     CHANGE_NS = 1000
+    COPIES_NS = 301
     SIZES = (1, 2, 4, 8)
 
     def plan(self, **kw):
@@ -62,7 +63,8 @@ class TestKeptSizes:
         for _ in range(rows or 0):
             submit(plan, **kw)
         batch = plan.next_batch(0)
-        finish(plan, batch, self.CHANGE_NS if batch.changes_size else 0, compute_ns=compute_ns)
+        change_ns = self.CHANGE_NS if batch.changes_size else 0
+        finish(plan, batch, self.COPIES_NS + compute_ns + change_ns, compute_ns=compute_ns)
         return batch.rows, batch.rows_run
 
     def test_a_batch_is_padded_or_cut_to_the_size_of_its_context(self):
@@ -100,6 +102,13 @@ class TestKeptSizes:
         slow = plan.next_batch(0)
         finish(plan, slow, 100 * self.CHANGE_NS)
         assert [self.run(plan, 8, compute_ns=400) for _ in range(7)] == [(1, 1)] * 7, "each loses 350 ns"
+
+    def test_a_batch_is_no_part_of_the_change_that_it_makes(self):
+        """It may take longer than the change, and would take as long without."""
+        plan = self.plan()
+        assert self.run(plan, 8, compute_ns=1200) == (8, 8)
+        ran = [self.run(plan, 1, compute_ns=1200)[1] for _ in range(3)]
+        assert ran == [8, 1, 1], "the first time is not known, and then 1050 ns are lost"
 
     def test_rows_that_are_left_behind_count_as_well(self):
         plan = self.plan()

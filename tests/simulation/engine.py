@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from asynctrt.errors import (
     AsynctrtError,
@@ -28,6 +28,15 @@ from tests.simulation.timeline import Timeline
 FAULTS: Final = ("refused", "memory", "row", "slow", "hang", "lost")
 """What can happen to a batch: the device refuses it, has no memory for it, one of its rows is bad, it takes
 far longer than usual, never ends, or the device is lost with it."""
+
+
+class Took(NamedTuple):
+    """How long a batch usually takes, which is told of one that was not timed."""
+
+    copy_in_ns: int
+    compute_ns: int
+    copy_out_ns: int
+    arena_wait_ns: int = 0
 
 
 class Observer(Protocol):
@@ -322,7 +331,8 @@ class VirtualEngine:
             wait_ns if batch.is_timed and batch.lane is not None else None,
         )
         del self.flights[batch.number]
-        scheduler.finished(decided, now_ns, flight)
+        took = flight if batch.is_timed else Took(*scheduler.times.usual_ns(decided.key, decided.rows_run))
+        scheduler.finished(decided, now_ns, took)
         self._deliver(decided)
         self.events += 1 + len(batch.requests)
         self.observer.answered(flight, now_ns)

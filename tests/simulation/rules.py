@@ -103,6 +103,9 @@ class Rules:
         self._launched: Counter[tuple[Hashable, int]] = Counter()
         # The shape and the size that each context keeps, where a change takes long.
         self._kept: dict[int, tuple[Hashable, int]] = {}
+        # The batches that change it, and the longest that such a batch took: the scheduler learns from them.
+        self._changing: set[int] = set()
+        self._change_ns = limits.policy.change_ns
         self._asked_times: Counter[tuple[Hashable, int]] = Counter()
         # By what it takes to copy them, and their size, the batches of which that was measured.
         self._copied: set[tuple[Hashable, int]] = set()
@@ -284,6 +287,8 @@ class Rules:
         took_ns = flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns
         copy_in_ns, compute_ns, copy_out_ns = map(max, self._longest_parts_ns, took_ns)
         self._longest_parts_ns = copy_in_ns, compute_ns, copy_out_ns
+        if batch.number in self._changing:
+            self._change_ns = max(self._change_ns, now_ns - batch.launched_ns)
         # A clock that leaps is taken for a batch that took as long.
         self._longest_seen_ns = max(self._longest_seen_ns, sum(took_ns), now_ns - batch.launched_ns)
         if self._limits.is_calm and batch.number in self._ends_ns:
@@ -555,6 +560,8 @@ class Rules:
             mates = [one for one in free if batch.arena is None or one % limits.arenas == arena]
             same = [one for one in mates if self._kept.get(one) == kept]
             _hold(batch.context in (same or mates), "a context changed its size for a batch without need")
+            if not same:
+                self._changing.add(batch.number)
             self._kept[batch.context] = kept
         if limits.profile_of is not None:
             mates = [one for one in free if batch.arena is None or one % limits.arenas == arena]
@@ -628,7 +635,7 @@ class Rules:
         _hold(bool(in_flight), "work waits while nothing is in flight")
         if policy.change_ns and scheduler.room.until_ns is not None:
             until_ns = scheduler.room.until_ns
-            _hold(now_ns < until_ns <= now_ns + policy.change_ns, "a batch waits longer than a change takes")
+            _hold(now_ns < until_ns <= now_ns + self._change_ns, "a batch waits longer than a change takes")
             _hold(wakeup_ns is not None and wakeup_ns <= until_ns, "nobody watches the wait for a context")
             return
         # What has its turn may be a batch that still grows, until the device wants it.

@@ -156,7 +156,8 @@ class HostDevice:
             held.held_nbytes += nbytes
         try:
             # A weak reference: the buffer's finalizer would otherwise keep the device and its threads alive.
-            return HostBuffer(nbytes, partial(_gave_back, weakref.ref(self)))
+            # It is to the whole device, whose account it is: a part may be gone before its buffers.
+            return HostBuffer(nbytes, partial(_gave_back, weakref.ref(self.whole)))
         except BaseException:
             self._gave_back(nbytes)
             raise
