@@ -250,11 +250,16 @@ class TestAsAProcess:
     @pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.tier2)])
     def test_a_model_that_is_never_loaded_does_not_keep_it(self, tmp_path, signals):
         """By a signal it ends when the time to drain is over, and at once by a second one."""
-        (tmp_path / "stuck.py").write_text("import time\nwhile True:\n    time.sleep(0.1)\n")
+        (tmp_path / "stuck.py").write_text(
+            "import sys, time\n"
+            "print('stuck', file=sys.stderr, flush=True)\n"
+            "while True:\n    time.sleep(0.1)\n"
+        )
         flags = ["--http-port", "0", "--no-grpc", "--drain-timeout", "0.2" if signals == 1 else "3600"]
         env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
         with command("stuck:model", *flags, env=env) as (process, line):
             line("loading 1 model")
+            line("stuck")  # Before that, the load would not begin.
             process.send_signal(signal.SIGINT)
             line("SIGINT: stopping")
             while signals == 2 and process.poll() is None:  # What comes at once is still the first one.
