@@ -148,8 +148,8 @@ class Capacity:
             # Empty batch sizes ask for one session that runs all sizes, so capture no size.
             return () if batch_sizes == () else sizes_to_prepare(batch_sizes, rows_max)
         if options.graphs == "auto":
-            varies = any(isinstance(dim, str) for spec in model.inputs for dim in spec.dims)
-            sizes = few_sizes(None, rows_max) if varies else sizes_up_to(rows_max)
+            is_fixed = all(spec.is_fixed for spec in model.inputs)
+            sizes = sizes_up_to(rows_max) if is_fixed else few_sizes(None, rows_max)
             return tuple(sorted({least, *(rows for rows in sizes if rows > least)}))
         sizes = tuple(int(rows) for rows in options.graphs)
         if sizes[-1] > rows_max or sizes[0] < least:
