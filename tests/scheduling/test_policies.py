@@ -58,6 +58,16 @@ class TestKeptSizes:
         self.shapes.restrict(self.SIZES)
         return scheduler(8, contexts=2, change_ns=self.CHANGE_NS, shapes=self.shapes, queue_rows_max=64, **kw)
 
+    def plan_where_c_holds_b(self):
+        """Rows of shape ``b`` may join a batch of shape ``c``."""
+        return self.plan(
+            company=MixedSizes(
+                {("b",): 1, ("c",): 2}.__getitem__,
+                lambda holder, shape: holder in (("c",), shape),
+                [(units, 1000 + 10 * units) for units in (1, 100) for _ in range(TIMES_MIN)],
+            )
+        )
+
     def run(self, plan, rows=None, compute_ns=100, **kw):
         """Submit rows, run a batch, and return its rows, and those that it is run with."""
         for _ in range(rows or 0):
@@ -154,13 +164,7 @@ class TestKeptSizes:
         assert self.run(plan) == (3, 4)
 
     def test_rows_that_join_or_are_tried_again_are_padded_to_a_size_that_a_context_has(self):
-        plan = self.plan(
-            company=MixedSizes(
-                {("b",): 1, ("c",): 2}.__getitem__,
-                lambda holder, shape: holder in (("c",), shape),
-                [(units, 1000 + 10 * units) for units in (1, 100) for _ in range(TIMES_MIN)],
-            )
-        )
+        plan = self.plan_where_c_holds_b()
         assert self.run(plan, 8, shape="c") == (8, 8)
         assert self.run(plan, 8, shape="b") == (8, 8)
         for _ in range(3):
@@ -173,13 +177,7 @@ class TestKeptSizes:
         assert self.run(plan, 1, shape="b") == (1, 8)
 
     def test_what_rows_that_join_lose_counts_as_well(self):
-        plan = self.plan(
-            company=MixedSizes(
-                {("b",): 1, ("c",): 2}.__getitem__,
-                lambda holder, shape: holder in (("c",), shape),
-                [(units, 1000 + 10 * units) for units in (1, 100) for _ in range(TIMES_MIN)],
-            )
-        )
+        plan = self.plan_where_c_holds_b()
         self.run(plan, 8, shape="c")
         ran = []
         for _ in range(5):
