@@ -6,6 +6,7 @@ What makes a GPU unusable, or could end the process, is done in a process of its
 import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -521,6 +522,34 @@ async def test_closing_in_every_state(tmp_path, device, state):
             await draining
     assert engine.state == "closed"
     assert held(device) == 0
+
+
+async def test_closing_while_contexts_of_a_shape_are_built(tmp_path, device):
+    """They run batches on the model's weights, so these are freed afterwards."""
+    from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel
+
+    path = detector_onnx(tmp_path / "detector.onnx")
+    begun = threading.Event()
+
+    class Observed(OnnxCudaModel):
+        def create_context_for(self, *told):
+            begun.set()
+            return super().create_context_for(*told)
+
+    one = np.random.default_rng(1).random((1, 3, 64, 64), np.float32)
+    expected = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"images": one})
+    for _ in range(3):
+        begun.clear()
+        model = Observed(path, {"providers": {"CUDAExecutionProvider": {"use_tf32": "0"}}}, device=device)
+        engine = await asynctrt.open(model, device=device, contexts=2, max_rows=8)
+        async with asyncio.timeout(60):
+            while not begun.is_set():
+                answers = await asyncio.gather(*(engine.infer(one) for _ in range(8)))
+                for answer in answers:
+                    np.testing.assert_allclose(answer["output0"], expected[0], rtol=1e-3, atol=1e-3)
+            await engine.aclose()
+        model.close()
+        assert held(device) == 0
 
 
 @pytest.mark.xdist_group("gpu memory")
