@@ -607,9 +607,10 @@ class ContextPool:
         if not still_running:  # Sites of a shape may share what a batch that hangs uses.
             for made in self.specialised.values():
                 made.close(timeout_s)
-        for context in at_rest:
-            context.close(timeout_s)
-        self.contexts = still_running
+        if not still_running or self._device.unified:  # What a GPU would keep is closed once nothing hangs.
+            for context in at_rest:
+                context.close(timeout_s)
+            self.contexts = still_running
         if not self._closed and self._arenas is not None:
             self._arenas.leave()
         self._closed = True
