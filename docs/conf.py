@@ -18,3 +18,5 @@ suppress_warnings = ["myst.xref_missing"]  # Links to files of the source, which
 
 html_theme = "furo"
 html_title = f"asynctrt {release}"
+html_static_path = ["static"]
+html_css_files = ["pages.css"]
