@@ -158,7 +158,7 @@ def test_a_websocket_by_hand_and_with_the_client(tmp_path):
     assert with_client.tolist() == rows(8).tolist()
 
 
-@pytest.mark.parametrize("page", ["README.md", "embedding.md", "howto-models.md"])
+@pytest.mark.parametrize("page", ["README.md", "embedding.md"])
 def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
     import aiohttp
 
