@@ -28,7 +28,7 @@ BUILDERS: Final = ("tensorrt", "tensorrt_rtx")
 """The packages that can build plans, in the order in which they are tried."""
 
 POOL_NBYTES: Final = 1 << 30
-"""What each of the builder's pools of device memory may take, unless the options say more."""
+"""The limit of each of the builder's pools of device memory, unless the options set it."""
 
 SIZES: Final = re.compile(r"\d+(?::\d+:\d+)?")
 CAPABILITY: Final = re.compile(r"\d{1,2}\.\d")

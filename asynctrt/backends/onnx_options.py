@@ -37,13 +37,13 @@ OURS: Final = {
     "NvTensorRTRTXExecutionProvider": {"enable_cuda_graph", "user_compute_stream"},
     "ROCMExecutionProvider": {"enable_hip_graph", "user_compute_stream"},
 }
-"""Options of providers without which answers would be read before they are there, or captured twice."""
+"""Options that only the engine may set: otherwise answers would be read too early, or captured twice."""
 
 PACKAGE: Final = re.compile(r"[A-Za-z_]\w*")
 """The name of a Python package, in place of the path of a library."""
 
 THREADS_MAX: Final = 1024
-"""The most threads for one batch; each of some thousands takes memory for nothing."""
+"""The most threads for one batch: thousands of threads would only take memory."""
 
 PATHS: Final = ("custom_ops", "provider_libraries", "profile_file_prefix")
 """Options that are paths, unless they name packages."""
@@ -149,7 +149,7 @@ BATCH_SIZES: Final = Check("several whole numbers, such as (4, 16)", _batch_size
 class OnnxOptions:
     """How an ONNX model is understood, and how ONNX Runtime loads and runs it.
 
-    :raises OptionsError: for a value out of its range, or for one that is the engine's to give.
+    :raises OptionsError: for a value out of its range, or for one that only the engine may set.
     """
 
     batch_axis: Mapping[str, int] = setting(

@@ -28,7 +28,7 @@ FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_r
 """The four TensorRT packages, in the order in which they are tried for a plan that several can run."""
 
 TRUSTED: Final = re.compile(r"signed|built-here|sha256:[0-9a-fA-F]{64}")
-"""How a way to be trusted is written."""
+"""The notation of the ways to trust a plan."""
 
 
 def _ways(value: Any) -> tuple[str, ...]:
