@@ -39,7 +39,7 @@ SIDE = 640
 HEIGHT = 48
 """The height of a line, which the recogniser wants."""
 WIDTH_STEP = 160
-"""Lines are padded to a multiple of this width, so that those of about the same length share batches."""
+"""Lines are padded to a multiple of this width, so that lines of about the same length share batches."""
 INSIDE, SURE, GROWTH = 0.3, 0.5, 1.6
 """A pixel and a line are text from these probabilities on; a line is this much larger than its core."""
 
@@ -110,7 +110,7 @@ def find_boxes(probability: Array, size: list[int]) -> list[tuple[int, int, int,
 
 
 def connected(mask: Array) -> list[tuple[int, int, int, int]]:
-    """Return the boxes around connected areas: runs of a row are joined with those that they touch above."""
+    """Return the boxes around connected areas: runs of a row are joined with the runs above that they touch."""
     boxes: list[list[int]] = []
     parents: list[int] = []
 
