@@ -179,12 +179,12 @@ class OnnxOptions:
     providers: tuple[tuple[str, Mapping[str, str]], ...] = setting(
         default=(),
         check=PROVIDERS,
-        doc="""Execution providers, in the order in which they are asked: names, or pairs of a name and its
-        options; a mapping of names to options says the same in TOML. On the host device: any that takes and
-        gives CPU memory. On a GPU: ``TensorrtExecutionProvider``, ``CUDAExecutionProvider`` and
-        ``CPUExecutionProvider``; the second is always there. ``device_id``, ``user_compute_stream``
-        and graphs are the engine's. One that is not here, or that does not load, is an error. Default:
-        ``CPUExecutionProvider`` and, on a GPU, ``CUDAExecutionProvider`` before it.""",
+        doc="""Execution providers, in order of preference: names, pairs of a name and its options, or a
+        mapping of names to options. On the host device: any that takes and returns CPU memory. On a
+        GPU: ``TensorrtExecutionProvider``, ``CUDAExecutionProvider`` and ``CPUExecutionProvider``; the second
+        is always used. The engine itself sets ``device_id``, ``user_compute_stream`` and graphs. A provider
+        that is missing, or does not load, is an error. Default: ``CPUExecutionProvider`` and, on a GPU,
+        ``CUDAExecutionProvider`` before it.""",
     )
 
     provider_libraries: tuple[str, ...] = setting(
@@ -216,7 +216,7 @@ class OnnxOptions:
     inter_op_num_threads: int | None = setting(
         default=None,
         check=count(0, THREADS_MAX).or_none,
-        doc="""Threads that compute operators of one batch beside each other, with
+        doc="""Threads that compute operators of one batch in parallel, with
         ``execution_mode="parallel"``. Default: 1, or as many as there are cores in that mode.""",
     )
 
@@ -259,11 +259,11 @@ class OnnxOptions:
     )
 
     enable_mem_reuse: bool | None = setting(
-        default=None, check=FLAG.or_none, doc="Whether operators reuse memory of those before them."
+        default=None, check=FLAG.or_none, doc="Whether operators reuse memory of earlier operators."
     )
 
     use_deterministic_compute: bool | None = setting(
-        default=None, check=FLAG.or_none, doc="Whether only kernels that give the same each time are used."
+        default=None, check=FLAG.or_none, doc="Whether to use only kernels that always give the same result."
     )
 
     use_per_session_threads: bool | None = setting(
@@ -286,8 +286,8 @@ class OnnxOptions:
     log_severity_level: int | None = setting(
         default=None,
         check=count(0, 4).or_none,
-        doc="""What ONNX Runtime says on standard error of a session: 0, everything, to 4, fatal errors alone.
-        Default: 4, since errors are in the exceptions as well.""",
+        doc="""What ONNX Runtime prints about a session on standard error: from 0, everything, to 4, only
+        fatal errors. Default: 4, since errors are in the exceptions as well.""",
     )
 
     batch_sizes: tuple[int, ...] | None = setting(

@@ -245,10 +245,10 @@ def _doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Examine this machine: driver, GPUs, packages, limits; with what to do about each finding.
+    """Examine this machine: driver, GPUs, packages, limits. Say what to do about each finding.
 
-    Whatever may crash or hang is tried in a child process. The exit status is 0 without errors, also if there
-    are warnings, and 3 with errors: asynctrt doctor --device cuda:0 && asynctrt serve ...
+    Whatever may crash or hang is tried in a child process. The exit status is 0 without errors, even with
+    warnings, and 3 with errors: asynctrt doctor --device cuda:0 && asynctrt serve ...
     """
     with err.status("Examining this machine"):
         report = diagnose(device, timeout=timeout)
@@ -598,7 +598,7 @@ def compare(
 ) -> None:
     """Compare two reports that asynctrt load wrote with --json.
 
-    Of a report with several runs, such as a sweep, the means over all of them are compared.
+    If a report has several runs, as a sweep has, the means over all of them are compared.
     """
     from asynctrt.loadtest import command, comparing, terminal  # noqa: PLC0415
 
