@@ -110,7 +110,7 @@ def find_boxes(probability: Array, size: list[int]) -> list[tuple[int, int, int,
 
 
 def connected(mask: Array) -> list[tuple[int, int, int, int]]:
-    """Return the boxes around connected areas: runs of a row are joined with the runs above that they touch."""
+    """Return the boxes around connected areas: runs of a row join the runs above that they touch."""
     boxes: list[list[int]] = []
     parents: list[int] = []
 
