@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 SIDE = 640
 """Pictures are scaled and padded to this size, so that they fit into one batch."""
 HEIGHT = 48
-"""The height of a line, which the recogniser wants."""
+"""The height that the recogniser expects of a line."""
 WIDTH_STEP = 160
 """Lines are padded to a multiple of this width, so that lines of about the same length share batches."""
 INSIDE, SURE, GROWTH = 0.3, 0.5, 1.6
@@ -64,7 +64,7 @@ def with_named_rows(path: Path, folder: Path) -> tuple[Path, list[str]]:
     model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = rows
     onnx.save(model, folder / path.name)
     (characters,) = [item.value for item in model.metadata_props if item.key == "character"]
-    return folder / path.name, ["", *characters.split("\n"), " "]  # The first one stands for nothing.
+    return folder / path.name, ["", *characters.split("\n"), " "]  # The first one is the blank.
 
 
 def as_input(pixels: Array) -> Array:
@@ -79,7 +79,7 @@ def decode(inputs: dict[str, Array]) -> dict[str, Any]:
         raise InputError("give one picture a request")
     try:
         with Image.open(io.BytesIO(inputs["image"][0].tobytes())) as image:
-            # Browsers turn pictures as their cameras were held, too.
+            # Browsers also turn pictures as the camera was held.
             picture = ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InputError(f"these bytes are not a picture that can be read: {error}") from error
