@@ -11,7 +11,6 @@ with the lines of all other pictures. Decoding and cutting out is done in thread
 import asyncio
 import io
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -57,14 +56,11 @@ def find_models() -> Path:
     return Path(spec.submodule_search_locations[0]) / "models"
 
 
-def with_named_rows(path: Path, folder: Path) -> tuple[Path, list[str]]:
-    """Copy the recogniser with one name for the rows of input and output; return its characters as well."""
-    model = onnx.load(path)
-    rows = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
-    model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = rows
-    onnx.save(model, folder / path.name)
-    (characters,) = [item.value for item in model.metadata_props if item.key == "character"]
-    return folder / path.name, ["", *characters.split("\n"), " "]  # The first one is the blank.
+def characters_of(recogniser: Path) -> list[str]:
+    """Return the characters that a recogniser's scores are of, in order."""
+    metadata = onnx.load(recogniser).metadata_props
+    (characters,) = [item.value for item in metadata if item.key == "character"]
+    return ["", *characters.split("\n"), " "]  # The first one is the blank.
 
 
 def as_input(pixels: Array) -> Array:
@@ -193,14 +189,13 @@ def make_reader(detector: Engine, recogniser: Engine, characters: list[str]) -> 
 async def open_reader() -> AsyncIterator[Pipeline]:
     """Open both models, and the pipeline over them."""
     models = find_models()
-    with tempfile.TemporaryDirectory() as folder:
-        path, characters = with_named_rows(models / "ch_PP-OCRv4_rec_infer.onnx", Path(folder))
-        async with (
-            asynctrt.open(models / "ch_PP-OCRv4_det_infer.onnx", max_rows=4) as detector,
-            asynctrt.open(path, max_rows=16) as recogniser,
-            make_reader(detector, recogniser, characters) as reader,
-        ):
-            yield reader
+    path = models / "ch_PP-OCRv4_rec_infer.onnx"
+    async with (
+        asynctrt.open(models / "ch_PP-OCRv4_det_infer.onnx", max_rows=4) as detector,
+        asynctrt.open(path, max_rows=16) as recogniser,
+        make_reader(detector, recogniser, characters_of(path)) as reader,
+    ):
+        yield reader
 
 
 @asynccontextmanager
