@@ -91,6 +91,8 @@ FOUND = {
     "silero": "Which requests",
     "scalar": "Which requests",
     "otel": "Metrics and spans",
+    "kubernetes": "Deploying",
+    "nginx": "Deploying",
 }
 """What people look for, and the title of a page that a search must find."""
 
