@@ -259,11 +259,11 @@ class OnnxOptions:
     )
 
     enable_mem_reuse: bool | None = setting(
-        default=None, check=FLAG.or_none, doc="Whether operators reuse memory of earlier operators."
+        default=None, check=FLAG.or_none, doc="Whether operators reuse memory of those before them."
     )
 
     use_deterministic_compute: bool | None = setting(
-        default=None, check=FLAG.or_none, doc="Whether to use only kernels that always give the same result."
+        default=None, check=FLAG.or_none, doc="Whether only kernels that give the same each time are used."
     )
 
     use_per_session_threads: bool | None = setting(
@@ -286,8 +286,8 @@ class OnnxOptions:
     log_severity_level: int | None = setting(
         default=None,
         check=count(0, 4).or_none,
-        doc="""What ONNX Runtime prints about a session on standard error: from 0, everything, to 4, only
-        fatal errors. Default: 4, since errors are in the exceptions as well.""",
+        doc="""What ONNX Runtime says on standard error of a session: 0, everything, to 4, fatal errors alone.
+        Default: 4, since errors are in the exceptions as well.""",
     )
 
     batch_sizes: tuple[int, ...] | None = setting(

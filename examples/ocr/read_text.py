@@ -1,6 +1,6 @@
 """Read the text in pictures: a detector and a recogniser chained, over a websocket with a page.
 
-    pip install 'asynctrt[cpu,client,inspect,serve]' pillow starlette uvicorn
+    pip install 'asynctrt[cpu,client,serve]' onnx pillow starlette uvicorn
     pip install --no-deps rapidocr-onnxruntime      # Its two PP-OCRv4 models, without what else it needs.
     python examples/ocr/read_text.py                # Then open http://127.0.0.1:8080/
 
