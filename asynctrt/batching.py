@@ -258,7 +258,7 @@ def batch(
         as usual. A call whose key cannot be computed or hashed fails alone, before it is queued. The number
         of keys is not limited: a key is forgotten once no call with it is waiting.
     :param run_on: ``loop`` runs a plain function on the event loop instead of in a thread, which saves a lone
-        caller some tens of microseconds. The function must be quick and must not block: nothing else runs on
+        caller about 0.1 ms. The function must be quick and must not block: nothing else runs on
         the loop meanwhile, and ``batch_timeout`` cannot end it. A run that holds the loop for more than 0.1 s
         is logged.
     :param settings: ``max_rows`` (items in the largest batch, 64 by default), ``max_delay`` (seconds that a

@@ -12,9 +12,12 @@ source_suffix = {".md": "markdown"}
 myst_heading_anchors = 3
 autodoc_mock_imports = ["onnxruntime", "ray"]  # They are large, and the pages need none of them.
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # As they are written: a function has no value that can be read.
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 suppress_warnings = ["myst.xref_missing"]  # Links to files of the source, which the site does not have.
 
 html_theme = "furo"
 html_title = f"asynctrt {release}"
+html_static_path = ["static"]
+html_css_files = ["pages.css"]

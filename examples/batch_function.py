@@ -1,4 +1,4 @@
-"""A function over many items, called with one: batches by themselves, and no model file. Run it as it is."""
+"""Call a function over many items with one item at a time: calls share batches, without a model file."""
 
 import asyncio
 

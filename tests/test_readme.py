@@ -1,15 +1,18 @@
 """The README and the pages of docs/ are right: snippets run, tables are of the code, links lead somewhere."""
 
+import ast
 import asyncio
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 
 import asynctrt
-from asynctrt.cli.app import LOAD_FLAGS
+from asynctrt.cli.app import LOAD_FLAGS, app
 from asynctrt.loadtest.session import SETTING_NAMES
 from asynctrt.options import Options
 from asynctrt.serving.command import configure, read_config
@@ -158,7 +161,7 @@ def test_a_websocket_by_hand_and_with_the_client(tmp_path):
     assert with_client.tolist() == rows(8).tolist()
 
 
-@pytest.mark.parametrize("page", ["README.md", "embedding.md", "howto-models.md"])
+@pytest.mark.parametrize("page", ["README.md", "embedding.md"])
 def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
     import aiohttp
 
@@ -498,6 +501,52 @@ def test_every_flag_of_a_load_test_that_is_named_is_there():
     flags = re.findall(r"--([a-z][\w-]*)", DOCUMENTS["load-testing.md"])
     assert len(flags) > 25
     assert {flag.replace("-", "_") for flag in flags} <= known
+
+
+def test_every_flag_of_every_command_is_there():
+    commands = typer.main.get_command(app).commands
+    found = [
+        (page, command, flag)
+        for page, text in DOCUMENTS.items()
+        for command, rest in re.findall(r"\basynctrt (\w+)\b([^`\n#]*)", text)
+        for flag in re.findall(r"(?<!\S)(--[a-z][\w-]*)", rest)
+        if command in commands
+    ]
+    flags = {
+        command: {"--help"}.union(*[{*option.opts, *option.secondary_opts} for option in described.params])
+        for command, described in commands.items()
+    }
+    assert len(found) > 30
+    assert [one for one in found if one[2] not in flags[one[1]]] == []
+
+
+ELSEWHERE = re.compile(
+    r"asynctrt\.(model|rows|batch_rows|queue_s|compute_s|launched_ns|d\.ts|js|service|socket|tensorrt|ray)\b"
+)
+"""Attributes of spans, files and a logger are not names of Python; `test_ray` runs the page about Ray."""
+
+
+def test_every_name_of_the_package_is_there():
+    for page, text in DOCUMENTS.items():
+        for name in sorted(set(re.findall(r"(?<![\w/@.-])asynctrt(?:\.\w+)+", text))):
+            if not ELSEWHERE.match(name):
+                assert resolved(name), f"{page} names {name}"
+
+
+def resolved(name):
+    """Return whether a dotted name is that of a module, or of an attribute of one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def test_each_fragment_of_python_compiles():
+    """Fragments that need what a test does not have, such as PyTorch, are fenced as ``py``."""
+    for page, text in DOCUMENTS.items():
+        for fragment in re.findall(r"```py\n(.*?)```", text, re.DOTALL):
+            compile(fragment, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_every_link_to_a_file_leads_to_one():

@@ -44,6 +44,14 @@ def test_every_page_is_there(site):
     assert "Raises<span" in (site / "api.html").read_text(), "docstrings are not read as reStructuredText"
 
 
+def test_no_page_shows_a_value_of_the_machine_that_built_it(site):
+    for page in site.glob("*.html"):
+        text = page.read_text()
+        assert str(DOCS.parent) not in text, page.name
+        assert " at 0x" not in text, page.name
+        assert "&lt;built-in" not in text, page.name
+
+
 ELSEWHERE = {"Array", "Opening"}
 """Names that the reference leaves out: an alias, and what `open` returns until it is awaited."""
 
@@ -83,6 +91,8 @@ FOUND = {
     "silero": "Which requests",
     "scalar": "Which requests",
     "otel": "Metrics and spans",
+    "kubernetes": "Deploying",
+    "nginx": "Deploying",
 }
 """What people look for, and the title of a page that a search must find."""
 

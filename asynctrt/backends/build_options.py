@@ -28,7 +28,7 @@ BUILDERS: Final = ("tensorrt", "tensorrt_rtx")
 """The packages that can build plans, in the order in which they are tried."""
 
 POOL_NBYTES: Final = 1 << 30
-"""What each of the builder's pools of device memory may take, unless the options say more."""
+"""The limit of each of the builder's pools of device memory, unless the options set it."""
 
 SIZES: Final = re.compile(r"\d+(?::\d+:\d+)?")
 CAPABILITY: Final = re.compile(r"\d{1,2}\.\d")
@@ -108,7 +108,7 @@ class BuildOptions:
     flavour: str | None = setting(
         default=None,
         check=choice(*BUILDERS).or_none,
-        doc="""The package to build with, ``tensorrt`` or ``tensorrt_rtx``. Each runs its own plans alone.
+        doc="""The package to build with, ``tensorrt`` or ``tensorrt_rtx``. Each runs only its own plans.
         Default: the first that is installed.""",
     )
     profiles: tuple[str, ...] = setting(
@@ -122,7 +122,7 @@ class BuildOptions:
         default=64,
         check=count(1),
         doc="""Rows of the largest batch, for the profile that is proposed. The plan takes up to this
-        many rows, and is tuned for the most, which is what full batches have.""",
+        many rows, and is tuned for full batches.""",
     )
     dims: tuple[tuple[str, tuple[int, int, int]], ...] = setting(
         default=(),
@@ -135,7 +135,7 @@ class BuildOptions:
         default=(),
         check=_words(Precision),
         doc="""Types that layers may compute in besides the model's own: ``fp16``, ``bf16``, ``int8``,
-        ``fp8``, ``int4``, ``fp4``. TensorRT 10 alone decides so; later versions and TensorRT for RTX take the
+        ``fp8``, ``int4``, ``fp4``. Only with TensorRT 10: later versions and TensorRT for RTX take the
         types of the model as they are.""",
     )
     tf32: bool = setting(
@@ -149,8 +149,8 @@ class BuildOptions:
     workspace: int = setting(
         default=POOL_NBYTES,
         check=count(1),
-        doc="""Bytes of device memory that a layer may work in (``MemoryPoolType.WORKSPACE``). Contexts need
-        as much of it as the layer that uses most.""",
+        doc="""Bytes of device memory that a layer may work in (``MemoryPoolType.WORKSPACE``). A context needs
+        as much as the layer that uses most.""",
     )
     tactic_memory: int = setting(
         default=POOL_NBYTES,
@@ -161,43 +161,43 @@ class BuildOptions:
     optimization_level: int | None = setting(
         default=None,
         check=count(0, 5).or_none,
-        doc="How long the builder searches: 0, the least, to 5. Default: TensorRT's own, 3.",
+        doc="How long the builder searches: from 0, the least, to 5. Default: TensorRT's own, 3.",
     )
     timing_cache: str | os.PathLike[str] | None = setting(
         default=None,
         check=PATH.or_none,
         doc="""The file in which ``tensorrt`` keeps how long each kernel took, so that the next build need not
-        try them again. It is read if it is there, and replaced after a build. TensorRT for RTX has none.""",
+        try them again. It is read if it exists, and replaced after a build. Not for TensorRT for RTX.""",
     )
     version_compatible: bool = setting(
         default=False,
         check=FLAG,
-        doc="""Build a plan that later versions run too. The lean runtime is packed in, whose code then runs
-        in the process: such plans are opened with ``allow_host_code``.""",
+        doc="""Build a plan that later versions can run too. The plan contains the lean runtime, whose code
+        then runs in the process: open such plans with ``allow_host_code``.""",
     )
     exclude_lean_runtime: bool = setting(
         default=False,
         check=FLAG,
-        doc="""Leave the lean runtime out of a version-compatible plan. Who opens it names the runtime, by
-        ``lean_runtime``.""",
+        doc="""Leave the lean runtime out of a version-compatible plan. Open such a plan with
+        ``lean_runtime``, which names the runtime.""",
     )
     hardware_compatibility: HardwareCompatibility = setting(
         default="none",
         check=choice(*get_args(HardwareCompatibility)),
         doc="""Which GPUs besides the one that it is built on run the plan: ``none``, ``ampere-plus`` (all
-        from 8.0 on) or ``same-compute-capability``. Only ``tensorrt`` has it.""",
+        from 8.0 on) or ``same-compute-capability``. Only for ``tensorrt``.""",
     )
     compute_capabilities: tuple[str, ...] = setting(
         default=(),
         check=CAPABILITIES,
-        doc="""GPUs to build for, by their compute capability, such as ``8.9``. Only ``tensorrt_rtx`` has it;
-        its default are all that it supports.""",
+        doc="""GPUs to build for, by their compute capability, such as ``8.9``. Only for ``tensorrt_rtx``.
+        Default: all that it supports.""",
     )
     refit: Refit | None = setting(
         default=None,
         check=choice(*get_args(Refit)).or_none,
         doc="""Let weights be replaced later: ``all``; ``identical``, by the same values, as stripped plans
-        need it; ``individual``, the weights that the network marks.""",
+        need; ``individual``, the weights that the network marks.""",
     )
     strip: bool = setting(
         default=False,
@@ -213,7 +213,7 @@ class BuildOptions:
     profiling: Profiling = setting(
         default="names",
         check=choice(*get_args(Profiling)),
-        doc="What the plan can tell of its layers: their ``names``, ``detailed`` facts, or ``none``.",
+        doc="What the plan can tell about its layers: their ``names``, ``detailed`` facts, or ``none``.",
     )
     verbosity: int = setting(
         default=logging.WARNING,

@@ -92,7 +92,7 @@ class FunctionModel(ModelBase):
     allowed on an event loop. With ``contexts=1`` every batch runs in the same thread, which database
     connections may require; after a batch that hangs (``batch_timeout``) it is a new thread, because the old
     one is lost. ``run_on="loop"`` runs it on the engine's event loop, which saves a lone caller the hand-over
-    to the thread and back, some tens of microseconds. Then it blocks the loop, and ``batch_timeout`` cannot
+    to the thread and back, about 0.1 ms. Then it blocks the loop, and ``batch_timeout`` cannot
     end it; a run that blocks the loop for more than 0.1 s is logged.
 
     A coroutine function, or any function that returns an awaitable, is awaited on the engine's event loop. It

@@ -1,6 +1,6 @@
 """ONNX models that are given as objects: a file's content, a ``ModelProto``, a session of ONNX Runtime.
 
-They are recognised without importing ``onnx`` or ``onnxruntime``, which a program that uses neither lacks.
+They are recognised without importing ``onnx`` or ``onnxruntime``, which may not be installed.
 """
 
 import os
@@ -68,7 +68,7 @@ def content_of(model: OnnxObject) -> bytes | None:
 
 
 def shown(model: object) -> str:
-    """Return what a message says of a model that was given: a few words, however large it is."""
+    """Return a description of a given model for messages: a few words, however large the model is."""
     if isinstance(model, str | os.PathLike):
         return repr(os.fspath(model))
     if isinstance(model, bytes | bytearray | memoryview):

@@ -37,13 +37,13 @@ OURS: Final = {
     "NvTensorRTRTXExecutionProvider": {"enable_cuda_graph", "user_compute_stream"},
     "ROCMExecutionProvider": {"enable_hip_graph", "user_compute_stream"},
 }
-"""Options of providers without which answers would be read before they are there, or captured twice."""
+"""Options that only the engine may set: otherwise answers would be read too early, or captured twice."""
 
 PACKAGE: Final = re.compile(r"[A-Za-z_]\w*")
 """The name of a Python package, in place of the path of a library."""
 
 THREADS_MAX: Final = 1024
-"""The most threads for one batch; each of some thousands takes memory for nothing."""
+"""The most threads for one batch: thousands of threads would only take memory."""
 
 PATHS: Final = ("custom_ops", "provider_libraries", "profile_file_prefix")
 """Options that are paths, unless they name packages."""
@@ -149,7 +149,7 @@ BATCH_SIZES: Final = Check("several whole numbers, such as (4, 16)", _batch_size
 class OnnxOptions:
     """How an ONNX model is understood, and how ONNX Runtime loads and runs it.
 
-    :raises OptionsError: for a value out of its range, or for one that is the engine's to give.
+    :raises OptionsError: for a value out of its range, or for one that only the engine may set.
     """
 
     batch_axis: Mapping[str, int] = setting(
@@ -179,12 +179,12 @@ class OnnxOptions:
     providers: tuple[tuple[str, Mapping[str, str]], ...] = setting(
         default=(),
         check=PROVIDERS,
-        doc="""Execution providers, in the order in which they are asked: names, or pairs of a name and its
-        options; a mapping of names to options says the same in TOML. On the host device: any that takes and
-        gives CPU memory. On a GPU: ``TensorrtExecutionProvider``, ``CUDAExecutionProvider`` and
-        ``CPUExecutionProvider``; the second is always there. ``device_id``, ``user_compute_stream``
-        and graphs are the engine's. One that is not here, or that does not load, is an error. Default:
-        ``CPUExecutionProvider`` and, on a GPU, ``CUDAExecutionProvider`` before it.""",
+        doc="""Execution providers, in order of preference: names, pairs of a name and its options, or a
+        mapping of names to options. On the host device: any that takes and returns CPU memory. On a
+        GPU: ``TensorrtExecutionProvider``, ``CUDAExecutionProvider`` and ``CPUExecutionProvider``; the second
+        is always used. The engine itself sets ``device_id``, ``user_compute_stream`` and graphs. A provider
+        that is missing, or does not load, is an error. Default: ``CPUExecutionProvider`` and, on a GPU,
+        ``CUDAExecutionProvider`` before it.""",
     )
 
     provider_libraries: tuple[str, ...] = setting(
@@ -216,7 +216,7 @@ class OnnxOptions:
     inter_op_num_threads: int | None = setting(
         default=None,
         check=count(0, THREADS_MAX).or_none,
-        doc="""Threads that compute operators of one batch beside each other, with
+        doc="""Threads that compute operators of one batch in parallel, with
         ``execution_mode="parallel"``. Default: 1, or as many as there are cores in that mode.""",
     )
 

@@ -28,7 +28,7 @@ FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_r
 """The four TensorRT packages, in the order in which they are tried for a plan that several can run."""
 
 TRUSTED: Final = re.compile(r"signed|built-here|sha256:[0-9a-fA-F]{64}")
-"""How a way to be trusted is written."""
+"""The notation of the ways to trust a plan."""
 
 
 def _ways(value: Any) -> tuple[str, ...]:
@@ -97,8 +97,8 @@ class TensorRTOptions:
         check=PATH.or_none,
         doc="""The ONNX file to take all weights from, for a plan that was built without them
         (``BuilderFlag.STRIP_PLAN``) or to be refitted. With the packages that have an ONNX parser:
-        ``tensorrt`` and ``tensorrt_rtx``. Weights go by their names: give the file that the plan was built
-        from, or one trained on since.""",
+        ``tensorrt`` and ``tensorrt_rtx``. Weights are found by their names: give the file that the plan was
+        built from, or one that was trained further.""",
     )
 
     memory_budget: int | None = setting(
@@ -106,7 +106,7 @@ class TensorRTOptions:
         check=count(1).or_none,
         doc="""Bytes of device memory that TensorRT may hold at most for this model: weights, what contexts
         keep, and outputs whose size depends on the data. Allocations beyond it are refused. Arenas do not
-        count: they are the engine's.""",
+        count.""",
     )
 
     build: BuildOptions | Mapping[str, Any] | None = setting(
@@ -128,7 +128,7 @@ class TensorRTOptions:
         default=logging.WARNING,
         check=count(0),
         doc="""Which messages of TensorRT go to the logger ``asynctrt.tensorrt``: a level of :mod:`logging`.
-        What TensorRT reports as an error of a call is in the exception, whatever this says.""",
+        Errors that TensorRT reports for a call are in the exception in any case.""",
     )
 
     runtime_cache: str | os.PathLike[str] | None = setting(
@@ -136,9 +136,9 @@ class TensorRTOptions:
         check=PATH.or_none,
         doc="""The file in which TensorRT for RTX keeps the kernels that it compiles when a plan is used
         (``IRuntimeCache``), so that the next process need not compile them. It is read when the plan is
-        loaded, and replaced when the model is closed, if there is more in it; of several processes that
-        share it, the last to close wins. What cannot be used is a warning. The kernels run on the GPU: trust
-        the file, and everyone who can write it, as you trust the plan.""",
+        loaded, and replaced when the model is closed, if there are new kernels; of several processes that
+        share it, the last to close wins. If the file cannot be used, a warning says so. The kernels run
+        on the GPU: trust the file, and everyone who can write it, as you trust the plan.""",
     )
 
     def __post_init__(self) -> None:

@@ -245,10 +245,10 @@ def _doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Examine this machine: driver, GPUs, packages, limits; with what to do about each finding.
+    """Examine this machine: driver, GPUs, packages, limits. Say what to do about each finding.
 
-    Whatever may crash or hang is tried in a child process. The exit status is 0 without errors, also if there
-    are warnings, and 3 with errors: asynctrt doctor --device cuda:0 && asynctrt serve ...
+    Whatever may crash or hang is tried in a child process. The exit status is 0 without errors, even with
+    warnings, and 3 with errors: asynctrt doctor --device cuda:0 && asynctrt serve ...
     """
     with err.status("Examining this machine"):
         report = diagnose(device, timeout=timeout)
@@ -283,9 +283,9 @@ def _inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show what can be known of a model: tensors and their names, versions, sizes, weights, batching.
+    """Show what can be known about a model: tensors and their names, versions, sizes, weights, batching.
 
-    Nothing is run unless you say --open, and then a refusal is shown with all else that is known: asynctrt
+    Nothing is run without --open. If opening fails, the error is shown with all else that is known: asynctrt
     inspect model.onnx, or asynctrt inspect model.plan --open. The exit status is 1 if the file cannot be read
     or opened.
     """
@@ -499,7 +499,7 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     """Measure the throughput and latency of a model or a server under a chosen load.
 
     TARGET is a model to open, model.onnx or module:attribute; a server's model,
-    http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws. Of any other
+    http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws. For any other
     address, http://HOST:PORT/PATH or ws://HOST:PORT/PATH, --body says what to send; a coroutine function,
     module:function, is called.
 
@@ -598,7 +598,7 @@ def compare(
 ) -> None:
     """Compare two reports that asynctrt load wrote with --json.
 
-    Of a report with several runs, such as a sweep, the means over all of them are compared.
+    If a report has several runs, as a sweep has, the means over all of them are compared.
     """
     from asynctrt.loadtest import command, comparing, terminal  # noqa: PLC0415
 

@@ -240,7 +240,7 @@ class Load:
 def p99_ms(load: Load) -> float:
     """Return the time within which 99% of all requests were answered, in ms; infinite if fewer ever were.
 
-    A percentile of the answered ones alone would be better the more requests fail.
+    A percentile of the answered requests alone would improve as more of them fail.
     """
     unanswered = [math.inf] * (load.sent - len(load.latencies_ms))
     return float(np.percentile([*load.latencies_ms, *unanswered] or [0.0], 99, method="higher"))

@@ -231,7 +231,7 @@ class EngineParts:
         Blocks.
 
         If engines divide the device, the times of batches that run alone are measured either way, because
-        batches are charged by them; and so is what changes of the batch size cost, if they may cost much.
+        batches are charged by them. So is the cost of changing the batch size, if it may be high.
         """
         found = Calibration()
         is_divided = options.weight is not None and self.is_pipelined
@@ -646,7 +646,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
 
 
 def _few_sizes(model: Model, rows_max: int) -> tuple[int, ...]:
-    """Return the few sizes that batches of any shape are padded to; empty if the model changes size fast."""
+    """Return the few sizes that batches of any shape are padded to; empty if changes of size are fast."""
     if not model.capabilities.changes_slowly or is_alone(model):
         return ()
     return () if model.capabilities.batch_sizes == () else few_sizes(model.capabilities.batch_sizes, rows_max)

@@ -30,7 +30,7 @@ TOLERANCE_OF_EXTREMES: Final = 0.05
 """As above, for a row of extreme values, which amplify rounding."""
 
 GROWTH: Final = 4
-"""The factor from one size to pad to, to the next."""
+"""The factor from one size that is tried to the next."""
 
 LARGEST: Final = 512
 """The largest size to pad made-up rows to: the positions of most text encoders."""
@@ -194,7 +194,7 @@ class Lengths:
         for dims, sizes in padding.chosen.items():
             if sizes.largest is None:
                 sizes.proven = largest[dims[0]]
-        found = Found(padding, cases=(cases[0], *cases[1:][-1:]))  # These say most.
+        found = Found(padding, cases=(cases[0], *cases[1:][-1:]))  # The most telling ones.
         return found if self._is_twin else found._replace(times=self._measured(padding, found))
 
     def _base(self, padding: Padding) -> Case | None:
@@ -230,7 +230,7 @@ class Lengths:
         return frozenset(found)
 
     def _is_alive(self, case: Case) -> bool:
-        """Return whether rows run as they are, and their answers depend on their values, and on no chance."""
+        """Return whether rows run as they are, and their answers depend on nothing but their values."""
         first, *others = [self._alone(case, number) for number in (0, 0, 1, 2)]
         if first is None:
             return False

@@ -166,7 +166,7 @@ def _check_options(
             "not a plan. Leave it out; a TensorRTModel takes it as its own argument options"
         )
     honoured: tuple[str, ...] = ("shapes",) if backend is not ONNX else ()
-    if is_session(model):  # It was loaded before: what remains to be said is which axes count rows.
+    if is_session(model):  # It is loaded already. Only which axes count rows is left to say.
         honoured = ("batch_axis", "shared", "shapes")
     if onnx is not None and honoured and onnx.says_more_than(honoured):
         raise OptionsError(

@@ -120,7 +120,7 @@ def open_file(
 def _try_batching(model: Model, device: Device, options: Options) -> dict[str, Any]:
     """Run made-up rows, as opening an engine does; return the conclusions about batches."""
     settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None, onnx=None)
-    if device.is_pipelined:  # Batches side by side take other times if they are graphs.
+    if device.is_pipelined:  # As graphs, batches side by side take different times.
         contexts = options.contexts or device.contexts_default
         settings = dataclasses.replace(settings, contexts=contexts, graphs=options.graphs)
     try:

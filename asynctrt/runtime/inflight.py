@@ -63,7 +63,7 @@ class InFlight:
         """
         error = self.error
         if error is not None:
-            if isinstance(error, Exception):  # The loop is still to raise any other.
+            if isinstance(error, Exception):  # The loop has yet to raise any other.
                 self.error = None
             return error
         events, source = self.events, self.source

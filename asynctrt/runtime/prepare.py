@@ -228,7 +228,7 @@ def time_of_change(run: Callable[[int], int], sizes: Sequence[int], rounds: int 
     """Measure what changes from one batch size to another cost.
 
     :param run: runs a batch of some rows; returns how long that took, in ns.
-    :param sizes: some sizes, each another than the one before; the first another than ran last.
+    :param sizes: some sizes, each different from the one before, and the first from the one that ran last.
     """
     extras_ns, sames_ns = [], []
     for _ in range(rounds):

@@ -329,7 +329,7 @@ class Builder:
                 before_ns = {rows: reference.time_ns(rows) for rows in (taken[-1], taken[0])}
                 after_ns = {rows: sites[0].timed_ns(rows) for rows in taken}
                 reference.rest()
-                if cancellation.is_cancelled:  # Who wanted it may not wait for it any more.
+                if cancellation.is_cancelled:  # The caller may have stopped waiting.
                     raise UsageError("contexts are not built any more, since that was cancelled")
             except BaseException:
                 self._close_reference()

@@ -1,4 +1,4 @@
-"""The specialising of shapes while an engine serves: which recur is counted, and a thread builds for one.
+"""Specialise shapes while an engine serves: count which ones recur, and build for one at a time in a thread.
 
 Everything that batches see changes on the loop, between two batches: see :meth:`ContextPool.adopt`.
 """
@@ -26,8 +26,8 @@ from asynctrt.runtime.staging import Slab
 from asynctrt.scheduling.shapes import Shapes
 
 REST: Final = 3
-"""Once as many shapes are specialised as may be, let one take the place of another no sooner than this many
-times as long after building as that took. Until then shapes are built one after the other."""
+"""The pause after a build, as a multiple of its time, before another shape may replace a specialised one.
+While there is room, shapes are built one after the other."""
 
 FAILURES_MAX: Final = 3
 """Give up on a model after this many shapes in a row that could not be specialised."""

@@ -128,7 +128,7 @@ def _sample(number: int, like: Array) -> Any:
 def error_of(found: Array, expected: Array, tolerance: float, share: float = SHARE_MIN) -> float:
     """Return the largest difference of a value; 0 if they are close, 1 if they have no size.
 
-    :param tolerance: the allowed difference, as the returned one relative to the largest expected value.
+    :param tolerance: the allowed difference; like the result, relative to the largest expected value.
     :param share: the share of values that must be that close.
     """
     if expected.dtype.hasobject:

@@ -1,6 +1,6 @@
 """Read the text in pictures: a detector and a recogniser chained, over a websocket with a page.
 
-    pip install 'asynctrt[cpu,client,inspect,serve]' pillow starlette uvicorn
+    pip install 'asynctrt[cpu,client,serve]' onnx pillow starlette uvicorn
     pip install --no-deps rapidocr-onnxruntime      # Its two PP-OCRv4 models, without what else it needs.
     python examples/ocr/read_text.py                # Then open http://127.0.0.1:8080/
 
@@ -11,7 +11,6 @@ with the lines of all other pictures. Decoding and cutting out is done in thread
 import asyncio
 import io
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -37,9 +36,9 @@ HERE = Path(__file__).parent
 SIDE = 640
 """Pictures are scaled and padded to this size, so that they fit into one batch."""
 HEIGHT = 48
-"""The height of a line, which the recogniser wants."""
+"""The height that the recogniser expects of a line."""
 WIDTH_STEP = 160
-"""Lines are padded to a multiple of this width, so that those of about the same length share batches."""
+"""Lines are padded to a multiple of this width, so that lines of about the same length share batches."""
 INSIDE, SURE, GROWTH = 0.3, 0.5, 1.6
 """A pixel and a line are text from these probabilities on; a line is this much larger than its core."""
 
@@ -57,14 +56,11 @@ def find_models() -> Path:
     return Path(spec.submodule_search_locations[0]) / "models"
 
 
-def with_named_rows(path: Path, folder: Path) -> tuple[Path, list[str]]:
-    """Copy the recogniser with one name for the rows of input and output; return its characters as well."""
-    model = onnx.load(path)
-    rows = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
-    model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = rows
-    onnx.save(model, folder / path.name)
-    (characters,) = [item.value for item in model.metadata_props if item.key == "character"]
-    return folder / path.name, ["", *characters.split("\n"), " "]  # The first one stands for nothing.
+def characters_of(recogniser: Path) -> list[str]:
+    """Return the characters that a recogniser's scores are of, in order."""
+    metadata = onnx.load(recogniser).metadata_props
+    (characters,) = [item.value for item in metadata if item.key == "character"]
+    return ["", *characters.split("\n"), " "]  # The first one is the blank.
 
 
 def as_input(pixels: Array) -> Array:
@@ -79,7 +75,7 @@ def decode(inputs: dict[str, Array]) -> dict[str, Any]:
         raise InputError("give one picture a request")
     try:
         with Image.open(io.BytesIO(inputs["image"][0].tobytes())) as image:
-            # Browsers turn pictures as their cameras were held, too.
+            # Browsers also turn pictures as the camera was held.
             picture = ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InputError(f"these bytes are not a picture that can be read: {error}") from error
@@ -110,7 +106,7 @@ def find_boxes(probability: Array, size: list[int]) -> list[tuple[int, int, int,
 
 
 def connected(mask: Array) -> list[tuple[int, int, int, int]]:
-    """Return the boxes around connected areas: runs of a row are joined with those that they touch above."""
+    """Return the boxes around connected areas: runs of a row join the runs above that they touch."""
     boxes: list[list[int]] = []
     parents: list[int] = []
 
@@ -193,14 +189,13 @@ def make_reader(detector: Engine, recogniser: Engine, characters: list[str]) -> 
 async def open_reader() -> AsyncIterator[Pipeline]:
     """Open both models, and the pipeline over them."""
     models = find_models()
-    with tempfile.TemporaryDirectory() as folder:
-        path, characters = with_named_rows(models / "ch_PP-OCRv4_rec_infer.onnx", Path(folder))
-        async with (
-            asynctrt.open(models / "ch_PP-OCRv4_det_infer.onnx", max_rows=4) as detector,
-            asynctrt.open(path, max_rows=16) as recogniser,
-            make_reader(detector, recogniser, characters) as reader,
-        ):
-            yield reader
+    path = models / "ch_PP-OCRv4_rec_infer.onnx"
+    async with (
+        asynctrt.open(models / "ch_PP-OCRv4_det_infer.onnx", max_rows=4) as detector,
+        asynctrt.open(path, max_rows=16) as recogniser,
+        make_reader(detector, recogniser, characters_of(path)) as reader,
+    ):
+        yield reader
 
 
 @asynccontextmanager
