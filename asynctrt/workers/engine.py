@@ -3,8 +3,7 @@
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, Final, NoReturn
 
@@ -26,7 +25,6 @@ from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description, Want
 from asynctrt.workers.original import Original
 from asynctrt.workers.spawn import SPAWNER
-from asynctrt.workers.stand_ins import StandIns
 
 SHARE_OF_MEMORY: Final = 0.5
 """The maximum share of the machine's memory for a front's shared memory. Only used pages take any."""
@@ -40,7 +38,6 @@ class IsolatedEngine(DrivenEngine):
 
     :param description: describes the engine in the workers, which is the same in all.
     :param memory: the memory shared with the workers, which the engine gives back.
-    :param stand_in: makes a link like another one.
     """
 
     _elsewhere = "open it with isolation='none' for that"
@@ -52,13 +49,10 @@ class IsolatedEngine(DrivenEngine):
         options: Options,
         memory: SharedMemory,
         links: list[Link],
-        stand_in: Callable[[Link], Link],
     ) -> None:
-        front = Dispatcher(loop, description, options, memory, Heap(memory), len(links))
-        front.links = links
+        front = Dispatcher(loop, description, options, memory, Heap(memory), links)
         for link in links:
             link.owner = front
-        front.stand_ins = StandIns(loop, front, stand_in, options.close_timeout)
         super().__init__(
             loop,
             options,
@@ -167,8 +161,6 @@ class IsolatedEngine(DrivenEngine):
         closing = [self._loop.create_task(link.aclose(self._options.close_timeout)) for link in front.links]
         for task in closing:
             await wait_shielded(task)
-        if front.stand_ins is not None:
-            await front.stand_ins.wait_closed()
         front.close()
         await see_through_in_thread(partial(front.end_threads, STREAM_END_S))
         self._memory.discard(front.nbytes)
@@ -211,10 +203,4 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
                 link.first.exception()  # Mark it as retrieved: only the first error is raised.
         memory.close()
         raise
-
-    def stand_in(link: Link) -> Link:
-        alone = replace(own, isolation="process")
-        want = replace(link.want, options=alone, place=f"{link.want.place}, beside")
-        return Link(loop, want, memory, spawner, original)
-
-    return IsolatedEngine(loop, descriptions[0], options, memory, links, stand_in)
+    return IsolatedEngine(loop, descriptions[0], options, memory, links)

@@ -55,17 +55,13 @@ class Pulse:
         self._has_answered, self.is_stuck = True, False
         self.longest_ns = max(self.longest_ns, took_ns)
 
-    def looked(
-        self, now_ns: int, beat: int, works: int, *, oldest: int, groups: int, first_s: float | None
-    ) -> str:
+    def looked(self, now_ns: int, beat: int, works: int, *, oldest: int, groups: int) -> str:
         """Return why the worker must be ended; an empty string if it need not.
 
         :param beat: when its event loop last ran.
         :param works: how many groups it worked on then.
         :param oldest: the number of the oldest group that it was given; 0 without any.
         :param groups: how many groups it was given.
-        :param first_s: how long it may take to answer anything at all, since a first batch may have much to
-            prepare; ``None`` if nothing tells.
         """
         # If this process was stopped too (Ctrl-Z), it cannot know how long the worker was silent.
         seen_ns = min(now_ns - self.looked_ns, int(LOOK_S * 1e9))
@@ -77,8 +73,9 @@ class Pulse:
         self._idle_with = oldest
         self._waited_ns = 0 if self._has_answered or not groups else self._waited_ns + seen_ns
         self._has_answered = False
-        patience_s = max(STUCK_S, STUCK_FACTOR * self.longest_ns / 1e9) if self.longest_ns else first_s
-        self.is_stuck = patience_s is not None and self._waited_ns > patience_s * 1e9
+        # A first batch may take any time, since it may have much to prepare.
+        patience_ns = max(STUCK_S * 1e9, STUCK_FACTOR * self.longest_ns)
+        self.is_stuck = self.longest_ns > 0 and self._waited_ns > patience_ns
         limit_s = self._timeout_s
         if limit_s is not None and self._silent_ns > max(limit_s, SILENCE_S_MIN) * 1e9:
             silent_s = self._silent_ns / 1e9

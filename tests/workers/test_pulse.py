@@ -7,13 +7,11 @@ from asynctrt.workers.pulse import IDLE_LOOKS_MAX, LOOK_S, STUCK_S, Pulse
 LOOK_NS = int(LOOK_S * 1e9)
 
 
-def looks(pulse, *seen, groups=0, apart_ns=LOOK_NS, first_s=None):
+def looks(pulse, *seen, groups=0, apart_ns=LOOK_NS):
     """Look at a worker with these heartbeats and works, and return the last answer."""
     why = ""
     for beat, works in seen:
-        why = pulse.looked(
-            pulse.looked_ns + apart_ns, beat, works, oldest=int(groups > 0), groups=groups, first_s=first_s
-        )
+        why = pulse.looked(pulse.looked_ns + apart_ns, beat, works, oldest=int(groups > 0), groups=groups)
     return why
 
 
@@ -46,8 +44,6 @@ def test_a_worker_without_an_answer_for_long_is_stuck_until_it_answers():
     pulse = Pulse(None)
     looks(pulse, *[(beat, 1) for beat in range(1, 100)], groups=1)
     assert not pulse.is_stuck, "its first batch may take any time"
-    looks(pulse, (100, 1), groups=1, first_s=20.0)
-    assert pulse.is_stuck, "but not longer than opening may take"
     pulse.answered(10)
     looks(pulse, *[(beat, 1) for beat in range(100, 101 + patience)], groups=1)
     assert not pulse.is_stuck
