@@ -14,7 +14,7 @@ from asynctrt.core.driven import DrivenEngine
 from asynctrt.core.loading import ENGINE_NAME
 from asynctrt.core.padded_inputs import front_check
 from asynctrt.engine import STREAM_END_S
-from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError
+from asynctrt.errors import EngineClosedError, InputError
 from asynctrt.options import Options
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.statistics import Batching, Statistics, WorkerState
@@ -173,13 +173,9 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
     """Start a worker for each device, wait until all have opened the model, and return an engine.
 
     :param model: a path, or ``module:attribute``.
-    :raises DeviceUnavailableError: if the system lacks a required feature, or the device does not exist.
+    :raises DeviceUnavailableError: if the system refuses shared memory or a process, or there is no such device.
     :raises AsynctrtError: whatever opening the model in this process would raise.
     """
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        raise DeviceUnavailableError(
-            "isolation='process' needs Linux (memfd_create, pidfd_open). Leave it out, or run there"
-        )
     loop = asyncio.get_running_loop()
     own = dataclasses.replace(options, timeout=None)
     total = memory_nbytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
