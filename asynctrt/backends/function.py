@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import secrets
 from asyncio import _get_running_loop
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,16 +37,8 @@ RUN_ON: Final = choice(*get_args(FunctionRunsOn))
 BATCH_SIZES: Final = rising_sizes()
 
 FILL: Final = 0xFF
-"""The fill for bytes that no mark covers: NaN as a float, -1 or the largest value as an integer, so that it
-stands out."""
-
-BOOL_MARK: Final = b"\xa5"
-"""Marks a bool output. No bool is stored as this byte, so each unwritten value is detected."""
-
-MARK_NBYTES: Final = 8
-
-SEARCHED_NBYTES_MAX: Final = 2048
-"""Up to this many bytes, a search for the mark is faster than starting two NumPy operations."""
+"""The fill of outputs that a function writes in place: NaN as a float, -1 or the largest value as an integer,
+so that values which it did not write stand out."""
 
 
 class FunctionModel(ModelBase):
@@ -68,20 +59,10 @@ class FunctionModel(ModelBase):
     ``int32``). Integers that do not fit are an error. The array is copied at once, so it may be a view of an
     input, or a buffer that the function reuses.
 
-    A batch fails with :class:`ExecutionError` if some row was not written. When the function accesses an
-    output to write it in place, the output is filled and marked; the marks are searched for at the end:
-
-    - Rows of 8 bytes or more: a row is detected if any of its groups of 8 bytes, counted from its start, was
-      not written.
-    - ``bool``: every unwritten value is detected.
-    - Rows of one ``float32``: every unwritten row is detected.
-    - Other rows of fewer than 8 bytes: 8 consecutive unwritten bytes, at a multiple of 8 bytes from the start
-      of the output, are detected: two rows of one ``int32``, eight of one ``uint8``.
-    - An output that the function never accessed is always detected.
-
-    Undetected gaps contain NaN in float outputs and meaningless numbers in integer outputs, but never another
-    caller's rows. A mark is a random 64-bit number. In float outputs it consists of NaNs with random
-    payloads, so that no computed value is mistaken for a mark.
+    A batch fails with :class:`ExecutionError` if the function neither returned, assigned nor accessed an
+    output. One that it accesses to write it in place is filled before: values that it does not write are NaN
+    in float outputs, -1 or the largest value in integer outputs, ``False`` in ``bool`` outputs, and never
+    another caller's.
 
     The function may change both mappings and write to its inputs, but it must not keep the arrays: they are
     in the batch's slab, which the next batch will reuse. If it raises, only its batch fails, with an
@@ -429,8 +410,6 @@ class Outputs(Mapping[str, Array]):
         self._memory = memory
         self._rows = rows
         self._arrays: dict[str, Array] = {}
-        # Memory is only marked on access: outputs that are returned or assigned need no marks.
-        self._marked: tuple[OutputMemory, ...] = ()
 
     def __getitem__(self, name: str) -> Array:
         array = self._arrays.get(name)
@@ -440,7 +419,6 @@ class Outputs(Mapping[str, Array]):
             except KeyError:
                 raise self._unknown(name) from None
             array = self._arrays[name] = memory.hand_out(self._rows)
-            self._marked += (memory,)
         return array
 
     def __setitem__(self, name: str, value: object) -> None:
@@ -461,19 +439,21 @@ class Outputs(Mapping[str, Array]):
         return f"<Outputs of {self._rows} rows: {', '.join(self._memory)}>"
 
     def finish(self, given: object) -> None:
-        """Store the function's return value, and check that every row of every output was set.
+        """Store the function's return value, and check that every output was set or accessed.
 
-        :raises ExecutionError: if a row was not set, or if the shape or dtype of an array differs from that
-            of its output.
+        :raises ExecutionError: if one was not, or if the shape or dtype of an array differs from that of its
+            output.
         """
         if given is not None and given is not self:
             self._store_all(given)
-        for memory in self._marked:
-            if missing := memory.count_marked():
-                raise self._not_written(memory.name, missing)
         if len(self._arrays) < len(self._memory):
             name = next(name for name in self._memory if name not in self._arrays)
-            raise self._not_written(name, self._rows)
+            raise ExecutionError(
+                f"output {name!r} was not written. A function returns its outputs (an array, a tuple of "
+                "arrays in the order of the outputs, or a mapping by name), or it takes a second argument, "
+                f"outputs, and assigns them (outputs[{name!r}] = array) or writes them in place "
+                f"(outputs[{name!r}][...] = values)"
+            )
         # Code that the function started may still run, and must not write into the memory of a later batch.
         self._memory = {}
 
@@ -501,14 +481,6 @@ class Outputs(Mapping[str, Array]):
         for name, value in named.items():
             self[name] = value
 
-    def _not_written(self, name: str, missing: int) -> ExecutionError:
-        return ExecutionError(
-            f"output {name!r}: {missing} of {self._rows} rows were not written. A function returns its "
-            "outputs (an array, a tuple of arrays in the order of the outputs, or a mapping by name), or it "
-            f"takes a second argument, outputs, and assigns them (outputs[{name!r}] = array) or writes them "
-            f"in place (outputs[{name!r}][...] = values)"
-        )
-
     def _unknown(self, name: str) -> KeyError:
         if not self._memory:
             return KeyError(f"{name!r} cannot be written any more: its batch has ended")
@@ -516,10 +488,7 @@ class Outputs(Mapping[str, Array]):
 
 
 class OutputMemory:
-    """The memory of one output, filled with marks that show which rows a function did not write.
-
-    A mark is a random number. After it was found, a new one is drawn.
-    """
+    """The memory of one output."""
 
     def __init__(self, memory: TensorMemory) -> None:
         assert memory.array is not None
@@ -528,41 +497,12 @@ class OutputMemory:
         self._dtype = memory.dtype
         self._bytes = memory.array.reshape(-1).view(np.uint8)
         self._row_nbytes = self._bytes.nbytes // len(memory.array)
-        self.mark = b""
-        """The mark, as stored in memory; empty until one is drawn."""
-        # The rest applies to this mark and to batches of this many rows.
-        self._rows = 0
-        self._value = self._bytes[:0]
-        self._has_rest = False
-        self.places = self._bytes[:0]
-        """The places of the marks."""
+        self._fill = 0 if memory.dtype == np.bool_ else FILL
 
     def hand_out(self, rows: int) -> Array:
-        """Fill the first `rows` rows with marks, so that no data of an earlier batch is left.
-
-        :returns: a view of these rows for the function to write into.
-        """
-        if not self.mark:
-            self._rows, self.mark = 0, self._draw()
-        if rows != self._rows:
-            self._cut(rows)
-        if self._has_rest:
-            self._bytes[: rows * self._row_nbytes] = FILL
-        self.places[...] = self._value
+        """Return a view of the first `rows` rows to write into, with no data of an earlier batch."""
+        self._bytes[: rows * self._row_nbytes] = self._fill
         return self._array[:rows]
-
-    def count_marked(self) -> int:
-        """Return how many rows are marked. If any are, discard the mark, so that a new one is drawn."""
-        if self.places.nbytes <= SEARCHED_NBYTES_MAX and self.mark not in self.places.tobytes():
-            return 0
-        if not np.count_nonzero(found := self.places == self._value):
-            return 0
-        self.mark = b""
-        if found.ndim > 1:
-            return int(found.any(axis=1).sum())
-        # A mark spans several rows. None of them was written.
-        found = np.repeat(found, self.places.itemsize)
-        return int(np.logical_or.reduceat(found, range(0, found.size, self._row_nbytes)).sum())
 
     def store(self, value: object, rows: int) -> Array:
         """Copy `value` into the first `rows` rows.
@@ -595,32 +535,6 @@ class OutputMemory:
                 f"function gave {array.dtype} with a value outside that range"
             )
         return target
-
-    def _cut(self, rows: int) -> None:
-        """Find the places of marks in a batch of this many rows."""
-        self._rows = 0  # Valid for no batch until all of it is done: Ctrl-C may come in between.
-        unit, nbytes = np.dtype(f"u{len(self.mark)}"), self._row_nbytes
-        size = unit.itemsize
-        if nbytes >= size:
-            places = np.ndarray((rows, nbytes // size), unit, self._bytes, strides=(nbytes, size))
-        else:
-            places = np.ndarray((rows * nbytes // size,), unit, self._bytes)
-        self.places, self._value = places, np.frombuffer(self.mark, unit)
-        self._has_rest = places.nbytes < rows * nbytes
-        self._rows = rows
-
-    def _draw(self) -> bytes:
-        """Draw a mark: a random number or, for floats, NaNs with random payloads.
-
-        A computed NaN carries such a payload only if one of its operands did.
-        """
-        if self._dtype == np.bool_:
-            return BOOL_MARK
-        drawn = np.frombuffer(secrets.token_bytes(MARK_NBYTES), np.uint8)
-        if self._dtype.kind in "fc" or self._dtype.name == "bfloat16":
-            drawn = drawn | np.full(MARK_NBYTES, np.nan).astype(self._dtype).view(np.uint8)[:MARK_NBYTES]
-        is_one = self._row_nbytes == self._dtype.itemsize == 4 and self._dtype.kind == "f"
-        return drawn.tobytes()[: 4 if is_one else MARK_NBYTES]
 
     def _converted(self, value: object) -> Array:
         if not is_array(value):

@@ -173,7 +173,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
     """Start a worker for each device, wait until all have opened the model, and return an engine.
 
     :param model: a path, or ``module:attribute``.
-    :raises DeviceUnavailableError: if the system refuses shared memory or a process, or there is no such device.
+    :raises DeviceUnavailableError: if the system refuses memory or a process, or there is no such device.
     :raises AsynctrtError: whatever opening the model in this process would raise.
     """
     loop = asyncio.get_running_loop()
