@@ -61,7 +61,7 @@ class Alarm:
         self._fd: int = functions.timerfd_create(CLOCK_MONOTONIC, os.O_CLOEXEC | os.O_NONBLOCK)
         if self._fd < 0:
             raise DeviceUnavailableError(
-                f"no timer for an engine could be made: {os.strerror(ctypes.get_errno())}. Raise the limit of "
+                f"no timer could be made: {os.strerror(ctypes.get_errno())}. Raise the limit of "
                 "open files (ulimit -n)"
             )
         # A closed loop drops its readers, and nothing else would close the file descriptor then.

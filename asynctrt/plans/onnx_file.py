@@ -9,6 +9,7 @@ from asynctrt.backends.onnx_axes import UNKNOWN, Declared, read_axes
 from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.errors import MissingExtraError, ModelError
 from asynctrt.plans.digest import digest_of_file
+from asynctrt.tensors import varying_dims
 
 try:
     import onnx
@@ -153,7 +154,6 @@ def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[Onn
         axes = read_axes(model, [_declared(one) for one in inputs], [_declared(one) for one in outputs])
     except ModelError as error:
         return BatchAxes(None, str(error), "", "", ())
-    free = dict.fromkeys(dim for spec in axes.inputs for dim in spec.dims if isinstance(dim, str))
     firsts = [
         one.dims[spec.axis]
         for one, spec in zip(inputs, axes.inputs, strict=True)
@@ -161,7 +161,7 @@ def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[Onn
     ]
     names = {str(dim) for dim in firsts if _is_name(dim)}
     rows = axes.rows_fixed if axes.rows_fixed is not None else " or ".join(sorted(names)) or None
-    return BatchAxes(None if axes.alone else rows, None, axes.alone, axes.doubt, tuple(free))
+    return BatchAxes(None if axes.alone else rows, None, axes.alone, axes.doubt, varying_dims(axes.inputs))
 
 
 def _declared(one: OnnxTensor) -> Declared:

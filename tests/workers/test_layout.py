@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynctrt.tensors import TensorSpec
-from asynctrt.workers.layout import ARRAYS_KEPT, Layouts, Placed, symbols_of
+from asynctrt.workers.layout import ARRAYS_KEPT, Layouts, Placed
 from asynctrt.workers.memory import SharedMemory
 
 INPUTS = (TensorSpec("a", "float32", ("n", 3)), TensorSpec("b", "int8", ("m", "n")))
@@ -39,10 +39,6 @@ def test_arrays_have_their_shapes_and_nothing_overlaps(memory, rows, n, m, block
         end = start + nbytes
     assert end <= block + layout.nbytes(rows)
     assert layout.symbols == (n, m)
-
-
-def test_names_in_the_order_in_which_they_appear():
-    assert symbols_of(INPUTS) == ("n", "m")
 
 
 def test_outputs_whose_shapes_depend_on_the_data_have_no_place():
