@@ -521,9 +521,9 @@ def _check_providers(options: OnnxOptions) -> None:
     :raises OptionsError: if not.
     """
     names = [name for name, _ in options.providers if name not in (TENSORRT, CUDA, CPU)]
-    if names or options.provider_libraries:
+    if names:
         raise OptionsError(
-            f"{' and '.join(names or options.provider_libraries)} cannot be used with a GPU of the engine's: "
+            f"{' and '.join(names)} cannot be used with a GPU of the engine's: "
             f"rows lie in its memory, which {TENSORRT}, {CUDA} and {CPU} take. Open the model with "
             "device='host', where rows lie in memory of the CPU"
         )
