@@ -20,7 +20,7 @@ from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
 from asynctrt.core.loading import find_device
 from asynctrt.devices.base import Device
-from asynctrt.errors import BuildError, MissingExtraError, ModelError, OptionsError
+from asynctrt.errors import BuildError, OptionsError
 from asynctrt.plans.digest import digest_of
 
 MODEL_NBYTES_MAX: Final = 2 << 30
@@ -29,9 +29,6 @@ MODEL_NBYTES_MAX: Final = 2 << 30
 LOCATION: Final = re.compile(rb"\x0a\x08location\x12([\x01-\x7f]|[\x80-\xff][\x01-\x1f])")
 """The bytes in an ONNX file before the name of an external file with weights: a protobuf entry whose key is
 "location", and the length of the name."""
-
-REPLACED: Final = {"float64": "FLOAT", "int64": "INT32", "uint64": "INT32"}
-"""Types that TensorRT may replace, and their replacements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +169,6 @@ def _describe(
         layers=built.layers,
         plugins=(*built.plugins, *options.plugins),
         options=options.as_json(),
-        changes=tuple(_changes(source, built)),
         key=key,
     )
 
@@ -180,27 +176,6 @@ def _describe(
 def _tensor(tensor: NetworkTensor) -> ManifestTensor:
     dims = tuple(tensor.name_of(axis) if size < 0 else size for axis, size in enumerate(tensor.shape))
     return ManifestTensor(tensor.name, tensor.dtype, dims)
-
-
-def _changes(source: OnnxContent, built: Built) -> list[str]:
-    """Return a note on each input and output whose type TensorRT has replaced."""
-    try:
-        # Imported only when needed, because it is optional.
-        from asynctrt.plans.onnx_file import read_onnx_file  # noqa: PLC0415
-
-        model = read_onnx_file(source.path)
-    except MissingExtraError:
-        return ["types were not compared with the model's: that needs pip install 'asynctrt[inspect]'"]
-    except ModelError:
-        return []  # The notes are a courtesy: the parser has read the model.
-    dtypes = {tensor.name: tensor.dtype for tensor in (*model.inputs, *model.outputs)}
-    return [
-        f"{kind} {tensor.name!r} is {dtypes[tensor.name]} in the model and {tensor.dtype} in the plan: send "
-        f"and expect that"
-        for kind, tensors in (("input", built.inputs), ("output", built.outputs))
-        for tensor in tensors
-        if REPLACED.get(dtypes.get(tensor.name) or "") == tensor.dtype
-    ]
 
 
 def _external(path: Path, content: bytes) -> dict[str, str]:

@@ -180,8 +180,6 @@ class PlanCache:
         write_plan(path, built.content, manifest)
         seconds = (now_ns() - start_ns) / 1e9
         PROGRESS.info("built a plan of %s from %r in %.1f s", mib(len(built.content)), where, seconds)
-        for change in manifest.changes:
-            logger.warning("%r: %s", str(source.path), change)
         name = f"the plan of {str(source.path)!r} ({path})"
         return Plan(name, source.path.stem, built.content, read_header(built.content, where=name), path)
 

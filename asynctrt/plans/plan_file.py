@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from asynctrt.backends.registry import ONNX
 from asynctrt.backends.tensorrt.abilities import COMPATIBLE_SINCE, compatible_since
 from asynctrt.backends.tensorrt.flavours import EXTRAS
 from asynctrt.backends.tensorrt.manifest import Manifest, find_manifest
@@ -63,6 +64,19 @@ class PlanFile:
     runners: tuple[PlanRunner, ...]
     manifest: Manifest | None
     """The manifest beside it, if it describes exactly these bytes."""
+
+
+def find_plan(path: Path) -> PlanFile | None:
+    """Return what a plan says without running any of its code; ``None`` for an ONNX model.
+
+    :raises ModelNotFoundError: if there is no such file.
+    :raises ModelError: if it is neither, or a damaged plan.
+    """
+    beginning = read_beginning(path)
+    # An ONNX model has no signature. Any other file is read as a plan, whose errors explain the mismatch.
+    if not is_plan(beginning) and (path.suffix == ONNX.suffixes[0] or beginning[:1] == b"\x08"):
+        return None
+    return read_plan_file(path)
 
 
 def read_plan_file(path: Path) -> PlanFile:
