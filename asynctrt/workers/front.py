@@ -390,7 +390,7 @@ class Dispatcher:
         while self._held:
             link = min(
                 (link for link in self.links if link.takes),
-                key=lambda link: link.drain,
+                key=lambda link: link.rows,
                 default=None,
             )
             if link is None:
@@ -476,7 +476,7 @@ class Dispatcher:
         if kind == Kind.ERROR:
             self._failed(group, self._error_of(group, nbytes, in_large=bool(is_large)))
             return
-        link.pace = self._pace.measured(link.pace, batch_rows, compute_ns)
+        self._pace.measured(batch_rows, compute_ns)
         record = BatchRecord(batch_rows, launched_ns)
         record.copy_in_ns, record.compute_ns, record.copy_out_ns = copy_in_ns, compute_ns, copy_out_ns
         records = (record, *[BatchRecord(batch_rows, launched_ns)] * (batches - 1))

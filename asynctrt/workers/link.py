@@ -169,9 +169,8 @@ class Link:
         self._closes: list[weakref.finalize[[int], Link]] = []
         self.groups: dict[int, RequestGroup] = {}
         self._last_number = 0
-        self._rows = 0
-        self.pace = 1.0
-        """How long its batches take, as a multiple of the usual time for their size."""
+        self.rows = 0
+        """The rows that its worker has not answered yet."""
         self._unpublished = False
         self._trials = Trials()
         self._trial: asyncio.TimerHandle | None = None
@@ -207,11 +206,6 @@ class Link:
         return self._trials.lets_in(clock.now_ns())
 
     @property
-    def drain(self) -> tuple[float, float]:
-        """The worker's remaining work, as a sort key; of two idle workers, the slower one ranks higher."""
-        return self._rows * self.pace, self.pace
-
-    @property
     def spare(self) -> str:
         """The state of its spare: ``starting``, ``ready``, ``failed``, or ``""`` if the link manages none."""
         if self._options.isolation != "spare" or self._spawner.is_shared:
@@ -235,7 +229,7 @@ class Link:
         group.sent_ns = clock.now_ns()
         self._trials.sent(group.rows)
         self.groups[group.number] = group
-        self._rows += group.rows
+        self.rows += group.rows
         deadline_ns = group.deadline_ns
         where = group.block, group.rows, group.start, group.capacity or 0, group.generation
         self._sender.put(Kind.SUBMIT, 0, group.priority, group.number, deadline_ns, *where)
@@ -510,7 +504,7 @@ class Link:
 
     def _give_back(self, how: str) -> None:
         """Return the worker's groups to the front, except suspects, which will be tried apart."""
-        groups, self.groups, self._rows = list(self.groups.values()), {}, 0
+        groups, self.groups, self.rows = list(self.groups.values()), {}, 0
         tried = self._end_trial()
         if self.owner is None:
             return
@@ -649,7 +643,7 @@ class Link:
                 self._fetch(group, nbytes)
                 continue
             del self.groups[number]
-            self._rows -= group.rows
+            self.rows -= group.rows
             if group is self._trials.tried:
                 self._end_trial()
             self._vain_deaths, self._retry_s = 0, 0.0
