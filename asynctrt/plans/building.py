@@ -2,14 +2,15 @@
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
 from asynctrt._util.files import write_whole
 from asynctrt.backends.build_options import BuildOptions
+from asynctrt.backends.onnx_objects import external_names
 from asynctrt.backends.registry import PLAN_SUFFIXES
 from asynctrt.backends.tensorrt.build_process import build_in_process
 from asynctrt.backends.tensorrt.builder import Built, Report, build_plan
@@ -25,10 +26,6 @@ from asynctrt.plans.digest import digest_of
 
 MODEL_NBYTES_MAX: Final = 2 << 30
 """The limit of protobuf; larger models keep their weights in external files."""
-
-LOCATION: Final = re.compile(rb"\x0a\x08location\x12([\x01-\x7f]|[\x80-\xff][\x01-\x1f])")
-"""The bytes in an ONNX file before the name of an external file with weights: a protobuf entry whose key is
-"location", and the length of the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +178,11 @@ def _tensor(tensor: NetworkTensor) -> ManifestTensor:
 def _external(path: Path, content: bytes) -> dict[str, str]:
     """Return the external files with weights that a model names, with the digest of each.
 
-    It searches for the bytes with which ONNX writes such a name, so that no parser is needed. A false match
-    costs only a digest. The parser refuses files that are missing or outside the model's folder.
+    The parser refuses files that are missing or outside the model's folder.
     """
     folder = os.path.realpath(path.parent)
     found = {}
-    for match in LOCATION.finditer(content):
-        length = match[1][0] if len(match[1]) == 1 else match[1][0] - 128 + 128 * match[1][1]
-        name = content[match.end() : match.end() + length].decode(errors="replace")
-        if "\0" in name or name in found:
-            continue
+    for name in dict.fromkeys(external_names(BytesIO(content))):
         real = os.path.realpath(path.parent / name)
         if os.path.commonpath([folder, real]) == folder and Path(real).is_file():
             found[name] = digest_of(Path(real))

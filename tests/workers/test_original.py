@@ -7,6 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from asynctrt.backends import onnx_objects
 from asynctrt.errors import ModelError
 from asynctrt.statistics import Batching
 from asynctrt.tensors import TensorSpec
@@ -59,9 +60,9 @@ def test_the_next_one_may_take_some_times_as_long_as_the_slowest(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["weights", "w" * 200])
-@pytest.mark.parametrize("part", [original.PART_NBYTES, 1, 7])
+@pytest.mark.parametrize("part", [onnx_objects.PART_NBYTES, 1, 7])
 def test_the_files_of_a_model_are_its_own_and_those_with_its_weights(tmp_path, monkeypatch, name, part):
-    monkeypatch.setattr(original, "PART_NBYTES", part)
+    monkeypatch.setattr(onnx_objects, "PART_NBYTES", part)
     weights = numpy_helper.from_array(np.ones(4096, np.float32), "w")
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "w"], ["y"])],
