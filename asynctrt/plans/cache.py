@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt._util.clock import now_ns
-from asynctrt._util.files import locked, make_private, open_regular, sweep
+from asynctrt._util.files import locked, make_private, open_regular
 from asynctrt.backends.build_options import BUILDERS, BuildOptions
 from asynctrt.backends.tensorrt.builder import BuildStep
 from asynctrt.backends.tensorrt.built_here import is_recorded
@@ -173,7 +173,6 @@ class PlanCache:
             PROGRESS.log(level, "building %r: %s, %d of %d", where, step.phase, step.done, step.total)
 
         _remove(path)
-        sweep(self.folder)
         built, manifest = build_from(
             source, facts["flavour"], options, device=device, report=report, key=facts
         )

@@ -238,7 +238,7 @@ class FrontSession:
 
     def beat(self, now_ns: int) -> None:
         """Show the front that the event loop runs."""
-        self._receiver.beat(now_ns, len(self._works))
+        self._receiver.beat(now_ns)
         self._let_go()
 
     def close(self) -> None:

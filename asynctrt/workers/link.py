@@ -37,7 +37,7 @@ from asynctrt.workers.messages import (
 )
 from asynctrt.workers.original import Original
 from asynctrt.workers.pulse import LOOK_S, Pulse
-from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
+from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from asynctrt.workers.spares import Spares
 from asynctrt.workers.spawn import OwnWorkers, WorkerHandle
 from asynctrt.workers.trials import Trials
@@ -666,13 +666,11 @@ class Link:
     # Hangs.
 
     def _look_after(self) -> None:
-        """Check the worker; end it if its event loop has not run for the batch_timeout, or it lost groups."""
+        """Check the worker; end it if its event loop has not run for the batch_timeout."""
         self._look = self._loop.call_later(LOOK_S, self._look_after)
         if self._sender is None or self._worker is None or self._worker.process is None:
             return
-        oldest = next(iter(self.groups), 0)
-        beat, works = beat_of(self._sender)
-        why = self._pulse.looked(clock.now_ns(), beat, works, oldest=oldest, groups=len(self.groups))
+        why = self._pulse.looked(clock.now_ns(), self._sender.beat_ns, groups=len(self.groups))
         if why:
             self._worker.error = DeviceLostError(why)
             self._worker.process.kill(why)
