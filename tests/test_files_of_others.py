@@ -20,7 +20,7 @@ from asynctrt.core.loading import load_model
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, CallerError, ModelError
 from asynctrt.plans.building import read_source
-from asynctrt.plans.digest import digest_of
+from asynctrt.plans.plan_file import digest_of
 from asynctrt.serving.command import read_config
 from asynctrt.serving.credentials import Certificate, read_tokens
 from asynctrt.serving.model_config import read_model_config

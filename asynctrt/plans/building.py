@@ -22,7 +22,7 @@ from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
 from asynctrt.core.loading import find_device
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, OptionsError
-from asynctrt.plans.digest import digest_of
+from asynctrt.plans.plan_file import digest_of
 
 MODEL_NBYTES_MAX: Final = 2 << 30
 """The limit of protobuf; larger models keep their weights in external files."""

@@ -1,10 +1,12 @@
 """Inspection of a plan without deserialising it: its header, and which installed packages could run it."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +24,6 @@ from asynctrt.backends.tensorrt.plan import (
     read_header,
 )
 from asynctrt.backends.tensorrt_options import FLAVOURS
-from asynctrt.plans.digest import digest_of_file
 
 SUFFIXES: Final = ("", "-cu11", "-cu12", "-cu13")
 """The suffixes of package names: none, or the CUDA version that the package is built for."""
@@ -160,3 +161,19 @@ def _judge(header: PlanHeader, name: str, here: str | None) -> PlanRunner:
     return PlanRunner(
         name, here, "maybe", "only if it was built version-compatible, and with allow_host_code=True"
     )
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal. Reads the whole file, part by part.
+
+    :raises ModelNotFoundError: if there is no such file.
+    :raises ModelError: if it cannot be read.
+    """
+    with opened(path) as file:
+        return digest_of_file(file)
+
+
+def digest_of_file(file: BufferedReader) -> str:
+    """Return the SHA-256 of the whole of an open file, in hexadecimal."""
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()
