@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import secrets
 from asyncio import _get_running_loop
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,8 +38,11 @@ RUN_ON: Final = choice(*get_args(FunctionRunsOn))
 BATCH_SIZES: Final = rising_sizes()
 
 FILL: Final = 0xFF
-"""The fill of outputs that a function writes in place: NaN as a float, -1 or the largest value as an integer,
-so that values which it did not write stand out."""
+"""The fill for bytes that no mark covers: NaN as a float, -1 or the largest value as an integer, so that it
+stands out."""
+
+MARK: Final = np.dtype(np.uint64)
+"""Marks are random numbers of this type."""
 
 
 class FunctionModel(ModelBase):
@@ -59,10 +63,11 @@ class FunctionModel(ModelBase):
     ``int32``). Integers that do not fit are an error. The array is copied at once, so it may be a view of an
     input, or a buffer that the function reuses.
 
-    A batch fails with :class:`ExecutionError` if the function neither returned, assigned nor accessed an
-    output. One that it accesses to write it in place is filled before: values that it does not write are NaN
-    in float outputs, -1 or the largest value in integer outputs, ``False`` in ``bool`` outputs, and never
-    another caller's.
+    A batch fails with :class:`ExecutionError` if some row was not written. When the function accesses an
+    output to write it in place, every 8 bytes of each row are marked before, and the marks searched for at
+    the end. Fewer bytes, as in rows of one ``float32``, are filled and not searched for: what is not written
+    there is NaN in float outputs, -1 or the largest value in integer outputs, ``False`` in ``bool`` outputs,
+    and never another caller's.
 
     The function may change both mappings and write to its inputs, but it must not keep the arrays: they are
     in the batch's slab, which the next batch will reuse. If it raises, only its batch fails, with an
@@ -410,6 +415,8 @@ class Outputs(Mapping[str, Array]):
         self._memory = memory
         self._rows = rows
         self._arrays: dict[str, Array] = {}
+        # Memory is only marked on access: outputs that are returned or assigned need no marks.
+        self._marked: tuple[OutputMemory, ...] = ()
 
     def __getitem__(self, name: str) -> Array:
         array = self._arrays.get(name)
@@ -419,6 +426,7 @@ class Outputs(Mapping[str, Array]):
             except KeyError:
                 raise self._unknown(name) from None
             array = self._arrays[name] = memory.hand_out(self._rows)
+            self._marked += (memory,)
         return array
 
     def __setitem__(self, name: str, value: object) -> None:
@@ -439,21 +447,19 @@ class Outputs(Mapping[str, Array]):
         return f"<Outputs of {self._rows} rows: {', '.join(self._memory)}>"
 
     def finish(self, given: object) -> None:
-        """Store the function's return value, and check that every output was set or accessed.
+        """Store the function's return value, and check that every row of every output was set.
 
-        :raises ExecutionError: if one was not, or if the shape or dtype of an array differs from that of its
-            output.
+        :raises ExecutionError: if a row was not set, or if the shape or dtype of an array differs from that
+            of its output.
         """
         if given is not None and given is not self:
             self._store_all(given)
+        for memory in self._marked:
+            if missing := memory.count_marked():
+                raise self._not_written(memory.name, missing)
         if len(self._arrays) < len(self._memory):
             name = next(name for name in self._memory if name not in self._arrays)
-            raise ExecutionError(
-                f"output {name!r} was not written. A function returns its outputs (an array, a tuple of "
-                "arrays in the order of the outputs, or a mapping by name), or it takes a second argument, "
-                f"outputs, and assigns them (outputs[{name!r}] = array) or writes them in place "
-                f"(outputs[{name!r}][...] = values)"
-            )
+            raise self._not_written(name, self._rows)
         # Code that the function started may still run, and must not write into the memory of a later batch.
         self._memory = {}
 
@@ -481,6 +487,14 @@ class Outputs(Mapping[str, Array]):
         for name, value in named.items():
             self[name] = value
 
+    def _not_written(self, name: str, missing: int) -> ExecutionError:
+        return ExecutionError(
+            f"output {name!r}: {missing} of {self._rows} rows were not written. A function returns its "
+            "outputs (an array, a tuple of arrays in the order of the outputs, or a mapping by name), or it "
+            f"takes a second argument, outputs, and assigns them (outputs[{name!r}] = array) or writes them "
+            f"in place (outputs[{name!r}][...] = values)"
+        )
+
     def _unknown(self, name: str) -> KeyError:
         if not self._memory:
             return KeyError(f"{name!r} cannot be written any more: its batch has ended")
@@ -488,7 +502,7 @@ class Outputs(Mapping[str, Array]):
 
 
 class OutputMemory:
-    """The memory of one output."""
+    """The memory of one output, filled with marks that show which rows a function did not write."""
 
     def __init__(self, memory: TensorMemory) -> None:
         assert memory.array is not None
@@ -497,12 +511,40 @@ class OutputMemory:
         self._dtype = memory.dtype
         self._bytes = memory.array.reshape(-1).view(np.uint8)
         self._row_nbytes = self._bytes.nbytes // len(memory.array)
-        self._fill = 0 if memory.dtype == np.bool_ else FILL
+        self._mark = self._draw()
+        self._places = self._places_in(0)
 
     def hand_out(self, rows: int) -> Array:
         """Return a view of the first `rows` rows to write into, with no data of an earlier batch."""
-        self._bytes[: rows * self._row_nbytes] = self._fill
+        if len(self._places) != rows:
+            self._places = self._places_in(rows)
+        if self._row_nbytes % MARK.itemsize:
+            self._bytes[: rows * self._row_nbytes] = 0 if self._dtype == np.bool_ else FILL
+        self._places[...] = self._mark
         return self._array[:rows]
+
+    def count_marked(self) -> int:
+        """Return how many rows still have a mark. If any do, another mark is drawn."""
+        found = self._places == self._mark
+        if not np.count_nonzero(found):
+            return 0
+        self._mark = self._draw()
+        return np.count_nonzero(found.any(axis=1))
+
+    def _places_in(self, rows: int) -> Array:
+        """Return the places of the marks in each of these rows."""
+        nbytes, size = self._row_nbytes, MARK.itemsize
+        return np.ndarray((rows, nbytes // size), MARK, self._bytes, strides=(nbytes, size))
+
+    def _draw(self) -> Array:
+        """Draw a mark: a random number or, for floats, NaNs with random payloads, which no function computes.
+
+        A computed NaN carries such a payload only if one of its operands did.
+        """
+        drawn = np.frombuffer(secrets.token_bytes(MARK.itemsize), np.uint8)
+        if self._dtype.kind in "fc" or self._dtype.name == "bfloat16":
+            drawn = drawn | np.full(MARK.itemsize, np.nan).astype(self._dtype).view(np.uint8)[: MARK.itemsize]
+        return drawn.view(MARK)
 
     def store(self, value: object, rows: int) -> Array:
         """Copy `value` into the first `rows` rows.
