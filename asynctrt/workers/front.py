@@ -484,7 +484,7 @@ class Dispatcher:
             assert group.large is not None
             views = Placed.read(self._memory, *group.large, self._description.outputs)
         else:
-            views = group.outputs(self._memory)
+            views = group.arrays(self._memory).outputs
         callers_differ = False
         if self._names_outputs:
             wanted, callers_differ = outputs_of(group.requests)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -122,18 +122,13 @@ class GroupLayout:
         first = offsets[count] if self._outputs else end
         return first, end - first
 
-    def inputs(self, *where: Any) -> dict[str, Array]:
-        """Return the inputs in a block by name, each ``(rows, *dims)``; see :meth:`arrays`."""
-        return self.arrays(*where).inputs
-
-    def outputs(self, *where: Any) -> dict[str, Array]:
-        """Return the outputs in a block by name, each ``(rows, *dims)``; see :meth:`arrays`."""
-        return self.arrays(*where).outputs
-
     def arrays(
         self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
     ) -> BlockArrays:
-        """Return inputs and outputs. They are kept if the group does not share its block."""
+        """Return the inputs and outputs in a block, each ``(rows, *dims)``.
+
+        They are kept if the group does not share its block.
+        """
         if capacity is not None:
             return self._over(memory, block, rows, self.offsets(rows, start, capacity))
         known = self._known.get((block, rows))
