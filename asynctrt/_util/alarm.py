@@ -70,7 +70,9 @@ class Alarm:
         self._spec = _Itimerspec()
         self._spec_ref = ctypes.byref(self._spec)
         self._armed_ns: int | None = None
-        self._callback = callback if context is None else partial(context.run, callback)
+        self._callback: Callable[[], object] = callback
+        if context is not None:
+            self._callback = partial(context.run, callback)
         self._loop = loop
         loop.add_reader(self._fd, self._fire)
 

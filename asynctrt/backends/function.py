@@ -529,7 +529,7 @@ class OutputMemory:
         if not np.count_nonzero(found):
             return 0
         self._mark = self._draw()
-        return np.count_nonzero(found.any(axis=1))
+        return int(np.count_nonzero(found.any(axis=1)))
 
     def _places_in(self, rows: int) -> Array:
         """Return the places of the marks in each of these rows."""
