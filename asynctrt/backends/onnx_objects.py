@@ -99,7 +99,7 @@ def external_names(file: BinaryIO) -> Iterator[str]:
     """Iterate over the names of external files with weights in an ONNX file, reading it part by part.
 
     It searches for the bytes with which ONNX writes such a name, so that no parser is needed. It may find
-    names that are none.
+    other texts as well.
     """
     content = b""
     while part := file.read(PART_NBYTES):

@@ -678,9 +678,10 @@ class Dispatcher:
 
     def link_looked(self, link: Link) -> None:
         """Move groups that a stuck worker has not begun to others. It may still begin them, in vain."""
-        if not (self._options.idempotent and any(one.takes for one in self.links)):
+        waiting = link.not_begun() if self._options.idempotent else []
+        if not waiting or not any(one.takes for one in self.links):
             return
-        for group in link.not_begun():
+        for group in waiting:
             try:
                 copies = group.parts(self._heap, self._memory, len(group.requests))
             except MemoryError:

@@ -349,9 +349,13 @@ class Link:
         """End a process that takes too long to open the engine."""
         if candidate.process is not None and candidate.description is None:
             candidate.is_hopeless = True
-            why = self._original.why_late(limit_s)
-            candidate.error = DeviceLostError(why)
-            candidate.process.kill(why)
+            self._end(candidate, self._original.why_late(limit_s))
+
+    def _end(self, candidate: Candidate, why: str) -> None:
+        """Kill a process that hangs."""
+        assert candidate.process is not None
+        candidate.error = DeviceLostError(why)
+        candidate.process.kill(why)
 
     def _heard(self, candidate: Candidate, message: Any) -> None:
         if isinstance(message, Ready):
@@ -560,10 +564,8 @@ class Link:
     def _hangs_again(self, limit_s: float) -> None:
         """End the worker of a request that hung before and hangs again: the batch_timeout may be long."""
         assert self._worker is not None
-        assert self._worker.process is not None
         why = f"a request hung for the batch_timeout before, and for {limit_s:.3g} s when it was alone"
-        self._worker.error = DeviceLostError(why)
-        self._worker.process.kill(why)
+        self._end(self._worker, why)
 
     def _end_trial(self) -> RequestGroup | None:
         """End the current trial; return its group, if there was one."""
@@ -672,8 +674,7 @@ class Link:
             return
         why = self._pulse.looked(clock.now_ns(), self._sender.beat_ns, groups=len(self.groups))
         if why:
-            self._worker.error = DeviceLostError(why)
-            self._worker.process.kill(why)
+            self._end(self._worker, why)
         elif self.owner is not None:
             self.owner.link_looked(self)
 
