@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt._util.files import write_whole
+from asynctrt._util.files import is_there, write_whole
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.onnx_objects import external_names
 from asynctrt.backends.registry import PLAN_SUFFIXES
@@ -184,7 +184,7 @@ def _external(path: Path, content: bytes) -> dict[str, str]:
     found = {}
     for name in dict.fromkeys(external_names(BytesIO(content))):
         real = os.path.realpath(path.parent / name)
-        if os.path.commonpath([folder, real]) == folder and Path(real).is_file():
+        if os.path.commonpath([folder, real]) == folder and is_there(real) and Path(real).is_file():
             found[name] = digest_of(Path(real))
     return dict(sorted(found.items()))
 

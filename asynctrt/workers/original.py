@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from asynctrt._util.files import open_regular
+from asynctrt._util.files import is_there, open_regular
 from asynctrt._util.version import __version__
 from asynctrt.backends.onnx_objects import external_names
 from asynctrt.core.loading import is_attribute
@@ -104,7 +104,7 @@ def files_of(model: str) -> list[Path]:
             return []  # Opening the model will fail as well, and say why.
         return [Path(spec.origin)] if spec is not None and spec.origin and spec.has_location else []
     path = Path(model)
-    return [path, *dict.fromkeys(_beside(path))] if path.is_file() else []
+    return [path, *dict.fromkeys(_beside(path))] if is_there(path) and path.is_file() else []
 
 
 def _beside(path: Path) -> Iterator[Path]:
@@ -116,7 +116,8 @@ def _beside(path: Path) -> Iterator[Path]:
             places = list(external_names(file))
     except OSError:
         return
-    yield from [path.parent / place for place in places if (path.parent / place).is_file()]
+    beside = [path.parent / place for place in places]
+    yield from [one for one in beside if is_there(one) and one.is_file()]
 
 
 def marks_of(files: Sequence[Path]) -> list[tuple[int, int, int, int] | None]:

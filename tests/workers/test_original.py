@@ -9,6 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from asynctrt.backends import onnx_objects
 from asynctrt.errors import ModelError
+from asynctrt.plans.building import read_source
 from asynctrt.statistics import Batching
 from asynctrt.tensors import TensorSpec
 from asynctrt.workers import original
@@ -115,3 +116,12 @@ def test_what_changes_while_it_is_opened_is_refused(tmp_path, change):
         path.unlink()
     with pytest.raises(ModelError, match="was changed while it was opened"):
         check_unchanged([path], before)
+
+
+def test_a_name_that_no_file_can_have_names_none(tmp_path):
+    """Damaged weights may look like the name of a file."""
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"\n\x08location\x12\xac\x02" + b"w" * 300)
+    assert files_of(str(path)) == [path]
+    assert read_source(path).external == {}
+    assert files_of("m" * 5000) == [], "opening it says why"
