@@ -168,6 +168,12 @@ def split_shared(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorSpec, ...], t
     return with_rows, tuple(spec for spec in specs if spec.axis is None)
 
 
+def varying_dims(specs: Iterable[TensorSpec]) -> tuple[str, ...]:
+    """Return the names of the dimensions that vary, in the order in which they first appear."""
+    return tuple(dict.fromkeys(dim for spec in specs for dim in spec.dims if isinstance(dim, str)))
+
+
+@dataclass(slots=True)
 class Timing:
     """The times of one request's steps, in ns.
 
@@ -178,19 +184,10 @@ class Timing:
     size report its times.
     """
 
-    __slots__ = ("compute_ns", "copy_in_ns", "copy_out_ns", "queue_ns")
-
-    def __init__(self, queue_ns: int, copy_in_ns: int, compute_ns: int, copy_out_ns: int) -> None:
-        self.queue_ns = queue_ns
-        self.copy_in_ns = copy_in_ns
-        self.compute_ns = compute_ns
-        self.copy_out_ns = copy_out_ns
-
-    def __repr__(self) -> str:
-        return (
-            f"Timing(queue_ns={self.queue_ns}, copy_in_ns={self.copy_in_ns}, "
-            f"compute_ns={self.compute_ns}, copy_out_ns={self.copy_out_ns})"
-        )
+    queue_ns: int
+    copy_in_ns: int
+    compute_ns: int
+    copy_out_ns: int
 
 
 class BatchRecord:

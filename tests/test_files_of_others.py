@@ -20,8 +20,7 @@ from asynctrt.core.loading import load_model
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, CallerError, ModelError
 from asynctrt.plans.building import read_source
-from asynctrt.plans.digest import digest_of
-from asynctrt.plans.onnx_file import read_onnx_file
+from asynctrt.plans.plan_file import digest_of
 from asynctrt.serving.command import read_config
 from asynctrt.serving.credentials import Certificate, read_tokens
 from asynctrt.serving.model_config import read_model_config
@@ -33,7 +32,6 @@ READERS = {
     "key.pem": lambda path: Certificate(Path(__file__), path),
     "config.pbtxt": lambda path: read_model_config(path.parent),
     "model.onnx": lambda path: load_model(path, HostDevice()),
-    "inspected.onnx": read_onnx_file,
     "built.onnx": read_source,
     "digested": digest_of,
     "model.plan": read_plan,
@@ -42,7 +40,7 @@ READERS = {
     "signers": lambda path: check_signature(b"", Path(__file__), path, "the plan"),
     "built-here": lambda path: is_recorded("0" * 64, path),
 }
-UNBOUNDED = {"model.onnx", "inspected.onnx", "built.onnx", "digested", "model.plan", "built-here"}
+UNBOUNDED = {"model.onnx", "built.onnx", "digested", "model.plan", "built-here"}
 """A model is as large as it is, and of a list of digests the beginning is read."""
 
 

@@ -28,7 +28,7 @@ OPTIONAL = {
         "loadtest/plain_target.py",
     },  # aiohttp depends on it.
     "httptools": {"serving/http_reader.py"},
-    "onnx": {"backends/onnxruntime_weights.py", "plans/onnx_file.py"},  # Where weights lie, and all else.
+    "onnx": {"backends/onnxruntime_weights.py"},
     "opentelemetry": {"observe/opentelemetry.py"},
     "orjson": {"kserve/json_codec.py"},
     "prometheus_client": {"observe/prometheus.py"},

@@ -16,13 +16,14 @@ from tests.helpers import needed
 
 pytestmark = [pytest.mark.tier2, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent
-EXTRAS = "client,cpu,inspect,load,otel"
+EXTRAS = "client,cpu,load,otel"
 TOOLS = (
     "pytest",
     "pytest-timeout",
     "h11",
     "hypothesis",
     "ml-dtypes",
+    "onnx",
     "opentelemetry-sdk",
     "starlette",
     "uvicorn",
@@ -32,7 +33,6 @@ TESTS = (
     "tests/backends/test_onnx_links.py",
     "tests/loadtest/test_http_target.py",
     "tests/loadtest/test_local.py",
-    "tests/plans/test_onnx_file.py",
     "tests/serving/test_http_reader.py",
     "tests/serving/test_metrics.py",
     "tests/serving/test_websocket.py",

@@ -9,7 +9,7 @@ import pytest
 
 from asynctrt._util.validation import show
 from asynctrt.errors import ExecutionError, InputError, ModelError
-from asynctrt.tensors import BatchRecord, InferResult, TensorSpec, convert
+from asynctrt.tensors import BatchRecord, InferResult, TensorSpec, convert, varying_dims
 
 FLOATS = TensorSpec("x", np.dtype("float32"), (3,))
 IDS = TensorSpec("ids", np.dtype("int64"), ("length",))
@@ -110,3 +110,8 @@ def test_whole_numbers_on_both_sides_of_2_to_the_63():
     for wrong in ([[0, 2**64]], [[-1, 2**63]], [[0.5, 2**63]]):
         with pytest.raises(InputError, match="uint64"):
             convert(spec, wrong)
+
+
+def test_the_names_of_dimensions_that_vary_come_in_their_order():
+    specs = TensorSpec("a", "float32", ("n", 3)), TensorSpec("b", "int8", ("m", "n"))
+    assert varying_dims(specs) == ("n", "m")

@@ -8,16 +8,13 @@ import stat
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from asynctrt._util.cancellation import current
 from asynctrt.errors import OptionsError, UsageError
-
-TEMPORARY: Final = ".tmp"
-"""The suffix of files that are being written. Their names begin with a dot and the target's name."""
 
 CONFIG_NBYTES_MAX: Final = 1 << 20
 """The size limit of files written by hand: settings, tokens, certificates."""
@@ -144,8 +141,6 @@ def read_regular(
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
     """Write a file completely or not at all. A pipe or a device such as ``/dev/stdout`` is written directly.
 
-    Temporary files of killed writers of the same file are removed.
-
     :param mode: the file's mode. While the file is written, its mode never allows more.
     :raises UsageError: if the disk is full, the folder is missing, and so on.
     """
@@ -157,58 +152,19 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
             path.write_bytes(raw)
             return
         target = Path(os.path.realpath(path))  # A link stays a link.
-        sweep(target.parent, target.name)
-        with _temporary(target) as file:
-            temporary = file.name
+        descriptor, temporary = tempfile.mkstemp(".tmp", f".{target.name}.", target.parent)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(raw)
             file.flush()
-            os.fsync(file.fileno())
-            Path(temporary).chmod(mode)
-            # While it is locked, no other process removes it.
-            Path(temporary).replace(target)
-            temporary = None
+            os.fsync(descriptor)
+        Path(temporary).chmod(mode)
+        Path(temporary).replace(target)
+        temporary = None
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-
-
-@contextmanager
-def _temporary(target: Path) -> Iterator[IO[bytes]]:
-    """Make a temporary file next to ``target`` and lock it. The lock ends with its process."""
-    while True:
-        file = tempfile.NamedTemporaryFile(  # noqa: SIM115  (it is closed below)
-            dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY, delete=False
-        )
-        with file:
-            # Another process may have swept it before it was locked.
-            if _try_lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
-                yield file
-                return
-
-
-def sweep(folder: Path, name: str = "*") -> None:
-    """Remove temporary files of dead writers, for one file or for all files in a folder.
-
-    A live writer holds a lock on its temporary file. Files that cannot be examined are kept.
-    """
-    written = ".+" if name == "*" else re.escape(name)
-    # The part between the dots is a random name from `tempfile`.
-    temporary = re.compile(rf"\.{written}\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if temporary.fullmatch(entry.name) is None:
-                continue
-            with suppress(OSError):
-                descriptor = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-                try:
-                    status = os.fstat(descriptor)
-                    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-                    if is_ours and _try_lock(descriptor):
-                        Path(entry.path).unlink()
-                finally:
-                    os.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool | None:

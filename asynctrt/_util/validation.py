@@ -42,6 +42,7 @@ PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
+_SESSION: Final = "make an onnxruntime.InferenceSession with it, and open that"
 _STAGES: Final = "give the rate as stages and ramps, such as 100@9s,500@1s"
 _GATE: Final = (
     "give an slo, as p99<20ms; for a change, save both reports, and run asynctrt compare A.json B.json "
@@ -72,6 +73,9 @@ REMOVED_OPTIONS: Final = {
     "unloaded and loaded",
     "urgent_share": "device.partition(0.25) gives two parts of a device, for two engines on one model",
     "warmup": "models are ready to run when they are open",
+    **dict.fromkeys(("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse"), _SESSION),
+    **dict.fromkeys(("enable_profiling", "profile_file_prefix", "use_deterministic_compute"), _SESSION),
+    **dict.fromkeys(("use_per_session_threads", "log_severity_level", "provider_libraries"), _SESSION),
     # Settings of load tests.
     "compare": "try both values with --sweep and --repeats, or save two reports for asynctrt compare",
     "png": "--report FILE.html writes a page with the charts",

@@ -29,9 +29,6 @@ ML_DTYPES: Final = {
 UNKNOWN: Final = re.compile(r"|\?|-1|None|dynamic|unk__\d+")
 """Placeholders that exporters write for an unknown dimension. They are not names: two of them may differ."""
 
-FIRST_AXIS: Final = OnnxOptions()
-"""Options of a model whose rows are on the first axis of every tensor."""
-
 BATCH: Final = re.compile(r"batch|^[nb]$|^bs$", re.IGNORECASE)
 """Common names for the axis of rows."""
 
@@ -84,7 +81,7 @@ def read_axes(
     name: str,
     inputs: Sequence[Any],
     outputs: Sequence[Any],
-    options: OnnxOptions = FIRST_AXIS,
+    options: OnnxOptions,
     *,
     must_batch: bool = False,
 ) -> Axes:

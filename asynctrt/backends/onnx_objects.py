@@ -1,12 +1,25 @@
 """ONNX models that are given as objects: a file's content, a ``ModelProto``, a session of ONNX Runtime.
 
-They are recognised without importing ``onnx`` or ``onnxruntime``, which may not be installed.
+They are recognised, and the names of files beside a model are read, without importing ``onnx`` or
+``onnxruntime``, which may not be installed.
 """
 
 import os
-from typing import Any, Protocol, TypeGuard
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Final, Protocol, TypeGuard
 
 from asynctrt.errors import ModelError, show
+
+EXTERNAL: Final = re.compile(rb"\n\x08location\x12")
+"""The bytes in an ONNX file before the name of an external file with weights: a field ``location``."""
+
+MORE: Final = 0x80
+"""The bit that is set in each byte of that name's length except the last."""
+
+PATH_MAX: Final = 4096
+PART_NBYTES: Final = 16 << 20
+"""The number of bytes read from the file at once."""
 
 
 class ModelProto(Protocol):
@@ -80,3 +93,23 @@ def shown(model: object) -> str:
 
 def _is_proto(model: object) -> TypeGuard[ModelProto]:
     return hasattr(type(model), "SerializeToString") and hasattr(model, "graph")
+
+
+def external_names(file: BinaryIO) -> Iterator[str]:
+    """Iterate over the names of external files with weights in an ONNX file, reading it part by part.
+
+    It searches for the bytes with which ONNX writes such a name, so that no parser is needed. It may find
+    other texts as well.
+    """
+    content = b""
+    while part := file.read(PART_NBYTES):
+        content = content[-2 * PATH_MAX :] + part
+        for found in EXTERNAL.finditer(content):
+            length, at, shift = 0, found.end(), 0
+            while at < len(content):
+                length |= (content[at] & 0x7F) << shift
+                shift, at = shift + 7, at + 1
+                if content[at - 1] < MORE:
+                    break
+            if length < PATH_MAX and at + length <= len(content):  # Otherwise the next part has all of it.
+                yield os.fsdecode(content[at : at + length]).replace("\0", "?")

@@ -10,8 +10,6 @@ from typing import Any, Final, Literal, get_args
 from asynctrt._util.frozen import FrozenDict
 from asynctrt._util.pad_options import shapes_of
 from asynctrt._util.validation import (
-    FLAG,
-    PATH,
     Check,
     as_float,
     changed_repr,
@@ -45,9 +43,6 @@ PACKAGE: Final = re.compile(r"[A-Za-z_]\w*")
 THREADS_MAX: Final = 1024
 """The most threads for one batch: thousands of threads would only take memory."""
 
-PATHS: Final = ("custom_ops", "provider_libraries", "profile_file_prefix")
-"""Options that are paths, unless they name packages."""
-
 GraphOptimizationLevel = Literal["disable_all", "basic", "extended", "all"]
 ExecutionMode = Literal["sequential", "parallel"]
 
@@ -58,8 +53,8 @@ def relative_to(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     def placed(name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [placed(name, each) for each in value]
-        is_path = isinstance(value, str) and (name == "profile_file_prefix" or not PACKAGE.fullmatch(value))
-        return str(folder / value) if name in PATHS and is_path else value
+        is_path = name == "custom_ops" and isinstance(value, str) and not PACKAGE.fullmatch(value)
+        return str(folder / value) if is_path else value
 
     return {name: placed(name, value) for name, value in given.items()}
 
@@ -187,15 +182,6 @@ class OnnxOptions:
         ``CUDAExecutionProvider`` before it.""",
     )
 
-    provider_libraries: tuple[str, ...] = setting(
-        default=(),
-        check=LIBRARIES,
-        doc="""Libraries of plugin providers (``register_execution_provider_library``): paths, or the names of
-        packages that have ``get_library_path()``, such as ``onnxruntime_ep_openvino``. They are loaded into
-        this process, and stay. A plugin's first device is used; with ``device_type`` among its options
-        (``CPU``, ``GPU``, ``NPU``) the first of that kind. Host device only.""",
-    )
-
     custom_ops: tuple[str, ...] = setting(
         default=(),
         check=LIBRARIES,
@@ -248,48 +234,6 @@ class OnnxOptions:
         model that needs operators on the CPU is refused.""",
     )
 
-    enable_cpu_mem_arena: bool | None = setting(
-        default=None, check=FLAG.or_none, doc="Whether working memory on the CPU is kept for the next run."
-    )
-
-    enable_mem_pattern: bool | None = setting(
-        default=None,
-        check=FLAG.or_none,
-        doc="Whether working memory is laid out by what the last run needed.",
-    )
-
-    enable_mem_reuse: bool | None = setting(
-        default=None, check=FLAG.or_none, doc="Whether operators reuse memory of those before them."
-    )
-
-    use_deterministic_compute: bool | None = setting(
-        default=None, check=FLAG.or_none, doc="Whether only kernels that give the same each time are used."
-    )
-
-    use_per_session_threads: bool | None = setting(
-        default=None,
-        check=FLAG.or_none,
-        doc="""Whether each session has separate threads. ``False``: all share the threads of
-        ``onnxruntime.set_global_thread_pool_sizes``, which you call before.""",
-    )
-
-    enable_profiling: bool | None = setting(
-        default=None,
-        check=FLAG.or_none,
-        doc="Whether each session writes a profile when it ends: ``profile_file_prefix``, with the time.",
-    )
-
-    profile_file_prefix: str | os.PathLike[str] | None = setting(
-        default=None, check=PATH.or_none, doc="The beginning of the path of profiles."
-    )
-
-    log_severity_level: int | None = setting(
-        default=None,
-        check=count(0, 4).or_none,
-        doc="""What ONNX Runtime says on standard error of a session: 0, everything, to 4, fatal errors alone.
-        Default: 4, since errors are in the exceptions as well.""",
-    )
-
     batch_sizes: tuple[int, ...] | None = setting(
         default=None,
         check=BATCH_SIZES.or_none,
@@ -313,15 +257,12 @@ class OnnxOptions:
                     "for batches on its own stream, and captures them. Choose the GPU with device, and what "
                     "is captured with graphs"
                 )
-        for option in ("custom_ops", "provider_libraries"):
-            for library in getattr(self, option):
-                if not PACKAGE.fullmatch(library) and not Path(library).is_file():
-                    raise OptionsError(
-                        f"{option}: there is no file {library!r}. Give the path of each library, or the "
-                        "name of a package that has get_library_path()"
-                    )
-        if self.profile_file_prefix is not None and not self.enable_profiling:
-            raise OptionsError("profile_file_prefix says nothing without enable_profiling. Set both, or none")
+        for library in self.custom_ops:
+            if not PACKAGE.fullmatch(library) and not Path(library).is_file():
+                raise OptionsError(
+                    f"custom_ops: there is no file {library!r}. Give the path of each library, or the name "
+                    "of a package that has get_library_path()"
+                )
         _ = self.gpu_mem_limit
 
     @classmethod

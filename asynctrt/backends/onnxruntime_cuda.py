@@ -51,6 +51,7 @@ from asynctrt.errors import (
     ModelError,
     OptionsError,
 )
+from asynctrt.tensors import varying_dims
 
 CUDA_MEMORY: Final = "Cuda"
 """ONNX Runtime's name for GPU memory."""
@@ -138,10 +139,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         # capturing stream are not known at all.
         can_capture = not self.capabilities.brings_outputs and not self._has_tensorrt
         # The sizes of outputs must be known: from the inputs, or from a session with fixed sizes.
-        symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
-        is_known = symbols.issuperset(
-            dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
-        )
+        is_known = set(varying_dims(self.inputs)).issuperset(varying_dims(self.outputs))
         self.capabilities = dataclasses.replace(
             self.capabilities,
             is_capturable=can_capture and is_known,
@@ -523,9 +521,9 @@ def _check_providers(options: OnnxOptions) -> None:
     :raises OptionsError: if not.
     """
     names = [name for name, _ in options.providers if name not in (TENSORRT, CUDA, CPU)]
-    if names or options.provider_libraries:
+    if names:
         raise OptionsError(
-            f"{' and '.join(names or options.provider_libraries)} cannot be used with a GPU of the engine's: "
+            f"{' and '.join(names)} cannot be used with a GPU of the engine's: "
             f"rows lie in its memory, which {TENSORRT}, {CUDA} and {CPU} take. Open the model with "
             "device='host', where rows lie in memory of the CPU"
         )

@@ -66,12 +66,6 @@ MODES: Final = {
     "parallel": ort.ExecutionMode.ORT_PARALLEL,
 }
 
-AS_GIVEN: Final = (
-    *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "use_deterministic_compute"),
-    *("use_per_session_threads", "enable_profiling", "log_severity_level"),
-)
-"""Options with the same names in ``SessionOptions``."""
-
 logger = logging.getLogger("asynctrt")
 
 Providers = Sequence[tuple[str, Mapping[str, str]]]
@@ -128,20 +122,10 @@ class Source:
         if self.session is not None:
             return self.session
         providers = providers or [(CPU, {})]
-        plugins = _plugins(providers)
-        check_available([name for name, _ in providers if name not in plugins])
-        if plugins:
-            # ONNX Runtime selects plugins by device. It silently ignores plugins given by name.
-            for name, given in providers:
-                if name in plugins:
-                    _add_plugin(options, name, plugins[name], dict(given))
-                else:
-                    options.add_provider(name, dict(given))
-            session = ort.InferenceSession(self.what, options, enable_fallback=0)
-        else:
-            pairs = [(name, dict(given)) for name, given in providers]
-            session = ort.InferenceSession(self.what, options, providers=pairs, enable_fallback=0)
-        check_loaded(session, [name for name, _ in providers], str(self))
+        names, pairs = [name for name, _ in providers], [(name, dict(given)) for name, given in providers]
+        check_available(names)
+        session = ort.InferenceSession(self.what, options, providers=pairs, enable_fallback=0)
+        check_loaded(session, names, str(self))
         return session
 
     def refused(self, error: Exception, options: OnnxOptions) -> ModelError:
@@ -169,8 +153,6 @@ def session_options(given: OnnxOptions) -> ort.SessionOptions:
     :raises MissingExtraError: if a package that contains such a library is not installed.
     :raises OptionsError: if a library is not of the kind that ONNX Runtime expects.
     """
-    for library in given.provider_libraries:
-        _register_provider(_library(library, "provider_libraries"))
     options = ort.SessionOptions()
     options.log_severity_level = LOG_FATAL_ONLY
     is_parallel = given.execution_mode == "parallel"
@@ -179,12 +161,6 @@ def session_options(given: OnnxOptions) -> ort.SessionOptions:
     options.execution_mode = MODES[given.execution_mode or "sequential"]
     if given.graph_optimization_level is not None:
         options.graph_optimization_level = LEVELS[given.graph_optimization_level]
-    for name in AS_GIVEN:
-        value = getattr(given, name)
-        if value is not None:
-            setattr(options, name, value)
-    if given.profile_file_prefix is not None:
-        options.profile_file_prefix = os.fspath(given.profile_file_prefix)
     if given.providers:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     for name, entry in given.session_config.items():
@@ -192,7 +168,7 @@ def session_options(given: OnnxOptions) -> ort.SessionOptions:
     for name, size in given.free_dimension_overrides.items():
         options.add_free_dimension_override_by_name(name, size)
     for library in given.custom_ops:
-        _add_operators(options, _library(library, "custom_ops"))
+        _add_operators(options, _library(library))
     return options
 
 
@@ -211,8 +187,8 @@ def check_available(names: Sequence[str]) -> None:
         if name not in there:
             raise MissingExtraError(
                 f"the installed ONNX Runtime ({ort.__version__}) has no {show(name)}; it has "
-                f"{', '.join(there)}. Install the package of ONNX Runtime that brings it, or name its plugin "
-                "in provider_libraries (and it has none here, if this machine has no device for it)"
+                f"{', '.join(there)}. Install the package of ONNX Runtime that brings it; for a plugin, make "
+                "an InferenceSession yourself, and open that"
             )
 
 
@@ -256,7 +232,7 @@ def _either(given: int | None, default: int) -> int:
     return default if given is None else given
 
 
-def _library(named: str, option: str) -> str:
+def _library(named: str) -> str:
     """Return the path of a library, which may be named by its package."""
     if Path(named).is_file():
         return str(Path(named).resolve())
@@ -265,14 +241,14 @@ def _library(named: str, option: str) -> str:
     except ImportError as error:
         distribution = named.replace("_", "-")
         raise MissingExtraError(
-            f"{option} names {named!r}, which is not a file here, nor a package that can be imported "
+            f"custom_ops names {named!r}, which is not a file here, nor a package that can be imported "
             f"({error}): pip install {distribution}"
         ) from error
     try:
         return str(package.get_library_path())
     except Exception as error:
         raise OptionsError(
-            f"{option}: the package {named!r} has no library for ONNX Runtime: {_first_line(error)}. Give "
+            f"custom_ops: the package {named!r} has no library for ONNX Runtime: {_first_line(error)}. Give "
             "the path of the library"
         ) from error
 
@@ -284,48 +260,6 @@ def _add_operators(options: ort.SessionOptions, path: str) -> None:
         raise OptionsError(
             f"custom_ops: {path!r} has no operators for ONNX Runtime: {_first_line(error)}"
         ) from error
-
-
-def _register_provider(path: str) -> None:
-    """Make ONNX Runtime load a plugin, once per process, under its path."""
-    try:
-        register = ort.register_execution_provider_library
-    except AttributeError as error:
-        raise DeviceUnavailableError(
-            f"ONNX Runtime {ort.__version__} takes no plugins of providers: pip install -U onnxruntime"
-        ) from error
-    try:
-        register(path, path)
-    except Exception as error:
-        if "already registered" not in str(error):
-            raise OptionsError(
-                f"provider_libraries: {path!r} is not a plugin that ONNX Runtime {ort.__version__} can load: "
-                f"{_first_line(error)}"
-            ) from error
-
-
-def _plugins(providers: Providers) -> dict[str, list[Any]]:
-    """Return the devices of the providers that are plugins, by provider name."""
-    if not hasattr(ort, "get_ep_devices"):
-        return {}
-    devices = ort.get_ep_devices()
-    found = {name: [each for each in devices if each.ep_name == name] for name, _ in providers if name != CPU}
-    # Built-in providers may also have devices, but are selected by name.
-    return {
-        name: those
-        for name, those in found.items()
-        if any("library_path" in dict(each.ep_metadata) for each in those)
-    }
-
-
-def _add_plugin(options: ort.SessionOptions, name: str, devices: list[Any], given: dict[str, str]) -> None:
-    kind = given.pop("device_type", None)
-    kinds = [each.device.type.name for each in devices]
-    if kind is not None and kind not in kinds:
-        raise DeviceUnavailableError(
-            f"{name} has no device of the type {show(kind)} on this machine; it has {', '.join(kinds)}"
-        )
-    options.add_provider_for_devices([devices[0 if kind is None else kinds.index(kind)]], given)
 
 
 def _first_line(error: BaseException) -> str:

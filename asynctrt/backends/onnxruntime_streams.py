@@ -69,7 +69,6 @@ class StreamedOnnxModel(OnnxModel):
     def _session_options(self) -> ort.SessionOptions:
         """Return the options of a session that is only asked for names and types, and runs nothing."""
         options = super()._session_options()
-        options.enable_profiling = False
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry(NO_FALLBACK, "0")

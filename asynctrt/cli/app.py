@@ -24,9 +24,9 @@ from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
-from asynctrt.plans.inspection import inspect as inspect_file
 from asynctrt.plans.opened import open_file
-from asynctrt.plans.text import lines_of, lines_of_opened
+from asynctrt.plans.plan_file import find_plan
+from asynctrt.plans.text import lines_of_opened, lines_of_plan
 from asynctrt.serving.settings import ServerSettings
 
 try:
@@ -270,7 +270,7 @@ def _inspect(
     *,
     open_it: Annotated[
         bool,
-        typer.Option("--open", help="Open it with its runtime. That runs a plan's code: trust it first."),
+        typer.Option("--open", help="Open a plan with its runtime. That runs its code: trust it first."),
     ] = False,
     device: Annotated[
         str | None, typer.Option(help="Where to open it. Default: cuda:0 for a plan, or host.")
@@ -285,15 +285,15 @@ def _inspect(
 ) -> None:
     """Show what can be known about a model: tensors and their names, versions, sizes, weights, batching.
 
-    Nothing is run without --open. If opening fails, the error is shown with all else that is known: asynctrt
-    inspect model.onnx, or asynctrt inspect model.plan --open. The exit status is 1 if the file cannot be read
-    or opened.
+    An ONNX model is opened. A plan is run only with --open; if opening fails, the error is shown with all
+    else that is known: asynctrt inspect model.onnx, or asynctrt inspect model.plan --open. The exit status is
+    1 if the file cannot be read or opened.
     """
     path = Path(file)
     options = Options(tensorrt=tensorrt, onnx=onnx)  # type: ignore[arg-type]  # Their checks convert them.
-    found = inspect_file(path)
+    found = find_plan(path)
     opened, refusal = None, None
-    if open_it:
+    if open_it or found is None:
         try:
             opened = open_file(path, device, options=options)
         except AsynctrtError as error:
@@ -301,10 +301,10 @@ def _inspect(
     if as_json:
         said = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
         told = opened and dataclasses.asdict(opened)
-        report = {"file": dataclasses.asdict(found), "opened": told, "refused": said}
+        report = {"file": found and dataclasses.asdict(found), "opened": told, "refused": said}
         out.print_json(json.dumps(report))
     else:
-        for line in (*lines_of(found), *(lines_of_opened(opened) if opened else ())):
+        for line in (*(lines_of_plan(found) if found else ()), *(lines_of_opened(opened) if opened else ())):
             out.print(line, highlight=False, markup=False, soft_wrap=True)
         if refusal is not None:
             raise refusal

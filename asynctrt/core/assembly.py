@@ -462,7 +462,7 @@ def _load(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, op
         must_batch = options.batching == "on"
         return load_model(model, device, tensorrt, options.runtime, onnx, must_batch=must_batch)
     # Imported only when needed: few engines build their plans.
-    from asynctrt.plans.cached import load_for  # noqa: PLC0415
+    from asynctrt.plans.cache import load_for  # noqa: PLC0415
 
     return load_for(model, device, options)
 

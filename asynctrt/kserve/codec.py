@@ -23,7 +23,7 @@ from asynctrt.kserve.datatypes import (
     read_tensor,
     size_of,
 )
-from asynctrt.tensors import Array, InferResult, TensorSpec, check_shape, too_many_rows
+from asynctrt.tensors import Array, InferResult, TensorSpec, check_shape, too_many_rows, varying_dims
 
 LAYOUTS_MAX: Final = 256
 """Layouts cached for each model."""
@@ -185,7 +185,7 @@ class ModelCodec:
         if pad == "off":
             pad = None
         if isinstance(pad, str):
-            pad = dict.fromkeys([dim for spec in inputs for dim in spec.dims if isinstance(dim, str)], pad)
+            pad = dict.fromkeys(varying_dims(inputs), pad)
         self._pad = {dim.strip(): sizes for dims, sizes in (pad or {}).items() for dim in dims.split("=")}
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynctrt._util import clock
-from asynctrt._util.alarm import create_alarm
+from asynctrt._util.alarm import Alarm
 from asynctrt.errors import describe
 from asynctrt.loadtest.arrivals import Arrivals
 from asynctrt.loadtest.plans import ProcessPlan
@@ -146,7 +146,7 @@ class Runner:
         self._steps.clear()  # Left from the first requests, which are tries.
         self._recorder = RunRecorder(start_ns + plan.warmup_ns, plan.window_ns)
         self._end_ns = start_ns + plan.warmup_ns + plan.measured_ns
-        self._alarm = create_alarm(self._loop, self._tick, self._now_ns)
+        self._alarm = Alarm(self._loop, self._tick)
         self._emit = emit
         self._emitted_ns = start_ns
         cpu_ns = clock.cpu_ns()

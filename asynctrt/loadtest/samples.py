@@ -12,7 +12,7 @@ import numpy as np
 
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.tensors import Array, TensorSpec, convert
+from asynctrt.tensors import Array, TensorSpec, convert, varying_dims
 
 NBYTES_MAX: Final = 1 << 30
 """Limit on the bytes of all samples. A model with large rows gets fewer samples."""
@@ -78,7 +78,7 @@ def _random(
 ) -> list[Sample]:
     """Make the same number of random samples for each kind, given by its dimensions."""
     rng = np.random.default_rng((settings.seed, 2))
-    names = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
+    names = set(varying_dims(specs))
     for dims in kinds:
         unknown, missing = sorted(dims.keys() - names), sorted(names - dims.keys())
         if unknown or missing:

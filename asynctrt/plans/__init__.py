@@ -1,5 +1,5 @@
-"""Inspection of model files without running them: TensorRT plans and ONNX models.
+"""Plans of ONNX models: built, cached, and inspected together with models of other kinds.
 
-``onnx_file`` and ``plan_file`` read a file; ``opened`` asks a runtime, which for a plan means running its
-code; ``inspection`` chooses between them, and ``text`` formats the result.
+``plan_file`` reads a plan without running it; ``opened`` asks a model's runtime, which for a plan means
+running its code; ``text`` formats both.
 """

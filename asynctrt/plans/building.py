@@ -2,14 +2,15 @@
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt._util.files import write_whole
+from asynctrt._util.files import is_there, write_whole
 from asynctrt.backends.build_options import BuildOptions
+from asynctrt.backends.onnx_objects import external_names
 from asynctrt.backends.registry import PLAN_SUFFIXES
 from asynctrt.backends.tensorrt.build_process import build_in_process
 from asynctrt.backends.tensorrt.builder import Built, Report, build_plan
@@ -20,18 +21,11 @@ from asynctrt.backends.tensorrt.plan import opened
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
 from asynctrt.core.loading import find_device
 from asynctrt.devices.base import Device
-from asynctrt.errors import BuildError, MissingExtraError, ModelError, OptionsError
-from asynctrt.plans.digest import digest_of
+from asynctrt.errors import BuildError, OptionsError
+from asynctrt.plans.plan_file import digest_of
 
 MODEL_NBYTES_MAX: Final = 2 << 30
 """The limit of protobuf; larger models keep their weights in external files."""
-
-LOCATION: Final = re.compile(rb"\x0a\x08location\x12([\x01-\x7f]|[\x80-\xff][\x01-\x1f])")
-"""The bytes in an ONNX file before the name of an external file with weights: a protobuf entry whose key is
-"location", and the length of the name."""
-
-REPLACED: Final = {"float64": "FLOAT", "int64": "INT32", "uint64": "INT32"}
-"""Types that TensorRT may replace, and their replacements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +166,6 @@ def _describe(
         layers=built.layers,
         plugins=(*built.plugins, *options.plugins),
         options=options.as_json(),
-        changes=tuple(_changes(source, built)),
         key=key,
     )
 
@@ -182,42 +175,16 @@ def _tensor(tensor: NetworkTensor) -> ManifestTensor:
     return ManifestTensor(tensor.name, tensor.dtype, dims)
 
 
-def _changes(source: OnnxContent, built: Built) -> list[str]:
-    """Return a note on each input and output whose type TensorRT has replaced."""
-    try:
-        # Imported only when needed, because it is optional.
-        from asynctrt.plans.onnx_file import read_onnx_file  # noqa: PLC0415
-
-        model = read_onnx_file(source.path)
-    except MissingExtraError:
-        return ["types were not compared with the model's: that needs pip install 'asynctrt[inspect]'"]
-    except ModelError:
-        return []  # The notes are a courtesy: the parser has read the model.
-    dtypes = {tensor.name: tensor.dtype for tensor in (*model.inputs, *model.outputs)}
-    return [
-        f"{kind} {tensor.name!r} is {dtypes[tensor.name]} in the model and {tensor.dtype} in the plan: send "
-        f"and expect that"
-        for kind, tensors in (("input", built.inputs), ("output", built.outputs))
-        for tensor in tensors
-        if REPLACED.get(dtypes.get(tensor.name) or "") == tensor.dtype
-    ]
-
-
 def _external(path: Path, content: bytes) -> dict[str, str]:
     """Return the external files with weights that a model names, with the digest of each.
 
-    It searches for the bytes with which ONNX writes such a name, so that no parser is needed. A false match
-    costs only a digest. The parser refuses files that are missing or outside the model's folder.
+    The parser refuses files that are missing or outside the model's folder.
     """
     folder = os.path.realpath(path.parent)
     found = {}
-    for match in LOCATION.finditer(content):
-        length = match[1][0] if len(match[1]) == 1 else match[1][0] - 128 + 128 * match[1][1]
-        name = content[match.end() : match.end() + length].decode(errors="replace")
-        if "\0" in name or name in found:
-            continue
+    for name in dict.fromkeys(external_names(BytesIO(content))):
         real = os.path.realpath(path.parent / name)
-        if os.path.commonpath([folder, real]) == folder and Path(real).is_file():
+        if os.path.commonpath([folder, real]) == folder and is_there(real) and Path(real).is_file():
             found[name] = digest_of(Path(real))
     return dict(sorted(found.items()))
 

@@ -1,4 +1,4 @@
-"""The plan cache: ``open("model.onnx", runtime="tensorrt")`` builds a plan once, and finds it afterwards.
+"""``open("model.onnx", runtime="tensorrt")``: a plan is built once, and found in the plan cache afterwards.
 
 An entry is a plan with its manifest, named by a digest of everything that the plan depends on. It is read and
 written under a lock, so that several processes that open a model build it once. Entries are checked against
@@ -16,17 +16,24 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt._util.clock import now_ns
-from asynctrt._util.files import locked, make_private, open_regular, sweep
+from asynctrt._util.files import locked, make_private, open_regular
+from asynctrt.backends.base import Model
 from asynctrt.backends.build_options import BUILDERS, BuildOptions
+from asynctrt.backends.onnx_objects import OnnxObject, shown
+from asynctrt.backends.onnx_options import OnnxOptions
+from asynctrt.backends.registry import ONNX, PLAN_SUFFIXES
+from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.backends.tensorrt.builder import BuildStep
 from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.backends.tensorrt.manifest import SUFFIX, manifest_path, read_manifest
 from asynctrt.backends.tensorrt.plan import Plan, read_header
+from asynctrt.backends.tensorrt_options import TensorRTOptions
+from asynctrt.core.loading import load_model
 from asynctrt.devices.base import Device, mib
-from asynctrt.errors import MissingExtraError, ModelError, OptionsError, UsageError
+from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError, OptionsError, UsageError
+from asynctrt.options import Options
 from asynctrt.plans.building import OnnxContent, build_from, read_source, write_plan
-from asynctrt.plans.digest import digest_of
-from asynctrt.plans.plan_file import installed_versions
+from asynctrt.plans.plan_file import digest_of, installed_versions
 
 NBYTES_MAX: Final = 10 << 30
 """The default limit of all plans in the cache together; the least recently used are evicted first."""
@@ -173,15 +180,12 @@ class PlanCache:
             PROGRESS.log(level, "building %r: %s, %d of %d", where, step.phase, step.done, step.total)
 
         _remove(path)
-        sweep(self.folder)
         built, manifest = build_from(
             source, facts["flavour"], options, device=device, report=report, key=facts
         )
         write_plan(path, built.content, manifest)
         seconds = (now_ns() - start_ns) / 1e9
         PROGRESS.info("built a plan of %s from %r in %.1f s", mib(len(built.content)), where, seconds)
-        for change in manifest.changes:
-            logger.warning("%r: %s", str(source.path), change)
         name = f"the plan of {str(source.path)!r} ({path})"
         return Plan(name, source.path.stem, built.content, read_header(built.content, where=name), path)
 
@@ -203,6 +207,58 @@ class PlanCache:
                 logger.info(
                     "removed %s from the plan cache, which has room for %s", path, mib(self.nbytes_max)
                 )
+
+
+def load_for(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, options: Options) -> Model:
+    """Return a model for the runtime that the options name. Blocks; a build may take long.
+
+    :raises OptionsError: if the options do not fit the model or each other.
+    :raises AsynctrtError: whatever building or loading it raises.
+    """
+    tensorrt, onnx = options.tensorrt, options.onnx
+    assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
+    assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
+    suffix = Path(model).suffix if isinstance(model, str | os.PathLike) else ""
+    if options.runtime == "tensorrt" and isinstance(model, str | os.PathLike) and suffix in ONNX.suffixes:
+        return _load_built(Path(model), device, options, tensorrt or TensorRTOptions())
+    if options.runtime == "tensorrt" and suffix not in PLAN_SUFFIXES:
+        raise OptionsError(
+            f"runtime is 'tensorrt', and {shown(model)} is neither an .onnx file nor a plan. Leave "
+            "runtime out"
+        )
+    if tensorrt is not None and tensorrt.build is not None:
+        raise OptionsError(
+            f"build says how a plan is built, and {shown(model)} needs none. It goes with an .onnx model and "
+            "runtime='tensorrt'; leave it out"
+        )
+    return load_model(model, device, tensorrt, options.runtime, onnx)
+
+
+def _load_built(model: Path, device: Device, options: Options, tensorrt: TensorRTOptions) -> Model:
+    if device.name == "host":
+        raise DeviceUnavailableError(
+            f"TensorRT (runtime='tensorrt') needs a GPU to run {str(model)!r}: open it with device='cuda:0', "
+            "or leave runtime out to run it on the host"
+        )
+    build = tensorrt.build or BuildOptions()
+    assert isinstance(build, BuildOptions), "it was converted by its check"
+    if options.max_rows is not None and not build.profiles and build.max_rows == BuildOptions().max_rows:
+        # Unless the build options set profiles or rows, build for the engine's max_rows.
+        build = replace(build, max_rows=options.max_rows)
+    # A plan from the cache is run only if this user built it. The other kinds of trust are for plans from
+    # elsewhere.
+    trusted = replace(tensorrt, trust=("built-here",))
+    cache = PlanCache.of_user()
+    found = cache.plan_for(model, device, tensorrt.flavour, build)
+    try:
+        return TensorRTModel(found.plan, device=device, options=trusted)
+    except ModelError as error:
+        if not found.is_hit:
+            raise
+        # Something has changed that is not a part of the entry's name.
+        cache.forget(found, str(error))
+    again = cache.plan_for(model, device, tensorrt.flavour, build)
+    return TensorRTModel(again.plan, device=device, options=trusted)
 
 
 def _facts(source: OnnxContent, device: Device, flavour: str | None, options: BuildOptions) -> dict[str, Any]:

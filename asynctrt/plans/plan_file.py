@@ -1,13 +1,16 @@
 """Inspection of a plan without deserialising it: its header, and which installed packages could run it."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
+from asynctrt.backends.registry import ONNX
 from asynctrt.backends.tensorrt.abilities import COMPATIBLE_SINCE, compatible_since
 from asynctrt.backends.tensorrt.flavours import EXTRAS
 from asynctrt.backends.tensorrt.manifest import Manifest, find_manifest
@@ -21,7 +24,6 @@ from asynctrt.backends.tensorrt.plan import (
     read_header,
 )
 from asynctrt.backends.tensorrt_options import FLAVOURS
-from asynctrt.plans.digest import digest_of_file
 
 SUFFIXES: Final = ("", "-cu11", "-cu12", "-cu13")
 """The suffixes of package names: none, or the CUDA version that the package is built for."""
@@ -63,6 +65,19 @@ class PlanFile:
     runners: tuple[PlanRunner, ...]
     manifest: Manifest | None
     """The manifest beside it, if it describes exactly these bytes."""
+
+
+def find_plan(path: Path) -> PlanFile | None:
+    """Return what a plan says without running any of its code; ``None`` for an ONNX model.
+
+    :raises ModelNotFoundError: if there is no such file.
+    :raises ModelError: if it is neither, or a damaged plan.
+    """
+    beginning = read_beginning(path)
+    # An ONNX model has no signature. Any other file is read as a plan, whose errors explain the mismatch.
+    if not is_plan(beginning) and (path.suffix == ONNX.suffixes[0] or beginning[:1] == b"\x08"):
+        return None
+    return read_plan_file(path)
 
 
 def read_plan_file(path: Path) -> PlanFile:
@@ -146,3 +161,19 @@ def _judge(header: PlanHeader, name: str, here: str | None) -> PlanRunner:
     return PlanRunner(
         name, here, "maybe", "only if it was built version-compatible, and with allow_host_code=True"
     )
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal. Reads the whole file, part by part.
+
+    :raises ModelNotFoundError: if there is no such file.
+    :raises ModelError: if it cannot be read.
+    """
+    with opened(path) as file:
+        return digest_of_file(file)
+
+
+def digest_of_file(file: BufferedReader) -> str:
+    """Return the SHA-256 of the whole of an open file, in hexadecimal."""
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from asynctrt._util.validation import printable
 from asynctrt.backends.tensorrt.details import EngineDetails
@@ -11,22 +11,11 @@ from asynctrt.devices.base import mib
 from asynctrt.plans.opened import Opened
 from asynctrt.plans.plan_file import PlanFile
 
-if TYPE_CHECKING:  # It needs an optional package.
-    from asynctrt.plans.onnx_file import BatchAxes, OnnxFile
-
 WIDTH: Final = 80
 LABEL: Final = 14
 """The width of the labels on the left, in characters."""
 
-METADATA_MAX: Final = 200
 LAYERS_MAX: Final = 40
-
-
-def lines_of(found: "PlanFile | OnnxFile") -> Iterator[str]:
-    """Yield lines about a file."""
-    yield from _row("file", f"{found.path}, {mib(found.nbytes)}")
-    yield from _row("sha256", found.digest)
-    yield from _of_plan(found) if isinstance(found, PlanFile) else _of_onnx(found)
 
 
 def lines_of_manifest(manifest: Manifest) -> Iterator[str]:
@@ -43,8 +32,6 @@ def lines_of_manifest(manifest: Manifest) -> Iterator[str]:
         yield from _row(f"profile {number}", profile)
     if manifest.plugins:
         yield from _row("plugins", ", ".join(manifest.plugins))
-    for change in manifest.changes:
-        yield from _row("note", change)
 
 
 def lines_of_opened(opened: Opened) -> Iterator[str]:
@@ -95,7 +82,10 @@ def _lanes(opened: Opened) -> Iterator[str]:
         yield from _row("", f"rows/s at {rows}: {rates}")
 
 
-def _of_plan(found: PlanFile) -> Iterator[str]:
+def lines_of_plan(found: PlanFile) -> Iterator[str]:
+    """Yield lines about a plan's file."""
+    yield from _row("file", f"{found.path}, {mib(found.nbytes)}")
+    yield from _row("sha256", found.digest)
     yield from _row("kind", f"a plan of {found.kind} {found.version} (it begins with {found.tag!r})")
     yield from _row("header", f"layout {found.layout}, {found.parts} parts")
     if found.surplus_nbytes:
@@ -116,39 +106,6 @@ def _of_plan(found: PlanFile) -> Iterator[str]:
         "tensors, profiles, memory and weights are known once it is deserialised, which runs its code: "
         "--open, only if you trust it",
     )
-
-
-def _of_onnx(found: "OnnxFile") -> Iterator[str]:
-    yield from _row("kind", f"an ONNX model, IR version {found.ir_version}")
-    yield from _row("opset", ", ".join(f"{domain} {version}" for domain, version in found.opsets.items()))
-    version = f"; version {found.model_version} of the model" if found.model_version else ""
-    yield from _row("producer", (found.producer or "unknown") + version)
-    for key, value in found.metadata.items():
-        yield from _row("metadata", f"{key}: {value[:METADATA_MAX]}")
-    for kind, tensors in (("input", found.inputs), ("output", found.outputs)):
-        for one in tensors:
-            yield from _row(kind, _tensor(one.name, one.dtype or one.kind, one.dims))
-    yield from _batching(found.batching)
-
-
-def _batching(batching: "BatchAxes") -> Iterator[str]:
-    if batching.refusal:
-        yield from _row("batching", f"not possible: {batching.refusal}")
-        return
-    if batching.alone:
-        yield from _row("batching", f"none, each request runs alone: {batching.alone}")
-        return
-    rows = batching.rows
-    said = {str: f"axis {rows!r}", int: f"first axis, exactly {rows} rows"}.get(
-        type(rows), "first axis, of any size, without a name"
-    )
-    yield from _row("batching", f"on the {said}; --open tries whether rows are independent")
-    if batching.doubt:
-        yield from _row("", batching.doubt)
-    if batching.free_dims:
-        yield from _row(
-            "free", f"{', '.join(batching.free_dims)}; --open tries whether rows of all sizes share batches"
-        )
 
 
 def _weights(engine: EngineDetails) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from asynctrt._util.alarm import create_alarm
+from asynctrt._util.alarm import Alarm
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import raise_on_loop
@@ -127,7 +127,7 @@ class Driver:
         # The requests of the batch that is being answered.
         self._answering: Sequence[Request] = ()
         self._reaper = Reaper(loop, now_ns, context=self._context, on_interrupt=self._interrupted)
-        self._alarm = create_alarm(loop, self._pump, now_ns, context=self._context)
+        self._alarm = Alarm(loop, self._pump, context=self._context)
         self._copiers = Copiers(self._reaper, now_ns)
         # A thread for each context, and threads that help to stage a batch.
         threads_max = len(pool.contexts) + self._copiers.parts_max - 1

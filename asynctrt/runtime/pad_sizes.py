@@ -17,7 +17,7 @@ from asynctrt.errors import InputError, OptionsError, show
 from asynctrt.options import Options
 from asynctrt.runtime.sizes import Sizes, merged
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.tensors import Array, Dims, TensorSpec
+from asynctrt.tensors import Array, Dims, TensorSpec, varying_dims
 
 FITS_MAX: Final = 4096
 """The most shapes of requests to remember."""
@@ -90,7 +90,7 @@ class Padding:
         self._name = name
         self.is_default = is_default
         self._inputs = tuple(inputs)
-        varying = tuple(dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str)))
+        varying = varying_dims(inputs)
         self._varying, self._names = varying, set(varying)
         if isinstance(pad, str):
             pad = self._for_all(pad, varying)
@@ -169,7 +169,7 @@ class Padding:
         Dimensions without names count as one if the model supports the same sizes of all of them.
         """
         ranges_of = limits.ranges_of or (lambda _: ())
-        varying = list(dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str)))
+        varying = varying_dims(inputs)
         nameless = _nameless(inputs)
         named = [dim for dim in varying if dim not in nameless]
         if len({tuple(ranges_of(dim)) for dim in nameless}) == 1:
@@ -423,8 +423,7 @@ class Padding:
 
     def _check_sources(self) -> None:
         """Check that each size can be read from an input that callers give."""
-        needed = [*self._dims, *(dim for one in self.filled for dim in one.spec.dims if isinstance(dim, str))]
-        for dim in needed:
+        for dim in (*self._dims, *varying_dims(one.spec for one in self.filled)):
             if dim not in self.sources:
                 raise OptionsError(
                     f"the size of {dim!r} is not known: every input of {self._name!r} that has it is filled "

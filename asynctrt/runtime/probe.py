@@ -18,7 +18,7 @@ from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.shapes import Shapes
-from asynctrt.tensors import ALONE_FIX, Array, Dims, TensorSpec, cast, content_of, split_shared
+from asynctrt.tensors import ALONE_FIX, Array, Dims, TensorSpec, cast, content_of, split_shared, varying_dims
 
 PROBE_S: Final = 120.0
 """The timeout of a batch, in seconds."""
@@ -271,9 +271,8 @@ class Probe:
             yield Sample(symbols, tame=False, integers=2)
             yield Sample(symbols, tame=True, integers=2)
 
-    def _varying(self) -> list[str]:
-        specs = self._stage.model.inputs
-        return list(dict.fromkeys(dim for spec in specs for dim in spec.dims if isinstance(dim, str)))
+    def _varying(self) -> tuple[str, ...]:
+        return varying_dims(self._stage.model.inputs)
 
     def _size(self, dim: str, size: int) -> int:
         """Return a size near ``size`` that the model and the padding support for a dimension."""

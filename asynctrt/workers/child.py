@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -29,6 +29,7 @@ from asynctrt._util import clock
 from asynctrt._util.loops import in_thread
 from asynctrt._util.process import calm_gc, enter_worker, shorten_switch_interval
 from asynctrt.core.inputs import Checked
+from asynctrt.core.intake import Intake
 from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.core.local import LocalEngine
 from asynctrt.errors import (
@@ -41,12 +42,13 @@ from asynctrt.errors import (
     describe,
 )
 from asynctrt.opening import open_local
+from asynctrt.runtime.shared import SharedRows
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.request import NO_DEADLINE_NS
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult
 from asynctrt.workers.blocks import Blocks, Where
-from asynctrt.workers.layout import SYMBOLS, Layouts, Placed
+from asynctrt.workers.layout import SYMBOLS, BlockArrays, GroupLayout, Layouts, Placed
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import (
     MESSAGE_NBYTES_MAX,
@@ -68,7 +70,6 @@ from asynctrt.workers.messages import (
 from asynctrt.workers.original import check_unchanged, digests_of, files_of, marks_of, versions
 from asynctrt.workers.process import UNHEARD, first_message
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
-from asynctrt.workers.work import Work
 
 BEAT_S: Final = 0.1
 """How often the worker shows that its event loop runs, and sends the engine's statistics."""
@@ -95,6 +96,99 @@ SUBMIT: Final = Kind.SUBMIT
 ANSWER: Final = Kind.ANSWER
 
 logger = logging.getLogger("asynctrt")
+
+
+class Work:
+    """A front's rows that are being computed, from one block.
+
+    It takes the place of the future of the engine's request, so that the answer is written to the block while
+    the batch is answered, without a separate callback.
+
+    :param desk: the worker's side of the front.
+    :param where: the position of the rows.
+    """
+
+    __slots__ = (
+        "_desk",
+        "_intake",
+        "arrays",
+        "id",
+        "is_over",
+        "layout",
+        "requests",
+        "shared",
+        "task",
+        "where",
+        "word",
+    )
+
+    arrays: BlockArrays
+    """The rows, and the arrays for their outputs."""
+
+    def __init__(self, desk: "FrontSession", id_: int, where: Where, layout: GroupLayout) -> None:
+        self._desk = desk
+        self._intake: Intake | None = None
+        self.id = id_
+        self.where = where
+        self.layout = layout
+        self.word = where.block // 8 + layout.launched(where.start)
+        """The index of the word in the front's memory that shows its progress."""
+        self.is_over = False
+        """Whether it was computed, has failed or was cancelled. Its answer may not have been sent yet."""
+        self.task: asyncio.Task[InferResult] | None = None
+        """The task that joins the parts, if there are more rows than a batch holds. Its result is theirs."""
+        self.requests: Sequence[Request] = ()
+        """The engine's requests: one, or one for each part."""
+        self.shared: SharedRows | None = None
+        """The payload of large rows, which batches may use in place."""
+
+    def queued(self, intake: Intake, request: Request) -> None:
+        """Record its request and the intake that took it."""
+        self._intake = intake
+        self.requests = (request,)
+
+    def on_launch(self) -> None:
+        """Mark the block as launched."""
+        self._desk.words[self.word] = 1
+
+    def on_answer(self) -> None:
+        """Mark the block as answered: the answer is in it, or in the front's larger block for it."""
+        self._desk.words[self.word] = self.layout.stamp(self.id)
+
+    def cancel(self) -> None:
+        """End it without an answer; rows in flight are still computed."""
+        self.is_over = True
+        if self.task is not None:
+            self.task.cancel()
+        elif self._intake is not None:
+            self._intake.cancel(self.requests[0])
+
+    # The methods of a request's future that a driver calls.
+
+    def done(self) -> bool:
+        """Return whether it is over."""
+        return self.is_over
+
+    def set_result(self, result: InferResult) -> None:
+        """Answer with the result."""
+        self.is_over = True
+        self._desk.answer(self, result)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Answer with an error."""
+        self.is_over = True
+        self._desk.fail_soon(self, error)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a batch may still read the block, although no caller waits for its answer.
+
+        A thread may be gathering even small rows. If the block were freed, other rows could be written there,
+        and the batch could fail on them or end the process.
+        """
+        if self.shared is not None and self.shared.batches:
+            return True
+        return any(request.state is State.MASKED for request in self.requests)
 
 
 class FrontSession:
@@ -144,7 +238,7 @@ class FrontSession:
 
     def beat(self, now_ns: int) -> None:
         """Show the front that the event loop runs."""
-        self._receiver.beat(now_ns, len(self._works))
+        self._receiver.beat(now_ns)
         self._let_go()
 
     def close(self) -> None:

@@ -3,8 +3,7 @@
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, Final, NoReturn
 
@@ -15,7 +14,7 @@ from asynctrt.core.driven import DrivenEngine
 from asynctrt.core.loading import ENGINE_NAME
 from asynctrt.core.padded_inputs import front_check
 from asynctrt.engine import STREAM_END_S
-from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError
+from asynctrt.errors import EngineClosedError, InputError
 from asynctrt.options import Options
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.statistics import Batching, Statistics, WorkerState
@@ -26,7 +25,6 @@ from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description, Want
 from asynctrt.workers.original import Original
 from asynctrt.workers.spawn import SPAWNER
-from asynctrt.workers.stand_ins import StandIns
 
 SHARE_OF_MEMORY: Final = 0.5
 """The maximum share of the machine's memory for a front's shared memory. Only used pages take any."""
@@ -40,7 +38,6 @@ class IsolatedEngine(DrivenEngine):
 
     :param description: describes the engine in the workers, which is the same in all.
     :param memory: the memory shared with the workers, which the engine gives back.
-    :param stand_in: makes a link like another one.
     """
 
     _elsewhere = "open it with isolation='none' for that"
@@ -52,13 +49,10 @@ class IsolatedEngine(DrivenEngine):
         options: Options,
         memory: SharedMemory,
         links: list[Link],
-        stand_in: Callable[[Link], Link],
     ) -> None:
-        front = Dispatcher(loop, description, options, memory, Heap(memory), len(links))
-        front.links = links
+        front = Dispatcher(loop, description, options, memory, Heap(memory), links)
         for link in links:
             link.owner = front
-        front.stand_ins = StandIns(loop, front, stand_in, options.close_timeout)
         super().__init__(
             loop,
             options,
@@ -167,8 +161,6 @@ class IsolatedEngine(DrivenEngine):
         closing = [self._loop.create_task(link.aclose(self._options.close_timeout)) for link in front.links]
         for task in closing:
             await wait_shielded(task)
-        if front.stand_ins is not None:
-            await front.stand_ins.wait_closed()
         front.close()
         await see_through_in_thread(partial(front.end_threads, STREAM_END_S))
         self._memory.discard(front.nbytes)
@@ -181,13 +173,9 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
     """Start a worker for each device, wait until all have opened the model, and return an engine.
 
     :param model: a path, or ``module:attribute``.
-    :raises DeviceUnavailableError: if the system lacks a required feature, or the device does not exist.
+    :raises DeviceUnavailableError: if the system refuses memory or a process, or there is no such device.
     :raises AsynctrtError: whatever opening the model in this process would raise.
     """
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        raise DeviceUnavailableError(
-            "isolation='process' needs Linux (memfd_create, pidfd_open). Leave it out, or run there"
-        )
     loop = asyncio.get_running_loop()
     own = dataclasses.replace(options, timeout=None)
     total = memory_nbytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -211,10 +199,4 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
                 link.first.exception()  # Mark it as retrieved: only the first error is raised.
         memory.close()
         raise
-
-    def stand_in(link: Link) -> Link:
-        alone = replace(own, isolation="process")
-        want = replace(link.want, options=alone, place=f"{link.want.place}, beside")
-        return Link(loop, want, memory, spawner, original)
-
-    return IsolatedEngine(loop, descriptions[0], options, memory, links, stand_in)
+    return IsolatedEngine(loop, descriptions[0], options, memory, links)

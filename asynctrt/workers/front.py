@@ -48,7 +48,6 @@ from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description, Kind
 from asynctrt.workers.pace import Pace
 from asynctrt.workers.slabs import Slabs
-from asynctrt.workers.stand_ins import StandIns
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """Groups with more bytes than this are copied in and out by threads, as in-process batches are."""
@@ -89,7 +88,7 @@ class Dispatcher:
 
     :param description: the description of the engine, which is the same in all workers.
     :param heap: the allocator of the memory shared with all workers.
-    :param workers: the number of workers.
+    :param links: the links to its workers.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Dispatcher:
         options: Options,
         memory: SharedMemory,
         heap: Heap,
-        workers: int,
+        links: Sequence[Link],
     ) -> None:
         self._loop = loop
         self._options = options
@@ -110,8 +109,8 @@ class Dispatcher:
         # The workers' schedulers bound their queues and decide what to drop. This bounds all accepted rows,
         # even while there is no worker.
         in_flight = description.max_rows * description.contexts
-        self._rows_bound = (options.max_queue_rows + in_flight) * workers
-        self._pace = Pace(description.parallel_batches * workers)
+        self._rows_bound = (options.max_queue_rows + in_flight) * len(links)
+        self._pace = Pace(description.parallel_batches * len(links))
         self._layouts = Layouts(
             description.inputs, description.outputs, places_outputs=description.batching.is_on
         )
@@ -121,8 +120,7 @@ class Dispatcher:
         self._memory = memory
         self._heap = heap
         self._slabs = Slabs(heap, memory, rows_max=self._rows_max, nbytes_max=BATCH_NBYTES_MAX)
-        self.links: list[Link] = []
-        self.stand_ins: StandIns | None = None
+        self.links = links
         self._refusing: AsynctrtError | None = None
         self._closed: EngineClosedError | None = None
         self.lost: DeviceLostError | None = None
@@ -392,7 +390,7 @@ class Dispatcher:
         while self._held:
             link = min(
                 (link for link in self.links if link.takes),
-                key=lambda link: link.drain,
+                key=lambda link: link.rows,
                 default=None,
             )
             if link is None:
@@ -478,7 +476,7 @@ class Dispatcher:
         if kind == Kind.ERROR:
             self._failed(group, self._error_of(group, nbytes, in_large=bool(is_large)))
             return
-        link.pace = self._pace.measured(link.pace, batch_rows, compute_ns)
+        self._pace.measured(batch_rows, compute_ns)
         record = BatchRecord(batch_rows, launched_ns)
         record.copy_in_ns, record.compute_ns, record.copy_out_ns = copy_in_ns, compute_ns, copy_out_ns
         records = (record, *[BatchRecord(batch_rows, launched_ns)] * (batches - 1))
@@ -486,7 +484,7 @@ class Dispatcher:
             assert group.large is not None
             views = Placed.read(self._memory, *group.large, self._description.outputs)
         else:
-            views = group.outputs(self._memory)
+            views = group.arrays(self._memory).outputs
         callers_differ = False
         if self._names_outputs:
             wanted, callers_differ = outputs_of(group.requests)
@@ -679,17 +677,11 @@ class Dispatcher:
         self.send_held()
 
     def link_looked(self, link: Link) -> None:
-        """Let other links, or a stand-in, take over while a link accepts no groups."""
-        if self.stand_ins is not None:
-            self.stand_ins.looked(link)
-
-    def waits_for(self, link: Link) -> bool:
-        """Return whether groups are held or wait, not begun, in the link's stuck worker."""
-        return bool(self._held or link.not_begun())
-
-    def rescue(self, link: Link) -> None:
-        """Move the groups that a link has not begun to others. Its worker may still begin them, in vain."""
-        for group in link.not_begun() if self._options.idempotent else ():
+        """Move groups that a stuck worker has not begun to others. It may still begin them, in vain."""
+        waiting = link.not_begun() if self._options.idempotent else []
+        if not waiting or not any(one.takes for one in self.links):
+            return
+        for group in waiting:
             try:
                 copies = group.parts(self._heap, self._memory, len(group.requests))
             except MemoryError:

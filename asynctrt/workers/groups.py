@@ -12,7 +12,7 @@ from asynctrt.runtime.spans import parts_of, rows_between, spans_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import QUEUED, Request
 from asynctrt.tensors import Array, copy_rows, gather, pins
-from asynctrt.workers.layout import SYMBOLS, GroupLayout
+from asynctrt.workers.layout import SYMBOLS, BlockArrays, GroupLayout
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.slabs import SharedSlab, Slabs
 
@@ -124,13 +124,9 @@ class RequestGroup:
         """The index of the word of shared memory that says whether it was launched."""
         return self.block // 8 + self.layout.launched(self.start)
 
-    def inputs(self, memory: SharedMemory) -> dict[str, Array]:
-        """Return its inputs by name."""
-        return self.layout.inputs(memory, self.block, self.rows, self.start, self.capacity)
-
-    def outputs(self, memory: SharedMemory) -> dict[str, Array]:
-        """Return its outputs by name."""
-        return self.layout.outputs(memory, self.block, self.rows, self.start, self.capacity)
+    def arrays(self, memory: SharedMemory) -> BlockArrays:
+        """Return its inputs and outputs."""
+        return self.layout.arrays(memory, self.block, self.rows, self.start, self.capacity)
 
     def write(self, memory: SharedMemory, payloads: Sequence[Any]) -> list[tuple[Request, InputError]]:
         """Copy rows into the block.
@@ -140,7 +136,7 @@ class RequestGroup:
         """
         if self.layout.is_large:
             self.sources = payloads
-        views = list(self.inputs(memory).values())
+        views = list(self.arrays(memory).inputs.values())
         try:
             if len(payloads) == 1:
                 for view, array in zip(views, payloads[0], strict=True):
@@ -164,7 +160,7 @@ class RequestGroup:
             self.sources = payloads
         # Keep the arrays from being freed while threads read them.
         self.pins = pins(array for payload in payloads for array in payload)
-        views = list(self.inputs(memory).values())
+        views = list(self.arrays(memory).inputs.values())
         spans = spans_of(self.requests)
         return [
             partial(_write_part, views, payloads, spans, *part)
@@ -232,14 +228,14 @@ class RequestGroup:
             raise
         spans = dict(zip(map(id, self.requests), spans_of(self.requests), strict=True))
         sources = dict(zip(map(id, self.requests), self.sources or self.requests, strict=True))
-        whole = self.inputs(memory)
+        whole = self.arrays(memory).inputs
         for part in made:
             part.deaths, part.hangs = self.deaths, self.hangs
             for request in part.requests:
                 request.payload = part
             if self.sources is not None:
                 part.sources = [sources[id(request)] for request in part.requests]
-            for name, view in part.inputs(memory).items():
+            for name, view in part.arrays(memory).inputs.items():
                 np.concatenate([whole[name][spans[id(request)]] for request in part.requests], out=view)
         self.requests, self.left = [], 0
         return made

@@ -8,12 +8,12 @@ import hashlib
 import json
 import struct
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from asynctrt.core.inputs import Checked
-from asynctrt.tensors import Array, Dims, TensorSpec
+from asynctrt.tensors import Array, Dims, TensorSpec, varying_dims
 from asynctrt.workers.memory import ALIGNMENT, SharedMemory, align
 
 LAUNCHED: Final = 0
@@ -22,7 +22,7 @@ LAUNCHED: Final = 0
 ANSWERED: Final = 1 << 63
 """A bit that is set in every stamp, and in no other value of that word."""
 SYMBOLS: Final = 1
-"""The first of the words with the sizes of the varying dimensions, in the order of :func:`symbols_of`."""
+"""The first of the words with the sizes of the varying dimensions, in the order of :func:`varying_dims`."""
 
 LARGE_ROW_NBYTES_MIN: Final = 64 << 10
 """From this size on, copying a row takes longer than using it in place."""
@@ -35,12 +35,6 @@ ARRAYS_KEPT: Final = 512
 reuses the same blocks again and again, and making the arrays takes longer than copying the rows."""
 
 LENGTH: Final = struct.Struct("<Q")
-
-
-def symbols_of(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """Return the names of the dimensions that vary, in the order in which they first appear."""
-    names = [dim for spec in specs for dim in spec.dims if isinstance(dim, str)]
-    return tuple(dict.fromkeys(names))
 
 
 class BlockArrays:
@@ -82,7 +76,7 @@ class GroupLayout:
         places_outputs: bool = True,
     ) -> None:
         self._known = arrays
-        self.symbols = tuple(symbols[name] for name in symbols_of(inputs))
+        self.symbols = tuple(symbols[name] for name in varying_dims(inputs))
         self._inputs = [(spec.name, spec.dtype, _dims(spec, symbols)) for spec in inputs]
         known = [(spec.name, spec.dtype, spec.resolve(symbols)) for spec in outputs]
         self._outputs = [(name, dtype, dims) for name, dtype, dims in known if dims is not None]
@@ -128,18 +122,13 @@ class GroupLayout:
         first = offsets[count] if self._outputs else end
         return first, end - first
 
-    def inputs(self, *where: Any) -> dict[str, Array]:
-        """Return the inputs in a block by name, each ``(rows, *dims)``; see :meth:`arrays`."""
-        return self.arrays(*where).inputs
-
-    def outputs(self, *where: Any) -> dict[str, Array]:
-        """Return the outputs in a block by name, each ``(rows, *dims)``; see :meth:`arrays`."""
-        return self.arrays(*where).outputs
-
     def arrays(
         self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
     ) -> BlockArrays:
-        """Return inputs and outputs. They are kept if the group does not share its block."""
+        """Return the inputs and outputs in a block, each ``(rows, *dims)``.
+
+        They are kept if the group does not share its block.
+        """
         if capacity is not None:
             return self._over(memory, block, rows, self.offsets(rows, start, capacity))
         known = self._known.get((block, rows))
@@ -198,7 +187,7 @@ class Layouts:
     ) -> None:
         self._specs = tuple(inputs), tuple(outputs)
         self._places_outputs = places_outputs
-        self._names = symbols_of(inputs)
+        self._names = varying_dims(inputs)
         self.symbols = len(self._names)
         """The number of dimensions that vary."""
         self._known: dict[Hashable, GroupLayout] = {}

@@ -13,6 +13,7 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Protocol
 
 from asynctrt._util import clock
@@ -36,7 +37,7 @@ from asynctrt.workers.messages import (
 )
 from asynctrt.workers.original import Original
 from asynctrt.workers.pulse import LOOK_S, Pulse
-from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
+from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from asynctrt.workers.spares import Spares
 from asynctrt.workers.spawn import OwnWorkers, WorkerHandle
 from asynctrt.workers.trials import Trials
@@ -106,16 +107,15 @@ class LinkOwner(Protocol):
         """Accept requests again, if they were refused."""
 
     def link_looked(self, link: "Link") -> None:
-        """Let others take over while a link accepts no groups."""
+        """Let others take over what a stuck worker has not begun."""
 
 
 class Candidate:
     """A worker process from its start on, which becomes the link's worker when it is ready and needed."""
 
-    def __init__(self, link: "Link") -> None:
-        self.link = link
+    def __init__(self, want: Want) -> None:
         self.process: WorkerHandle | None = None
-        self.want = link.want
+        self.want = want
         """The engine that it opens."""
         self.description: Description | None = None
         self.counts: Statistics | None = None
@@ -130,14 +130,6 @@ class Candidate:
         """The timer that ends it if it takes too long to open the engine."""
         self.error: Exception | None = None
         """Why it could not open the engine, or lost its device."""
-
-    def heard(self, message: Any) -> None:
-        """Pass its message to the link."""
-        self.link._heard(self, message)
-
-    def died(self, how: str) -> None:
-        """Notify the link that it has ended."""
-        self.link._died(self, how)
 
 
 class Link:
@@ -167,10 +159,6 @@ class Link:
         self.state = "starting"
         """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
         self.lost: DeviceLostError | None = None
-        self.is_stand_in = False
-        """Whether its worker is a second one on the device, needed only while the first accepts nothing."""
-        self.is_leaving = False
-        """Whether it gets no more groups."""
         self._worker: Candidate | None = None
         self._spare: Candidate | None = None
         self._spares = Spares(loop, want.device, self._have_spare)
@@ -181,9 +169,8 @@ class Link:
         self._closes: list[weakref.finalize[[int], Link]] = []
         self.groups: dict[int, RequestGroup] = {}
         self._last_number = 0
-        self._rows = 0
-        self.pace = 1.0
-        """How long its batches take, as a multiple of the usual time for their size."""
+        self.rows = 0
+        """The rows that its worker has not answered yet."""
         self._unpublished = False
         self._trials = Trials()
         self._trial: asyncio.TimerHandle | None = None
@@ -214,21 +201,9 @@ class Link:
     @property
     def takes(self) -> bool:
         """Whether it accepts a group now."""
-        if self.is_stuck or self.is_leaving:
-            return False
-        if self.state != "open" or len(self.groups) >= GROUPS_MAX:
+        if self._pulse.is_stuck or self.state != "open" or len(self.groups) >= GROUPS_MAX:
             return False
         return self._trials.lets_in(clock.now_ns())
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether its worker has answered nothing for so long that others take over its waiting groups."""
-        return self._pulse.is_stuck
-
-    @property
-    def drain(self) -> tuple[float, float]:
-        """The worker's remaining work, as a sort key; of two idle workers, the slower one ranks higher."""
-        return self._rows * self.pace, self.pace
 
     @property
     def spare(self) -> str:
@@ -254,7 +229,7 @@ class Link:
         group.sent_ns = clock.now_ns()
         self._trials.sent(group.rows)
         self.groups[group.number] = group
-        self._rows += group.rows
+        self.rows += group.rows
         deadline_ns = group.deadline_ns
         where = group.block, group.rows, group.start, group.capacity or 0, group.generation
         self._sender.put(Kind.SUBMIT, 0, group.priority, group.number, deadline_ns, *where)
@@ -277,25 +252,12 @@ class Link:
         """Hand over the suspects that no worker has to the caller."""
         return self._trials.take_waiting()
 
-    def give_spare(self) -> Candidate | None:
-        """Hand over the spare to the caller, if it is ready."""
-        spare = self._spare
-        if spare is None or spare.description is None:
-            return None
-        self._spare = None
-        return spare
-
     def not_begun(self) -> list[RequestGroup]:
         """Return the groups that wait, not yet launched, in a stuck worker."""
-        if not self.is_stuck or self._trials.tried:
+        if not self._pulse.is_stuck or self._trials.tried:
             return []
         words = self._memory.words
         return [group for group in self.groups.values() if group.left and not words[group.launched]]
-
-    @property
-    def has_suspects(self) -> bool:
-        """Whether requests are still to be tried apart."""
-        return not self._trials.are_over
 
     def unanswered(self) -> list[RequestGroup]:
         """Return its unanswered groups, including the suspects still to be tried."""
@@ -307,24 +269,11 @@ class Link:
         latest = None if self._worker is None else self._worker.counts
         return _joined(latest, self._counts_before)
 
-    def add_counts(self, other: "Link") -> None:
-        """Add the statistics of another link's workers. The other link must be closed."""
-        if other.counts is not None:
-            self._counts_before = _joined(self._counts_before, other.counts.without_gauges())
-        self.deaths += other.deaths
-
     # Starting and ending workers.
 
-    def start(self, spare: Candidate | None = None) -> None:
-        """Start the first worker.
-
-        :param spare: the worker to use instead of a new one.
-        """
-        if spare is None:
-            self._worker = self._new_candidate()
-        else:
-            spare.link, self._worker = self, spare
-            self._attach(spare)
+    def start(self) -> None:
+        """Start the first worker."""
+        self._worker = self._new_candidate()
 
     async def aclose(self, timeout_s: float) -> None:
         """Close the worker's engine and end its process, by force if that takes longer than ``timeout_s``."""
@@ -375,7 +324,7 @@ class Link:
             self._worker.process.kill()
 
     def _new_candidate(self, pause_s: float = 0.0) -> Candidate:
-        candidate = Candidate(self)
+        candidate = Candidate(self.want)
         task = self._loop.create_task(self._start(candidate, pause_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -389,7 +338,9 @@ class Link:
         if limit_s is not None:
             candidate.limit = self._loop.call_later(limit_s, self._hangs, candidate, limit_s)
         try:
-            candidate.process = await self._spawner.start(candidate.want, candidate.heard, candidate.died)
+            candidate.process = await self._spawner.start(
+                candidate.want, partial(self._heard, candidate), partial(self._died, candidate)
+            )
         except Exception as error:
             candidate.error = error
             self._died(candidate, "was not started")
@@ -398,9 +349,13 @@ class Link:
         """End a process that takes too long to open the engine."""
         if candidate.process is not None and candidate.description is None:
             candidate.is_hopeless = True
-            why = self._original.why_late(limit_s)
-            candidate.error = DeviceLostError(why)
-            candidate.process.kill(why)
+            self._end(candidate, self._original.why_late(limit_s))
+
+    def _end(self, candidate: Candidate, why: str) -> None:
+        """Kill a process that hangs."""
+        assert candidate.process is not None
+        candidate.error = DeviceLostError(why)
+        candidate.process.kill(why)
 
     def _heard(self, candidate: Candidate, message: Any) -> None:
         if isinstance(message, Ready):
@@ -553,7 +508,7 @@ class Link:
 
     def _give_back(self, how: str) -> None:
         """Return the worker's groups to the front, except suspects, which will be tried apart."""
-        groups, self.groups, self._rows = list(self.groups.values()), {}, 0
+        groups, self.groups, self.rows = list(self.groups.values()), {}, 0
         tried = self._end_trial()
         if self.owner is None:
             return
@@ -609,10 +564,8 @@ class Link:
     def _hangs_again(self, limit_s: float) -> None:
         """End the worker of a request that hung before and hangs again: the batch_timeout may be long."""
         assert self._worker is not None
-        assert self._worker.process is not None
         why = f"a request hung for the batch_timeout before, and for {limit_s:.3g} s when it was alone"
-        self._worker.error = DeviceLostError(why)
-        self._worker.process.kill(why)
+        self._end(self._worker, why)
 
     def _end_trial(self) -> RequestGroup | None:
         """End the current trial; return its group, if there was one."""
@@ -692,7 +645,7 @@ class Link:
                 self._fetch(group, nbytes)
                 continue
             del self.groups[number]
-            self._rows -= group.rows
+            self.rows -= group.rows
             if group is self._trials.tried:
                 self._end_trial()
             self._vain_deaths, self._retry_s = 0, 0.0
@@ -715,23 +668,13 @@ class Link:
     # Hangs.
 
     def _look_after(self) -> None:
-        """Check the worker; end it if its event loop has not run for the batch_timeout, or it lost groups."""
+        """Check the worker; end it if its event loop has not run for the batch_timeout."""
         self._look = self._loop.call_later(LOOK_S, self._look_after)
         if self._sender is None or self._worker is None or self._worker.process is None:
             return
-        oldest = next(iter(self.groups), 0)
-        beat, works = beat_of(self._sender)
-        why = self._pulse.looked(
-            clock.now_ns(),
-            beat,
-            works,
-            oldest=oldest,
-            groups=len(self.groups),
-            first_s=self._original.opening_s_max,
-        )
+        why = self._pulse.looked(clock.now_ns(), self._sender.beat_ns, groups=len(self.groups))
         if why:
-            self._worker.error = DeviceLostError(why)
-            self._worker.process.kill(why)
+            self._end(self._worker, why)
         elif self.owner is not None:
             self.owner.link_looked(self)
 

@@ -6,17 +6,15 @@ not expect.
 """
 
 import hashlib
-import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
-from asynctrt._util.files import open_regular
+from asynctrt._util.files import is_there, open_regular
 from asynctrt._util.version import __version__
+from asynctrt.backends.onnx_objects import external_names
 from asynctrt.core.loading import is_attribute
 from asynctrt.errors import ModelError
 from asynctrt.workers.messages import Description
@@ -27,16 +25,6 @@ have to be read from disk by now."""
 
 OPENING_FACTOR: Final = 10
 """The same limit as a multiple of the slowest opening so far; the larger limit counts."""
-
-EXTERNAL: Final = re.compile(rb"\n\x08location\x12")
-"""The bytes in an ONNX file before the name of an external file with weights: a field ``location``."""
-
-MORE: Final = 0x80
-"""The bit that is set in each byte of that name's length except the last."""
-
-PATH_MAX: Final = 4096
-PART_NBYTES: Final = 16 << 20
-"""The number of bytes read from the file at once."""
 
 FILES_NAMED: Final = 32
 """The maximum number of files reported by name: a model may have one for each of its tensors."""
@@ -116,7 +104,7 @@ def files_of(model: str) -> list[Path]:
             return []  # Opening the model will fail as well, and say why.
         return [Path(spec.origin)] if spec is not None and spec.origin and spec.has_location else []
     path = Path(model)
-    return [path, *dict.fromkeys(_beside(path))] if path.is_file() else []
+    return [path, *dict.fromkeys(_beside(path))] if is_there(path) and path.is_file() else []
 
 
 def _beside(path: Path) -> Iterator[Path]:
@@ -125,26 +113,11 @@ def _beside(path: Path) -> Iterator[Path]:
         return
     try:
         with open_regular(path) as file:
-            places = list(_places(file))
+            places = list(external_names(file))
     except OSError:
         return
-    yield from [path.parent / place for place in places if (path.parent / place).is_file()]
-
-
-def _places(file: BufferedReader) -> Iterator[str]:
-    """Iterate over the names of external files in an ONNX file, reading it part by part."""
-    content = b""
-    while part := file.read(PART_NBYTES):
-        content = content[-2 * PATH_MAX :] + part
-        for found in EXTERNAL.finditer(content):
-            length, at, shift = 0, found.end(), 0
-            while at < len(content):
-                length |= (content[at] & 0x7F) << shift
-                shift, at = shift + 7, at + 1
-                if content[at - 1] < MORE:
-                    break
-            if length < PATH_MAX and at + length <= len(content):  # Otherwise the next part has all of it.
-                yield os.fsdecode(content[at : at + length]).replace("\0", "?")
+    beside = [path.parent / place for place in places]
+    yield from [one for one in beside if is_there(one) and one.is_file()]
 
 
 def marks_of(files: Sequence[Path]) -> list[tuple[int, int, int, int] | None]:

@@ -1,4 +1,4 @@
-"""Estimates of batch times in workers, learned from answers: how many groups to form, and who is fast."""
+"""Estimates of batch times in workers, learned from answers: how many groups to form."""
 
 from typing import Final
 
@@ -8,12 +8,9 @@ EWMA: Final = 0.1
 PART_NS_MIN: Final = 200_000
 """The minimum computing time of each part when requests of one tick are divided over idle cores."""
 
-FACTOR_MAX: Final = 8.0
-"""The cap on a batch's factor: a worker that was slower than this was held up by something else."""
-
 
 class Pace:
-    """Estimates of the time per row and per batch of about each size, over all workers of an engine.
+    """Estimates of the time per row, over all workers of an engine.
 
     :param parallel: the number of batches that compute side by side in all workers together.
     """
@@ -23,8 +20,6 @@ class Pace:
         self._row_ns = 0.0
         self._largest_rows = 0
         self._largest_row_ns = 0.0
-        # By the number of bits of a batch's rows.
-        self._usual_ns: dict[int, float] = {}
 
     @property
     def added_row_ns(self) -> float:
@@ -38,19 +33,10 @@ class Pace:
         """
         return max(min(int(rows * self._row_ns) // PART_NS_MIN, self._parallel), 1)
 
-    def measured(self, factor: float, batch_rows: int, compute_ns: int) -> float:
-        """Learn from a batch; return its worker's batch time as a multiple of the usual for that size.
-
-        :param factor: the previous return value for this worker, initially 1.
-        """
+    def measured(self, batch_rows: int, compute_ns: int) -> None:
+        """Learn from a batch."""
         self._row_ns += EWMA * (compute_ns / max(batch_rows, 1) - self._row_ns)
         if batch_rows > self._largest_rows:
             self._largest_rows, self._largest_row_ns = batch_rows, compute_ns / batch_rows
         elif batch_rows == self._largest_rows > 0:
             self._largest_row_ns += EWMA * (compute_ns / batch_rows - self._largest_row_ns)
-        size = batch_rows.bit_length()
-        usual_ns = self._usual_ns.setdefault(size, compute_ns)
-        if usual_ns:
-            factor += EWMA * (min(compute_ns / usual_ns, FACTOR_MAX) - factor)
-        self._usual_ns[size] = usual_ns + EWMA * (compute_ns - usual_ns)
-        return factor

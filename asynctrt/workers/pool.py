@@ -97,7 +97,7 @@ class Pooled:
         """Why it could not open the engine; it is about to end."""
         self.uses: dict[int, Use] = {}
         self.why = ""
-        """Why it is about to end, if the worker or a front gave a reason."""
+        """Why it is about to end, if the worker or a front gave a reason. Its fronts know it already."""
         self.is_closing = False
         self.started_ns = 0
         self.ready_ns: int | None = None
@@ -149,7 +149,8 @@ class WorkerPool:
         elif isinstance(said, Close):
             self._leave(use)
         elif isinstance(said, Kill) and use.worker.process is not None:
-            use.worker.why = said.why
+            if said.why:
+                self._heard(use.worker, Lost(said.why))  # The other fronts that share it do not know.
             use.worker.process.kill()
         elif isinstance(said, Attach) and len(fds) != ATTACH_FDS:
             # With fewer descriptors the worker would end, and other fronts may share it.
@@ -342,11 +343,11 @@ class WorkerPool:
         if is_spare:
             del self._spares[worker.key]
         if self._originals[worker.key].description is not None and not (worker.is_closing or self._is_closed):
-            how += f": {worker.why}" * bool(worker.why)
+            said = how + f": {worker.why}" * bool(worker.why)
             if is_spare:
-                self._spare_died(worker, how)
+                self._spare_died(worker, said)
             else:
-                logger.error("the worker on %s %s", worker.want.device, how)
+                logger.error("the worker on %s %s", worker.want.device, said)
         if self._shared.get(worker.key) is worker:
             # The next front that wants a worker gets the spare, which is closed if all fronts die before.
             del self._shared[worker.key]

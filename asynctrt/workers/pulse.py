@@ -11,9 +11,6 @@ STUCK_S: Final = 2.0
 STUCK_FACTOR: Final = 4
 """The same limit as a multiple of the longest batch answered so far; the larger limit counts."""
 
-IDLE_LOOKS_MAX: Final = 3
-"""After this many looks, a worker that runs and has groups but works on none will never answer them."""
-
 SILENCE_S_MIN: Final = 0.9
 """A shorter silence means nothing, whatever the batch_timeout is."""
 
@@ -35,9 +32,6 @@ class Pulse:
         # The heartbeat then, and for how long it has not changed.
         self._beat = 0
         self._silent_ns = 0
-        # The oldest group, and for how many looks in a row it was that while the loop ran but did no work.
-        self._idle_with = 0
-        self._idle_looks = 0
         # For how long it has had groups without answering any.
         self._waited_ns = 0
         self._has_answered = False
@@ -47,7 +41,7 @@ class Pulse:
 
     def begin(self, now_ns: int) -> None:
         """Begin with another worker."""
-        self.looked_ns, self._beat, self._silent_ns, self._idle_looks = now_ns, 0, 0, 0
+        self.looked_ns, self._beat, self._silent_ns = now_ns, 0, 0
         self._waited_ns, self.is_stuck = 0, False
 
     def answered(self, took_ns: int) -> None:
@@ -55,35 +49,23 @@ class Pulse:
         self._has_answered, self.is_stuck = True, False
         self.longest_ns = max(self.longest_ns, took_ns)
 
-    def looked(
-        self, now_ns: int, beat: int, works: int, *, oldest: int, groups: int, first_s: float | None
-    ) -> str:
+    def looked(self, now_ns: int, beat: int, *, groups: int) -> str:
         """Return why the worker must be ended; an empty string if it need not.
 
         :param beat: when its event loop last ran.
-        :param works: how many groups it worked on then.
-        :param oldest: the number of the oldest group that it was given; 0 without any.
         :param groups: how many groups it was given.
-        :param first_s: how long it may take to answer anything at all, since a first batch may have much to
-            prepare; ``None`` if nothing tells.
         """
         # If this process was stopped too (Ctrl-Z), it cannot know how long the worker was silent.
         seen_ns = min(now_ns - self.looked_ns, int(LOOK_S * 1e9))
-        is_silent = beat == self._beat
-        self._silent_ns = self._silent_ns + seen_ns if is_silent else 0
+        self._silent_ns = self._silent_ns + seen_ns if beat == self._beat else 0
         self.looked_ns, self._beat = now_ns, beat
-        is_idle = oldest and not is_silent and not works
-        self._idle_looks = (self._idle_looks + 1 if oldest == self._idle_with else 1) if is_idle else 0
-        self._idle_with = oldest
         self._waited_ns = 0 if self._has_answered or not groups else self._waited_ns + seen_ns
         self._has_answered = False
-        patience_s = max(STUCK_S, STUCK_FACTOR * self.longest_ns / 1e9) if self.longest_ns else first_s
-        self.is_stuck = patience_s is not None and self._waited_ns > patience_s * 1e9
+        # A first batch may take any time, since it may have much to prepare.
+        patience_ns = max(STUCK_S * 1e9, STUCK_FACTOR * self.longest_ns)
+        self.is_stuck = self.longest_ns > 0 and self._waited_ns > patience_ns
         limit_s = self._timeout_s
         if limit_s is not None and self._silent_ns > max(limit_s, SILENCE_S_MIN) * 1e9:
             silent_s = self._silent_ns / 1e9
             return f"its event loop had not run for {silent_s:.1f} s (batch_timeout is {limit_s:g} s)"
-        if self._idle_looks >= IDLE_LOOKS_MAX:
-            # Its loop has run twice since it got the oldest group, so it must have read it.
-            return f"it worked on none of the {groups} groups of requests that it was given"
         return ""

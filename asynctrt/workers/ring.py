@@ -25,8 +25,6 @@ SLEEPS: Final = 16
 """Word of the consumer: odd while it sleeps, a different odd number each time."""
 BEAT: Final = 24
 """Word of the consumer: when its event loop last ran, in ns of ``time.monotonic_ns``."""
-WORKS: Final = 25
-"""Word of the consumer: the number of taken entries that it was still working on then."""
 HEADER_NBYTES: Final = 256
 
 
@@ -79,6 +77,11 @@ class Sender:
     def room(self) -> int:
         """The number of entries that fit now."""
         return self._capacity - (self._tail - self._words[HEAD])
+
+    @property
+    def beat_ns(self) -> int:
+        """When the consumer's event loop last ran; 0 if it has not run yet."""
+        return self._words[BEAT]
 
     def put(self, *fields: Any) -> None:
         """Write an entry, which the consumer sees after :meth:`publish`. The caller ensures that it fits."""
@@ -149,17 +152,11 @@ class Receiver:
         if self._words[SLEEPS] % 2:
             self._words[SLEEPS] += 1
 
-    def beat(self, now_ns: int, works: int = 0) -> None:
-        """Show the producer that the event loop runs, and the number of entries it works on."""
-        self._words[WORKS] = works
+    def beat(self, now_ns: int) -> None:
+        """Show the producer that the event loop runs."""
         self._words[BEAT] = now_ns
 
 
 def _private(first: int, capacity: int) -> "tuple[bytearray, memoryview[int]]":
     """Return an empty ring in private memory: its buffer, and its words."""
     return bytearray(first + capacity * ENTRY.size), memoryview(bytearray(HEADER_NBYTES)).cast("Q")
-
-
-def beat_of(sender: Sender) -> tuple[int, int]:
-    """Return when the consumer's event loop last ran, in ns, or 0; and how much it worked on then."""
-    return int(sender._words[BEAT]), int(sender._words[WORKS])

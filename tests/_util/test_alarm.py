@@ -1,16 +1,17 @@
-"""Alarms: never before their time, once for each, and not after closing. Both kinds, on both loops."""
+"""Alarms: never before their time, once for each, and not after closing. On both loops."""
 
 import asyncio
 import os
+import resource
 import sys
 import threading
 from contextvars import ContextVar, copy_context
 
 import pytest
 
-from asynctrt._util import alarm as alarms
 from asynctrt._util import clock
-from asynctrt._util.alarm import TickAlarm, TimerfdAlarm, create_alarm
+from asynctrt._util.alarm import Alarm
+from asynctrt.errors import DeviceUnavailableError
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 20
@@ -34,21 +35,10 @@ class Bell:
         self._next.clear()
 
 
-MAKERS = {
-    "timerfd": lambda bell: TimerfdAlarm(asyncio.get_running_loop(), bell),
-    "ticks": lambda bell: TickAlarm(asyncio.get_running_loop(), bell, clock.now_ns),
-}
-
-
-@pytest.fixture(params=MAKERS)
-def make(request):
-    return MAKERS[request.param]
-
-
 @pytest.mark.parametrize("delay_ns", [0, 300_000, 1_400_000, 12_000_000])
-async def test_it_rings_and_not_before_its_time(make, delay_ns):
+async def test_it_rings_and_not_before_its_time(delay_ns):
     bell = Bell()
-    alarm = make(bell)
+    alarm = Alarm(asyncio.get_running_loop(), bell)
     when_ns = clock.now_ns() + delay_ns
     alarm.set(when_ns)
     await bell.wait()
@@ -57,9 +47,9 @@ async def test_it_rings_and_not_before_its_time(make, delay_ns):
 
 
 @pytest.mark.parametrize("when_ns", [2**62, 2**63, 10**28])
-async def test_a_time_that_is_never_reached(make, when_ns):
+async def test_a_time_that_is_never_reached(when_ns):
     bell = Bell()
-    alarm = make(bell)
+    alarm = Alarm(asyncio.get_running_loop(), bell)
     alarm.set(when_ns)
     alarm.set(clock.now_ns() + 100_000)
     await bell.wait()
@@ -67,9 +57,9 @@ async def test_a_time_that_is_never_reached(make, when_ns):
     alarm.close()
 
 
-async def test_an_earlier_time_replaces_a_later_one(make):
+async def test_an_earlier_time_replaces_a_later_one():
     bell = Bell()
-    alarm = make(bell)
+    alarm = Alarm(asyncio.get_running_loop(), bell)
     alarm.set(clock.now_ns() + 3600 * 10**9)
     alarm.set(clock.now_ns() + 100_000)
     await bell.wait()
@@ -77,18 +67,18 @@ async def test_an_earlier_time_replaces_a_later_one(make):
     alarm.close()
 
 
-async def test_a_later_time_does_not_replace_an_earlier_one(make):
+async def test_a_later_time_does_not_replace_an_earlier_one():
     bell = Bell()
-    alarm = make(bell)
+    alarm = Alarm(asyncio.get_running_loop(), bell)
     alarm.set(clock.now_ns() + 100_000)
     alarm.set(clock.now_ns() + 3600 * 10**9)
     await bell.wait()
     alarm.close()
 
 
-async def test_it_can_be_set_again(make):
+async def test_it_can_be_set_again():
     bell = Bell()
-    alarm = make(bell)
+    alarm = Alarm(asyncio.get_running_loop(), bell)
     for rung in range(1, 4):
         alarm.set(clock.now_ns() + 50_000)
         await bell.wait()
@@ -96,24 +86,24 @@ async def test_it_can_be_set_again(make):
     alarm.close()
 
 
-async def test_a_closed_alarm_never_rings(make):
+async def test_a_closed_alarm_never_rings():
     bell, other = Bell(), Bell()
-    alarm = make(bell)
+    alarm = Alarm(asyncio.get_running_loop(), bell)
     alarm.set(clock.now_ns() + 50_000)
     alarm.close()
     alarm.close()
     alarm.set(clock.now_ns())
-    after = make(other)
+    after = Alarm(asyncio.get_running_loop(), other)
     after.set(clock.now_ns() + 5_000_000)
     await other.wait()
     assert bell.rung == 0
     after.close()
 
 
-async def test_it_never_rings_from_within_set(make):
+async def test_it_never_rings_from_within_set():
     """Whoever sets it is in the middle of something."""
     bell = Bell()
-    alarm = make(bell)
+    alarm = Alarm(asyncio.get_running_loop(), bell)
     alarm.set(0)
     assert bell.rung == 0
     await bell.wait()
@@ -121,11 +111,8 @@ async def test_it_never_rings_from_within_set(make):
 
 
 @pytest.mark.parametrize("delay_ns", [0, 8_000_000])
-@pytest.mark.parametrize("kind", [None, OSError])
-async def test_it_rings_in_the_context_that_it_was_given(monkeypatch, kind, delay_ns):
+async def test_it_rings_in_the_context_that_it_was_given(delay_ns):
     """Not in that of whoever happens to set it."""
-    if kind is not None:
-        monkeypatch.setattr(alarms, "TimerfdAlarm", Refusing)
     who, seen, rung = ContextVar("who", default="nobody"), [], asyncio.Event()
     own = copy_context()
     own.run(who.set, "owner")
@@ -135,23 +122,16 @@ async def test_it_rings_in_the_context_that_it_was_given(monkeypatch, kind, dela
         rung.set()
 
     who.set("caller")
-    alarm = create_alarm(asyncio.get_running_loop(), ring, clock.now_ns, context=own)
+    alarm = Alarm(asyncio.get_running_loop(), ring, context=own)
     alarm.set(clock.now_ns() + delay_ns)
     await asyncio.wait_for(rung.wait(), WAIT_S)
     assert seen == ["owner"]
     alarm.close()
 
 
-class Refusing:
-    """Stands for a platform without a timerfd."""
-
-    def __init__(self, *args):
-        raise OSError
-
-
-async def test_it_rings_on_a_loop_that_is_never_idle(make):
+async def test_it_rings_on_a_loop_that_is_never_idle():
     bell = Bell()
-    alarm = make(bell)
+    alarm = Alarm(asyncio.get_running_loop(), bell)
     loop = asyncio.get_running_loop()
     busy = True
 
@@ -175,7 +155,7 @@ async def test_to_set_it_lets_no_other_thread_run():
         with gate:
             ran.append(True)
 
-    alarm = TimerfdAlarm(asyncio.get_running_loop(), lambda: None)
+    alarm = Alarm(asyncio.get_running_loop(), lambda: None)
     thread = threading.Thread(target=run)
     thread.start()
     interval_s = sys.getswitchinterval()
@@ -198,18 +178,15 @@ async def test_to_set_it_lets_no_other_thread_run():
 async def test_no_descriptor_is_left():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(50):
-        create_alarm(asyncio.get_running_loop(), lambda: None, clock.now_ns).close()
+        Alarm(asyncio.get_running_loop(), lambda: None).close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_without_timerfd_ticks_do_it(monkeypatch):
-    def missing(*_, **__):
-        raise OSError("no such library")
-
-    monkeypatch.setattr(alarms, "libc", missing)
-    bell = Bell()
-    alarm = create_alarm(asyncio.get_running_loop(), bell, clock.now_ns)
-    assert isinstance(alarm, TickAlarm)
-    alarm.set(clock.now_ns())
-    await bell.wait()
-    alarm.close()
+async def test_without_a_descriptor_the_error_says_so():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(DeviceUnavailableError, match="ulimit -n"):
+            Alarm(asyncio.get_running_loop(), lambda: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,6 +1,5 @@
-"""Files are written completely or not at all, and what a killed writer leaves behind is removed."""
+"""Files are written completely or not at all."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 
 from asynctrt._util import files
 from asynctrt._util.cancellation import Cancellation, cancelled_by
-from asynctrt._util.files import locked, sweep, write_whole
+from asynctrt._util.files import locked, write_whole
 from asynctrt.errors import OptionsError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -58,26 +57,16 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):
     path = tmp_path / "m.plan"
     path.write_bytes(b"old")
     assert Writer(path).end(signal.SIGKILL) == -signal.SIGKILL
-    left = set(names(tmp_path)) - {"m.plan"}
-    assert len(left) == 1, "a process that is killed cannot remove its file"
     assert path.read_bytes() == b"old"
-    write_whole(tmp_path / "other.plan", b"x")
-    assert left < set(names(tmp_path)), "those of other files are left alone"
-    write_whole(path, b"next")
-    assert names(tmp_path) == ["m.plan", "other.plan"]
-    assert path.read_bytes() == b"next"
 
 
-def test_what_another_process_is_writing_is_left_to_it(tmp_path):
+def test_of_two_writers_the_last_wins(tmp_path):
     path = tmp_path / "m.plan"
     writer = Writer(path)
-    during = names(tmp_path)
-    sweep(tmp_path)
-    assert names(tmp_path) == during
     write_whole(path, b"mine")
     assert path.read_bytes() == b"mine"
     assert writer.end() == 0
@@ -85,43 +74,8 @@ def test_what_another_process_is_writing_is_left_to_it(tmp_path):
     assert names(tmp_path) == ["m.plan"]
 
 
-def test_only_temporary_files_are_swept(tmp_path):
-    kept = ["m.plan", ".m.plan", ".m.plan.tmp", "m.plan.abc.tmp", ".hidden", ".m.plan.ABCDEFGH.tmp"]
-    for name in kept:
-        (tmp_path / name).write_bytes(b"x")
-    target = tmp_path / "target"
-    target.write_bytes(b"x")
-    (tmp_path / ".m.plan.linklink.tmp").symlink_to(target)
-    (tmp_path / ".m.plan.folder12.tmp").mkdir()
-    os.mkfifo(tmp_path / ".m.plan.pipe1234.tmp")
-    before = names(tmp_path)
-    (tmp_path / ".m.plan.abc_1234.tmp").write_bytes(b"x")
-    sweep(tmp_path)
-    assert names(tmp_path) == before
-    sweep(tmp_path / "none")
-
-
-def test_one_that_was_swept_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
-    try_lock, swept = files._try_lock, []
-
-    def locking(descriptor):
-        if not swept:
-            (one,) = tmp_path.iterdir()
-            swept.append(one)
-            one.unlink()
-        return try_lock(descriptor)
-
-    monkeypatch.setattr(files, "_try_lock", locking)
-    write_whole(tmp_path / "m.plan", b"x")
-    assert swept
-    assert names(tmp_path) == ["m.plan"]
-
-
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_try_lock", lambda descriptor: None)
-    (tmp_path / ".m.plan.abc_1234.tmp").write_bytes(b"x")
-    write_whole(tmp_path / "m.plan", b"x")
-    assert names(tmp_path) == [".m.plan.abc_1234.tmp", "m.plan"], "nobody can tell whether its writer is gone"
     with pytest.raises(UsageError, match="has no locks"), locked(tmp_path / "lock"):
         pass
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-import json
 import pickle
 import shutil
 import subprocess
@@ -35,7 +34,7 @@ from asynctrt.errors import (
 )
 from asynctrt.options import Options
 from tests.helpers import needed
-from tests.models import double_onnx, node, rows, save, sequence_onnx, unnamed_output_onnx
+from tests.models import double_onnx, rows, sequence_onnx, unnamed_output_onnx
 
 AZURE = "AzureExecutionProvider"
 """A provider of ONNX Runtime's packages on PyPI besides the CPU's: it has no operator of these models."""
@@ -66,17 +65,6 @@ def compiled(path, returns="0"):
 
 def settings_of(model):
     return model.session.get_session_options()
-
-
-def foldable_onnx(path):
-    """``output = input + (one + one)``: of the two sums, one is of constants."""
-    return save(
-        path,
-        [node("Add", "one one", "two"), node("Add", "input two", "output")],
-        [("input", TensorProto.FLOAT, ["batch", 4])],
-        [("output", TensorProto.FLOAT, ["batch", 4])],
-        [("one", np.ones(4, np.float32))],
-    )
 
 
 async def answer(opened, value=3):
@@ -121,7 +109,7 @@ def test_options_are_given_in_each_way_that_others_are():
 )
 def test_providers_are_given_as_pairs_or_by_their_names(given):
     assert OnnxOptions(providers=given).providers == (("A", {"x": "1", "y": "True"}), ("B", {}))
-    again = dataclasses.replace(OnnxOptions(providers=given), enable_mem_reuse=False)
+    again = dataclasses.replace(OnnxOptions(providers=given), shared={"sr"})
     assert again.providers == OnnxOptions(providers=given).providers
 
 
@@ -150,9 +138,7 @@ def test_names_of_providers_may_have_commas_between_them():
         ({"providers": [("A", {}, 1)]}, "providers must be names of execution providers"),
         ({"providers": ["A", "A"]}, "providers names 'A' twice"),
         ({"custom_ops": "no/such.so"}, "custom_ops: there is no file 'no/such.so'"),
-        ({"provider_libraries": ["a.so"]}, "provider_libraries: there is no file 'a.so'"),
-        ({"profile_file_prefix": "p"}, "profile_file_prefix says nothing without enable_profiling"),
-        ({"log_severity_level": 5}, "log_severity_level must be a whole number from 0 to 4"),
+        ({"enable_mem_pattern": False}, "'enable_mem_pattern' was removed: make an .*InferenceSession"),
         ({"batch_sizes": 8}, "batch_sizes must be several whole numbers"),
         ({"providers": {CUDA: {"device_id": 1}}}, f"device_id, .* of {CUDA} are the engine's to give"),
         ({"providers": {CUDA: {"enable_cuda_graph": 1}}}, "Choose the GPU with device"),
@@ -185,11 +171,6 @@ def test_a_session_is_made_as_the_engine_needs_it_unless_options_say_otherwise(m
         "inter_op_num_threads": 3,
         "execution_mode": "parallel",
         "graph_optimization_level": "basic",
-        "enable_cpu_mem_arena": False,
-        "enable_mem_pattern": False,
-        "enable_mem_reuse": False,
-        "use_deterministic_compute": True,
-        "log_severity_level": 3,
     }
     theirs = settings_of(OnnxModel(model, given))
     words = {
@@ -226,20 +207,6 @@ async def test_free_dimensions_are_fixed(tmp_path):
     assert OnnxModel(path, {"free_dimension_overrides": {"batch": 8}}).capabilities.rows_fixed == 8
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize(("level", "sums"), [("disable_all", 2), ("basic", 1), (None, 1)])
-async def test_a_model_is_optimised_as_far_as_is_said_and_its_profile_tells(tmp_path, level, sums):
-    path = foldable_onnx(tmp_path / "m.onnx")
-    options = {"enable_profiling": True, "profile_file_prefix": tmp_path / "profile"}
-    opened = asynctrt.open(path, onnx={**options, "graph_optimization_level": level})
-    assert await answer(opened) == [[5.0] * 4] * 2
-    (profile,) = tmp_path.glob("profile*.json")
-    ran = {
-        event["name"] for event in json.loads(profile.read_text()) if event["name"].endswith("_kernel_time")
-    }
-    assert len(ran) == sums
-
-
 # ---- libraries of operators
 
 
@@ -269,8 +236,6 @@ def test_a_library_that_refuses_is_told_of_with_its_reason(tmp_path, model):
 def test_a_file_that_is_no_such_library(tmp_path, model):
     with pytest.raises(OptionsError, match=r"custom_ops: .*double.onnx' has no operators"):
         OnnxModel(model, {"custom_ops": model})
-    with pytest.raises(OptionsError, match=r"double.onnx'|takes no plugins"):
-        OnnxModel(model, {"provider_libraries": model})
 
 
 def test_a_package_that_is_missing_or_has_no_library(model, monkeypatch):
@@ -345,58 +310,6 @@ def test_a_provider_that_does_not_load_is_an_error(model, monkeypatch):
 def test_providers_of_a_gpu_lead_to_the_device(model, name):
     with pytest.raises(OptionsError, match=f"{name} runs on a GPU.*device='cuda:0'"):
         OnnxModel(model, {"providers": [name]})
-
-
-def test_a_plugin_is_taken_by_its_devices(model, monkeypatch):
-    """By its name ONNX Runtime leaves it out."""
-    kinds = ("CPU", "NPU")
-    devices = [
-        SimpleNamespace(
-            ep_name="PluginExecutionProvider",
-            ep_metadata={"library_path": "plugin.so"},
-            device=SimpleNamespace(type=SimpleNamespace(name=kind)),
-        )
-        for kind in kinds
-    ]
-    asked = []
-
-    class Settings:
-        def __init__(self):
-            self.inner = real()
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-        def add_session_config_entry(self, name, value):
-            pass
-
-        def add_provider_for_devices(self, chosen, options):
-            asked.append(("plugin", [one.device.type.name for one in chosen], options))
-
-        def add_provider(self, name, options):
-            asked.append((name, options))
-
-    def session(what, options, *, enable_fallback):
-        assert not enable_fallback
-        made = make(what, options.inner, providers=[CPU])
-        return SimpleNamespace(get_providers=lambda: ["PluginExecutionProvider", CPU], **members(made))
-
-    def members(made):
-        names = ("get_inputs", "get_outputs", "get_modelmeta", "get_session_options")
-        return {name: getattr(made, name) for name in names}
-
-    real, make = ort.SessionOptions, ort.InferenceSession
-    monkeypatch.setattr(ort, "get_ep_devices", lambda: devices, raising=False)
-    monkeypatch.setattr(ort, "SessionOptions", Settings)
-    monkeypatch.setattr(ort, "InferenceSession", session)
-    plugin = "PluginExecutionProvider"
-    OnnxModel(model, {"providers": [(plugin, {"device_type": "NPU", "x": 1}), CPU]})
-    OnnxModel(model, {"providers": [plugin]})
-    assert asked == [("plugin", ["NPU"], {"x": "1"}), (CPU, {}), ("plugin", ["CPU"], {})]
-    with pytest.raises(
-        DeviceUnavailableError, match="no device of the type 'GPU' on this machine; it has CPU, NPU"
-    ):
-        OnnxModel(model, {"providers": {plugin: {"device_type": "GPU"}}})
 
 
 class Forgetful(ort.InferenceSession):
@@ -518,12 +431,10 @@ def test_a_model_that_protobuf_cannot_write(model):
 def test_paths_in_a_file_are_taken_from_its_folder():
     given = {
         "custom_ops": ["lib/a.so", "onnxruntime_extensions", "/b.so"],
-        "profile_file_prefix": "p",
         "execution_mode": "parallel",
     }
     assert relative_to(given, Path("conf")) == {
         "custom_ops": ["conf/lib/a.so", "onnxruntime_extensions", "/b.so"],
-        "profile_file_prefix": "conf/p",
         "execution_mode": "parallel",
     }
 

@@ -15,6 +15,7 @@ from onnx import TensorProto
 
 import asynctrt
 from asynctrt.backends.onnx_axes import Declared, read_axes
+from asynctrt.backends.onnx_options import OnnxOptions
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
@@ -304,7 +305,7 @@ def test_what_is_said_of_a_sequence_comes_before_its_missing_rank():
     """What skl2onnx's zipmap leaves has no rank."""
     given = Declared("x", "tensor(float)", ("rows", 4))
     classes = Declared("p", "seq(map(int64,tensor(float)))", ())
-    axes = read_axes("m", [given], [classes])
+    axes = read_axes("m", [given], [classes], OnnxOptions())
     assert axes.alone == "output 'p' is a sequence"
     assert [spec.kind for spec in axes.outputs] == ["sequence"]
 
@@ -312,4 +313,4 @@ def test_what_is_said_of_a_sequence_comes_before_its_missing_rank():
 def test_a_sparse_tensor_is_refused():
     given = Declared("x", "sparse_tensor(float)", ("rows", 4))
     with pytest.raises(ModelError, match="input 'x' of 'm' is a sparse_tensor"):
-        read_axes("m", [given], [given])
+        read_axes("m", [given], [given], OnnxOptions())

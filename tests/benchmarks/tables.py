@@ -476,7 +476,6 @@ EXTRAS = {
     "cpu": "ONNX models on the CPU",
     "gpu": "ONNX models on a GPU, in place of `cpu`; with CUDA's libraries",
     "cli": "the command `asynctrt`",
-    "inspect": "`asynctrt inspect` of ONNX models",
     "demo": "`asynctrt demo`",
     "client": "`asynctrt.client`, which calls a server",
     "serve": "`asynctrt serve`, `asynctrt.serving`",

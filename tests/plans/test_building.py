@@ -18,8 +18,7 @@ from asynctrt.backends.tensorrt.plan import read_header, read_plan
 from asynctrt.errors import BuildError, ModelError, ModelNotFoundError, OptionsError
 from asynctrt.plans import building as building_module
 from asynctrt.plans.building import build_from, read_source
-from asynctrt.plans.digest import digest_of
-from asynctrt.plans.plan_file import read_plan_file
+from asynctrt.plans.plan_file import digest_of, read_plan_file
 from tests.models import double_onnx, node, save, sequence_onnx
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,6 @@ from asynctrt.errors import (
 )
 from asynctrt.options import Options
 from asynctrt.plans import cache as cache_module
-from asynctrt.plans import cached
 from asynctrt.plans.cache import PlanCache
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.models import double_onnx
@@ -250,7 +249,7 @@ def opened(builder, monkeypatch, device):
         seen.append((plan, options))
         return TensorRTModel(plan, device=device, options=options, flavour=StrictTensorRT(device))
 
-    monkeypatch.setattr(cached, "TensorRTModel", make)
+    monkeypatch.setattr(cache_module, "TensorRTModel", make)
     return seen
 
 
@@ -274,14 +273,14 @@ OWN_ROWS = Options(runtime="tensorrt", max_rows=8, tensorrt={"build": {"max_rows
 
 
 def test_the_builds_own_rows_win(opened, builder, model, device):
-    cached.load_for(model, device, OWN_ROWS).close()
+    cache_module.load_for(model, device, OWN_ROWS).close()
     assert builder.calls[0].max_rows == 16
 
 
 def test_an_entry_that_does_not_run_is_built_again_once(opened, builder, model, device, monkeypatch, caplog):
-    make = cached.TensorRTModel
+    make = cache_module.TensorRTModel
     options = Options(runtime="tensorrt")
-    cached.load_for(model, device, options).close()
+    cache_module.load_for(model, device, options).close()
     refuse = [ModelError("it was built on another GPU")]
 
     def moody(plan, **more):
@@ -289,13 +288,13 @@ def test_an_entry_that_does_not_run_is_built_again_once(opened, builder, model, 
             raise refuse.pop()
         return make(plan, **more)
 
-    monkeypatch.setattr(cached, "TensorRTModel", moody)
-    cached.load_for(model, device, options).close()
+    monkeypatch.setattr(cache_module, "TensorRTModel", moody)
+    cache_module.load_for(model, device, options).close()
     assert len(builder.calls) == 2
     assert "is removed from the plan cache: it was built on another GPU" in caplog.text
     refuse[:] = [ModelError("again"), ModelError("once")]
     with pytest.raises(ModelError, match="again"):
-        cached.load_for(model, device, options)
+        cache_module.load_for(model, device, options)
     assert len(builder.calls) == 3
 
 
@@ -322,7 +321,7 @@ def test_an_entry_that_does_not_run_is_built_again_once(opened, builder, model, 
 def test_runtimes_that_do_not_fit(name, options, error, said):
     device = HostDevice()
     with pytest.raises(error, match=said):
-        cached.load_for(name, device, Options(**options))
+        cache_module.load_for(name, device, Options(**options))
     device.close()
 
 

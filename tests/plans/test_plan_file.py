@@ -8,8 +8,7 @@ import pytest
 
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.errors import ModelError, ModelNotFoundError
-from asynctrt.plans.inspection import inspect
-from asynctrt.plans.plan_file import PlanRunner, installed_versions, judge
+from asynctrt.plans.plan_file import PlanRunner, find_plan, installed_versions, judge
 from tests.backends.tensorrt.helpers import header
 from tests.doubles.tensorrt import EngineSpec, double_plan
 
@@ -18,7 +17,7 @@ RTX = Path(__file__).parents[1] / "gpu" / "identity.rtx.plan"
 
 
 def test_a_real_plan_of_tensorrt_for_rtx():
-    found = inspect(RTX)
+    found = find_plan(RTX)
     assert (found.kind, found.tag) == ("TensorRT for RTX", "vtrt")
     assert found.nbytes == RTX.stat().st_size
     assert found.digest == hashlib.sha256(RTX.read_bytes()).hexdigest()
@@ -34,7 +33,7 @@ def test_a_real_plan_of_tensorrt_for_rtx():
 def test_a_plan_is_known_by_its_content_whatever_its_name(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(double_plan(EngineSpec(), version="10.13.2.6") + b"more")
-    found = inspect(path)
+    found = find_plan(path)
     assert (found.kind, found.version, found.surplus_nbytes) == ("TensorRT", "10.13.2.6", 4)
     assert found.compute_capabilities is None
     assert [one.package for one in found.runners] == ["tensorrt", "tensorrt_lean", "tensorrt_dispatch"]
@@ -42,7 +41,7 @@ def test_a_plan_is_known_by_its_content_whatever_its_name(tmp_path):
 
 def test_files_that_are_no_plans(tmp_path):
     with pytest.raises(ModelNotFoundError, match="there is no file"):
-        inspect(tmp_path / "missing.plan")
+        find_plan(tmp_path / "missing.plan")
     for content, says in (
         (b"", "is empty"),
         (b"PK\x03\x04" + bytes(99), "a zip archive"),
@@ -53,7 +52,7 @@ def test_files_that_are_no_plans(tmp_path):
         path = tmp_path / "bad.plan"
         path.write_bytes(content)
         with pytest.raises(ModelError, match=says):
-            inspect(path)
+            find_plan(path)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +90,13 @@ def test_damaged_plans_are_refused_or_read_but_never_more(tmp_path):
     whole = RTX.read_bytes()
     random = np.random.default_rng(7)
     path = tmp_path / "damaged.plan"
-    digests, refused = {inspect(RTX).digest}, 0
+    digests, refused = {find_plan(RTX).digest}, 0
     for _ in range(100):
         damaged = bytearray(whole)
         damaged[random.integers(64)] ^= 1 << random.integers(8)
         path.write_bytes(damaged)
         try:
-            digests.add(inspect(path).digest)
+            digests.add(find_plan(path).digest)
         except ModelError:
             refused += 1
     assert 0 < refused < 100

@@ -83,8 +83,8 @@ class Worker:
             word = block // 8 + layout.launched(start)
             self.memory.words[word], stamps[word] = 1, layout.stamp(number)
             where = self.memory, block, rows, start, capacity or None
-            (given,) = layout.inputs(*where).values()
-            (asked,) = layout.outputs(*where).values()
+            (given,) = layout.arrays(*where).inputs.values()
+            (asked,) = layout.arrays(*where).outputs.values()
             np.multiply(given, 2, out=asked)
             self.workers.runs += 1
             done.append((number, rows, SEGFAULT in given, HANG in given))

@@ -104,7 +104,7 @@ async def test_what_breaks_a_rule_is_answered_and_what_follows_too(caplog):
     layout = Layouts((ROW,), (ROW,)).of_sizes(())
     broken = "a rule of ours is broken", "in its own words", "string indices", "string indices"
     for number, told in enumerate(broken, start=1):
-        np.copyto(layout.inputs(heap, number * 4096, 1)["x"], number)
+        np.copyto(layout.arrays(heap, number * 4096, 1).inputs["x"], number)
         sender.put(Kind.SUBMIT, 0, 0, number, 2**63 - 1, number * 4096, 1, 0, 0, 0)
         sender.publish()
         found = []

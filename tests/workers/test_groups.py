@@ -72,7 +72,7 @@ def test_each_who_still_waits_has_its_rows_in_a_group_of_its_own(memory):
     assert [single.requests for single in singles] == [[one] for one in (requests[0], *requests[2:])]
     for single in singles:
         (one,) = single.requests
-        rows = single.layout.inputs(memory, single.block, single.rows)["x"]
+        rows = single.layout.arrays(memory, single.block, single.rows).inputs["x"]
         assert rows.shape == (one.rows, 2)
         assert (rows == 1 + requests.index(one)).all()
         assert one.payload is single
@@ -116,7 +116,7 @@ def test_rows_that_cannot_be_copied_are_told_apart(memory):
     requests = [request(count, count) for count in (2, 1, 3)]
     group = RequestGroup(requests, LAYOUT)
     group.allocate(heap, memory)
-    (view,) = LAYOUT.inputs(memory, group.block, group.rows).values()
+    (view,) = LAYOUT.arrays(memory, group.block, group.rows).inputs.values()
     for wrong, left in (((1,), 3), ((0, 2), 1), ((0, 1, 2), None)):
         view[...] = 77
         payloads = [request.payload for request in requests]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynctrt.tensors import TensorSpec
-from asynctrt.workers.layout import ARRAYS_KEPT, Layouts, Placed, symbols_of
+from asynctrt.workers.layout import ARRAYS_KEPT, Layouts, Placed
 from asynctrt.workers.memory import SharedMemory
 
 INPUTS = (TensorSpec("a", "float32", ("n", 3)), TensorSpec("b", "int8", ("m", "n")))
@@ -24,7 +24,7 @@ def memory():
 def test_arrays_have_their_shapes_and_nothing_overlaps(memory, rows, n, m, block):
     layout = Layouts(INPUTS, OUTPUTS).of_sizes((n, m))
     block *= 64
-    arrays = {**layout.inputs(memory, block, rows), **layout.outputs(memory, block, rows)}
+    arrays = {**layout.arrays(memory, block, rows).inputs, **layout.arrays(memory, block, rows).outputs}
     shapes = {name: array.shape for name, array in arrays.items()}
     assert shapes == {"a": (rows, n, 3), "b": (rows, m, n), "c": (rows, m), "d": (rows,)}
     begin = np.frombuffer(memory.buffer, np.uint8).__array_interface__["data"][0]
@@ -39,10 +39,6 @@ def test_arrays_have_their_shapes_and_nothing_overlaps(memory, rows, n, m, block
         end = start + nbytes
     assert end <= block + layout.nbytes(rows)
     assert layout.symbols == (n, m)
-
-
-def test_names_in_the_order_in_which_they_appear():
-    assert symbols_of(INPUTS) == ("n", "m")
 
 
 def test_outputs_whose_shapes_depend_on_the_data_have_no_place():
@@ -71,13 +67,14 @@ class TestKeptArrays:
 
     def test_those_of_the_same_block_are_the_same(self, memory):
         layout = Layouts(INPUTS, OUTPUTS).of_sizes((2, 3))
-        assert layout.inputs(memory, 4096, 5)["a"] is layout.inputs(memory, 4096, 5)["a"]
-        assert layout.outputs(memory, 4096, 5)["d"] is layout.outputs(memory, 4096, 5)["d"]
+        assert layout.arrays(memory, 4096, 5).inputs["a"] is layout.arrays(memory, 4096, 5).inputs["a"]
+        assert layout.arrays(memory, 4096, 5).outputs["d"] is layout.arrays(memory, 4096, 5).outputs["d"]
 
     @pytest.mark.parametrize(("block", "rows"), [(8192, 5), (4096, 6)])
     def test_others_are_not(self, memory, block, rows):
         layout = Layouts(INPUTS, OUTPUTS).of_sizes((2, 3))
-        first, other = layout.inputs(memory, 4096, 5)["a"], layout.inputs(memory, block, rows)["a"]
+        first = layout.arrays(memory, 4096, 5).inputs["a"]
+        other = layout.arrays(memory, block, rows).inputs["a"]
         first[:], other[:] = 1, 2
         assert other.shape == (rows, 2, 3)
         assert np.all(other == 2)
@@ -86,21 +83,21 @@ class TestKeptArrays:
     def test_a_block_may_have_rows_of_another_shape_next(self, memory):
         known = Layouts(INPUTS, OUTPUTS)
         for sizes in ((2, 3), (3, 2), (2, 3)):
-            assert known.of_sizes(sizes).inputs(memory, 4096, 5)["a"].shape == (5, sizes[0], 3)
-            assert known.of_sizes(sizes).outputs(memory, 4096, 5)["c"].shape == (5, sizes[1])
+            assert known.of_sizes(sizes).arrays(memory, 4096, 5).inputs["a"].shape == (5, sizes[0], 3)
+            assert known.of_sizes(sizes).arrays(memory, 4096, 5).outputs["c"].shape == (5, sizes[1])
 
     def test_those_of_another_memory_are_not_taken_for_them(self, memory):
         layout = Layouts(INPUTS, OUTPUTS).of_sizes((2, 3))
-        layout.inputs(memory, 4096, 5)["a"][:] = 1
+        layout.arrays(memory, 4096, 5).inputs["a"][:] = 1
         second = SharedMemory.create(1 << 16)
-        layout.inputs(second, 4096, 5)["a"][:] = 2
-        assert np.all(layout.inputs(memory, 4096, 5)["a"] == 1)
+        layout.arrays(second, 4096, 5).inputs["a"][:] = 2
+        assert np.all(layout.arrays(memory, 4096, 5).inputs["a"] == 1)
         second.close()
 
     def test_they_are_bounded_over_all_shapes_and_may_be_forgotten(self, memory):
         known = Layouts(INPUTS, OUTPUTS)
         for number in range(2 * ARRAYS_KEPT + 1):
-            known.of_sizes((number % 3, 1)).inputs(memory, 64 * number, 1)
+            known.of_sizes((number % 3, 1)).arrays(memory, 64 * number, 1).inputs
             assert len(known._arrays) <= ARRAYS_KEPT
         assert known._arrays
         known.forget_arrays()

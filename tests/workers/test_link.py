@@ -110,7 +110,7 @@ async def test_what_a_caller_changes_meanwhile_is_its_own_error(model, dims, oth
         assert all(np.array_equal(answer["y"], 2 * kept) for answer in answers[1:])
         await draining
         assert (engine.statistics().succeeded, engine.statistics().failed) == (others, 1)
-        assert engine._front.links[0].drain == (0, engine._front.links[0].pace)
+        assert engine._front.links[0].rows == 0
     assert engine._front._heap.blocks == 0
 
 

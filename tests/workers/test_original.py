@@ -7,7 +7,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from asynctrt.backends import onnx_objects
 from asynctrt.errors import ModelError
+from asynctrt.plans.building import read_source
 from asynctrt.statistics import Batching
 from asynctrt.tensors import TensorSpec
 from asynctrt.workers import original
@@ -59,9 +61,9 @@ def test_the_next_one_may_take_some_times_as_long_as_the_slowest(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["weights", "w" * 200])
-@pytest.mark.parametrize("part", [original.PART_NBYTES, 1, 7])
+@pytest.mark.parametrize("part", [onnx_objects.PART_NBYTES, 1, 7])
 def test_the_files_of_a_model_are_its_own_and_those_with_its_weights(tmp_path, monkeypatch, name, part):
-    monkeypatch.setattr(original, "PART_NBYTES", part)
+    monkeypatch.setattr(onnx_objects, "PART_NBYTES", part)
     weights = numpy_helper.from_array(np.ones(4096, np.float32), "w")
     graph = helper.make_graph(
         [helper.make_node("Add", ["x", "w"], ["y"])],
@@ -114,3 +116,12 @@ def test_what_changes_while_it_is_opened_is_refused(tmp_path, change):
         path.unlink()
     with pytest.raises(ModelError, match="was changed while it was opened"):
         check_unchanged([path], before)
+
+
+def test_a_name_that_no_file_can_have_names_none(tmp_path):
+    """Damaged weights may look like the name of a file."""
+    path = tmp_path / "m.onnx"
+    path.write_bytes(b"\n\x08location\x12\xac\x02" + b"w" * 300)
+    assert files_of(str(path)) == [path]
+    assert read_source(path).external == {}
+    assert files_of("m" * 5000) == [], "opening it says why"

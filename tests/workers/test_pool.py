@@ -6,6 +6,7 @@ import os
 import pytest
 
 import asynctrt
+from asynctrt.errors import ModelError
 from asynctrt.workers import pool as pool_module
 from asynctrt.workers import spares
 from asynctrt.workers.messages import (
@@ -14,8 +15,11 @@ from asynctrt.workers.messages import (
     Close,
     Description,
     Detach,
+    Failed,
     From,
     Gone,
+    Kill,
+    Lost,
     Outbox,
     Ready,
     To,
@@ -267,3 +271,34 @@ async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, 
     pool.remove(0)
     own.close()
     its.close()
+
+
+@pytest.mark.parametrize("says", ["a front", "the worker", "the worker as it opens"])
+async def test_why_a_worker_ended_is_heard_once_by_each_front(monkeypatch, says):
+    """A front puts the reason behind how the worker ended: it must not be in both."""
+    started = Started(monkeypatch)
+    for number in (0, 1):
+        started.front(number)
+        started.want(number)
+    if says != "the worker as it opens":
+        await started.say_ready(0)
+    await until(lambda: started.hears)
+    match says:
+        case "a front":
+            started.pool.hear(0, To(1, Kill("it hangs")), [])
+        case "the worker":
+            started.hears[0](Lost("it hangs"))
+        case _:
+            started.hears[0](Failed(ModelError("it hangs")))
+    started.deaths[0]("ended by SIGKILL")
+    for _, its in started.ends.values():
+        heard = []
+        while not heard or not isinstance(heard[-1], Gone):
+            heard.append(receive(its)[0])
+        assert heard[-1].how == "ended by SIGKILL"
+        whys = [message.message for message in heard[:-1]]
+        assert [why for why in whys if not isinstance(why, Ready)] == [
+            Failed(whys[-1].error) if says == "the worker as it opens" else Lost("it hangs")
+        ]
+    for number in (0, 1):
+        started.gone(number)

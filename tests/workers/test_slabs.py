@@ -41,8 +41,8 @@ def test_groups_lie_side_by_side_until_one_is_full(memory):
     assert heap.blocks == 2
     spans = []
     for rows, (slab, start) in zip((3, 4, 1), taken[:3], strict=True):
-        views = layout.inputs(memory, slab.block, rows, start, slab.capacity)
-        views |= layout.outputs(memory, slab.block, rows, start, slab.capacity)
+        views = layout.arrays(memory, slab.block, rows, start, slab.capacity).inputs
+        views |= layout.arrays(memory, slab.block, rows, start, slab.capacity).outputs
         for number, view in enumerate(views.values(), start=1):
             view[...] = 10 * start + number
         spans.append((start, views))
@@ -51,7 +51,7 @@ def test_groups_lie_side_by_side_until_one_is_full(memory):
         for number, view in enumerate(views.values(), start=1):
             assert (view == 10 * start + number).all()
     assert memory.words[taken[0][0].block // 8 + SYMBOLS] == SIZE
-    whole = layout.inputs(memory, taken[0][0].block, 8, 0, 8)
+    whole = layout.arrays(memory, taken[0][0].block, 8, 0, 8).inputs
     assert whole["x"][:, 0].tolist() == [1, 1, 1, 31, 31, 31, 31, 71]
 
 
@@ -85,7 +85,7 @@ def test_a_caller_by_itself_has_the_same_pages_again_however_much_a_batch_holds(
     slabs = Slabs(heap, memory, rows_max=1 << 20, nbytes_max=2 * KEPT_NBYTES)
     for turn in range(3):
         slab, start = slabs.take(layout, 1)
-        row = layout.inputs(memory, slab.block, 1, start, slab.capacity)["x"]
+        row = layout.arrays(memory, slab.block, 1, start, slab.capacity).inputs["x"]
         assert row[0, 0] == turn
         row += 1
         slab.give_back()

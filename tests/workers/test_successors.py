@@ -14,7 +14,7 @@ from asynctrt._util import clock
 from asynctrt.errors import DeadlineError, DeviceLostError, InternalError, ModelError
 from asynctrt.tensors import TensorSpec
 from asynctrt.workers import link, original
-from asynctrt.workers.link import FAILED_STARTS_MAX, LOOK_S, RETRY_S, RETRY_S_MAX
+from asynctrt.workers.link import FAILED_STARTS_MAX, RETRY_S, RETRY_S_MAX
 from tests.helpers import WAIT_S, until
 from tests.models import double_onnx, scale_onnx
 from tests.workers.double import workers
@@ -232,31 +232,6 @@ async def test_a_timeout_is_kept_while_others_are_tried_apart():
         with pytest.raises(asynctrt.PoisonError):
             await deadly
     assert engine._front._heap.blocks == 0
-
-
-async def test_a_worker_that_runs_and_works_on_nothing_of_what_it_has_is_replaced(caplog):
-    async with workers(KIND) as made, opened(batch_timeout=None) as engine:
-        (worker,), one = made.all, engine._front.links[0]
-        worker.holds = True
-        call = engine.submit(rows(1))
-        await until(lambda: one.groups)
-
-        def look(beat, works):
-            worker.receiver.beat(beat, works)
-            one._look.cancel()
-            one._pulse.looked_ns -= int(LOOK_S * 1e9)
-            one._look_after()
-
-        for beat in range(1, 10):
-            look(beat, works=beat % 2)  # Now it works on something, now it may not have seen all.
-        for _ in range(9):
-            look(9, works=0)  # It does not run, and may yet see it.
-        await asyncio.sleep(0)
-        assert not worker.how_it_ended
-        for beat in range(10, 14):
-            look(beat, works=0)
-        assert np.array_equal((await call)["y"], 2 * rows(1))
-        assert "it worked on none of the 1 groups" in caplog.text
 
 
 async def test_an_engine_that_is_closed_gives_its_shared_memory_back_at_once():

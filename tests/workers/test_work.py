@@ -6,8 +6,8 @@ import pytest
 
 from asynctrt.tensors import TensorSpec
 from asynctrt.workers.blocks import Where
+from asynctrt.workers.child import Work
 from asynctrt.workers.layout import LARGE_ROW_NBYTES_MIN, LAUNCHED, Layouts
-from asynctrt.workers.work import Work
 
 SMALL = (TensorSpec("x", "float32", (4,)),)
 LARGE = (TensorSpec("x", "uint8", (LARGE_ROW_NBYTES_MIN,)),)

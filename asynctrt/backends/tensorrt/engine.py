@@ -15,7 +15,7 @@ import numpy as np
 from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.devices.base import aligned
 from asynctrt.errors import InputError, InternalError, ModelError
-from asynctrt.tensors import Dims, TensorSpec
+from asynctrt.tensors import Dims, TensorSpec, varying_dims
 
 DTYPES: Final = {
     "FLOAT": "float32",
@@ -100,7 +100,7 @@ class Signature:
     @property
     def unbound(self) -> tuple[str, ...]:
         """The names of outputs with a dimension that no input has."""
-        known = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
+        known = varying_dims(self.inputs)
         return tuple(
             spec.name
             for spec in self.outputs

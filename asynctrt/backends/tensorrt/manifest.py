@@ -72,8 +72,6 @@ class Manifest:
     plugins: tuple[str, ...]
     """Libraries that are packed into the plan or needed by it."""
     options: Mapping[str, Any]
-    changes: tuple[str, ...] = ()
-    """Differences from the model."""
     key: Mapping[str, Any] = field(default_factory=dict)
     """The key in the plan cache."""
 
@@ -112,7 +110,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError(f"its format is not {FORMAT!r}")
         for side in ("inputs", "outputs"):
             content[side] = tuple(_tensor(one) for one in content[side])
-        for name in ("profiles", "plugins", "changes"):
+        for name in ("profiles", "plugins"):
             content[name] = tuple(map(str, content[name]))
         made = Manifest(**content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 
-from asynctrt._util.alarm import create_alarm
+from asynctrt._util.alarm import Alarm
 from asynctrt.devices.base import Completion
 from asynctrt.runtime.completion.callbacks import Guard
 from asynctrt.runtime.completion.polling import Poller
@@ -40,7 +40,7 @@ class Reaper:
         self._callbacks: deque[Callable[[], object]] = deque()
         self._tick_is_scheduled = False
         self._woken = False
-        self._alarm = create_alarm(loop, self._ring, now_ns, context=context)
+        self._alarm = Alarm(loop, self._ring, context=context)
 
     def __repr__(self) -> str:
         return f"<Reaper watching={len(self._watcher.watches)}>"

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 from asynctrt._util import clock
-from asynctrt._util.alarm import create_alarm
+from asynctrt._util.alarm import Alarm
 from asynctrt.errors import AsynctrtError
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.support import (
@@ -98,7 +98,7 @@ class Poisson:
         self._due_ns = (np.cumsum(gaps).astype(np.int64) + clock.now_ns() + 10_000_000).tolist()
         self._next = 0
         self._loop = asyncio.get_running_loop()
-        self._alarm = create_alarm(self._loop, self._send, clock.now_ns)
+        self._alarm = Alarm(self._loop, self._send)
         self._futures = []
         self._sent_all = self._loop.create_future()
         self.latencies_ns, self.late_ns, self.errors = [], [], 0
