@@ -41,8 +41,13 @@ FILL: Final = 0xFF
 """The fill for bytes that no mark covers: NaN as a float, -1 or the largest value as an integer, so that it
 stands out."""
 
-MARK: Final = np.dtype(np.uint64)
-"""Marks are random numbers of this type."""
+BOOL_MARK: Final = b"\xa5"
+"""Marks a bool output. No bool is stored as this byte, so each unwritten value is detected."""
+
+MARK_NBYTES: Final = 8
+
+SEARCHED_NBYTES_MAX: Final = 2048
+"""Up to this many bytes, a search for the mark is faster than starting two NumPy operations."""
 
 
 class FunctionModel(ModelBase):
@@ -64,10 +69,19 @@ class FunctionModel(ModelBase):
     input, or a buffer that the function reuses.
 
     A batch fails with :class:`ExecutionError` if some row was not written. When the function accesses an
-    output to write it in place, every 8 bytes of each row are marked before, and the marks searched for at
-    the end. Fewer bytes, as in rows of one ``float32``, are filled and not searched for: what is not written
-    there is NaN in float outputs, -1 or the largest value in integer outputs, ``False`` in ``bool`` outputs,
-    and never another caller's.
+    output to write it in place, the output is filled and marked; the marks are searched for at the end:
+
+    - Rows of 8 bytes or more: a row is detected if any of its groups of 8 bytes, counted from its start, was
+      not written.
+    - ``bool``: every unwritten value is detected.
+    - Rows of one ``float32``: every unwritten row is detected.
+    - Other rows of fewer than 8 bytes: 8 consecutive unwritten bytes, at a multiple of 8 bytes from the start
+      of the output, are detected: two rows of one ``int32``, eight of one ``uint8``.
+    - An output that the function never accessed is always detected.
+
+    Undetected gaps contain NaN in float outputs and meaningless numbers in integer outputs, but never another
+    caller's rows. A mark is a random 64-bit number. In float outputs it consists of NaNs with random
+    payloads, so that no computed value is mistaken for a mark.
 
     The function may change both mappings and write to its inputs, but it must not keep the arrays: they are
     in the batch's slab, which the next batch will reuse. If it raises, only its batch fails, with an
@@ -502,7 +516,10 @@ class Outputs(Mapping[str, Array]):
 
 
 class OutputMemory:
-    """The memory of one output, filled with marks that show which rows a function did not write."""
+    """The memory of one output, filled with marks that show which rows a function did not write.
+
+    A mark is a random number. After it was found, a new one is drawn.
+    """
 
     def __init__(self, memory: TensorMemory) -> None:
         assert memory.array is not None
@@ -511,40 +528,41 @@ class OutputMemory:
         self._dtype = memory.dtype
         self._bytes = memory.array.reshape(-1).view(np.uint8)
         self._row_nbytes = self._bytes.nbytes // len(memory.array)
-        self._mark = self._draw()
-        self._places = self._places_in(0)
+        self.mark = b""
+        """The mark, as stored in memory; empty until one is drawn."""
+        # The rest applies to this mark and to batches of this many rows.
+        self._rows = 0
+        self._value = self._bytes[:0]
+        self._has_rest = False
+        self.places = self._bytes[:0]
+        """The places of the marks."""
 
     def hand_out(self, rows: int) -> Array:
-        """Return a view of the first `rows` rows to write into, with no data of an earlier batch."""
-        if len(self._places) != rows:
-            self._places = self._places_in(rows)
-        if self._row_nbytes % MARK.itemsize:
-            self._bytes[: rows * self._row_nbytes] = 0 if self._dtype == np.bool_ else FILL
-        self._places[...] = self._mark
+        """Fill the first `rows` rows with marks, so that no data of an earlier batch is left.
+
+        :returns: a view of these rows for the function to write into.
+        """
+        if not self.mark:
+            self._rows, self.mark = 0, self._draw()
+        if rows != self._rows:
+            self._cut(rows)
+        if self._has_rest:
+            self._bytes[: rows * self._row_nbytes] = FILL
+        self.places[...] = self._value
         return self._array[:rows]
 
     def count_marked(self) -> int:
-        """Return how many rows still have a mark. If any do, another mark is drawn."""
-        found = self._places == self._mark
-        if not np.count_nonzero(found):
+        """Return how many rows are marked. If any are, discard the mark, so that a new one is drawn."""
+        if self.places.nbytes <= SEARCHED_NBYTES_MAX and self.mark not in self.places.tobytes():
             return 0
-        self._mark = self._draw()
-        return int(np.count_nonzero(found.any(axis=1)))
-
-    def _places_in(self, rows: int) -> Array:
-        """Return the places of the marks in each of these rows."""
-        nbytes, size = self._row_nbytes, MARK.itemsize
-        return np.ndarray((rows, nbytes // size), MARK, self._bytes, strides=(nbytes, size))
-
-    def _draw(self) -> Array:
-        """Draw a mark: a random number or, for floats, NaNs with random payloads, which no function computes.
-
-        A computed NaN carries such a payload only if one of its operands did.
-        """
-        drawn = np.frombuffer(secrets.token_bytes(MARK.itemsize), np.uint8)
-        if self._dtype.kind in "fc" or self._dtype.name == "bfloat16":
-            drawn = drawn | np.full(MARK.itemsize, np.nan).astype(self._dtype).view(np.uint8)[: MARK.itemsize]
-        return drawn.view(MARK)
+        if not np.count_nonzero(found := self.places == self._value):
+            return 0
+        self.mark = b""
+        if found.ndim > 1:
+            return int(found.any(axis=1).sum())
+        # A mark spans several rows. None of them was written.
+        found = np.repeat(found, self.places.itemsize)
+        return int(np.logical_or.reduceat(found, range(0, found.size, self._row_nbytes)).sum())
 
     def store(self, value: object, rows: int) -> Array:
         """Copy `value` into the first `rows` rows.
@@ -577,6 +595,32 @@ class OutputMemory:
                 f"function gave {array.dtype} with a value outside that range"
             )
         return target
+
+    def _cut(self, rows: int) -> None:
+        """Find the places of marks in a batch of this many rows."""
+        self._rows = 0  # Valid for no batch until all of it is done: Ctrl-C may come in between.
+        unit, nbytes = np.dtype(f"u{len(self.mark)}"), self._row_nbytes
+        size = unit.itemsize
+        if nbytes >= size:
+            places = np.ndarray((rows, nbytes // size), unit, self._bytes, strides=(nbytes, size))
+        else:
+            places = np.ndarray((rows * nbytes // size,), unit, self._bytes)
+        self.places, self._value = places, np.frombuffer(self.mark, unit)
+        self._has_rest = places.nbytes < rows * nbytes
+        self._rows = rows
+
+    def _draw(self) -> bytes:
+        """Draw a mark: a random number or, for floats, NaNs with random payloads.
+
+        A computed NaN carries such a payload only if one of its operands did.
+        """
+        if self._dtype == np.bool_:
+            return BOOL_MARK
+        drawn = np.frombuffer(secrets.token_bytes(MARK_NBYTES), np.uint8)
+        if self._dtype.kind in "fc" or self._dtype.name == "bfloat16":
+            drawn = drawn | np.full(MARK_NBYTES, np.nan).astype(self._dtype).view(np.uint8)[:MARK_NBYTES]
+        is_one = self._row_nbytes == self._dtype.itemsize == 4 and self._dtype.kind == "f"
+        return drawn.tobytes()[: 4 if is_one else MARK_NBYTES]
 
     def _converted(self, value: object) -> Array:
         if not is_array(value):
