@@ -18,7 +18,7 @@ import pytest
 import asynctrt
 from asynctrt import FunctionModel, TensorSpec
 from asynctrt.core.items import GROUPS_MAX
-from asynctrt.errors import DeviceError, ExecutionError, InputError, ModelError, UsageError
+from asynctrt.errors import DeviceError, ExecutionError, InputError, UsageError
 from tests.helpers import WAIT_S, until
 from tests.models import double_model, rows
 
@@ -300,14 +300,6 @@ class TestMethodsOfClasses:
         async with pickle.loads(pickle.dumps(made)) as other:
             assert await other(3.0) == 9
 
-    def test_generator_methods_are_refused(self):
-        with pytest.raises(ModelError, match="generator"):
-
-            @asynctrt.batch
-            @classmethod
-            def each(cls, x):
-                yield x
-
 
 def scaled(x, factor):
     return factor * x
@@ -576,15 +568,6 @@ class TestTensors:
         assert [one["tensor"].values.tolist() for one in (first, second)] == [[1, 0], [2, 0]]
         assert not first["tensor"].grad
         assert type(first["array"]) is np.ndarray
-
-    async def test_one_row_for_each_item(self):
-        @asynctrt.batch(items=True)
-        def function(values):
-            return Tensor(np.zeros(len(values) + 1))
-
-        async with function:
-            with pytest.raises(ExecutionError, match="2 results for 1 items"):
-                await function(1.0)
 
     async def test_arguments(self):
         async with double:

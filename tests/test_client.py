@@ -2,7 +2,6 @@
 
 import asyncio
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -10,7 +9,6 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.client import RemoteError, connect
 from asynctrt.errors import (
     ConnectionLostError,
-    DeadlineError,
     ModelNotReadyError,
     RequestError,
     UnknownModelError,
@@ -53,18 +51,6 @@ async def test_many_at_once():
         answers[0]["output"][...] = 0  # It is the caller's.
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bool", "uint8", "int16", "int64", "float16", "float64", ml_dtypes.bfloat16]
-)
-async def test_every_dtype(dtype):
-    sent = np.array([[0, 1, 3]]).astype(dtype)
-    async with serving({"copy": copy_model(x=dtype)}) as server, client_of(server) as client:
-        for _ in range(2):
-            answer = (await client.infer("copy", {"x": sent}))["x_out"]
-            assert answer.dtype == sent.dtype
-            np.testing.assert_array_equal(answer, sent)
-
-
 async def test_bytes_and_text_and_several_tensors():
     model = copy_model(words="S8", ids="int32")
     async with serving({"copy": model}) as server, client_of(server) as client:
@@ -91,28 +77,6 @@ async def test_versions_and_one_models_socket():
                 assert answer["output"][0, 0] == factor
         async with client_of(server, "/v2/models/double/versions/1/ws") as client:
             assert (await client.infer("", {"input": rows(1)}))["output"][0, 0] == 2
-
-
-async def test_timeout_and_priority():
-    device = LatchDevice(concurrency=1)
-    engine = {"device": device, "contexts": 1, "max_rows": 1}
-    async with serving(engine=engine) as server, client_of(server) as client:
-        order = []
-
-        async def call(value, **kw):
-            await client.infer("double", {"input": rows(value)}, **kw)
-            order.append(value)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(call(1))
-            await until(lambda: device.held == 1)
-            tasks.create_task(call(2))
-            tasks.create_task(call(3, priority=1))
-            await until(lambda: engine_of(server).statistics().queued_requests == 2)
-            with pytest.raises(DeadlineError):
-                await client.infer("double", {"input": rows(4)}, timeout=0.0001)
-            device.open()
-        assert order == [1, 3, 2]
 
 
 async def test_at_most_so_many_in_flight():
@@ -185,23 +149,6 @@ class TestConnections:
                 await client.__aenter__()
             await client.aclose()
             device.open()
-
-
-async def test_a_server_that_speaks_otherwise():
-    """What is no answer ends the connection with an error for all that wait, and nobody waits for ever."""
-    from websockets.asyncio.server import serve
-
-    async def answer(socket):
-        async for _ in socket:
-            await socket.send(b"\x02\x00\x00\x00[]")
-
-    async with serve(answer, "127.0.0.1", 0) as other:
-        port = other.sockets[0].getsockname()[1]
-        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as client:
-            with pytest.raises(ConnectionLostError):
-                await client.infer("double", {"input": rows(1)})
-            with pytest.raises(ConnectionLostError, match="does not speak this protocol"):
-                await client.infer("double", {"input": rows(1)})
 
 
 async def test_an_error_of_an_unknown_kind():

@@ -622,20 +622,6 @@ class WritesAllBut:
 
 class TestWhichUnwrittenRowsAreRecognised:
     @pytest.mark.parametrize("kind", RECOGNISED)
-    @pytest.mark.parametrize("rows", [8, 9, 16])
-    def test_rows_that_are_left_out(self, kind, rows):
-        spec, least = RECOGNISED[kind]
-        writes = WritesAllBut()
-        run = Inline(writes, spec)
-        for start in range(0, rows - least + 1, 8):
-            run(rows)
-            writes.left_out = slice(start, start + least)
-            with pytest.raises(ExecutionError, match=rf"output 'y': \d of {rows} rows were not written"):
-                run(rows)
-            writes.left_out = slice(0, 0)
-            assert (run(rows)[0] == 1).all()
-
-    @pytest.mark.parametrize("kind", RECOGNISED)
     def test_after_batches_of_other_sizes(self, kind):
         """In each size what is left out is found as ever, and what lies behind the batch is left alone."""
         spec, least = RECOGNISED[kind]
