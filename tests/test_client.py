@@ -9,6 +9,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.client import RemoteError, connect
 from asynctrt.errors import (
     ConnectionLostError,
+    DeadlineError,
     ModelNotReadyError,
     RequestError,
     UnknownModelError,
@@ -77,6 +78,28 @@ async def test_versions_and_one_models_socket():
                 assert answer["output"][0, 0] == factor
         async with client_of(server, "/v2/models/double/versions/1/ws") as client:
             assert (await client.infer("", {"input": rows(1)}))["output"][0, 0] == 2
+
+
+async def test_timeout_and_priority():
+    device = LatchDevice(concurrency=1)
+    engine = {"device": device, "contexts": 1, "max_rows": 1}
+    async with serving(engine=engine) as server, client_of(server) as client:
+        order = []
+
+        async def call(value, **kw):
+            await client.infer("double", {"input": rows(value)}, **kw)
+            order.append(value)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(call(1))
+            await until(lambda: device.held == 1)
+            tasks.create_task(call(2))
+            tasks.create_task(call(3, priority=1))
+            await until(lambda: engine_of(server).statistics().queued_requests == 2)
+            with pytest.raises(DeadlineError):
+                await client.infer("double", {"input": rows(4)}, timeout=0.0001)
+            device.open()
+        assert order == [1, 3, 2]
 
 
 async def test_at_most_so_many_in_flight():
