@@ -18,7 +18,7 @@ import pytest
 import asynctrt
 from asynctrt import FunctionModel, TensorSpec
 from asynctrt.core.items import GROUPS_MAX
-from asynctrt.errors import DeviceError, ExecutionError, InputError, UsageError
+from asynctrt.errors import DeviceError, ExecutionError, InputError, ModelError, UsageError
 from tests.helpers import WAIT_S, until
 from tests.models import double_model, rows
 
@@ -299,6 +299,14 @@ class TestMethodsOfClasses:
             assert await asyncio.gather(made(2.0), waits(2.0)) == [6, 8]
         async with pickle.loads(pickle.dumps(made)) as other:
             assert await other(3.0) == 9
+
+    def test_generator_methods_are_refused(self):
+        with pytest.raises(ModelError, match="generator"):
+
+            @asynctrt.batch
+            @classmethod
+            def each(cls, x):
+                yield x
 
 
 def scaled(x, factor):

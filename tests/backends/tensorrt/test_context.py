@@ -550,6 +550,16 @@ def test_where_the_host_cannot_see_it_the_output_is_copied_behind_the_batch(benc
     context.close()
 
 
+def test_auxiliary_streams(bench, spied):
+    made = bench(EngineSpec(aux_streams=2))
+    context = made.model.create_context(made.device)
+    binding, arena = made.bind(context), made.arena()
+    for seed in range(3):
+        made.run(binding, 40, arena, seed)
+    assert spied[-1].take().count("set_aux_streams") == 3
+    context.close()
+
+
 def test_a_context_that_cannot_be_configured_is_given_back(bench, monkeypatch):
     made = bench(EngineSpec(persistent_nbytes=1000))
 
