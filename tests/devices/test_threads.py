@@ -161,6 +161,18 @@ def test_ctrl_c_while_a_thread_is_woken_leaves_none_asleep_for_good(wakes):
     assert not any(job.thread.is_alive() for job in work)
 
 
+def test_they_end_with_the_last_stream():
+    shared = shared_threads()
+    shared.join()
+    job = Job()
+    shared.schedule(job)
+    assert job.done.wait(WAIT_S)
+    assert shared.leave(WAIT_S)
+    assert job.thread.is_alive(), "another stream may still need it"
+    assert shared.leave(WAIT_S)
+    assert not job.thread.is_alive()
+
+
 def test_a_thread_that_hangs_is_not_waited_for_and_does_not_affect_later_streams():
     gate = threading.Event()
     shared, hung = shared_threads(threads_max=1), Job(gate)
