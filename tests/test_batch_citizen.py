@@ -577,6 +577,15 @@ class TestTensors:
         assert not first["tensor"].grad
         assert type(first["array"]) is np.ndarray
 
+    async def test_one_row_for_each_item(self):
+        @asynctrt.batch(items=True)
+        def function(values):
+            return Tensor(np.zeros(len(values) + 1))
+
+        async with function:
+            with pytest.raises(ExecutionError, match="2 results for 1 items"):
+                await function(1.0)
+
     async def test_arguments(self):
         async with double:
             assert (await double(OnlyDLPack(np.ones(2)))).tolist() == [2, 2]
