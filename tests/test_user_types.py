@@ -182,6 +182,23 @@ def test_a_users_project_is_checked_strictly(checker, tmp_path):
         assert word in wrong.stdout, wrong.stdout
 
 
+@pytest.mark.parametrize(
+    "cls",
+    [
+        asynctrt.Options,
+        asynctrt.TensorRTOptions,
+        asynctrt.OnnxOptions,
+        ServerSettings,
+        LoadSettings,
+    ],
+)
+def test_help_shows_each_setting(cls):
+    for item in dataclasses.fields(cls):
+        (line,) = (line for line in cls.__doc__.splitlines() if line.startswith(f":param {item.name}: "))
+        assert len(line) > len(item.name) + 20
+    assert cls.__doc__.splitlines()[-2].startswith((":param", ":raises")), "fields and errors are one list"
+
+
 def test_blocking_clients_take_what_the_others_take():
     ours, theirs = (inspect.signature(one).parameters.values() for one in (connect_blocking, connect))
     assert [(one.name, one.default, one.annotation) for one in ours] == [
