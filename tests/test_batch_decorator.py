@@ -889,6 +889,19 @@ class TestOptions:
         run(main({}, 1))
         run(main({"contexts": 2}, 2))
 
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("max_batch_size", "max_rows"),
+            ("batch_wait_timeout_s", "max_delay"),
+            ("max_latency_ms", "max_delay"),
+            ("max_row", "max_rows"),
+        ],
+    )
+    def test_what_others_call_them(self, name, meant):
+        with pytest.raises(OptionsError, match=rf"unknown option '{name}'.*{meant}"):
+            asynctrt.batch(**{name: 1})
+
     def test_options_of_models_are_refused(self):
         with pytest.raises(OptionsError, match="unknown option 'graphs'"):
             asynctrt.batch(graphs="off")
