@@ -83,9 +83,9 @@ async def test_closing_does_not_wait_for_a_batch_that_hangs(device):
             with pytest.raises(DeviceLostError, match="close_timeout"):
                 await hangs
             assert device._gpu.hanging
-            assert device._gpu.put_off, "what the other contexts had"
     finally:
         subject.double.release_hangs()
     until(lambda: not device._gpu.hanging)
     subject.model.close()
+    until(lambda: not device.memory().held_nbytes)
     assert subject.double.violations() == ()
