@@ -81,7 +81,8 @@ async def test_a_call_that_is_not_idempotent_is_lost_with_its_server():
         assert any(error is None for error in errors)
 
 
-async def test_a_server_that_comes_back_is_called_again():
+async def test_a_server_that_comes_back_is_called_again(monkeypatch):
+    monkeypatch.setattr("asynctrt.client.balanced.FORGOTTEN_S", 0.1)
     port = free_port()
     async with (
         serving() as other,

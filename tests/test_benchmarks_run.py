@@ -28,7 +28,7 @@ LEAST = {
     "goodput": ["--seconds", "0.8", "--seeds", "1", "--real-seconds", "0.3", "--repeats", "1"],
     "truth": ["--seconds", "2"],
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],
-    "workers": ["--repeats", "1", "--seconds", "0.05", "--callers", "1", "--loads", "large", "--fronts", "1"],
+    "workers": ["--repeats", "1", "--seconds", "0.05", "--callers", "1", "--loads", "large"],
     "scale": ["--quick", "--seconds", "0.1", "--protocols", "HTTP,gRPC"],
     "worker_faults": ["--requests", "300", "--repeats", "1", "--batch-timeout", "0.3"],
     "extras": ["--only", "core"],

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -51,18 +50,6 @@ async def test_many_at_once():
         assert [answer["output"][0, 0] for answer in answers] == [2 * value for value in range(500)]
         assert engine_of(server).statistics().mean_batch_rows > 2
         answers[0]["output"][...] = 0  # It is the caller's.
-
-
-@pytest.mark.parametrize(
-    "dtype", ["bool", "uint8", "int16", "int64", "float16", "float64", ml_dtypes.bfloat16]
-)
-async def test_every_dtype(dtype):
-    sent = np.array([[0, 1, 3]]).astype(dtype)
-    async with serving({"copy": copy_model(x=dtype)}) as server, client_of(server) as client:
-        for _ in range(2):
-            answer = (await client.infer("copy", {"x": sent}))["x_out"]
-            assert answer.dtype == sent.dtype
-            np.testing.assert_array_equal(answer, sent)
 
 
 async def test_bytes_and_text_and_several_tensors():
@@ -185,23 +172,6 @@ class TestConnections:
                 await client.__aenter__()
             await client.aclose()
             device.open()
-
-
-async def test_a_server_that_speaks_otherwise():
-    """What is no answer ends the connection with an error for all that wait, and nobody waits for ever."""
-    from websockets.asyncio.server import serve
-
-    async def answer(socket):
-        async for _ in socket:
-            await socket.send(b"\x02\x00\x00\x00[]")
-
-    async with serve(answer, "127.0.0.1", 0) as other:
-        port = other.sockets[0].getsockname()[1]
-        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as client:
-            with pytest.raises(ConnectionLostError):
-                await client.infer("double", {"input": rows(1)})
-            with pytest.raises(ConnectionLostError, match="does not speak this protocol"):
-                await client.infer("double", {"input": rows(1)})
 
 
 async def test_an_error_of_an_unknown_kind():

@@ -57,23 +57,12 @@ def answer(task):
 
 
 class TestOpening:
-    async def test_with_async_with(self):
-        async with asynctrt.open(double_model()) as engine:
-            assert (await engine.infer(rows(3)))["output"].tolist() == rows(6).tolist()
-        assert engine.statistics().state == "closed"
-
     async def test_with_await(self):
         engine = await asynctrt.open(double_model())
         assert engine.statistics().state == "open"
         await engine.aclose()
         async with await asynctrt.open(double_model()) as engine:
             await engine.infer(rows(1))
-
-    async def test_a_path(self, tmp_path):
-        for path in (double_onnx(tmp_path / "m.onnx"), str(tmp_path / "m.onnx")):
-            async with asynctrt.open(path) as engine:
-                assert [str(spec) for spec in engine.inputs] == ["input: float32[rows, 4]"]
-                assert [str(spec) for spec in engine.outputs] == ["output: float32[rows, 4]"]
 
     @pytest.mark.parametrize(
         ("model", "error", "says"),
@@ -227,19 +216,6 @@ class TestOpening:
             with pytest.raises(ModelError, match=f"needs {side}, each with a unique name"):
                 await asynctrt.open(model)
 
-    async def test_its_threads_end_with_it(self):
-        before = threading.active_count()
-        device = HostDevice(threads=2, in_place="never")
-        async with asynctrt.open(double_model(), device=device, max_rows=4) as engine:
-            results = await asyncio.gather(*[engine.infer(rows(value)) for value in range(50)])
-            assert [result["output"][0, 0] for result in results] == [2 * value for value in range(50)]
-        await until(lambda: threading.active_count() == before)
-
-    async def test_a_batch_timeout_without_an_end(self):
-        for batch_timeout in (None, float("inf")):
-            async with asynctrt.open(double_model(), batch_timeout=batch_timeout) as engine:
-                await engine.infer(rows(1))
-
     async def test_arenas_that_it_shares_with_another(self):
         device = HostDevice(threads=2, in_place="never")
         models = [double_model(), double_model()]
@@ -264,34 +240,8 @@ class TestOpening:
         with Arenas(HostDevice(), 1) as arenas, pytest.raises(OptionsError, match=says):
             await asynctrt.open(model, shared_arenas=arenas)
 
-    async def test_an_endless_timeout(self):
-        async with asynctrt.open(double_model(), timeout=float("inf")) as engine:
-            await engine.infer(rows(1))
-
 
 class TestInputs:
-    async def test_a_refused_request_changes_nothing_for_the_others(self):
-        opening, device = latched()
-        async with opening as engine:
-            good = send(engine, 1)
-            await asyncio.sleep(0)
-            for bad in (
-                {"wrong": rows(1)},
-                rows(1).astype("float64"),
-                rows(1, dims=(5,)),
-                rows(1)[:0],
-                [["a"] * 4],
-                {},
-                None,
-            ):
-                with pytest.raises(InputError):
-                    await engine.infer(bad)
-            await until(lambda: device.held)
-            device.release()
-            await good
-            assert answer(good) == [2]
-            assert engine.statistics().submitted == 1
-
     async def test_nan_is_a_value_and_stays_in_its_row(self):
         async with asynctrt.open(double_model()) as engine:
             results = await asyncio.gather(*[engine.infer(rows(value)) for value in (1, np.nan, 3)])
@@ -306,17 +256,6 @@ class TestInputs:
             await engine.infer(rows(9))
             assert (first["output"] == -1).all()
             assert second["output"].tolist() == rows(4).tolist()
-
-    async def test_more_rows_than_the_queue_could_ever_hold(self):
-        async with asynctrt.open(double_model(), max_rows=4, max_queue_rows=8) as engine:
-            with pytest.raises(InputError, match="9 rows are more than the queue can ever hold"):
-                await engine.infer(rows(*range(9)))
-
-    @pytest.mark.parametrize("priority", [-1, 3, 1.5, "high"])
-    async def test_priorities_that_there_are_not(self, priority):
-        async with asynctrt.open(double_model()) as engine:
-            with pytest.raises(InputError, match="priority must be a whole number from 0 to 2"):
-                await engine.infer(rows(1), priority=priority)
 
     @pytest.mark.parametrize("timeout", [-1, float("nan"), "1"])
     async def test_timeouts_that_are_none(self, timeout):
@@ -643,27 +582,6 @@ class TestCancelling:
             device.open()
             assert engine.statistics().cancelled == 1
 
-    async def test_a_task_group_of_anyio(self):
-        async with asynctrt.open(double_model()) as engine:
-            results = {}
-
-            async def caller(value):
-                results[value] = (await engine.infer(rows(value)))["output"][0, 0]
-
-            async with anyio.create_task_group() as group:
-                for value in range(20):
-                    group.start_soon(caller, value)
-            assert results == {value: 2 * value for value in range(20)}
-
-    async def test_a_timeout_of_asyncio(self):
-        opening, device = latched()
-        async with opening as engine:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.001):
-                    await engine.infer(rows(1))
-            device.open()
-            assert (await engine.infer(rows(2)))["output"][0, 0] == 4
-
     async def test_a_coroutine_that_is_thrown_away_leaves_the_queue(self):
         opening, device = latched(contexts=1, slots=1)
         async with opening as engine:
@@ -706,27 +624,6 @@ class TestDisplacing:
 
 
 class TestFailing:
-    @pytest.mark.parametrize("isolated", [True, False])
-    async def test_a_batch_that_fails_gets_the_error_and_the_next_one_works(self, isolated):
-        """The trap: an exception from the engine ends the batching task, and later callers hang."""
-        async with asynctrt.open(failing_model(), max_rows=2, idempotent=isolated) as engine:
-            tasks = [send(engine, value) for value in (1, 2, -1, 3, 4, 5)]
-            async with asyncio.timeout(WAIT_S):
-                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert type(outcomes[2]) is ExecutionError
-            assert ("alone" if isolated else "idempotent=True") in str(outcomes[2])
-            if isolated:
-                assert answer(tasks[3]) == [6]
-            else:
-                assert str(outcomes[3]) == str(outcomes[2])
-            assert "ValueError: negative number" in str(outcomes[2])
-            assert isinstance(outcomes[2].__cause__, ValueError)
-            assert [answer(tasks[number]) for number in (0, 1, 4, 5)] == [[2], [4], [8], [10]]
-            assert answer(await settled(send(engine, 7))) == [14]
-            statistics = engine.statistics()
-            assert statistics.failed == 2 - isolated
-            assert statistics.batches_bisected == statistics.launched["again"] / 2 == isolated
-
     async def test_a_split_request_fails_as_a_whole(self):
         async with asynctrt.open(failing_model(), max_rows=2) as engine:
             with pytest.raises(ExecutionError):
@@ -765,18 +662,7 @@ class TestFailing:
             await engine.infer(rows(1, dims=(2,)))
 
 
-async def settled(task):
-    await asyncio.wait([task], timeout=WAIT_S)
-    return task
-
-
 class TestClosing:
-    async def test_twice_and_at_once(self):
-        engine = await asynctrt.open(double_model())
-        await asyncio.gather(engine.aclose(), engine.aclose())
-        await engine.aclose()
-        assert repr(engine) == "<Engine 'double' on host closed queued=0 in_flight=0>"
-
     async def test_inferring_afterwards(self):
         async with asynctrt.open(double_model()) as engine:
             pass
@@ -986,14 +872,6 @@ class TestStatistics:
             assert 4_000_000 < statistics.arena_wait_ns < statistics.total_ns
             assert statistics.arena_busy_share <= 1
 
-    async def test_without_any_of_them(self):
-        async with asynctrt.open(double_model(), contexts=2) as engine:
-            await engine.infer(rows(1))
-            statistics = engine.statistics()
-            assert (statistics.arenas, statistics.graphs, statistics.rows_padded) == (0, (), 0)
-            assert statistics.arena_nbytes == statistics.arena_nbytes_private == 0
-            assert statistics.arena_busy_share == statistics.arena_waits == statistics.arena_wait_ns == 0
-
     async def test_the_state_of_an_engine_whose_batches_all_hang(self):
         gate = Gate()
         device = HostDevice(threads=1, in_place="never")
@@ -1008,24 +886,8 @@ class TestStatistics:
             gate.go.release()
         assert engine.state == "closed"
 
-    async def test_frozen(self):
-        async with asynctrt.open(double_model()) as engine:
-            with pytest.raises(AttributeError):
-                engine.statistics().rows = 5
-            with pytest.raises(TypeError):
-                engine.statistics().by_batch_rows[3] = None
-
 
 class TestSubmit:
-    async def test_its_future_is_answered(self):
-        async with asynctrt.open(double_model()) as engine:
-            future = engine.submit(rows(1, 2), priority=1, timeout=5)
-            assert (await future)["output"][:, 0].tolist() == [2, 4]
-
-    async def test_more_rows_than_a_batch(self):
-        async with asynctrt.open(double_model(), max_rows=2) as engine:
-            assert len((await engine.submit(rows(*range(7))))["output"]) == 7
-
     async def test_what_is_wrong_with_the_call_is_raised_at_once(self):
         opening, device = latched(max_rows=1, max_queue_rows=1)
         async with opening as engine:

@@ -33,17 +33,6 @@ def in_place(inputs, outputs):
     outputs["z"][...] = inputs["x"][:, 0]
 
 
-def in_place_with_ufuncs(inputs, outputs):
-    np.add(inputs["x"], inputs["x"], out=outputs["y"])
-    np.copyto(outputs["z"], inputs["x"][:, 0], casting="unsafe")
-
-
-def in_place_row_by_row(inputs, outputs):
-    for row, x in enumerate(inputs["x"]):
-        outputs["y"][row] = 2 * x
-        outputs["z"][row] = x[0]
-
-
 def through_items(inputs, outputs):
     ways = {"y": lambda: 2 * inputs["x"], "z": lambda: inputs["x"][:, 0]}
     for name, array in outputs.items():
@@ -53,12 +42,6 @@ def through_items(inputs, outputs):
 def assigned(inputs, outputs):
     outputs["y"] = 2 * inputs["x"]
     outputs["z"] = inputs["x"][:, 0].astype(int)
-
-
-def assigned_after_writing(inputs, outputs):
-    outputs["y"][...] = 77
-    outputs["z"][...] = 77
-    assigned(inputs, outputs)
 
 
 def assigned_and_changed(inputs, outputs):
@@ -82,10 +65,6 @@ def returns_a_list(inputs):
 
 def returns_a_proxy(inputs):
     return types.MappingProxyType(own_rows(inputs["x"]))
-
-
-def returns_with_a_second_argument(inputs, outputs):
-    return own_rows(inputs["x"])
 
 
 def returns_its_outputs(inputs, outputs):
@@ -196,17 +175,13 @@ def with_an_option(inputs, scale=2):
 
 RIGHT = [
     in_place,
-    in_place_with_ufuncs,
-    in_place_row_by_row,
     through_items,
     assigned,
-    assigned_after_writing,
     assigned_and_changed,
     returns_a_mapping,
     returns_a_tuple,
     returns_a_list,
     returns_a_proxy,
-    returns_with_a_second_argument,
     returns_its_outputs,
     returns_its_outputs_as_a_tuple,
     returns_one_and_writes_one,
@@ -230,17 +205,8 @@ RIGHT = [
 ]
 
 
-def nothing(inputs, outputs):
-    pass
-
-
 def nothing_returned(inputs):
     own_rows(inputs["x"])
-
-
-def rebinds_a_local_name(inputs, outputs):
-    y = outputs["y"]
-    y = 2 * inputs["x"]  # noqa: F841
 
 
 def only_one_output(inputs, outputs):
@@ -249,10 +215,6 @@ def only_one_output(inputs, outputs):
 
 def fewer_rows(inputs):
     return {name: array[:-1] for name, array in own_rows(inputs["x"]).items()}
-
-
-def more_rows(inputs, outputs):
-    outputs["y"] = np.concatenate([2 * inputs["x"]] * 2)
 
 
 def one_row_for_all(inputs):
@@ -290,10 +252,6 @@ def an_unknown_output(inputs):
 def assigns_an_unknown_output(inputs, outputs):
     in_place(inputs, outputs)
     outputs["w"] = inputs["x"]
-
-
-def asks_for_an_unknown_output(inputs, outputs):
-    outputs["w"][...] = 1
 
 
 def an_object(inputs):
@@ -334,12 +292,9 @@ async def a_coroutine_that_is_cancelled(inputs):
 
 
 WRONG = [
-    (nothing, r"output 'y': \d+ of \d+ rows were not written. A function returns .* or it takes"),
-    (nothing_returned, r"output 'y': \d+ of \d+ rows were not written"),
-    (rebinds_a_local_name, r"output 'y': \d+ of \d+ rows were not written"),
+    (nothing_returned, r"output 'y': \d+ of \d+ rows were not written. A function returns .* or it takes"),
     (only_one_output, r"output 'z': \d+ of \d+ rows were not written"),
     (fewer_rows, r"'y' has shape \(\d, 4\) in a batch of \d rows, and the function gave \(\d+, 4\)"),
-    (more_rows, r"'y' has shape \(\d, 4\) in a batch of \d rows, and the function gave \(\d+, 4\)"),
     (one_row_for_all, r"'y' has shape \(\d, 4\) in a batch of \d rows, and the function gave \(4,\)"),
     (another_row_shape, r"the function gave \(\d, 3\)"),
     (another_kind_of_dtype, r"'z' is int64, and the function gave float32.*same_kind.*astype\('int64'\)"),
@@ -349,7 +304,6 @@ WRONG = [
     (one_array, "returned one ndarray, and the model has 2 outputs: y, z"),
     (an_unknown_output, "'w' is not an output of this model; its outputs: y, z"),
     (assigns_an_unknown_output, "'w' is not an output of this model; its outputs: y, z"),
-    (asks_for_an_unknown_output, "'w' is not an output of this model; its outputs: y, z"),
     (an_object, "'y' is an array, and the function gave a object"),
     (lists_of_rows, r"'y' is an array, and the function gave a list. .* np.asarray\(rows\)"),
     (a_generator, "returned one generator"),
@@ -621,20 +575,6 @@ class WritesAllBut:
 
 
 class TestWhichUnwrittenRowsAreRecognised:
-    @pytest.mark.parametrize("kind", RECOGNISED)
-    @pytest.mark.parametrize("rows", [8, 9, 16])
-    def test_rows_that_are_left_out(self, kind, rows):
-        spec, least = RECOGNISED[kind]
-        writes = WritesAllBut()
-        run = Inline(writes, spec)
-        for start in range(0, rows - least + 1, 8):
-            run(rows)
-            writes.left_out = slice(start, start + least)
-            with pytest.raises(ExecutionError, match=rf"output 'y': \d of {rows} rows were not written"):
-                run(rows)
-            writes.left_out = slice(0, 0)
-            assert (run(rows)[0] == 1).all()
-
     @pytest.mark.parametrize("kind", RECOGNISED)
     def test_after_batches_of_other_sizes(self, kind):
         """In each size what is left out is found as ever, and what lies behind the batch is left alone."""

@@ -30,13 +30,12 @@ from tests.benchmarks.common import save
 from tests.benchmarks.gpu.batchers import ByHand, Runner, async_batcher, back_to_back, bare_loop
 from tests.benchmarks.gpu.onnx_models import SUBJECTS, export
 from tests.benchmarks.gpu.resnet import Poisson
-from tests.benchmarks.gpu.support import Load, open_device, quantiles_us, said
+from tests.benchmarks.gpu.support import WARM_UP_S, Load, asked_again, open_device, quantiles_us, said
 
 CALLERS = (1, 8, 64, 256)
 SHARES = (0.5, 0.8)
 TOLERANCE = 0.03
 """How far an answer may be from the CPU's, relative to its largest value: the GPU multiplies in TF32."""
-WARM_UP_S = 0.15
 
 
 def options():
@@ -84,43 +83,20 @@ class Answers:
                 raise AssertionError(f"a wrong answer to sample {number}: {name} is off by {off:.2g}")
 
 
-class Callers:
-    """Callers who each send a sample again and again; latencies of what ends while it is measured."""
-
-    def __init__(self, infer, answers, count):
-        self._infer, self._answers, self._count = infer, answers, count
-        self._is_over = self._is_measured = False
-        self._latencies_ns = []
-
-    async def _call(self, number):
-        number %= len(self._answers.samples)
-        rows, answer = self._answers.samples[number], None
-        while not self._is_over:
-            sent_ns = clock.now_ns()
-            answer = await self._infer(rows)
-            if self._is_measured:
-                self._latencies_ns.append(clock.now_ns() - sent_ns)
-        self._answers.check(number, answer)
-
-    async def run(self, seconds, kind):
-        """Return the figures of so many seconds on a loop that is ``idle`` or ``busy`` otherwise."""
-        load = Load(kind)
-        async with asyncio.TaskGroup() as group:
-            for number in range(self._count):
-                group.create_task(self._call(number))
-            await asyncio.sleep(WARM_UP_S)
-            self._is_measured, start_ns, start_cpu_ns = True, clock.now_ns(), clock.cpu_ns()
-            await asyncio.sleep(seconds)
-            elapsed_ns, cpu_ns = clock.now_ns() - start_ns, clock.cpu_ns() - start_cpu_ns
-            self._is_measured, self._is_over = False, True
-            load.end()
-        done = len(self._latencies_ns)
-        return {
-            "rows_per_s": done / elapsed_ns * 1e9,
-            "cpu_us_a_request": cpu_ns / max(done, 1) / 1e3,
-            "cores": cpu_ns / elapsed_ns,
-            **quantiles_us(self._latencies_ns or [elapsed_ns]),
-        }
+async def callers(infer, answers, count, seconds, kind):
+    """Return the figures of so many callers on a loop that is ``idle`` or ``busy`` otherwise."""
+    load = Load(kind)
+    numbers = [number % len(answers.samples) for number in range(count)]
+    done_ns, elapsed_ns, cpu_ns, *_ = await asked_again(
+        lambda number: infer(answers.samples[number]), numbers, seconds, answers.check
+    )
+    load.end()
+    return {
+        "rows_per_s": len(done_ns) / elapsed_ns * 1e9,
+        "cpu_us_a_request": cpu_ns / max(len(done_ns), 1) / 1e3,
+        "cores": cpu_ns / elapsed_ns,
+        **quantiles_us(done_ns or [elapsed_ns]),
+    }
 
 
 def path_of(subject, given):
@@ -193,7 +169,10 @@ async def measure(device, subject, given):
             )
         )
         contenders = {"asynctrt": engine.infer}
-        for name, batcher in (("by hand", ByHand(runners[0])), ("async-batcher", async_batcher(runners[1]))):
+        for name, batcher in (
+            ("by hand", ByHand([runners[0].run], subject.rows_max)),
+            ("async-batcher", async_batcher(runners[1])),
+        ):
             if batcher is not None:
                 stack.push_async_callback(batcher.aclose)
                 contenders[name] = batcher.infer
@@ -232,13 +211,13 @@ async def closed_loops(contenders, answers, given):
     # The first batch of each size is when algorithms are chosen, which takes many times as long as it.
     for count in map(int, given.callers.split(",")):
         for infer in contenders.values():
-            await Callers(infer, answers, count).run(WARM_UP_S, "idle")
+            await callers(infer, answers, count, WARM_UP_S, "idle")
     for kind in ("idle", "busy"):
         for count in map(int, given.callers.split(",")):
             runs = {name: [] for name in contenders}
             for _ in range(given.repeats):
                 for name, infer in contenders.items():
-                    runs[name].append(await Callers(infer, answers, count).run(given.seconds, kind))
+                    runs[name].append(await callers(infer, answers, count, given.seconds, kind))
             figures[f"{kind}, {count}"] = {name: medians(found) for name, found in runs.items()}
             print_line(f"{kind}, {count}", figures[f"{kind}, {count}"])
     return figures
@@ -253,9 +232,9 @@ async def arrivals(infer, answers, rate, seconds):
     return found | {"cpu_us_a_request": (clock.cpu_ns() - start_cpu_ns) / 1e3 / requests}
 
 
-async def at_random(contenders, answers, callers, given):
+async def at_random(contenders, answers, closed, given):
     """Return latencies at shares of what the slower of the engine and the batcher by hand can do."""
-    most = callers[f"idle, {given.callers.split(',')[-1]}"]
+    most = closed[f"idle, {given.callers.split(',')[-1]}"]
     capacity = min(most[name]["rows_per_s"] for name in ("asynctrt", "by hand"))
     figures = {"capacity": capacity}
     for share in SHARES:

@@ -264,18 +264,6 @@ def gpu_onnx_poisson():
         yield tuple(cells)
 
 
-def fronts():
-    """Yield a server of one process beside servers with workers and fronts."""
-    yield "", "no-op, requests/s", "p99, ms", "MLP, requests/s", "p99, ms"
-    measured = figures("workers")["fronts"]
-    for case in dict.fromkeys(name.partition(", ")[2] for name in measured):
-        cells = [case]
-        for model in ("noop", "mlp"):
-            runs = measured[f"{model}, {case}"]
-            cells += [hundreds(middle(runs, "requests_per_s")), f"{middle(runs, 'p99_us') / 1e3:.1f}"]
-        yield cells
-
-
 def busy_thread():
     """Yield what callers of an engine see beside a thread that computes in Python."""
     yield (
@@ -623,7 +611,6 @@ TABLES = {
     "frameworks": frameworks,
     "workers": workers,
     "front-kills": front_kills,
-    "fronts": fronts,
     "busy-thread": busy_thread,
     "lateness": lateness,
     "lengths": lengths,

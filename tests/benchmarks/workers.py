@@ -1,8 +1,8 @@
 """What does an engine in a worker process cost?
 
-Two parts (``--only``): `cost`, the same callers in process and with a worker, in turn; `fronts`, a server
-with one and with several. CPU time is that of all processes. What deaths cost is in ``worker_faults``.
-`--only cost --loads large --device cuda:0` is about large rows on a GPU.
+The same callers in process and with a worker, in turn. CPU time is that of all processes. What deaths cost is
+in ``worker_faults``, and what several fronts gain in ``scale``. `--loads large --device cuda:0` is about
+large rows on a GPU.
 """
 
 import asyncio
@@ -18,8 +18,6 @@ import uvloop
 import asynctrt
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
 from tests.benchmarks.mlp import mlp_onnx
-from tests.benchmarks.serving import INFER, load, process, wait_until_ready
-from tests.helpers import free_port
 
 NOOP = "tests.benchmarks.serving:noop"
 LOADS = (("no-op", 16), ("MLP", 512), ("large", 150_528))
@@ -129,64 +127,19 @@ def _cost_line(name, local, worker):
     )
 
 
-def fronts(options, mlp):
-    """Measure a server in one process, with a worker, and with several fronts."""
-    kinds = {"one process": (), "a worker": ("--isolation=process",)}
-    kinds |= {f"{count} fronts": (f"--fronts={count}",) for count in range(2, options.fronts + 1)}
-    with ExitStack() as stack:
-        runs = {}
-        for kind, flags in kinds.items():
-            http, rpc = free_port(), free_port()
-            server = stack.enter_context(
-                process(
-                    *("asynctrt", "serve", "tests.benchmarks.serving:noop", f"mlp={mlp}", *flags),
-                    *(f"--http-port={http}", f"--grpc-port={rpc}"),
-                )
-            )
-            wait_until_ready(f"http://127.0.0.1:{http}")
-            for model, dim in (("noop", 16), ("mlp", 512)):
-                url = f"http://127.0.0.1:{http}" + INFER.format(model)
-                runs[f"{model}, {kind}"] = lambda server=server, url=url, dim=dim: load(
-                    server, url, options.seconds, connections=256, dim=dim
-                )
-        results = in_turn(runs, options.repeats, "fronts")
-    show(
-        "HTTP, 256 connections",
-        ("", "requests/s", "least to most", "server CPU µs", "p50 ms", "p99 ms"),
-        [
-            (
-                name,
-                f"{median(found, 'requests_per_s'):,.0f}",
-                spread(found, "requests_per_s"),
-                f"{median(found, 'server_cpu_us'):.1f}",
-                f"{median(found, 'p50_us') / 1e3:.1f}",
-                f"{median(found, 'p99_us') / 1e3:.1f}",
-            )
-            for name, found in results.items()
-        ],
-        f"medians of {options.repeats} runs of {options.seconds:g} s in turn; the client has the same cores;",
-    )
-    return results
-
-
-PARTS = {"cost": cost, "fronts": fronts}
-
-
 def main():
     options = arguments(
         __doc__,
         repeats=3,
         seconds=1.0,
         callers=len(CALLERS),
-        fronts=2,
-        only="",
         loads="",
         device="host",
     )
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         mlp = str(mlp_onnx(Path(folder) / "mlp.onnx"))
-        results = {name: part(options, mlp) for name, part in PARTS.items() if options.only in name}
+        results = {"cost": cost(options, mlp)}
     save(options.json, __doc__, results)
 
 

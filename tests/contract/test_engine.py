@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.errors import EngineClosedError
 from tests.contract.devices import DEVICES, WITH_PLANS, RealSubject, Subject, subject_on
 from tests.models import double_model, double_onnx, mixed_onnx, rows, sequence_onnx, unnamed_output_onnx
 
@@ -110,18 +109,6 @@ async def test_large_rows_are_copied_off_the_loop(host_device, tmp_path):
         for row, result in zip(sent, results, strict=True):
             np.testing.assert_array_equal(result["output"], 2 * row)
         assert result.timing.copy_in_ns > 0
-
-
-async def test_closing_answers_everybody(device, subject):
-    async with asyncio.timeout(WAIT_S):
-        engine = await asynctrt.open(subject.model, device=device, max_rows=4)
-        callers = [asyncio.create_task(engine.infer(subject.rows(1))) for _ in range(50)]
-        await asyncio.sleep(0)
-        await engine.aclose()
-        outcomes = await asyncio.gather(*callers, return_exceptions=True)
-    for outcome in outcomes:
-        if not isinstance(outcome, EngineClosedError):
-            subject.compare(outcome, subject.rows(1))
 
 
 async def test_several_tensors_of_mixed_types(host_device, tmp_path):

@@ -16,7 +16,7 @@ from asynctrt.tensors import TensorSpec
 from tests.backends.onnx_sessions import HostSessions
 from tests.contract.devices import four_floats, strict
 from tests.gpu.support import gpu_is_here
-from tests.models import double_model, double_onnx, mixed_onnx, rows, sequence_onnx
+from tests.models import double_model, double_onnx, rows
 
 WAIT_S = 20
 
@@ -175,25 +175,3 @@ def test_another_kind_of_device_is_refused(model):
     else:
         assert isinstance(caught.value, DeviceUnavailableError)
         assert re.search("not on 'cuda:0'.*device='host'|not for 'cuda:0'", str(caught.value))
-
-
-def test_several_tensors_of_mixed_types(tmp_path):
-    runner = Runner(OnnxModel(mixed_onnx(tmp_path / "mixed.onnx")))
-    ids = np.array([[1, 2, 3], [4, 5, 6]])
-    values = np.array([[0.5, 0.5, 0.5], [9, 9, 9]], np.float32)
-    answer = runner.run(ids, values)
-    np.testing.assert_array_equal(answer["sum"], ids + values)
-    np.testing.assert_array_equal(answer["large"], ids + values > 10)
-    np.testing.assert_array_equal(answer["twice"], 2 * ids)
-    runner.close()
-
-
-def test_dynamic_dimensions(tmp_path):
-    model = OnnxModel(sequence_onnx(tmp_path / "sequence.onnx"))
-    for length in (3, 7):
-        runner = Runner(model, symbols={"length": length})
-        tokens = np.arange(2 * length, dtype=np.float32).reshape(2, length)
-        answer = runner.run(tokens)
-        np.testing.assert_array_equal(answer["doubled"], 2 * tokens)
-        np.testing.assert_array_equal(answer["total"], tokens.sum(axis=1))
-        runner.close()

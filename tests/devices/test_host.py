@@ -324,29 +324,6 @@ def test_work_behind_what_was_abandoned_hangs_too():
     assert behind.close(WAIT_S)
 
 
-def test_an_abandoned_stream_leaves_its_thread_to_others():
-    device = HostDevice(threads=1, in_place="never")
-    hung, good = device.create_stream(), device.create_stream()
-    gate, begun = threading.Event(), threading.Event()
-
-    def hang():
-        begun.set()
-        assert gate.wait(WAIT_S)
-
-    hung.launch(hang, label="hangs")
-    late = device.create_event()
-    hung.record(late)
-    assert begun.wait(WAIT_S)
-    good.launch(lambda: None, label="work")
-    hung.abandon()
-    finish(good, device)
-    assert not late.query()
-    gate.set()
-    assert late.synchronize(WAIT_S)
-    assert hung.close(WAIT_S)
-    assert good.close(WAIT_S)
-
-
 FORKED = """
 import asyncio, os, sys
 import asynctrt

@@ -238,26 +238,6 @@ def test_a_thread_does_not_keep_what_it_served():
     assert shared.leave(WAIT_S)
 
 
-def test_streams_share_the_threads_and_each_keeps_its_order():
-    device = HostDevice(threads=2, in_place="never")
-    streams = [device.create_stream() for _ in range(6)]
-    logs = [[] for _ in streams]
-    threads = set()
-
-    def note(log, number):
-        threads.add(threading.current_thread().name)
-        log.append(number)
-
-    for number in range(100):
-        for stream, log in zip(streams, logs, strict=True):
-            stream.launch(partial(note, log, number), label="note")
-    for stream in streams:
-        finish(stream, device)
-        assert stream.close(WAIT_S)
-    assert all(log == list(range(100)) for log in logs)
-    assert threads <= {"asynctrt-host-0", "asynctrt-host-1"}
-
-
 def test_threads_end_with_the_last_stream_and_begin_again():
     device = HostDevice(threads=3, in_place="never")
     before = threading.active_count()
@@ -268,21 +248,6 @@ def test_threads_end_with_the_last_stream_and_begin_again():
         assert threading.active_count() > before
         assert all(stream.close(WAIT_S) for stream in streams)
         assert threading.active_count() == before
-
-
-def test_work_that_comes_at_once_gets_a_thread_each():
-    device = HostDevice(threads=4, in_place="never")
-    together = threading.Barrier(4)
-    streams = [device.create_stream() for _ in range(4)]
-
-    def meet():
-        together.wait(WAIT_S)
-
-    for stream in streams:
-        stream.launch(meet, label="together")
-    for stream in streams:
-        assert finish(stream, device).error is None
-        assert stream.close(WAIT_S)
 
 
 def test_a_device_is_shared_by_threads_that_open_and_close():
@@ -362,17 +327,6 @@ def test_a_thread_that_computes_is_left_alone():
     assert stream.close(WAIT_S)
 
 
-def test_the_gil_is_not_lent_without_need():
-    shared = shared_threads(now_ns=Clock())
-    assert not shared.lend_gil()
-    job = Job()
-    shared.schedule(job)
-    assert job.done.wait(WAIT_S)
-    assert spin(lambda: not shared._tickets)
-    assert not shared.lend_gil()
-    assert shared.leave(WAIT_S)
-
-
 class Idle:
     """A worker without work."""
 
@@ -444,13 +398,6 @@ def test_lending_in_vain_is_done_ever_more_rarely(monkeypatch):
     assert all(later in (2 * before, LEND_PAUSE_NS_MAX) for before, later in pairwise(pauses))
     assert pauses[-1] == LEND_PAUSE_NS_MAX
     shared._workers.clear()
-    assert shared.leave(WAIT_S)
-
-
-def test_handing_back_what_was_not_lent_does_no_harm():
-    shared = shared_threads()
-    for _ in range(3):
-        shared.hand_back()
     assert shared.leave(WAIT_S)
 
 

@@ -1,18 +1,12 @@
 """The strict double on a GPU: kernels that are compiled at run time, and checks that they make themselves."""
 
-import gc
-
-import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.doubles.support import (
-    MODIFICATIONS,
     Bench,
     rows,
     same,
-    set_the_same,
-    two_profiles,
     until,
     wait,
 )
@@ -37,15 +31,9 @@ def bench(device):
         one.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"])
-def test_every_type_is_computed_bit_by_bit_as_by_numpy(bench, dtype):
-    made = bench(EngineSpec(inputs=(TensorIO("input", dtype, (-1, 37)),), steps=11))
-    numpy_dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    if np.dtype(numpy_dtype).kind in "iu":
-        x = np.random.default_rng(0).integers(0, 127, (64, 37)).astype(numpy_dtype)
-    else:
-        x = np.random.default_rng(0).standard_normal((64, 37), np.float32).astype(numpy_dtype)
-    user = made.user().give(x)
+def test_answers_are_computed_bit_by_bit_as_by_numpy(bench):
+    made = bench(EngineSpec(inputs=(TensorIO("input", dims=(-1, 37)),), steps=11))
+    user = made.user().give(np.random.default_rng(0).standard_normal((64, 37), np.float32))
     user.run()
     user.check()
     assert made.trt.violations() == ()
@@ -108,75 +96,6 @@ def captured(user, stream):
     return stream.end_capture()
 
 
-@pytest.mark.parametrize("modify", MODIFICATIONS.values(), ids=MODIFICATIONS)
-def test_a_graph_whose_context_was_modified(bench, device, modify):
-    made = bench(two_profiles())
-    user, stream = made.user().give(rows(8, 16)), made.stream()
-    graph = captured(user, stream)
-    graph.launch(stream=stream)
-    assert wait(device, stream) is None
-    user.check()
-    modify(user, stream)
-    assert wait(device, stream) is None
-    assert made.trt.violations() == ()
-    graph.launch(stream=stream)
-    assert wait(device, stream) is None
-    (said,) = made.trt.violations()
-    assert f"of {user.context.name}, whose execution context was modified after the capture" in said
-    with pytest.raises(ViolationError, match="modified after the capture"):
-        user.context.infer_shapes()
-    graph.close()
-
-
-def test_what_is_no_modification_of_a_context(bench, device):
-    made = bench(two_profiles())
-    user, stream = made.user().give(rows(8, 16)), made.stream()
-    graph = captured(user, stream)
-    for _ in range(3):
-        set_the_same(user, stream)
-        user.run(stream)
-        user.check()
-        graph.launch(stream=stream)
-        assert wait(device, stream) is None
-        user.check()
-    assert made.trt.violations() == ()
-    user.give(rows(3, 16)).run(stream)
-    user.check()
-    # Captured anew, it is right again; the first one stays wrong.
-    other = captured(user, stream)
-    other.launch(stream=stream)
-    assert wait(device, stream) is None
-    assert made.trt.violations() == ()
-    graph.launch(stream=stream)
-    assert wait(device, stream) is None
-    assert "modified after the capture" in made.trt.violations()[0]
-    graph.close()
-    other.close()
-
-
-def test_a_context_that_is_gone_is_told_from_the_one_that_has_its_place_now(bench, device, monkeypatch):
-    from tests.doubles.tensorrt import cuda
-
-    monkeypatch.setattr(cuda, "SLOTS", 1)
-    made = bench()
-    stream = made.stream()
-    users = [made.user().give(rows(8, 16, seed=1))]
-    graphs = [captured(users[0], stream)]
-    users[0].context = None
-    gc.collect()
-    users.append(made.user().give(rows(8, 16, seed=2)))
-    graphs.append(captured(users[1], stream))
-    graphs[1].launch(stream=stream)
-    assert wait(device, stream) is None
-    users[1].check()
-    assert made.trt.violations() == ()
-    graphs[0].launch(stream=stream)
-    assert wait(device, stream) is None
-    assert "whose execution context is gone" in made.trt.violations()[0]
-    for graph in graphs:
-        graph.close()
-
-
 def test_two_graphs_in_one_arena_at_once(bench, device):
     made = bench(EngineSpec(work_ns=50 * MS, fills_gpu=False))
     arena = device.allocate(made.engine.device_memory_size_v2)
@@ -195,13 +114,11 @@ def test_two_graphs_in_one_arena_at_once(bench, device):
         graph.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
-def test_a_data_dependent_output(bench, dtype):
-    made = bench(EngineSpec(inputs=(TensorIO("input", dtype, (-1, 29)),), data_dependent=True))
+def test_a_data_dependent_output(bench):
+    made = bench(EngineSpec(inputs=(TensorIO("input", dims=(-1, 29)),), data_dependent=True))
     user, stream = made.user(), made.stream()
-    numpy_dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     for count in (2, 64, 5):
-        user.give(rows(count, 29, seed=count).astype(numpy_dtype))
+        user.give(rows(count, 29, seed=count))
         same(user.run(stream), made.spec.expected(user.arrays))
     stream.begin_capture()
     assert not user.context.execute_async_v3(stream.handle)

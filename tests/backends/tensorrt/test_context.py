@@ -222,31 +222,6 @@ def test_a_given_profile_that_does_not_take_the_batch_is_refused(bench, spied):
     context.close()
 
 
-def test_contexts_in_one_arena_take_turns(bench):
-    """An event orders the two streams, as in the pool."""
-    made = bench(EngineSpec(steps=6))
-    first, second = (made.model.create_context(made.device) for _ in range(2))
-    stream, arena = made.device.create_stream(), made.arena()
-    one, two = made.bind(first), made.bind(second)
-    made.fill(one, 1)
-    made.fill(two, 2)
-    for _ in range(20):
-        between = made.device.create_event()
-        one.enqueue(50, profile=None, stream=made.stream, arena=arena)
-        made.stream.record(between)
-        stream.wait(between)
-        two.enqueue(60, profile=None, stream=stream, arena=arena)
-        after = made.device.create_event()
-        stream.record(after)
-        assert after.synchronize(WAIT_S)
-        assert after.error is None
-        made.check(one, 50)
-        made.check(two, 60)
-    assert stream.close(WAIT_S)
-    first.close()
-    second.close()
-
-
 def test_a_lost_device(bench):
     made = bench()
     context = made.model.create_context(made.device)
@@ -295,16 +270,6 @@ def test_an_arena_that_tensorrt_refuses_is_never_taken_for_set(bench):
         ):
             binding.enqueue(4, profile=None, stream=made.stream, arena=shifted)
     made.run(binding, 4, other)
-    context.close()
-
-
-def test_an_arena_too_small_for_its_profile_is_refused(bench):
-    made = bench()
-    context = made.model.create_context(made.device)
-    binding = made.bind(context)
-    with pytest.raises(InternalError, match="was given an arena of 256 bytes, but needs"):
-        binding.enqueue(4, profile=None, stream=made.stream, arena=made.arena(256))
-    made.run(binding, 4, made.arena())
     context.close()
 
 
@@ -530,47 +495,6 @@ def test_outputs_whose_shape_depends_on_the_data_are_not_captured(bench):
     context.close()
 
 
-POISON = -77.0
-
-
-def test_every_row_of_a_batch_is_written_and_no_other(bench):
-    """Whatever an earlier batch left in the outputs' memory is overwritten or out of reach."""
-    made = bench(EngineSpec(inputs=(TensorIO("a"), TensorIO("b", dims=(-1, 3, 2))), aux_streams=2))
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
-    for rows in (64, 1, 7, 63, 64):
-        for memory in binding.outputs:
-            memory.array[...] = POISON
-        made.run(binding, rows, arena, rows)
-        for memory in binding.outputs:
-            assert (memory.array[rows:] == POISON).all()
-    context.close()
-
-
-def test_a_batch_that_fails_on_the_way_is_not_answered_with_what_was_there(bench):
-    """The double writes nothing then, and the event carries the error."""
-    made = bench()
-    context = made.model.create_context(made.device)
-    binding, arena = made.bind(context), made.arena()
-    made.run(binding, 4, arena)
-    made.trt.fail_next("illegal-address")
-    binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
-    assert isinstance(made.finish(), DeviceLostError)
-    context.close()
-
-
-def test_an_output_that_there_is_no_memory_for(bench):
-    made = bench(DATA, memory_budget=4096 + 64 * 4 * 4)
-    context = made.model.create_context(made.device)
-    arena = made.arena()
-    small, large = made.bind(context, input_1=4), made.bind(context, input_1=32)
-    made.run(small, 64, arena)
-    with pytest.raises(DeviceMemoryError, match="memory_budget"):
-        large.enqueue(64, profile=None, stream=made.stream, arena=arena)
-    made.run(small, 64, arena)
-    context.close()
-
-
 class FarBuffer:
     """Host memory that pretends to be out of the host's sight."""
 
@@ -645,15 +569,6 @@ def test_a_context_that_cannot_be_configured_is_given_back(bench, monkeypatch):
     monkeypatch.setattr(made.trt.IExecutionContext, "name", property(lambda self: "", wrong))
     with pytest.raises(ExecutionError, match="setNvtxVerbosity"):
         made.model.create_context(made.device)
-    assert "contexts=0" in repr(made.model)
-
-
-def test_closing_twice(bench):
-    made = bench()
-    context = made.model.create_context(made.device)
-    context.close()
-    context.close()
-    assert repr(context) == "<TensorRTContext plan closed>"
     assert "contexts=0" in repr(made.model)
 
 

@@ -5,7 +5,6 @@ import types
 
 import pytest
 
-from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.manifest import manifest_path
 from asynctrt.backends.tensorrt.memory import MemoryRefusal
@@ -17,7 +16,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, DeviceUnavailableError, ModelError
 from tests.backends.tensorrt.helpers import header
 from tests.backends.tensorrt.test_manifest import manifest
-from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_lean_runtime, double_plan
+from tests.doubles.tensorrt import EngineSpec, double_lean_runtime, double_plan
 
 
 class Gpu(HostDevice):
@@ -261,12 +260,6 @@ def refused(bench, plan, **options):
     return str(caught.value)
 
 
-def test_the_double_refuses_another_version(bench):
-    message = refused(bench, double_plan(EngineSpec(), version="10.13.2.6"))
-    assert "10.13.2.6" in message
-    assert "Version tag does not match" in message
-
-
 def test_the_double_refuses_another_gpu(bench):
     message = refused(bench, double_plan(EngineSpec(), compute_capability=(8, 6)))
     assert "expecting compute 9.0 got compute 8.6" in message
@@ -330,15 +323,6 @@ def test_a_budget_that_the_weights_exceed(bench):
         made.open()
     assert "memory_budget" in str(caught.value)
     assert made.device.memory().held_nbytes == 0
-
-
-def test_an_older_library_is_told_of_a_later_plan():
-    device = HostDevice()
-    trt = StrictTensorRT(device, version="10.13.2.6")
-    with pytest.raises(ModelError) as caught:
-        TensorRTModel(double_plan(EngineSpec()), device=device, flavour=trt)
-    assert "built by version 11.4.0.106" in str(caught.value)
-    assert "TensorRT does not run plans that a later version built" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""What ``ort_cuda`` compares the engine with: a bare loop, a batcher by hand, and ``async-batcher``.
+"""What the engine is compared with: bare loops, a batcher by hand, and ``async-batcher``.
 
-All run the engine's own sessions by I/O binding, from pinned memory, on streams of their own.
+Those of ``ort_cuda`` run the engine's own sessions by I/O binding, from pinned memory, on their own streams.
 """
 
 import asyncio
@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 
 import numpy as np
 
@@ -117,46 +118,55 @@ def back_to_back(runner, batch, seconds):
 
 
 class ByHand:
-    """The batcher that a good engineer writes: as soon as the thread is free it takes all that waits."""
+    """The batcher that a good engineer writes: as soon as a thread is free it takes all that waits.
 
-    def __init__(self, runner):
-        self._runner = runner
+    :param runs: one function for each thread, which returns the answers to a list of rows of one shape: of
+        that of the oldest request.
+    """
+
+    def __init__(self, runs, rows_max):
+        self._free, self._rows_max = deque(runs), rows_max
         self._loop = asyncio.get_running_loop()
-        self._pool = ThreadPoolExecutor(1)
-        self._waiting = defaultdict(deque)
-        self._is_busy = False
+        self._pool = ThreadPoolExecutor(len(runs))
+        self._waiting = {}
+        self._numbers = count()
+
+    def submit(self, rows):
+        """Queue some rows; the future has the answer."""
+        future = self._loop.create_future()
+        arrays = rows.values() if isinstance(rows, dict) else (rows,)
+        queue = self._waiting.setdefault(tuple(array.shape[1:] for array in arrays), deque())
+        queue.append((next(self._numbers), rows, future))
+        if self._free:
+            self._loop.call_soon(self._next)
+        return future
 
     async def infer(self, rows):
-        future = self._loop.create_future()
-        shape = tuple(array.shape[1:] for array in rows.values())
-        self._waiting[shape].append((rows, future))
-        if not self._is_busy:
-            self._is_busy = True
-            self._loop.call_soon(self._next)
-        return await future
+        return await self.submit(rows)
 
     def _next(self):
-        shape = next((shape for shape, queue in self._waiting.items() if queue), None)
-        if shape is None:
-            self._is_busy = False
+        if not self._free or not self._waiting:
             return
-        queue = self._waiting.pop(shape)  # The next shape has its turn after it.
-        taken = [queue.popleft() for _ in range(min(self._runner.rows_max, len(queue)))]
-        if queue:
-            self._waiting[shape] = queue
-        work = self._loop.run_in_executor(self._pool, self._runner.run, [rows for rows, _ in taken])
-        work.add_done_callback(partial(self._done, taken))
+        shape = min(self._waiting, key=lambda shape: self._waiting[shape][0][0])
+        queue = self._waiting[shape]
+        taken = [queue.popleft() for _ in range(min(self._rows_max, len(queue)))]
+        if not queue:
+            del self._waiting[shape]
+        run = self._free.popleft()
+        work = self._loop.run_in_executor(self._pool, run, [rows for _, rows, _ in taken])
+        work.add_done_callback(partial(self._done, run, taken))
 
-    def _done(self, taken, work):
-        # The next batch first: the device waits for it.
-        self._next()
+    def _done(self, run, taken, work):
+        self._free.append(run)
+        self._next()  # First, as the device waits for it.
         error = work.exception()
-        for number, (_, future) in enumerate(taken):
-            if not future.done():
-                if error is None:
-                    future.set_result(work.result()[number])
-                else:
-                    future.set_exception(error)
+        for number, (_, _, future) in enumerate(taken):
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(work.result()[number])
+            else:
+                future.set_exception(error)
 
     async def aclose(self):
         self._pool.shutdown()

@@ -71,7 +71,7 @@ async def engine_rates(model, device, rows, callers, options, **settings):
         check = Checked(rows, [await engine.infer(row) for row in rows])
         for count in callers:
             sent = [rows[number % len(rows)] for number in range(count)]
-            runs[count] = await closed_loop(engine, check, sent, options.seconds, is_timed=True)
+            runs[count] = await closed_loop(engine, check, sent, options.seconds)
         taken = engine.statistics().arena_nbytes + model.memory_statistics().held_nbytes
     return runs, taken - model.weights_nbytes
 

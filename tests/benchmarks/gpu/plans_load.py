@@ -89,7 +89,7 @@ async def under_poisson(device, model, rows, service, answered, options):
 
 async def rate_of(engine, check, rows, callers, seconds):
     sent = [rows[number % len(rows)] for number in range(callers)]
-    return await closed_loop(engine, check, sent, seconds, is_timed=True)
+    return await closed_loop(engine, check, sent, seconds)
 
 
 async def in_company(device, models, rows_of, options):

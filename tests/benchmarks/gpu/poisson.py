@@ -16,10 +16,7 @@ can make all of a p99, so only runs in which it is near 0 tell what the engine d
 On the host device a model that sleeps stands in for it.
 """
 
-import asyncio
 import statistics
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import uvloop
@@ -27,14 +24,15 @@ import uvloop
 import asynctrt
 from asynctrt._util import clock
 from tests.benchmarks.common import arguments, save
+from tests.benchmarks.gpu.batchers import ByHand
 from tests.benchmarks.gpu.resnet import SIZES, Poisson, Subject, at_rate, medians, report_load
-from tests.benchmarks.gpu.support import closed_loop, open_device, said, show
+from tests.benchmarks.gpu.support import asked_again, closed_loop, open_device, said, show
 
 CLOSED_LOOP_CALLERS = 64
 SERVICE_ROUNDS = 30
 
 
-class ByHand:
+class Graphs:
     """What a good engineer writes: pinned memory, a graph for each batch size, one thread."""
 
     def __init__(self, device, subject):
@@ -83,7 +81,7 @@ class ByHand:
         self._stream.synchronize()
 
 
-class SleepsByHand:
+class Sleeps:
     """The same for the host device."""
 
     def __init__(self, _device, subject):
@@ -100,49 +98,6 @@ class SleepsByHand:
         end_ns = clock.now_ns() + self._of(size)
         while clock.now_ns() < end_ns:
             pass
-
-
-class Batcher:
-    """Work-conserving: when the thread is free, the next batch is whatever waits."""
-
-    def __init__(self, run):
-        self._run = run
-        self._waiting = deque()
-        self._is_busy = False
-        self._thread = ThreadPoolExecutor(1)
-        self._loop = asyncio.get_running_loop()
-
-    def submit(self, image):
-        """Queue one image; the future has the answer."""
-        future = self._loop.create_future()
-        self._waiting.append((image, future))
-        if not self._is_busy:
-            self._is_busy = True
-            self._loop.call_soon(self._next)
-        return future
-
-    async def infer(self, image):
-        """Queue one image and wait for the answer."""
-        return await self.submit(image)
-
-    def close(self):
-        """End the thread."""
-        self._thread.shutdown()
-
-    def _next(self):
-        count = min(SIZES[-1], len(self._waiting))
-        if not count:
-            self._is_busy = False
-            return
-        batch = [self._waiting.popleft() for _ in range(count)]
-        ran = self._loop.run_in_executor(self._thread, self._run, [image for image, _ in batch])
-        ran.add_done_callback(lambda done: self._answer(batch, done))
-
-    def _answer(self, batch, done):
-        for (_, future), answer in zip(batch, done.result(), strict=True):
-            if not future.done():
-                future.set_result(answer)
-        self._next()
 
 
 def service_s(by_hand, images):
@@ -181,9 +136,9 @@ def ideal(service, which, rate, seconds, seed):
 
 
 async def by_hand_under_load(by_hand, subject, rate, seconds, seed):
-    batcher = Batcher(by_hand)
+    batcher = ByHand([by_hand], SIZES[-1])
     found = await Poisson(batcher, subject.images, rate, seconds, seed).run()
-    batcher.close()
+    await batcher.aclose()
     return found
 
 
@@ -196,34 +151,19 @@ async def engine_under_load(device, subject, contexts, rates, options, figures):
             found = await at_rate(engine, subject.images, rate, options)
             figures["load"][share][f"engine, {contexts} contexts"] = found
         callers = [subject.images[number % len(subject.images)] for number in range(CLOSED_LOOP_CALLERS)]
-        closed = await closed_loop(engine, subject.check_rows, callers, options.seconds, is_timed=True)
+        closed = await closed_loop(engine, subject.check_rows, callers, options.seconds)
         figures["closed loop"][f"engine, {contexts} contexts"] = closed
         await subject.check_all(engine)
 
 
 async def by_hand_closed_loop(by_hand, subject, seconds):
     """Return the images per second of as many callers, each sending its image again and again."""
-    batcher = Batcher(by_hand)
-    is_over, count = False, 0
-
-    async def caller(image):
-        nonlocal count
-        while not is_over:
-            await batcher.infer(image)
-            count += 1
-
-    async with asyncio.TaskGroup() as group:
-        for number in range(CLOSED_LOOP_CALLERS):
-            group.create_task(caller(subject.images[number % len(subject.images)]))
-        await asyncio.sleep(0.1)
-        before, start_ns = count, clock.now_ns()
-        await asyncio.sleep(seconds)
-        while count == before:  # On a machine that is busy with something else.
-            await asyncio.sleep(seconds)
-        rate = (count - before) / (clock.now_ns() - start_ns) * 1e9
-        is_over = True
-    batcher.close()
-    return {"rows_per_s": rate}
+    batcher = ByHand([by_hand], SIZES[-1])
+    callers = [subject.images[number % len(subject.images)] for number in range(CLOSED_LOOP_CALLERS)]
+    latencies_ns, elapsed_ns, *_ = await asked_again(batcher.infer, callers, seconds, lambda *_: None)
+    await batcher.aclose()
+    # At least one, on a machine that is busy with something else.
+    return {"rows_per_s": max(len(latencies_ns), 1) / elapsed_ns * 1e9}
 
 
 def report(figures, device):
@@ -258,7 +198,7 @@ def main():
     device = open_device(options.device)
     with said("the model"):
         subject = Subject(device, "float32" if options.device == "host" else options.dtype)
-        by_hand = (SleepsByHand if options.device == "host" else ByHand)(device, subject)
+        by_hand = (Sleeps if options.device == "host" else Graphs)(device, subject)
         service = service_s(by_hand, subject.images)
     asynctrt.tune_process()  # Collections of what torch has loaded would hold the loop for 50 ms.
     capacity = SIZES[-1] / service[SIZES[-1]]["compute"]

@@ -15,14 +15,13 @@ Answers are checked. On the host device the kernels sleep.
 import asyncio
 import heapq
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt._util import clock
 from tests.benchmarks.common import arguments, save
+from tests.benchmarks.gpu.batchers import ByHand
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import Batch
 from tests.benchmarks.gpu.resnet import Poisson, medians
@@ -47,64 +46,27 @@ def inputs(shapes, count=64):
     return [np.full((1, dim), number, np.float32) for number, dim in enumerate(dims)]
 
 
-class ByHand:
-    """What a good engineer writes: memory and a context for each shape and size, a thread for each lane."""
+class Lane:
+    """What a good engineer writes for each batch that computes at once: memory for each shape and size."""
 
     def __init__(self, device, kernels, width, rows):
-        work_ns = work_of(width)
-        self._lanes = deque()
-        self._batches = []
-        for _ in range(width):
-            stream = device.create_stream()
-            made = {}
-            for dim in sorted({row.shape[1] for row in rows}):
-                model = SpinModel(kernels, work_ns, row=(dim,), share=1 / width)
-                for size in SIZES:
-                    made[dim, size] = Batch(device, model, size, None, stream, is_captured=False)
-            self._lanes.append(made)
-            self._batches += made.values()
-        self._loop = asyncio.get_running_loop()
-        self._threads = ThreadPoolExecutor(width)
-        self._waiting = {}
+        stream = device.create_stream()
+        self._batches = {}
+        for dim in {row.shape[1] for row in rows}:
+            model = SpinModel(kernels, work_of(width), row=(dim,), share=1 / width)
+            for size in SIZES:
+                self._batches[dim, size] = Batch(device, model, size, None, stream, is_captured=False)
 
-    def submit(self, row):
-        """Queue one row; the future has the answer."""
-        future = self._loop.create_future()
-        queue = self._waiting.setdefault(row.shape[1], deque())
-        queue.append((clock.now_ns(), row, future))
-        if self._lanes:
-            self._next()
-        return future
-
-    def close(self):
-        """End the threads."""
-        self._threads.shutdown()
-        for batch in self._batches:
-            batch.close()
-
-    def _next(self):
-        oldest = min((queue[0][0], dim) for dim, queue in self._waiting.items() if queue)
-        queue = self._waiting[oldest[1]]
-        taken = [queue.popleft() for _ in range(min(ROWS, len(queue)))]
-        lane = self._lanes.popleft()
-        ran = self._loop.run_in_executor(self._threads, self._run, lane, [row for _, row, _ in taken])
-        ran.add_done_callback(lambda done: self._answer(lane, taken, done))
-
-    @staticmethod
-    def _run(lane, rows):
-        size = next(size for size in SIZES if size >= len(rows))
-        batch = lane[rows[0].shape[1], size]
+    def __call__(self, rows):
+        batch = self._batches[rows[0].shape[1], next(size for size in SIZES if size >= len(rows))]
         np.concatenate(rows, out=batch.slab.inputs[0][: len(rows)])
         batch.launch()
         batch.end.synchronize()
         return [{"output": row[np.newaxis].copy()} for row in batch.answer()["output"][: len(rows)]]
 
-    def _answer(self, lane, taken, done):
-        self._lanes.append(lane)
-        for (_, _, future), answer in zip(taken, done.result(), strict=True):
-            future.set_result(answer)
-        if any(self._waiting.values()):
-            self._next()
+    def close(self):
+        for batch in self._batches.values():
+            batch.close()
 
 
 def ideal(width, rows, rate, seconds, seed):
@@ -141,7 +103,8 @@ async def check_all(batcher, rows):
 
 
 async def by_hand_under_load(device, kernels, width, rows, rate, options):
-    batcher = ByHand(device, kernels, width, rows)
+    lanes = [Lane(device, kernels, width, rows) for _ in range(width)]
+    batcher = ByHand(lanes, ROWS)
     try:
         await check_all(batcher, rows)
         return [
@@ -149,7 +112,9 @@ async def by_hand_under_load(device, kernels, width, rows, rate, options):
             for seed in range(1, options.repeats + 1)
         ]
     finally:
-        batcher.close()
+        await batcher.aclose()
+        for lane in lanes:
+            lane.close()
 
 
 async def engine_under_load(device, kernels, width, rows, rates, options):

@@ -59,10 +59,13 @@ def exactly(model):
     return lambda rows, answer: check(answer, model.expected(rows))
 
 
-async def closed_loop(engine, check_answer, inputs, seconds, *, is_timed=False):
-    """One caller for each of ``inputs``, who sends it again and again, for ``seconds`` after a warm-up.
+async def asked_again(infer, inputs, seconds, check_answer, look=lambda: None):
+    """Have one caller for each of ``inputs`` send it again and again, for ``seconds`` after a warm-up.
 
     Each caller's last answer is checked: ``check_answer(rows, answer)``.
+
+    :param look: called when the measurement begins and when it ends.
+    :returns: the latencies and the elapsed and the CPU time in ns, and what ``look`` returned.
     """
     is_over = is_measured = False
     latencies_ns = []
@@ -70,42 +73,40 @@ async def closed_loop(engine, check_answer, inputs, seconds, *, is_timed=False):
     async def caller(rows):
         answer = None
         while not is_over:
-            answer = await engine.infer(rows)
-        check_answer(rows, answer)
-
-    async def timed_caller(rows):
-        answer = None
-        while not is_over:
             sent_ns = clock.now_ns()
-            answer = await engine.infer(rows)
+            answer = await infer(rows)
             if is_measured:
                 latencies_ns.append(clock.now_ns() - sent_ns)
         check_answer(rows, answer)
 
     async with asyncio.TaskGroup() as group:
         for rows in inputs:
-            group.create_task(timed_caller(rows) if is_timed else caller(rows))
+            group.create_task(caller(rows))
         await asyncio.sleep(WARM_UP_S)
         is_measured = True
-        before, start_ns, start_cpu_ns = engine.statistics(), clock.now_ns(), clock.cpu_ns()
+        before, start_ns, start_cpu_ns = look(), clock.now_ns(), clock.cpu_ns()
         await asyncio.sleep(seconds)
-        after, end_ns, end_cpu_ns = engine.statistics(), clock.now_ns(), clock.cpu_ns()
+        after, elapsed_ns, cpu_ns = look(), clock.now_ns() - start_ns, clock.cpu_ns() - start_cpu_ns
         is_measured, is_over = False, True
-    requests = after.succeeded - before.succeeded
+    return latencies_ns, elapsed_ns, cpu_ns, before, after
+
+
+async def closed_loop(engine, check_answer, inputs, seconds):
+    """Return the figures of callers of an engine: see :func:`asked_again`."""
+    latencies_ns, elapsed_ns, cpu_ns, before, after = await asked_again(
+        engine.infer, inputs, seconds, check_answer, engine.statistics
+    )
     batches = max(after.batches - before.batches, 1)
-    cpu_us = (end_cpu_ns - start_cpu_ns) / 1e3
-    figures = {
-        "rows_per_s": (after.rows - before.rows) / (end_ns - start_ns) * 1e9,
-        "batches_per_s": batches / (end_ns - start_ns) * 1e9,
+    return {
+        "rows_per_s": (after.rows - before.rows) / elapsed_ns * 1e9,
+        "batches_per_s": batches / elapsed_ns * 1e9,
         "rows_a_batch": (after.rows - before.rows) / batches,
-        "cpu_us_a_batch": cpu_us / batches,
-        "cpu_us_a_request": cpu_us / max(requests, 1),
-        "cores": cpu_us * 1e3 / (end_ns - start_ns),
-    }
-    if is_timed:
+        "cpu_us_a_batch": cpu_ns / 1e3 / batches,
+        "cpu_us_a_request": cpu_ns / 1e3 / max(after.succeeded - before.succeeded, 1),
+        "cores": cpu_ns / elapsed_ns,
         # Where no request ended meanwhile, each took as long at the least.
-        figures |= quantiles_us(latencies_ns or [end_ns - start_ns])
-    return figures
+        **quantiles_us(latencies_ns or [elapsed_ns]),
+    }
 
 
 def rows_of_callers(callers, rows, row):

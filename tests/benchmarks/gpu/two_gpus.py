@@ -7,7 +7,6 @@ ONNX file with one input of token ids. One device that is named alone, such as t
 """
 
 import argparse
-import asyncio
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -16,10 +15,9 @@ import numpy as np
 import uvloop
 
 import asynctrt
-from asynctrt._util import clock
 from asynctrt._util.process import freeze_gc
 from tests.benchmarks.common import save
-from tests.benchmarks.gpu.support import open_device, quantiles_us
+from tests.benchmarks.gpu.support import asked_again, open_device, quantiles_us
 from tests.models import sequence_onnx
 
 TOLERANCE = 5e-2
@@ -40,35 +38,22 @@ def options():
 
 async def measure(engines, texts, expected, given):
     """Return answers a second and latencies of callers who are divided among ``engines``."""
-    latencies_ns = []
-    is_over = is_measured = False
+    callers = [(engines[number % len(engines)], number % len(texts)) for number in range(given.callers)]
 
-    async def caller(number):
-        infer = engines[number % len(engines)].infer
-        sent = 0
-        while not is_over:
-            which = (number + len(latencies_ns)) % len(texts)
-            sent_ns = clock.now_ns()
-            answer = next(iter((await infer(texts[which])).values()))
-            if is_measured:
-                latencies_ns.append(clock.now_ns() - sent_ns)
-            sent += 1
-            # To compare takes longer than all else that the loop does for a request.
-            if sent % 64 == 1 and not np.allclose(answer, expected[which], atol=TOLERANCE, rtol=TOLERANCE):
-                raise SystemExit(f"wrong answer: {np.abs(answer - expected[which]).max()} off")
+    async def infer(caller):
+        engine, text = caller
+        return next(iter((await engine.infer(texts[text])).values()))
 
-    async with asyncio.TaskGroup() as group:
-        for number in range(given.callers):
-            group.create_task(caller(number))
-        await asyncio.sleep(given.seconds / 2)
-        is_measured, start_ns, cpu_ns = True, clock.now_ns(), clock.cpu_ns()
-        await asyncio.sleep(given.seconds)
-        took_ns, cpu_ns = clock.now_ns() - start_ns, clock.cpu_ns() - cpu_ns
-        is_measured, is_over = False, True
+    def check(caller, answer):
+        right = expected[caller[1]]
+        if not np.allclose(answer, right, atol=TOLERANCE, rtol=TOLERANCE):
+            raise SystemExit(f"wrong answer: {np.abs(answer - right).max()} off")
+
+    latencies_ns, took_ns, cpu_ns, *_ = await asked_again(infer, callers, given.seconds, check)
     return {
         "per_s": len(latencies_ns) / took_ns * 1e9,
         "cores": cpu_ns / took_ns,
-        **quantiles_us(latencies_ns),
+        **quantiles_us(latencies_ns or [took_ns]),
     }
 
 

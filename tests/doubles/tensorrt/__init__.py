@@ -21,9 +21,9 @@ and ``tensorrt_dispatch`` lack the ONNX parser, which reads the files of :func:`
 An engine may be a NumPy function with any inputs and outputs (``EngineSpec(function=...)``).
 
 Others really compute, step by step, through the enqueue memory that they are given, on a
-:class:`HostDevice` or, with kernels compiled at run time, on a CUDA device. :meth:`EngineSpec.expected`
-returns the right answers. Two unordered batches in one arena give wrong numbers, as in reality, and a
-violation.
+:class:`HostDevice` or, in float32 and with kernels compiled at run time, on a CUDA device.
+:meth:`EngineSpec.expected` returns the right answers. Two unordered batches in one arena give wrong numbers,
+as in reality, and a violation.
 
 **Raised at the call**, as :class:`ViolationError`, because the real library leaves it undefined:
 

@@ -3,6 +3,9 @@
 An enqueue neither allocates nor waits, so it can be captured; only a data-dependent output waits for its
 batch, as in the real library. The kernels themselves keep the counters for arenas, contexts and failures, so
 that these are also right when a graph launches them; the counters are mirrored in pinned memory.
+
+What depends on a GPU is checked here: the order of batches in arenas, and what they write. Whether a graph's
+context was modified, other types than float32 and auxiliary streams are for the host device.
 """
 
 import ctypes
@@ -18,8 +21,8 @@ from asynctrt.devices.base import ALIGNMENT, aligned
 from asynctrt.devices.cuda import CudaDevice
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceUnavailableError
 from tests.doubles.tensorrt.kernels import SOURCE
-from tests.doubles.tensorrt.monitor import GONE, MODIFIED, EnqueuedBatch, Fault, Ticket, ViolationMonitor
-from tests.doubles.tensorrt.spec import COMPUTED, INPUTS_MAX
+from tests.doubles.tensorrt.monitor import EnqueuedBatch, Fault, Ticket, ViolationMonitor
+from tests.doubles.tensorrt.spec import INPUTS_MAX
 
 SLOTS: Final = 2048
 CELLS: Final = 1024
@@ -32,15 +35,12 @@ REMEMBERED: Final = 4096
 
 THREADS: Final = 256
 ANY: Final = 0xFFFF_FFFF
-KINDS: Final = tuple(COMPUTED)
 CHECK_KINDS: Final = {
     1: "two enqueues in one arena without an order between them: {batch} starts to execute in {arena} "
     "while another batch executes in it or in one that overlaps it",
     2: "two enqueues in one arena without an order between them: {batch} starts to execute before a batch "
     "that was enqueued earlier in {arena}",
     3: "the enqueue memory of {batch} was written to while it executed",
-    4: MODIFIED,
-    5: GONE,
 }
 
 _u32 = ctypes.c_uint32
@@ -54,7 +54,6 @@ class _Input(ctypes.Structure):
         ("states", _u64),
         ("count", _u64),
         ("stride", _u64),
-        ("kind", _u64),
     )
 
 
@@ -69,15 +68,12 @@ class _Batch(ctypes.Structure):
         ("work_ns", _u64),
         ("rows", _u64),
         ("row_length", _u64),
-        ("state", _u64),
         ("number", _u32),
         ("slot", _u32),
         ("captured", _u32),
         ("inputs", _u32),
         ("steps", _u32),
-        ("lanes", _u32),
         ("cells", _u32),
-        ("pad", _u32),
         ("cell", _u32 * NEIGHBOURS),
         ("expected", _u32 * NEIGHBOURS),
         ("input", _Input * INPUTS_MAX),
@@ -94,7 +90,6 @@ class _Pinned(ctypes.Structure):
         ("hangs_begun", _u32),
         ("hangs_released", _u32),
         ("faults_armed", _u32),
-        ("states", _u64 * SLOTS),
         ("started", _u32 * SLOTS * 2),
         ("finished", _u32 * SLOTS * 2),
         ("longest", _u32 * SLOTS),
@@ -108,13 +103,11 @@ CONTROL_NBYTES: Final = 4 * (4 + 2 * CELLS + 5 * SLOTS)
 class _Context:
     """One execution context, and its slot on the device."""
 
-    def __init__(self, slot: int, finished: int) -> None:
+    def __init__(self, slot: int) -> None:
         self.slot = slot
-        # Counters on the device continue from the slot's former context.
-        self.queued = finished
+        self.queued = 0
         self.batch = _Batch()
         self.key: object = None
-        self.events: list[Any] = []
         # The latest of each kind, kept alive for as long as it may be pending.
         self.last: CudaTicket | None = None
         self.captured: CudaTicket | None = None
@@ -162,7 +155,6 @@ class CudaExecutor:
         self.pinned = _Pinned.from_address(self._staging.address)
         self._stream = device.create_stream()
         self._contexts: dict[int, _Context] = {}
-        self._gone: OrderedDict[int, _Context] = OrderedDict()
         self._cells: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._queued = [0] * CELLS
         self._slots = 0
@@ -190,30 +182,33 @@ class CudaExecutor:
         return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def enqueue(self, enqueued: EnqueuedBatch, handle: int, aux: Sequence[int]) -> Ticket:
-        if enqueued.spec.is_sensitive or enqueued.spec.function is not None:
+        spec = enqueued.spec
+        is_other = any(io.dtype != "float32" for io in spec.inputs) or aux
+        if is_other or spec.is_sensitive or spec.function is not None:
             raise DeviceError(
-                "the double computes functions, and rounds by company, on the host device alone"
+                "on a GPU the double computes steps of float32 alone, on one stream and without regard to "
+                "company: use the host device"
             )
         self._device.activate()
         captured = self.is_capturing(handle)
         context = self._context_of(enqueued.context)
-        batch = self._described(enqueued, context, 1 + len(aux))
+        batch = self._described(enqueued, context)
         batch.captured = captured
-        batch.state = enqueued.context << 32 | enqueued.generation & ANY
         self._place(enqueued, batch, counted=not captured)
         kernel = self._launcher(batch)
-        if enqueued.spec.fills_gpu and batch.work_ns:
+        if spec.fills_gpu and batch.work_ns:
             kernel("begin", 2 * self._processors, 1024, handle)
         else:
             kernel("begin", 1, 1024 if batch.work_ns else 1, handle)
-        self._steps(enqueued, context, kernel, (handle, *aux))
-        if enqueued.spec.data_dependent:
+        blocks = self._blocks(enqueued)
+        for number in range(1, spec.steps + 1):
+            kernel("step", blocks, THREADS, handle, number)
+        if spec.data_dependent:
             kernel("count", -(-batch.rows // THREADS), THREADS, handle)
             kernel("tell", 1, 1, handle)
         else:
-            kernel("finish", self._blocks(enqueued, 1), THREADS, handle)
+            kernel("finish", blocks, THREADS, handle)
         if captured:
-            self.pinned.states[context.slot] = batch.state
             if context.captured is None:
                 context.captured = CudaTicket(
                     f"a graph with {enqueued.text}", handle, self, context.slot, None
@@ -252,7 +247,7 @@ class CudaExecutor:
         if enqueued.outputs[-1]:
             batch.packed = enqueued.outputs[-1]
             kernel("pack", -(-batch.rows // THREADS), THREADS, handle)
-        kernel("finish", self._blocks(enqueued, 1), THREADS, handle)
+        kernel("finish", self._blocks(enqueued), THREADS, handle)
 
     def write(self, address: int, data: bytes) -> None:
         self._device.activate()
@@ -262,17 +257,11 @@ class CudaExecutor:
         self._check(driver.cuStreamSynchronize(self._stream.handle)[0], "writing weights")
 
     def modified(self, context: int, generation: int) -> None:
-        known = self._contexts.get(context)
-        # Only contexts that were captured are checked.
-        if known is not None and known.captured is not None:
-            self.pinned.states[known.slot] = context << 32 | generation & ANY
+        """Do nothing: which graphs are out of date is checked on the host device."""
 
     def retire(self, context: int) -> None:
         with self._lock:
-            gone = self._contexts.pop(context, None)
-            if gone is not None:
-                self.pinned.states[gone.slot] = 0
-                self._gone[context] = gone
+            self._contexts.pop(context, None)
 
     def poll(self) -> None:
         lost = self._device.lost
@@ -311,31 +300,20 @@ class CudaExecutor:
         with self._lock:
             context = self._contexts.get(number)
             if context is None:
-                slot = self._slots
-                if slot < SLOTS:
-                    self._slots += 1
-                else:
-                    slot = self._freed_slot()
-                context = self._contexts[number] = _Context(slot, self.pinned.finished[0][slot])
+                if self._slots == SLOTS:
+                    raise DeviceError(f"the TensorRT double supports at most {SLOTS} execution contexts")
+                context = self._contexts[number] = _Context(self._slots)
+                self._slots += 1
             return context
 
-    def _freed_slot(self) -> int:
-        """Free and return the slot of the context that was destroyed first, and whose work has ended."""
-        for number, gone in self._gone.items():
-            tickets = [ticket for ticket in (gone.last, gone.captured) if ticket is not None]
-            if all(ticket.is_done for ticket in tickets):
-                del self._gone[number]
-                return gone.slot
-        raise DeviceError(f"the TensorRT double supports at most {SLOTS} execution contexts at once")
-
-    def _described(self, enqueued: EnqueuedBatch, context: _Context, lanes: int) -> _Batch:
+    def _described(self, enqueued: EnqueuedBatch, context: _Context) -> _Batch:
         """Return the batch as its kernels see it. It is computed again only after a change."""
         batch = context.batch
         batch.number = enqueued.number & ANY
         # Not an address yet, which is known in the middle of the enqueue: something is to be counted.
         batch.packed = ALIGNMENT if enqueued.spec.data_dependent else 0
         arena = (enqueued.arena, enqueued.arena_size)
-        key = (enqueued.shapes, enqueued.inputs, enqueued.outputs, arena, enqueued.weights, lanes)
+        key = (enqueued.shapes, enqueued.inputs, enqueued.outputs, arena, enqueued.weights)
         if key == context.key:
             return batch
         context.key = key
@@ -346,14 +324,12 @@ class CudaExecutor:
         batch.rows = enqueued.shapes[0][0]
         batch.row_length = int(np.prod(enqueued.shapes[0][1:], dtype=np.int64))
         batch.work_ns = spec.work_ns + batch.rows * spec.work_ns_per_row
-        batch.inputs, batch.steps, batch.lanes = len(spec.inputs), spec.steps, lanes
+        batch.inputs, batch.steps = len(spec.inputs), spec.steps
         at = enqueued.arena + ALIGNMENT
-        for index, io in enumerate(spec.inputs):
+        for index in range(len(spec.inputs)):
             count = int(np.prod(enqueued.shapes[index], dtype=np.int64))
-            stride = aligned(count * (4 if io.is_floating else 8))
-            batch.input[index] = _Input(
-                enqueued.inputs[index], enqueued.outputs[index], at, count, stride, KINDS.index(io.dtype)
-            )
+            stride = aligned(count * 4)
+            batch.input[index] = _Input(enqueued.inputs[index], enqueued.outputs[index], at, count, stride)
             at += spec.steps * stride
         batch.counts = at
         return batch
@@ -386,16 +362,12 @@ class CudaExecutor:
 
     def _launcher(self, batch: _Batch) -> Any:
         """Return a function that launches kernels with a batch as their argument, copied at each launch."""
-        extra = (_u32(0), _u32(0))
-        pointers = (ctypes.c_void_p * 3)(
-            ctypes.addressof(batch), ctypes.addressof(extra[0]), ctypes.addressof(extra[1])
-        )
+        step = _u32(0)
+        pointers = (ctypes.c_void_p * 2)(ctypes.addressof(batch), ctypes.addressof(step))
         address = ctypes.addressof(pointers)
 
-        def launch(
-            name: str, blocks: int, threads: int, handle: int, first: int = 0, second: int = 0
-        ) -> None:
-            extra[0].value, extra[1].value = first, second
+        def launch(name: str, blocks: int, threads: int, handle: int, number: int = 0) -> None:
+            step.value = number
             code = driver.cuLaunchKernel(
                 self._kernels[name], blocks, 1, 1, threads, 1, 1, 0, handle, address, 0
             )[0]
@@ -405,29 +377,9 @@ class CudaExecutor:
 
         return launch
 
-    def _blocks(self, enqueued: EnqueuedBatch, lanes: int) -> int:
+    def _blocks(self, enqueued: EnqueuedBatch) -> int:
         largest = max(int(np.prod(shape, dtype=np.int64)) for shape in enqueued.shapes)
-        return max(1, min(-(-largest // lanes // THREADS) + 1, 4 * self._processors))
-
-    def _steps(self, enqueued: EnqueuedBatch, context: _Context, kernel: Any, handles: Sequence[int]) -> None:
-        """Launch all steps. Each lane has a stream and a share of the elements; the first one joins all."""
-        main, *others = handles
-        while len(context.events) < len(handles) if others else False:
-            flag = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-            code, event = driver.cuEventCreate(flag)
-            self._check(code, "an event")
-            context.events.append(event)
-        if others:
-            self._check(driver.cuEventRecord(context.events[0], main)[0], "forking auxiliary streams")
-        blocks = self._blocks(enqueued, len(handles))
-        for lane, handle in enumerate(handles):
-            if lane:
-                self._check(driver.cuStreamWaitEvent(handle, context.events[0], 0)[0], "an auxiliary stream")
-            for number in range(1, enqueued.spec.steps + 1):
-                kernel("step", blocks, THREADS, handle, number, lane)
-            if lane:
-                self._check(driver.cuEventRecord(context.events[lane], handle)[0], "an auxiliary stream")
-                self._check(driver.cuStreamWaitEvent(main, context.events[lane], 0)[0], "joining them")
+        return max(1, min(-(-largest // THREADS) + 1, 4 * self._processors))
 
 
 def _compiled(device: CudaDevice) -> dict[str, Any]:
