@@ -190,7 +190,7 @@ class ModelCodec:
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._layouts: dict[Any, RequestLayout] = {}
-        # The same by the bytes of whole heads without values, but for their ids: they need not be parsed again.
+        # The same by the bytes of whole heads without values, but for their ids: these are not parsed again.
         self._heads: dict[bytes, RequestLayout] = {}
         # Raw tensors whose values are all checked, and the size from which that is slow.
         kinds = {spec.dtype.kind for spec in inputs}

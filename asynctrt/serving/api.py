@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import asynctrt
 from asynctrt._util import clock
@@ -75,6 +75,8 @@ INFERENCES: Final = frozenset({"infer", "predict"})
 """The verbs of an inference: in the form of KServe V2, and in plain JSON."""
 HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::[0-9]*)?", re.ASCII)
 """A ``Host`` header: an IPv6 address in brackets, or another name, and optionally a port."""
+PAGE: Final = re.compile(rb"https?://([^/?#@\s]+)")
+"""The origin of a page that a server may have sent itself, and its host. A proxy may have added TLS."""
 HOSTS_MAX: Final = 64
 """Accepted ``Host`` headers that are cached."""
 NO_WEBSOCKET: Final = (
@@ -475,9 +477,9 @@ class Api:
         """Refuse requests from pages of other origins: browsers let any page send requests to any server."""
         if self._is_allowed(headers[b"origin"]):
             return
-        text = headers[b"origin"].decode("latin-1")
-        host = _host_of(text)
-        if not host or host.encode("latin-1") != headers.get(b"host"):
+        page = PAGE.fullmatch(headers[b"origin"])
+        if page is None or page[1] != headers.get(b"host"):
+            text = headers[b"origin"].decode("latin-1")
             self._refused(f"origin {text:.200}")
             raise ForeignError(
                 f"pages of {text:.200} may not use this server: allow them with --allow-origins"
@@ -879,14 +881,6 @@ class _CodingError(RequestError):
     """The body has an unsupported content encoding."""
 
     http_status = 415
-
-
-def _host_of(origin: str) -> str:
-    """Return an origin's host and port, or an empty string if it is not a URL."""
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return ""
 
 
 def _name_of(host: str) -> str:

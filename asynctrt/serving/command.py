@@ -50,7 +50,7 @@ PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 HURRIED_S: Final = 0.6
 """How long a server that is to stop at once may take: a second signal ends it within a second."""
 
-NOTHING: Final = "there is no model to serve: a folder must hold NAME/VERSION/model.onnx or model.plan"
+NOTHING: Final = "there is no model to serve: a folder must hold NAME/VERSION/model.onnx, or one model.onnx"
 
 TRIED_MAX: Final = 8
 """Models for which the start shows a curl command, so that all fit on a terminal."""
@@ -301,6 +301,7 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
     )
     find_modules(config)
     repository = config.repository()
+    repository.is_starting = True  # No client waits for the event loop.
     async with Server(repository, settings):
         names = await repository.look_for_models()
         if not names:

@@ -215,9 +215,7 @@ class WebSocketSession:
         find = self._api.repository.find if between is no_pause else self._api.repository.find_in_thread
         seen.served = served = find(route.name, route.version)
         known = head if len(head) <= LAYOUT_NBYTES_MAX else b""
-        request = served.codec.decode_parsed(
-            content, len(head), raw, start + len(head), between, head=known
-        )
+        request = served.codec.decode_parsed(content, len(head), raw, start + len(head), between, head=known)
         self._latest = split_id(known)[0], route
         return request
 

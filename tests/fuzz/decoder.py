@@ -187,7 +187,12 @@ def _relatives(body, head_nbytes):
     for rest in rests:
         for start in (b"", b'{"id":"other"', b'{"id":""', b'{"id":"\\u0061"', b'{"id":7', b"{"):
             yield start + rest + tensors, len(start) + len(rest)
-    ends = (b',"id":"other"}', b',"id" : ""}', b',"parameters":{"id":"other"}}', b',"id":"other","id":"last"}')
+    ends = (
+        b',"id":"other"}',
+        b',"id" : ""}',
+        b',"parameters":{"id":"other"}}',
+        b',"id":"other","id":"last"}',
+    )
     others = [head.rstrip()[:-1] + end for end in ends]
     others += [ANY_ID.sub(b'"id":"%b"' % other, head) for other in (b"other", b"")]
     others += [ANY_ID.sub(rb'"id"\1"other"', head, count=1)]

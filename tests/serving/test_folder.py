@@ -83,6 +83,35 @@ async def test_the_layout(tmp_path):
         assert repository.is_ready
 
 
+async def test_a_folder_that_is_a_model_itself(tmp_path):
+    """As exporters write it, and as it is mounted from a store of single models."""
+    folder = tmp_path / "classifier"
+    scale_onnx(folder / "model.onnx", 7)
+    (folder / "config.pbtxt").write_text('name: "classifier" max_batch_size: 5')
+    (folder / "tokenizer").mkdir()
+    async with loaded(folder, settings={"max_rows": 3}) as (repository, place):
+        assert states(repository) == {"classifier:1": "READY"}
+        assert await factor(repository, "classifier") == 7
+        assert repository.find("classifier").engine.max_rows == 5
+        scale_onnx(folder / "model.onnx", 8)
+        scale_onnx(folder / "other/2/model.onnx", 9)
+        await repository.load("classifier")
+        assert await factor(repository, "classifier") == 8
+        await repository.load("other")
+        assert await factor(repository, "other") == 9
+        assert await place.names() == ["classifier", "other"]
+
+
+async def test_a_folder_that_is_no_model_keeps_nothing_from_being_ready(tmp_path, caplog):
+    scale_onnx(tmp_path / "m/1/model.onnx", 2)
+    (tmp_path / "docs/images").mkdir(parents=True)
+    async with loaded(tmp_path) as (repository, folder):
+        assert repository.is_ready
+        assert states(repository) == {"m:1": "READY"}
+        await folder.names()
+        assert caplog.text.count("'docs'") == 1
+
+
 async def test_a_configuration_of_the_models_own(tmp_path):
     for version in (1, 2, 3):
         scale_onnx(tmp_path / f"m/{version}/other.onnx", version)
@@ -101,7 +130,7 @@ async def test_a_configuration_of_the_models_own(tmp_path):
 @pytest.mark.parametrize(
     ("files", "config", "says"),
     [
-        ({}, None, "has no versions"),
+        ({}, "", "has no versions"),
         ({"1/model.plan": b"x"}, None, "device='cuda:0'"),
         ({"1/other.onnx": b"x"}, None, r"1/model\.onnx"),
         ({"1/model.onnx": b"x", "1/model.plan": b"x"}, None, "state the backend"),

@@ -661,6 +661,14 @@ class TestOrigins:
                     is_refused = not tokens and "evil" in host
                     assert (await raw.answer())[0] == (403 if is_refused else 200), host
 
+    @pytest.mark.parametrize(
+        "origin",
+        ["ftp://localhost", "http://localhost/", "http://x@localhost", "//localhost", "http://localhost#"],
+    )
+    async def test_what_is_no_origin_of_a_page_is_not_the_own_one(self, origin):
+        async with serving() as server:
+            assert (await ask(server, INFER, json_body(1), Origin=origin))[0] == 403
+
     async def test_an_origin_that_is_allowed(self):
         async with serving(allow_origins=(self.FOREIGN,)) as server:
             assert (await ask(server, INFER, json_body(1), Origin=self.FOREIGN))[0] == 200

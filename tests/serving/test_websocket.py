@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.errors import RequestError
 from asynctrt.serving import websocket
 from asynctrt.serving.api import Api, ModelRoute
 from asynctrt.serving.repository import Repository
