@@ -102,7 +102,7 @@ IGNORED: Final = {
     "optimization.gather_kernel_buffer_threshold": "rows are gathered on the host",
     "optimization.eager_batching": "a batch is filled while requests arrive",
 }
-"""The fields that are ignored with a warning, each with why. The three tables have every field of Triton's."""
+"""The fields that are ignored with a warning, each with why. The tables have all fields of Triton's."""
 
 
 @dataclass(frozen=True, slots=True)
