@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
@@ -176,6 +176,8 @@ class Api:
     foreign: str = ""
     """The most recently refused host or origin, for the log."""
     checks_hosts: bool = False
+    has_models: bool = True
+    """Whether it answers more than its pages."""
     of_fronts: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
     """Returns the statistics of all fronts, if this server is one of several."""
     ids: RequestIds = field(default_factory=RequestIds)
@@ -259,7 +261,7 @@ class Api:
     def route(self, path: bytes) -> ModelRoute | None:
         """Parse a model's path; ``None`` if it is not one."""
         known = self._routes.get(path)
-        if known is not None:
+        if known is not None or not self.has_models:
             return known
         if path.startswith(MODELS):
             route = _route(path)
@@ -431,6 +433,8 @@ class Api:
         try:
             if not is_authorized:
                 self.authorize(path, headers)
+            if not self.has_models and self.page(path.decode("latin-1")) is None:
+                raise UnknownModelError(f"there is nothing here but {', '.join(self.pages)}")
             coding = headers.get(b"content-encoding", b"identity").strip().lower()
             if coding != b"identity" and body:
                 hold = Hold(self.account(caller))
@@ -774,6 +778,12 @@ class Api:
         body = await self.packer.run(work, client) if nbytes >= OFF_LOOP_NBYTES_MIN else work()
         added = (("Content-Encoding", coding), ("Vary", "Accept-Encoding"))
         return answer._replace(headers=answer.headers + added, body=(body,))
+
+
+def pages_alone(pages: Mapping[str, Page], settings: ServerSettings) -> Api:
+    """Return an API of pages and nothing else, without a token, under the server's own names."""
+    alone = replace(settings, tokens=())
+    return Api(Repository(), alone, dict(pages), checks_hosts=True, has_models=False)
 
 
 def _json_nbytes_of(route: ModelRoute, headers: Headers, body: Body) -> int:
