@@ -61,6 +61,7 @@ REMOVED_OPTIONS: Final = {
     "max_batch_bytes": "max_rows limits batches; they also hold at most 256 MiB",
     "max_in_flight": "contexts is the number of batches that run at once",
     "shapes": "onnx={'shapes': {...}} names shapes that come often",
+    "max_tensors": "a request may name as many tensors as its model has",
     "waiting": "the loop finds completions itself, as waiting='adaptive' did",
     "shared": "onnx={'shared': [...]} says so of an ONNX model",
     "watch": "let what writes the files ask for a load, once they are complete: "

@@ -206,7 +206,6 @@ class JsonCodec(ModelCodec):
         content = parse_object(body, "the request", self.json_max)
         form = read_form(content)
         values = read_values(form, content[form], list(self._inputs))
-        self._check_count("inputs", len(values))
         shapes = {name: tuple(nested_shape(name, data)) for name, data in values.items()}
         scheduling = read_scheduling(mapping(content, "parameters", "the request"))
         key = form, tuple(shapes.items()), scheduling
@@ -321,7 +320,6 @@ class JsonCodec(ModelCodec):
         items = content.get(side, [])
         if not isinstance(items, list):
             raise RequestError(f"{side} must be a list of tensors, not {type(items).__name__}")
-        self._check_count(side, len(items))
         found: dict[str, tuple[TensorSpec, str, dict[str, Any], dict[str, Any]]] = {}
         for item in items:
             if not isinstance(item, dict) or not isinstance(item.get("name"), str):

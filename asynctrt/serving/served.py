@@ -76,7 +76,6 @@ class ServedModel:
                 self.version,
                 self.engine.inputs,
                 self.engine.outputs,
-                tensors_max=self._settings.max_tensors,
                 rows_max=self.engine.options.max_queue_rows,
                 json_max=self._settings.max_json,
                 answer_max=self._settings.max_answer,

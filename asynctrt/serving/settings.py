@@ -178,11 +178,6 @@ class ServerSettings:
         check=count(1),
         doc="Bytes of a request line and its headers.",
     )
-    max_tensors: int = setting(
-        default=64,
-        check=count(1),
-        doc="Inputs, and outputs, that a request may name.",
-    )
     max_connections: int = setting(
         default=4096,
         check=count(1),
