@@ -44,6 +44,8 @@ from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_HEADER
 
+RATE_MIN: Final = 1024
+"""Bytes a second that a client has to read, over ``write_timeout``, of answers that wait for it."""
 SWEEP_S: Final = 0.25
 """Seconds between checks of all connections for timeouts."""
 SWEEP_CONNECTIONS: Final = 500
@@ -131,7 +133,7 @@ class Hub:
         self.request_ticks = ticks_of(self.settings.request_timeout)
         self.idle_ticks = ticks_of(self.settings.idle_timeout)
         self.write_ticks = ticks_of(self.settings.write_timeout)
-        self.write_nbytes_min = self.settings.min_rate * self.settings.write_timeout
+        self.write_nbytes_min = RATE_MIN * self.settings.write_timeout
         self.refused_ticks = min(self.write_ticks, ticks_of(REFUSED_S))
         self.has_cors = bool(self.settings.allow_origins)
         self.is_short_of_memory = False
