@@ -351,8 +351,8 @@ async def _load_models(server: Server, say: Callable[[str], None]) -> None:
     count = len(await repository.look_for_models())
     if settings.fronts == 1:
         say(f"loading {count} model{'s' * (count != 1)}")
-    if not count:
-        logger.warning("%s", NOTHING)
+    if not count and not settings.model_control:
+        raise ModelNotFoundError(NOTHING)
     try:
         await repository.load_all()
     except AsynctrtError as error:
