@@ -277,7 +277,8 @@ class JsonCodec(ModelCodec):
             raise RequestError(f"binary_data_output must be true or false, not {brief(binary_default)}")
         inputs = self._items(content, "inputs", self._inputs)
         if "inputs" not in content:
-            raise RequestError("the request has no inputs: they are a list of tensors")
+            plain = f". For {ROWS} in plain JSON, use /v1/models/NAME:predict" if ROWS in content else ""
+            raise RequestError(f"the request has no inputs: they are a list of tensors{plain}")
         placed = tuple([self._input(*item) for item in inputs])
         outputs = tuple(
             [

@@ -108,6 +108,12 @@ RAW_TENSORS: Final = (
     "the body is one raw tensor alone"
 )
 
+ASKED_AT: Final = {
+    "": ". Requests to a model go to /v2/models/NAME/infer",
+    "status": ". Requests to a model go to /v1/models/NAME:predict",
+}
+"""What to add for a method that a model's own path, by its verb, does not accept."""
+
 STATES: Final = {
     "READY": "AVAILABLE",
     "LOADING": "LOADING",
@@ -616,7 +622,7 @@ class Api:
     ) -> Answer:
         if route.verb in ("", "status") and route.name.endswith(ELSEWHERE):
             self._refuse_elsewhere(route)
-        _allow(method, "POST" if route.verb in INFERENCES else "GET")
+        _allow(method, "POST" if route.verb in INFERENCES else "GET", ASKED_AT.get(route.verb, ""))
         if route.verb in INFERENCES:
             return await self.infer(route, headers, body, caller, hold)
         if route.verb == "ready":
@@ -910,9 +916,9 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _allow(method: str, allowed: str) -> None:
+def _allow(method: str, allowed: str, hint: str = "") -> None:
     if method != allowed and not (method == "HEAD" and allowed == "GET"):
-        raise _MethodError(f"this path accepts {allowed}, not {method:.20}", allowed)
+        raise _MethodError(f"this path accepts {allowed}, not {method:.20}{hint}", allowed)
 
 
 def _route(path: bytes) -> ModelRoute | None:
