@@ -117,16 +117,14 @@ class ModelFolder:
     def _names(self) -> list[str]:
         try:
             with os.scandir(self.path) as found:
-                entries = [item for item in found if item.name[0] != "."]
+                entries = {item.name: item.is_dir() for item in found if item.name[0] != "."}
         except OSError as error:
             raise ModelNotFoundError(
                 f"the models' folder {str(self.path)!r} cannot be read: {error}"
             ) from error
         files = set(filenames().values())
-        folders = [
-            item.name for item in entries if item.is_dir() and item.name not in files.union(NOT_MODELS)
-        ]
-        if any(item.name in files for item in entries):
+        folders = [name for name, is_dir in entries.items() if is_dir and name not in files.union(NOT_MODELS)]
+        if not files.isdisjoint(entries):
             folders.append(self.path.resolve().name)
         names = {name for name in folders if is_name(name) and self._is_model(name)}
         left_out = set(folders) - names
