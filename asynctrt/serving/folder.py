@@ -117,7 +117,7 @@ class ModelFolder:
     def _names(self) -> list[str]:
         try:
             with os.scandir(self.path) as found:
-                entries = {item.name: item.is_dir() for item in found if item.name[0] != "."}
+                entries = {item.name: Path(item).is_dir() for item in found if item.name[0] != "."}
         except OSError as error:
             raise ModelNotFoundError(
                 f"the models' folder {str(self.path)!r} cannot be read: {error}"

@@ -75,6 +75,7 @@ async def test_the_layout(tmp_path):
     for other in ("m/010", "m/x", ".git/1", "m/²", "lost+found", "__pycache__"):
         (tmp_path / other).mkdir(parents=True)
     (tmp_path / "README").write_text("no model")
+    (tmp_path / "loop").symlink_to("loop")
     async with loaded(tmp_path, settings={"max_rows": 3}) as (repository, _):
         assert states(repository) == {"m:10": "READY", "inner:1": "READY"}
         assert await factor(repository) == 11
