@@ -176,7 +176,7 @@ class TestWhatIsSentAgain:
     async def test_what_a_full_queue_refused(self, kind):
         device = LatchDevice()
         engine = {"device": device, "max_rows": 1, "max_queue_rows": 1}
-        async with serving(engine=engine, max_waiting=1) as server:
+        async with serving(engine=engine) as server:
             busy = [engine_of(server).submit(rows(1)) for _ in range(1)]
             await device.wait_held(1)
             busy.append(engine_of(server).submit(rows(1)))

@@ -262,6 +262,11 @@ class TestTheyAgree:
         for path in (FOLDER / "Dockerfile", ROOT / "docs" / "deploying.md"):
             assert f"-t {wanted} ." in path.read_text()
 
+    def test_an_update_of_a_single_pod_is_no_outage(self):
+        assert HPA["spec"]["minReplicas"] == 1
+        rolling = DEPLOYMENT["spec"]["strategy"]["rollingUpdate"]
+        assert (rolling["maxSurge"], rolling["maxUnavailable"]) == (1, 0)
+
     def test_grace_periods_are_longer_than_the_drain(self):
         (service,) = COMPOSE["services"].values()
         stop_s = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]

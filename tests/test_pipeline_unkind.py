@@ -338,7 +338,7 @@ async def test_what_waits_for_a_pipeline_is_never_split():
         pipeline(stage, max_in_flight=8, outputs=TensorSpec("y", "float32", ("n",))) as one,
         asyncio.timeout(WAIT_S),
     ):
-        admission = Admission(one, 1 << 20)
+        admission = Admission(one)
         lane = admission.gate.lane("client")
         sent = [submit(admission, lane, 6), submit(admission, lane, 3)]
         assert [one.has_future for one in sent] == [True, False]
@@ -354,7 +354,7 @@ async def test_one_client_of_a_server_cannot_take_all_of_it():
         return {"y": given["x"]}
 
     async with pipeline(stage, max_in_flight=64) as one, asyncio.timeout(WAIT_S):
-        admission = Admission(one, 1 << 20)
+        admission = Admission(one)
 
         greedy, modest = admission.gate.lane("greedy"), admission.gate.lane("modest")
         sent = [submit(admission, greedy) for _ in range(64)]

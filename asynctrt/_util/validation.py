@@ -61,6 +61,9 @@ REMOVED_OPTIONS: Final = {
     "max_batch_bytes": "max_rows limits batches; they also hold at most 256 MiB",
     "max_in_flight": "contexts is the number of batches that run at once",
     "shapes": "onnx={'shapes': {...}} names shapes that come often",
+    "max_waiting": "max_memory limits the bytes of requests that wait, and max_queue_rows their rows",
+    "min_rate": "a client has to read 1 KiB a second, over write_timeout",
+    "max_tensors": "a request may name as many tensors as its model has",
     "waiting": "the loop finds completions itself, as waiting='adaptive' did",
     "shared": "onnx={'shared': [...]} says so of an ONNX model",
     "watch": "let what writes the files ask for a load, once they are complete: "

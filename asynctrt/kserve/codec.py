@@ -154,7 +154,6 @@ class ModelCodec:
     """A model's tensors, and a cache of the layouts of its requests. Each encoding has a subclass.
 
     :param name: the model's name, as answers state it, like ``version``.
-    :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
     :param rows_max: the largest number of rows that the engine accepts in a request.
     :param json_max: the largest JSON part of a request, and of an answer, in bytes.
     :param answer_max: the largest total size in bytes of a request's outputs, wanted or not, as far as its
@@ -170,7 +169,6 @@ class ModelCodec:
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         *,
-        tensors_max: int = 64,
         rows_max: int | None = None,
         json_max: int = JSON_NBYTES_MAX,
         answer_max: int = ANSWER_NBYTES_MAX,
@@ -178,7 +176,6 @@ class ModelCodec:
     ) -> None:
         self.name = name
         self.version = version
-        self.tensors_max = tensors_max
         self.rows_max = rows_max
         self.json_max = json_max
         self.answer_max = answer_max
@@ -190,10 +187,8 @@ class ModelCodec:
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._layouts: dict[Any, RequestLayout] = {}
-        # The same by the bytes of whole heads without an id or values, which need not be parsed again.
+        # The same by the bytes of whole heads without values, but for their ids: these are not parsed again.
         self._heads: dict[bytes, RequestLayout] = {}
-        # The same by what follows the id in heads that begin with one.
-        self._rests: dict[bytes, RequestLayout] = {}
         # Raw tensors whose values are all checked, and the size from which that is slow.
         kinds = {spec.dtype.kind for spec in inputs}
         self._slow_nbytes = (
@@ -243,11 +238,6 @@ class ModelCodec:
         if len(outputs) == len(self._outputs):
             return RequestLayout(placed, outputs, priority, timeout, plain=plain)
         return RequestLayout(placed, outputs, priority, timeout, tuple([spec.name for spec, _ in outputs]))
-
-    def _check_count(self, side: str, count: int) -> None:
-        """Refuse a request that names too many inputs or outputs."""
-        if count > self.tensors_max:
-            raise TooLargeError(f"the request names {count} {side}; at most {self.tensors_max} are accepted")
 
     def _shape(self, spec: TensorSpec, given: Any) -> tuple[int, ...]:
         """Return the shape of an input. It is checked before the values are read, which may take far longer.

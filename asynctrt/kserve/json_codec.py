@@ -78,6 +78,12 @@ COPIED_NBYTES_MAX: Final = 4096
 
 NAME_END: Final = re.compile(rb'"[ \t\r\n]*:')
 
+ID: Final = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"([\w.:-]{1,256})"')
+"""A plain id in a head."""
+
+KNOWN_FIELDS: Final = frozenset({"inputs", "outputs", "parameters", "model_name", "model_version"})
+"""The fields of a request besides its id. A head with any other may mean something else over a websocket."""
+
 
 class JsonCodec(ModelCodec):
     """Decode requests to one model and encode its answers, as JSON and raw tensors."""
@@ -100,9 +106,12 @@ class JsonCodec(ModelCodec):
                 f"the JSON header should be {head_nbytes} bytes long, but the message has {len(body)}"
             )
         head = bytes(body[:head_nbytes]) if head_nbytes <= LAYOUT_NBYTES_MAX else b""
-        layout = self._heads.get(head)
+        layout, request_id = self._heads.get(head), ""
+        if layout is None:
+            rest, request_id = split_id(head)
+            layout = self._heads.get(rest)
         if layout is not None and layout.binary_nbytes == len(body) - head_nbytes:
-            return DecodedRequest(layout, "", read_inputs(layout, body, head_nbytes))
+            return DecodedRequest(layout, request_id, read_inputs(layout, body, head_nbytes))
         content = parse_object(memoryview(body)[:head_nbytes], "the request", self.json_max)
         return self.decode_parsed(content, head_nbytes, body, head_nbytes, pause, head=head)
 
@@ -119,7 +128,7 @@ class JsonCodec(ModelCodec):
         """Decode a request whose head, of ``head_nbytes``, has already been parsed.
 
         :param start: where its raw tensors begin in ``body``.
-        :param head: the head's bytes, to remember them if it has no id and no values; empty not to.
+        :param head: the head's bytes, to remember them if it has no values; empty not to.
         :raises AsynctrtError: as :meth:`decode` does.
         """
         request_id = content.pop("id", "")
@@ -133,8 +142,8 @@ class JsonCodec(ModelCodec):
             layout = self._layout(content)
             if key:
                 remember(self._layouts, key, layout)
-        if head and key and layout.raw_numbers and not request_id:
-            remember(self._heads, head, layout)
+        if head and key and layout.raw_numbers and content.keys() <= KNOWN_FIELDS:
+            self._remember(head, request_id, layout)
         if layout.binary_nbytes != len(body) - start:
             raise RequestError(
                 f"the inputs declare {layout.binary_nbytes} bytes of tensors after the header, but "
@@ -147,21 +156,22 @@ class JsonCodec(ModelCodec):
                     inputs[spec.name] = from_json(spec, given, shape, pause)
         return DecodedRequest(layout, request_id, inputs)
 
-    def remember(self, rest: bytes, layout: RequestLayout) -> None:
-        """Remember a head without its id, for :meth:`decode_known`."""
-        if layout.raw_numbers:
-            remember(self._rests, rest, layout)
+    def _remember(self, head: bytes, request_id: str, layout: RequestLayout) -> None:
+        """Remember a head without its id, unless something else in it may be taken for one."""
+        rest, found = split_id(head)
+        if found == request_id and head.count(b'"id"') == bool(found) and b"\\" not in head:
+            remember(self._heads, rest, layout)
 
-    def decode_known(self, rest: bytes, body: Buffer, start: int) -> DecodedRequest | None:
-        """Decode a request without parsing its head; ``None`` if that was not remembered.
+    def decode_known(self, rest: bytes, request_id: str, body: Buffer, start: int) -> DecodedRequest | None:
+        """Decode a request without parsing its head; ``None`` if no such head was parsed before.
 
-        :param rest: the head without its id, which the caller sets.
+        :param rest: the head without its id: see :func:`split_id`.
         :param start: where the raw tensors begin in ``body``.
         """
-        layout = self._rests.get(rest)
+        layout = self._heads.get(rest)
         if layout is None or layout.binary_nbytes != len(body) - start:
             return None
-        return DecodedRequest(layout, "", read_inputs(layout, body, start))
+        return DecodedRequest(layout, request_id, read_inputs(layout, body, start))
 
     def decode_raw(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
         """Decode a body that consists of one row of the model's only input.
@@ -196,7 +206,6 @@ class JsonCodec(ModelCodec):
         content = parse_object(body, "the request", self.json_max)
         form = read_form(content)
         values = read_values(form, content[form], list(self._inputs))
-        self._check_count("inputs", len(values))
         shapes = {name: tuple(nested_shape(name, data)) for name, data in values.items()}
         scheduling = read_scheduling(mapping(content, "parameters", "the request"))
         key = form, tuple(shapes.items()), scheduling
@@ -268,7 +277,8 @@ class JsonCodec(ModelCodec):
             raise RequestError(f"binary_data_output must be true or false, not {brief(binary_default)}")
         inputs = self._items(content, "inputs", self._inputs)
         if "inputs" not in content:
-            raise RequestError("the request has no inputs: they are a list of tensors")
+            plain = f". For {ROWS} in plain JSON, use /v1/models/NAME:predict" if ROWS in content else ""
+            raise RequestError(f"the request has no inputs: they are a list of tensors{plain}")
         placed = tuple([self._input(*item) for item in inputs])
         outputs = tuple(
             [
@@ -311,7 +321,6 @@ class JsonCodec(ModelCodec):
         items = content.get(side, [])
         if not isinstance(items, list):
             raise RequestError(f"{side} must be a list of tensors, not {type(items).__name__}")
-        self._check_count(side, len(items))
         found: dict[str, tuple[TensorSpec, str, dict[str, Any], dict[str, Any]]] = {}
         for item in items:
             if not isinstance(item, dict) or not isinstance(item.get("name"), str):
@@ -366,6 +375,16 @@ class JsonCodec(ModelCodec):
             outputs.append(output)
         content = {"model_name": self.name, "model_version": self.version, "outputs": outputs}
         return _dump_values(content, written)
+
+
+def split_id(head: bytes) -> tuple[bytes, str]:
+    """Return a head with an empty id, and the id; the head as it is, and no id, if it has no plain one."""
+    at = head.find(b'"id"')  # Searching for the expression would take several times longer.
+    found = ID.match(head, at) if at >= 0 else None
+    if found is None:
+        return head, ""
+    start, end = found.span(1)
+    return head[:start] + head[end:], found[1].decode()
 
 
 def _take_values(content: dict[str, Any]) -> list[Any]:

@@ -170,7 +170,6 @@ class Inference(Ticket):
         # Inlined from the base class to save a call, since each request makes one of these.
         self.lane = lane
         self.rows = request.layout.rows
-        self.nbytes = 0
         self.priority = priority
         self.deadline_ns = NO_DEADLINE_NS
         self.is_waiting = self.is_light = self.is_inside = False
@@ -230,12 +229,11 @@ class _Part(Ticket):
 
     __slots__ = ("future", "inputs", "whole")
 
-    def __init__(self, whole: "_Whole", inputs: dict[str, Array], rows: int, nbytes: int) -> None:
+    def __init__(self, whole: "_Whole", inputs: dict[str, Array], rows: int) -> None:
         inference = whole.inference
         super().__init__(
             inference.lane,
             rows,
-            nbytes=nbytes,
             priority=inference.priority,
             deadline_ns=inference.deadline_ns,
         )
@@ -273,12 +271,9 @@ class _WholeAnswer(asyncio.Future[InferResult]):
 
 
 class Admission:
-    """The entrance to one engine.
+    """The entrance to one engine."""
 
-    :param nbytes_max: the total bytes of inputs that may wait for it.
-    """
-
-    def __init__(self, engine: Engine, nbytes_max: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         options = engine.options
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
@@ -287,7 +282,7 @@ class Admission:
         # The outputs of a pipeline for parts of a request cannot always be joined.
         self._splits = not is_pipeline and all(spec.axis is not None for spec in engine.outputs)
         self._join = partial(InferResult.join, axes={spec.name: spec.axis or 0 for spec in engine.outputs})
-        self.gate = self._pipeline_gate(nbytes_max) if is_pipeline else self._batch_gate(nbytes_max)
+        self.gate = self._pipeline_gate() if is_pipeline else self._batch_gate()
         self._is_filling = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = NO_DEADLINE_NS
@@ -305,7 +300,7 @@ class Admission:
     def __repr__(self) -> str:
         return f"<Admission {self.gate!r}>"
 
-    def _batch_gate(self, nbytes_max: int) -> Gate:
+    def _batch_gate(self) -> Gate:
         """Return a gate for an engine that forms batches."""
         engine, options = self._engine, self._engine.options
         batch_rows = engine.max_rows
@@ -322,10 +317,9 @@ class Admission:
             busy_rows=busy * batch_rows * factor,
             full_rows=full_rows,
             waiting_rows_max=max(0, options.max_queue_rows - full_rows),
-            waiting_nbytes_max=nbytes_max,
         )
 
-    def _pipeline_gate(self, nbytes_max: int) -> Gate:
+    def _pipeline_gate(self) -> Gate:
         """Return a gate for a pipeline: a quarter of its capacity is kept for other clients."""
         rows = self._engine.max_rows
         full_rows = max(1, rows * 3 // 4)
@@ -334,7 +328,6 @@ class Admission:
             busy_rows=max(1, rows // 2),
             full_rows=full_rows,
             waiting_rows_max=rows - full_rows,
-            waiting_nbytes_max=nbytes_max,
         )
 
     def submit(self, inference: Inference) -> None:
@@ -410,7 +403,6 @@ class Admission:
         timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
         if timeout_ns is not None:
             inference.deadline_ns = clock.now_ns() + timeout_ns
-        inference.nbytes = request.nbytes
         crowded, has_room = gate.make_room(inference)
         for ticket in crowded:
             self._refuse(ticket, self._too_much())
@@ -438,8 +430,7 @@ class Admission:
         for start in range(0, rows, gate.batch_rows):
             span = slice(start, start + gate.batch_rows)
             part = {name: _part_of(array, span, self._axes[name]) for name, array in inputs.items()}
-            nbytes = sum([array.nbytes for array in part.values()])
-            whole.parts.append(_Part(whole, part, min(gate.batch_rows, rows - start), nbytes))
+            whole.parts.append(_Part(whole, part, min(gate.batch_rows, rows - start)))
         whole.left = len(whole.parts)
         for one in whole.parts:
             gate.wait(one)
@@ -562,7 +553,7 @@ class Admission:
     def _too_much(self) -> QueueFullError:
         gate = self.gate
         error = QueueFullError(
-            f"{gate.waiting_rows} rows with {gate.waiting_nbytes} bytes wait for {self._engine.name!r}, and "
+            f"{gate.waiting_rows} rows wait for {self._engine.name!r}, and "
             "this client has the most of them. Wait for answers before sending more, or retry later"
         )
         self._foretell(error)

@@ -13,10 +13,10 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import asynctrt
 from asynctrt._util import clock
@@ -75,6 +75,8 @@ INFERENCES: Final = frozenset({"infer", "predict"})
 """The verbs of an inference: in the form of KServe V2, and in plain JSON."""
 HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_.-]+))(?::[0-9]*)?", re.ASCII)
 """A ``Host`` header: an IPv6 address in brackets, or another name, and optionally a port."""
+PAGE: Final = re.compile(rb"https?://([^/?#@\s]+)")
+"""The origin of a page that a server may have sent itself, and its host. A proxy may have added TLS."""
 HOSTS_MAX: Final = 64
 """Accepted ``Host`` headers that are cached."""
 NO_WEBSOCKET: Final = (
@@ -105,6 +107,12 @@ RAW_TENSORS: Final = (
     "If raw tensors follow the JSON, send its length in the header Inference-Header-Content-Length, or 0 if "
     "the body is one raw tensor alone"
 )
+
+ASKED_AT: Final = {
+    "": ". Requests to a model go to /v2/models/NAME/infer",
+    "status": ". Requests to a model go to /v1/models/NAME:predict",
+}
+"""What to add for a method that a model's own path, by its verb, does not accept."""
 
 STATES: Final = {
     "READY": "AVAILABLE",
@@ -174,6 +182,8 @@ class Api:
     foreign: str = ""
     """The most recently refused host or origin, for the log."""
     checks_hosts: bool = False
+    has_models: bool = True
+    """Whether it answers more than its pages."""
     of_fronts: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
     """Returns the statistics of all fronts, if this server is one of several."""
     ids: RequestIds = field(default_factory=RequestIds)
@@ -257,7 +267,7 @@ class Api:
     def route(self, path: bytes) -> ModelRoute | None:
         """Parse a model's path; ``None`` if it is not one."""
         known = self._routes.get(path)
-        if known is not None:
+        if known is not None or not self.has_models:
             return known
         if path.startswith(MODELS):
             route = _route(path)
@@ -429,6 +439,8 @@ class Api:
         try:
             if not is_authorized:
                 self.authorize(path, headers)
+            if not self.has_models and self.page(path.decode("latin-1")) is None:
+                raise UnknownModelError(f"there is nothing here but {', '.join(self.pages)}")
             coding = headers.get(b"content-encoding", b"identity").strip().lower()
             if coding != b"identity" and body:
                 hold = Hold(self.account(caller))
@@ -475,9 +487,9 @@ class Api:
         """Refuse requests from pages of other origins: browsers let any page send requests to any server."""
         if self._is_allowed(headers[b"origin"]):
             return
-        text = headers[b"origin"].decode("latin-1")
-        host = _host_of(text)
-        if not host or host.encode("latin-1") != headers.get(b"host"):
+        page = PAGE.fullmatch(headers[b"origin"])
+        if page is None or page[1] != headers.get(b"host"):
+            text = headers[b"origin"].decode("latin-1")
             self._refused(f"origin {text:.200}")
             raise ForeignError(
                 f"pages of {text:.200} may not use this server: allow them with --allow-origins"
@@ -610,7 +622,7 @@ class Api:
     ) -> Answer:
         if route.verb in ("", "status") and route.name.endswith(ELSEWHERE):
             self._refuse_elsewhere(route)
-        _allow(method, "POST" if route.verb in INFERENCES else "GET")
+        _allow(method, "POST" if route.verb in INFERENCES else "GET", ASKED_AT.get(route.verb, ""))
         if route.verb in INFERENCES:
             return await self.infer(route, headers, body, caller, hold)
         if route.verb == "ready":
@@ -774,6 +786,12 @@ class Api:
         return answer._replace(headers=answer.headers + added, body=(body,))
 
 
+def pages_alone(pages: Mapping[str, Page], settings: ServerSettings) -> Api:
+    """Return an API of pages and nothing else, without a token, under the server's own names."""
+    alone = replace(settings, tokens=())
+    return Api(Repository(), alone, dict(pages), checks_hosts=True, has_models=False)
+
+
 def _json_nbytes_of(route: ModelRoute, headers: Headers, body: Body) -> int:
     """Return the size of a body's JSON part in bytes."""
     length = headers.get(b"inference-header-content-length", b"")
@@ -881,14 +899,6 @@ class _CodingError(RequestError):
     http_status = 415
 
 
-def _host_of(origin: str) -> str:
-    """Return an origin's host and port, or an empty string if it is not a URL."""
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return ""
-
-
 def _name_of(host: str) -> str:
     """Return a host in lower case without its port, or an empty string if it is not a host."""
     match = HOST.fullmatch(host.lower())
@@ -906,9 +916,9 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _allow(method: str, allowed: str) -> None:
+def _allow(method: str, allowed: str, hint: str = "") -> None:
     if method != allowed and not (method == "HEAD" and allowed == "GET"):
-        raise _MethodError(f"this path accepts {allowed}, not {method:.20}", allowed)
+        raise _MethodError(f"this path accepts {allowed}, not {method:.20}{hint}", allowed)
 
 
 def _route(path: bytes) -> ModelRoute | None:

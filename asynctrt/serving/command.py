@@ -6,12 +6,11 @@ import ipaddress
 import logging
 import os
 import shlex
-import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from asynctrt._util.cgroup import memory_nbytes
 from asynctrt._util.files import CONFIG_NBYTES_MAX, read_toml
@@ -50,7 +49,7 @@ PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 HURRIED_S: Final = 0.6
 """How long a server that is to stop at once may take: a second signal ends it within a second."""
 
-NOTHING: Final = "there is no model to serve: a folder must hold NAME/VERSION/model.onnx or model.plan"
+NOTHING: Final = "there is no model to serve: a folder must hold NAME/VERSION/model.onnx, or one model.onnx"
 
 TRIED_MAX: Final = 8
 """Models for which the start shows a curl command, so that all fit on a terminal."""
@@ -241,48 +240,31 @@ async def _serve(
                 tasks += server.repository.loading
                 for task in tasks:
                     task.cancel()
-                await _wait_or_leave(
-                    tasks,
-                    HURRIED_S / 2 if server.is_hurried else settings.drain_timeout,
-                    status=_status_of(server),
-                )
+                ended: asyncio.Future[Any] = asyncio.gather(*tasks, return_exceptions=True)
+                with server.signals():  # serve() has given them up.
+                    await asyncio.wait(
+                        [ended], timeout=HURRIED_S / 2 if server.is_hurried else settings.drain_timeout
+                    )
+                if not ended.done():
+                    _leave(server)
             show("stopped")
-
-
-def _status_of(server: Server) -> int:
-    """Return the exit status of a process that ends before its server has stopped."""
-    return DEVICE_LOST if server.lost else 1
 
 
 async def _leave_if_hurried(server: Server) -> None:
     """End the process soon after its server is to stop at once: closing may hang."""
     await server.wait_hurried()
     await asyncio.sleep(HURRIED_S)
-    logger.warning("stopping took too long, so the process ends now: %r", server)
-    logging.shutdown()
-    os._exit(_status_of(server))
+    _leave(server)
 
 
-async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float, *, status: int) -> None:
-    """Wait for tasks that were cancelled; end the process if they have not ended in time, or with a signal.
-
-    A model that is being loaded cannot be interrupted: its library, or the module that is imported, may hang.
-
-    :param status: the exit status of the process then.
-    """
-    loop, hurried = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, hurried.set)
-    ended: asyncio.Future[Any] = asyncio.gather(*tasks, return_exceptions=True)
-    hurry: asyncio.Future[Any] = asyncio.create_task(hurried.wait())
-    await asyncio.wait([ended, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    if not ended.done():
+def _leave(server: Server) -> NoReturn:
+    """End the process before its server has stopped."""
+    if server.repository.loading:  # Its library, or the module that is imported, may hang.
         logger.error("a model that is being loaded cannot be interrupted: the process ends without it")
-        logging.shutdown()
-        os._exit(status)
-    hurry.cancel()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
+    else:
+        logger.error("stopping took too long, so the process ends now: %r", server)
+    logging.shutdown()
+    os._exit(DEVICE_LOST if server.lost else 1)
 
 
 async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
@@ -301,6 +283,7 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
     )
     find_modules(config)
     repository = config.repository()
+    repository.is_starting = True  # No client waits for the event loop.
     async with Server(repository, settings):
         names = await repository.look_for_models()
         if not names:
@@ -368,8 +351,8 @@ async def _load_models(server: Server, say: Callable[[str], None]) -> None:
     count = len(await repository.look_for_models())
     if settings.fronts == 1:
         say(f"loading {count} model{'s' * (count != 1)}")
-    if not count:
-        logger.warning("%s", NOTHING)
+    if not count and not settings.model_control:
+        raise ModelNotFoundError(NOTHING)
     try:
         await repository.load_all()
     except AsynctrtError as error:

@@ -40,24 +40,21 @@ class Ticket:
     """One request at the gate.
 
     :param rows: its cost.
-    :param nbytes: the bytes that it holds while it waits.
     :param priority: a client's requests with a higher one go first.
     """
 
-    __slots__ = ("deadline_ns", "is_inside", "is_light", "is_waiting", "lane", "nbytes", "priority", "rows")
+    __slots__ = ("deadline_ns", "is_inside", "is_light", "is_waiting", "lane", "priority", "rows")
 
     def __init__(
         self,
         lane: "ConnectionShare",
         rows: int,
         *,
-        nbytes: int = 0,
         priority: int = 0,
         deadline_ns: int = NO_DEADLINE_NS,
     ) -> None:
         self.lane = lane
         self.rows = rows
-        self.nbytes = nbytes
         self.priority = priority
         self.deadline_ns = deadline_ns
         self.is_waiting = False
@@ -170,7 +167,6 @@ class ClientShare:
         "is_in_turn",
         "light_rows",
         "rows",
-        "waiting_nbytes",
         "waiting_rows",
     )
 
@@ -185,7 +181,6 @@ class ClientShare:
         self.light_rows = 0
         """Rows in the engine that passed as light."""
         self.waiting_rows = 0
-        self.waiting_nbytes = 0
 
     def __repr__(self) -> str:
         return f"<Client waiting_rows={self.waiting_rows}>"
@@ -260,8 +255,8 @@ class Gate:
     :param batch_rows: rows that one batch holds.
     :param busy_rows: rows in the engine that keep the device busy while others take their turns.
     :param full_rows: rows in the engine beyond which nothing is gained; at least ``busy_rows``.
-    :param waiting_rows_max: rows that may wait here. Beyond these or ``waiting_nbytes_max`` bytes, requests
-        of the client with the most waiting are refused. With 0 rows nothing ever waits: everything passes.
+    :param waiting_rows_max: rows that may wait here. Beyond these, requests of the client with the most
+        waiting are refused. With 0 rows nothing ever waits: everything passes.
     """
 
     def __init__(
@@ -271,7 +266,6 @@ class Gate:
         busy_rows: int,
         full_rows: int,
         waiting_rows_max: int,
-        waiting_nbytes_max: int,
     ) -> None:
         reserve_rows = batch_rows // RESERVE_SHARE
         self.batch_rows = batch_rows
@@ -281,7 +275,6 @@ class Gate:
         self._light_rows = max(1, batch_rows // LIGHT_SHARE)
         self._much_rows = MUCH_BATCHES * batch_rows
         self._waiting_rows_max = waiting_rows_max
-        self._waiting_nbytes_max = waiting_nbytes_max
         # Rows in the engine beyond which requests wait.
         self._window_rows = full_rows
         self._shared_until_ns = 0
@@ -296,7 +289,6 @@ class Gate:
         self.waiting = 0
         """Waiting requests."""
         self.waiting_rows = 0
-        self.waiting_nbytes = 0
 
     def __repr__(self) -> str:
         return f"<Gate rows={self.rows} waiting={self.waiting} waiting_rows={self.waiting_rows}>"
@@ -361,17 +353,10 @@ class Gate:
         """
         crowded: list[Ticket] = []
         client = ticket.lane.client
-        while self.waiting:
+        while self.waiting and self.waiting_rows + ticket.rows > self._waiting_rows_max:
             # The client with the most waiting, counting the new request, causes the excess.
-            if self.waiting_rows + ticket.rows > self._waiting_rows_max:
-                heaviest = max(self._turns, key=_waiting_rows)
-                is_own = client.waiting_rows + ticket.rows >= heaviest.waiting_rows
-            elif self.waiting_nbytes + ticket.nbytes > self._waiting_nbytes_max:
-                heaviest = max(self._turns, key=_waiting_nbytes)
-                is_own = client.waiting_nbytes + ticket.nbytes >= heaviest.waiting_nbytes
-            else:
-                break
-            if is_own:
+            heaviest = max(self._turns, key=_waiting_rows)
+            if client.waiting_rows + ticket.rows >= heaviest.waiting_rows:
                 return crowded, False
             latest = heaviest.latest()
             assert latest is not None, "a client has the most waiting, and nothing waits"
@@ -389,7 +374,7 @@ class Gate:
         client.add(queue, ticket.priority)
         self._turns.add(client)
         self.waiting += 1
-        self._count(lane, ticket.rows, ticket.nbytes)
+        self._count(lane, ticket.rows)
         if ticket.deadline_ns != NO_DEADLINE_NS:
             if len(self._deadlines) > 2 * self.waiting + DEAD_MIN:
                 self._deadlines = [entry for entry in self._deadlines if entry[2].is_waiting]
@@ -471,15 +456,12 @@ class Gate:
         ticket.lane.waiting -= 1
         ticket.lane.queue(ticket.priority).left()
         self.waiting -= 1
-        self._count(ticket.lane, -ticket.rows, -ticket.nbytes)
+        self._count(ticket.lane, -ticket.rows)
 
-    def _count(self, lane: ConnectionShare, rows: int, nbytes: int) -> None:
-        client = lane.client
+    def _count(self, lane: ConnectionShare, rows: int) -> None:
         lane.waiting_rows += rows
-        client.waiting_rows += rows
-        client.waiting_nbytes += nbytes
+        lane.client.waiting_rows += rows
         self.waiting_rows += rows
-        self.waiting_nbytes += nbytes
 
 
 def _waiting(queue: _Queue) -> int:
@@ -488,7 +470,3 @@ def _waiting(queue: _Queue) -> int:
 
 def _waiting_rows(client: ClientShare) -> int:
     return client.waiting_rows
-
-
-def _waiting_nbytes(client: ClientShare) -> int:
-    return client.waiting_nbytes

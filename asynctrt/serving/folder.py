@@ -1,4 +1,4 @@
-"""Find models in a folder in Triton's layout, ``NAME/VERSION/model.onnx``."""
+"""Find models in a folder in Triton's layout, ``NAME/VERSION/model.onnx``, or that of a single model."""
 
 import logging
 import os
@@ -70,7 +70,7 @@ class ModelFolder:
     """A folder of models: a :class:`~asynctrt.serving.entries.ModelPlace` of a repository.
 
     :param path: the folder. Each folder in it is a model; in a model, each folder whose name is a number is a
-        version.
+        version. A ``model.onnx`` or ``model.plan`` right in it is version 1 of a model of the folder's name.
     :param device: the device of models whose ``config.pbtxt`` names none.
     :param settings: options of engines; those in a ``config.pbtxt`` take precedence.
     """
@@ -82,7 +82,7 @@ class ModelFolder:
         self._device = device
         self._settings = dict(settings or {})
         self._warned: dict[str, tuple[str, ...]] = {}
-        self._left_out: tuple[str, ...] = ()
+        self._left_out: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<ModelFolder {str(self.path)!r}>"
@@ -117,34 +117,49 @@ class ModelFolder:
     def _names(self) -> list[str]:
         try:
             with os.scandir(self.path) as found:
-                names = sorted(
-                    item.name
-                    for item in found
-                    if item.name[0] != "." and item.name not in NOT_MODELS and item.is_dir()
-                )
+                entries = {item.name: Path(item).is_dir() for item in found if item.name[0] != "."}
         except OSError as error:
             raise ModelNotFoundError(
                 f"the models' folder {str(self.path)!r} cannot be read: {error}"
             ) from error
-        bad = tuple(name for name in names if not is_name(name))
-        if bad and bad != self._left_out:
+        files = set(filenames().values())
+        folders = [name for name, is_dir in entries.items() if is_dir and name not in files.union(NOT_MODELS)]
+        if not files.isdisjoint(entries):
+            folders.append(self.path.resolve().name)
+        names = {name for name in folders if is_name(name) and self._is_model(name)}
+        left_out = set(folders) - names
+        if left_out - self._left_out:
             logger.warning(
-                "%d folders in %s are ignored, because their names are not printable; one is %r",
-                *(len(bad), self.path, bad[0]),
+                "%d folders in %s are ignored, because their names are not printable, or because they have "
+                "neither a version, such as 1/model.onnx, nor a %s; one is %r",
+                *(len(left_out), self.path, CONFIG, min(left_out)),
             )
-        self._left_out = bad
-        return [name for name in names if is_name(name)]
+        self._left_out = left_out
+        return sorted(names)
+
+    def _is_model(self, name: str) -> bool:
+        """Return whether the folder of that name is a model. If it does not exist, this one is meant."""
+        try:
+            with os.scandir(self.path / name) as found:
+                return any(item.name == CONFIG or is_version(item.name) for item in found)
+        except OSError:
+            return True  # If it cannot be read, loading it says why.
 
     def _versions(self, name: str) -> dict[str, FoundVersion]:
         if name not in self._names():
             raise UnknownModelError(f"unknown model {name!r:.200}; there is none in {str(self.path)!r}")
         folder = self.path / name
+        is_bare = not folder.is_dir()
+        if is_bare:
+            folder = self.path.resolve()
         self._check_within(folder)
         config = read_model_config(folder, self.path)
         if config.ignored != self._warned.get(name, ()):
             self._warned[name] = config.ignored
             for sentence in config.ignored:
                 logger.warning("%s: %s", folder / CONFIG, sentence)
+        if is_bare:
+            return {"1": self._version(folder, "1", config, folder)}
         try:
             known = [item.name for item in folder.iterdir() if is_version(item.name) and item.is_dir()]
         except OSError as error:
@@ -154,7 +169,8 @@ class ModelFolder:
                 f"{str(folder)!r} has no versions: put the model into a folder with a number for a name, as "
                 f"in {str(folder / '1' / filenames()['onnxruntime'])!r}"
             )
-        return {version: self._version(folder, version, config) for version in config.policy.choose(known)}
+        chosen = config.policy.choose(known)
+        return {version: self._version(folder, version, config, folder / version) for version in chosen}
 
     def _check_within(self, path: Path) -> None:
         try:
@@ -164,13 +180,13 @@ class ModelFolder:
                 f"{str(path)!r} is not read: {error.strerror}. Put the file itself there"
             ) from error
 
-    def _version(self, folder: Path, version: str, config: ModelConfig) -> FoundVersion:
-        path = _file(folder / version, config)
+    def _version(self, folder: Path, version: str, config: ModelConfig, place: Path) -> FoundVersion:
+        path = _file(place, config)
         self._check_within(path)
         device = config.device or self._device
         settings = {**self._settings, **config.options_on(device)}
         model = ModelSource(folder.name, version, str(path), settings, device)
-        return FoundVersion(model, config, folder / version)
+        return FoundVersion(model, config, place)
 
 
 def _file(folder: Path, config: ModelConfig) -> Path:

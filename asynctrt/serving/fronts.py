@@ -20,12 +20,11 @@ from asynctrt._util import clock
 from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.errors import UsageError
 from asynctrt.serving import command
-from asynctrt.serving.api import Answer, Headers, Page
+from asynctrt.serving.api import Answer, Headers, Page, pages_alone
 from asynctrt.serving.command import ServeConfig
 from asynctrt.serving.http import Hub
 from asynctrt.serving.listener import cannot_listen
 from asynctrt.serving.metrics import compressed, merged_answer
-from asynctrt.serving.monitoring import PagesAlone
 from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.signals import StopSignals
 from asynctrt.serving.systemd import notify_ready
@@ -487,7 +486,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         fronts = Fronts(replace(config, settings=own, notes=()), held, say)
         listener = None
         if settings.metrics_port is not None:
-            hub = Hub(PagesAlone({"/metrics": Page(fronts.metrics, is_open=True)}, settings))
+            hub = Hub(pages_alone({"/metrics": Page(fronts.metrics, is_open=True)}, settings))
             try:
                 listener = await hub.loop.create_server(hub, settings.host, settings.metrics_port)
             except OSError as error:

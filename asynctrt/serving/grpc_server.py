@@ -119,9 +119,6 @@ DETAILS_LENGTH_MAX: Final = 2000
 HANDSHAKE_MS: Final = int(HANDSHAKE_S * 1000)
 """Time limit for a new connection's handshake: TLS, and HTTP/2's first frame."""
 
-FIELDS_MAX: Final = 64
-"""Fields that a large request may have besides its tensors."""
-
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -613,10 +610,7 @@ class GrpcServer:
 
     def _split(self, body: Body) -> SplitRequest:
         """Take the raw tensors out of an inference request, unless the rest is too large."""
-        settings = self._settings
-        # Three fields for each tensor: input, raw contents, output. The rest is for names and parameters.
-        fields_max = 3 * settings.max_tensors + FIELDS_MAX
-        return split_request(body, fields_max=fields_max, nbytes_max=settings.max_json)
+        return split_request(body, nbytes_max=self._settings.max_json)
 
     async def _parsed(self, split: SplitRequest, caller: Caller, hold: Hold) -> Any:
         """Parse everything but the raw tensors, in a thread if it is much."""

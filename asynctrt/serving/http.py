@@ -44,6 +44,8 @@ from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
 from asynctrt.serving.places import Places
 from asynctrt.serving.responses import ID_HEADER
 
+RATE_MIN: Final = 1024
+"""Bytes a second that a client has to read, over ``write_timeout``, of answers that wait for it."""
 SWEEP_S: Final = 0.25
 """Seconds between checks of all connections for timeouts."""
 SWEEP_CONNECTIONS: Final = 500
@@ -77,7 +79,9 @@ ERRORS: Final = {401: UnauthorizedError, 413: TooLargeError, 431: TooLargeError,
 """The error for a refusal with a given status; :class:`RequestError` for any other."""
 
 REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
-CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+VERSION: Final = b"HTTP/1.1 "
+"""The beginning of every answer."""
+CONTINUE: Final = VERSION + b"100 Continue\r\n\r\n"
 ID_LINE: Final = b"X-Request-ID: %b\r\n"
 BINARY_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\n"
@@ -129,7 +133,7 @@ class Hub:
         self.request_ticks = ticks_of(self.settings.request_timeout)
         self.idle_ticks = ticks_of(self.settings.idle_timeout)
         self.write_ticks = ticks_of(self.settings.write_timeout)
-        self.write_nbytes_min = self.settings.min_rate * self.settings.write_timeout
+        self.write_nbytes_min = RATE_MIN * self.settings.write_timeout
         self.refused_ticks = min(self.write_ticks, ticks_of(REFUSED_S))
         self.has_cors = bool(self.settings.allow_origins)
         self.is_short_of_memory = False
@@ -386,6 +390,8 @@ class HttpConnection(asyncio.Protocol):
         self._is_handed_over = False
         self._is_half_closed = False
         """Whether its client has stopped sending, but waits for answers."""
+        self._has_begun = False
+        """Whether the beginning of the current answer was sent."""
         self._is_refused = False
         self._writing = Writing()
         self._touched = hub.tick
@@ -475,15 +481,11 @@ class HttpConnection(asyncio.Protocol):
         return bool(self._waiting or (self._reader is not None and self._reader.rest))
 
     def _probe(self) -> None:
-        """Send an interim answer: a half-closed client skips it, and one that has disconnected resets."""
-        request = self._current
-        if request is None or self._transport.is_closing():
-            return
-        if request.version == "1.0":  # It has no interim answers.
-            self._hub.close_soon(self._transport)
-            return
-        self._transport.write(CONTINUE)
-        self._hub.loop.call_later(PROBE_S, self._look_for_reset)
+        """Send the beginning of the answer: a client that has disconnected resets the connection."""
+        if self._current is not None and not self._transport.is_closing():
+            self._has_begun = True
+            self._transport.write(VERSION)
+            self._hub.loop.call_later(PROBE_S, self._look_for_reset)
 
     def _look_for_reset(self) -> None:
         if not self._transport.is_closing() and is_reset(self._transport):
@@ -793,7 +795,8 @@ class HttpConnection(asyncio.Protocol):
             answer = self._api.with_cors(request.headers, answer)
         status = answer.status
         nbytes = sum([len(piece) for piece in answer.body])
-        lines = [f"HTTP/1.1 {status} ".encode(), REASONS[status], b"\r\n"]
+        begun, self._has_begun = self._has_begun, False
+        lines = [b"" if begun else VERSION, b"%d " % status, REASONS[status], b"\r\n"]
         lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in answer.headers]
         if status != 204:  # A 204 has no body, and must not state a length.
             lines.append(b"Content-Length: %d\r\n" % nbytes)

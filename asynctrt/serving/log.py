@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ from asynctrt._util import clock
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.admission import Inference, has_result
-from asynctrt.serving.api import CANCELLED_STATUS
+from asynctrt.serving.api import CANCELLED_STATUS, Headers
 from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.line_writer import LineWriter
 from asynctrt.serving.responses import ID_HEADER
@@ -65,38 +66,40 @@ class AccessLog:
         inference: Inference | None = None,
     ) -> None:
         """Write a line for an answered HTTP request."""
-        now_ns = clock.now_ns()
-        line = {
-            "time": clock.wall_ns(now_ns) / 1e9,
-            "peer": peer[0] if isinstance(peer, tuple) else None,
-            "method": request.method.decode("latin-1"),
-            "path": request.path.decode("latin-1"),
-            "request_id": request.headers.get(ID_HEADER, b"").decode("latin-1"),
-            "status": status,
-            "nbytes": nbytes,
-            "duration_us": (now_ns - request.began_ns) // 1000 if request.began_ns else None,
-        }
-        self._append(line | (_of(inference) if inference is not None else {}))
+        method, began_ns = request.method.decode("latin-1"), request.began_ns
+        more = {"path": request.path.decode("latin-1"), "nbytes": nbytes}
+        self._append(method, peer, request.headers, status, began_ns, inference, more)
 
     def write_inference(self, protocol: str, peer: Any, inference: Inference) -> None:
         """Write a line for an ended inference that came over another protocol."""
-        now_ns, future = clock.now_ns(), inference.future
-        status = 200
+        future, status = inference.future, 200
         if future.cancelled():
             status = CANCELLED_STATUS
         elif (error := future.exception()) is not None:
             status = error.http_status if isinstance(error, AsynctrtError) else 500
+        self._append(protocol, peer, inference.headers, status, inference.began_ns, inference, {})
+
+    def _append(
+        self,
+        method: str,
+        peer: Any,
+        headers: Headers,
+        status: int,
+        began_ns: int,
+        inference: Inference | None,
+        more: Mapping[str, Any],
+    ) -> None:
+        now_ns = clock.now_ns()
         line = {
             "time": clock.wall_ns(now_ns) / 1e9,
             "peer": peer[0] if isinstance(peer, tuple | list) else peer,
-            "method": protocol,
-            "request_id": inference.headers.get(ID_HEADER, b"").decode("latin-1"),
+            "method": method,
+            "request_id": headers.get(ID_HEADER, b"").decode("latin-1"),
             "status": status,
-            "duration_us": (now_ns - inference.began_ns) // 1000,
+            "duration_us": (now_ns - began_ns) // 1000 if began_ns else None,
+            **more,
+            **(_of(inference) if inference is not None else {}),
         }
-        self._append(line | _of(inference))
-
-    def _append(self, line: dict[str, Any]) -> None:
         raw = dump(line) + b"\n"
         self._lines.append(raw)
         self._nbytes += len(raw)

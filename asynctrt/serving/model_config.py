@@ -87,14 +87,22 @@ IGNORED: Final = {
     "response_cache.enable": "asynctrt has no cache of answers",
     "output.label_filename": "the classification extension is not supported",
     "input.format": "it says nothing that the dims do not",
-    "parameters": "they are for other backends",
+    "parameters": "they are for Triton's backends: the options of engines are settings of the server",
     "metric_tags": "metrics have the model's name and version",
     "model_metrics": "the bounds of histograms are the same for all models",
     "optimization.cuda.graph_spec.input": "graphs are captured for the model's own shapes",
     "optimization.cuda.graph_spec.graph_lower_bound": "a batch is padded to the next captured size",
+    "optimization.cuda.busy_wait_events": "asynctrt chooses how it waits for a batch",
+    "optimization.cuda.output_copy_stream": "one batch is copied while another computes",
     "optimization.execution_accelerators": "it is for other backends; build a TensorRT plan for model.plan",
+    "optimization.graph.level": "it is for other backends",
+    "optimization.priority": "models share a device by their weight",
+    "optimization.input_pinned_memory.enable": "what is copied to a GPU is always in pinned memory",
+    "optimization.output_pinned_memory.enable": "what is copied from a GPU is always in pinned memory",
+    "optimization.gather_kernel_buffer_threshold": "rows are gathered on the host",
+    "optimization.eager_batching": "a batch is filled while requests arrive",
 }
-"""The warning's text for some ignored fields; for the others, it says that there is no such setting."""
+"""The fields that are ignored with a warning, each with why. The tables have all fields of Triton's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +224,7 @@ def interpret(text: str, folder: Path) -> ModelConfig:
         if why is not None and value:
             raise ModelError(f"{path} is not supported: {why}")
         if why is None and path not in READ and value:
-            ignored.append(f"{path} is ignored: {IGNORED.get(path, 'asynctrt has no such setting')}")
+            ignored.append(f"{path} is ignored: {IGNORED[path]}")
     if message.name and message.name != folder.name:
         raise ModelError(f"its name is {message.name!r}, and that of its folder {folder.name!r}")
     if message.max_batch_size < 0:

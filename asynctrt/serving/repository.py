@@ -43,8 +43,8 @@ logger = logging.getLogger("asynctrt.serving")
 class Repository:
     """Models by name and version. Engines that were added open are closed by their owner.
 
-    :param settings: its limits on requests apply: ``max_tensors``, ``max_json``, ``max_answer`` and
-        ``max_waiting``. A server of it has these settings unless it is given others.
+    :param settings: its limits on requests apply: ``max_json`` and ``max_answer``. A server of it has these
+        settings unless it is given others.
     """
 
     def __init__(self, settings: ServerSettings | None = None) -> None:

@@ -43,7 +43,7 @@ class ServedModel:
         self._settings = settings or ServerSettings()
         self._codecs: dict[type[ModelCodec], Any] = {}
         self.codec = self.codec_of(JsonCodec)
-        self.admission = Admission(engine, self._settings.max_waiting)
+        self.admission = Admission(engine)
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)
         self.failed_ns = 0
@@ -76,7 +76,6 @@ class ServedModel:
                 self.version,
                 self.engine.inputs,
                 self.engine.outputs,
-                tensors_max=self._settings.max_tensors,
                 rows_max=self.engine.options.max_queue_rows,
                 json_max=self._settings.max_json,
                 answer_max=self._settings.max_answer,

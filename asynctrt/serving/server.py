@@ -27,7 +27,7 @@ from asynctrt._util.process import calm_gc
 from asynctrt.core.loading import limit_gpu_memory
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.kserve.json_codec import dump
-from asynctrt.serving.api import Api
+from asynctrt.serving.api import Api, pages_alone
 from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
@@ -36,7 +36,6 @@ from asynctrt.serving.http import SWEEP_S, Hub
 from asynctrt.serving.listener import Listener, cannot_listen
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
-from asynctrt.serving.monitoring import PagesAlone
 from asynctrt.serving.openapi import ask_of, docs_pages
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
@@ -187,7 +186,7 @@ class Server:
             await self._listen(hub, "http_port", tls)
             if settings.metrics_port is not None:
                 pages = {"/metrics": metrics.page(is_open=True)}
-                self._metrics_hub = Hub(PagesAlone(pages, settings))
+                self._metrics_hub = Hub(pages_alone(pages, settings))
                 await self._listen(self._metrics_hub, "metrics_port")
             if settings.grpc:
                 self._grpc = GrpcServer(self.api, settings, self._certificate, shares_port=self._is_front)

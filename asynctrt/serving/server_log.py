@@ -47,6 +47,15 @@ def set_up_logging(form: LogFormat, level: LogLevel) -> None:
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("asynctrt").setLevel(level.upper())
+    logging.getLogger("grpc._cython.cygrpc").addFilter(is_news)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Return whether a record of gRPC's is worth a line.
+
+    For each answer whose client has just gone it logs an error with a traceback: clients could fill a disk.
+    """
+    return not record.getMessage().startswith("ExecuteBatchError ")
 
 
 class WriterHandler(logging.Handler):

@@ -178,11 +178,6 @@ class ServerSettings:
         check=count(1),
         doc="Bytes of a request line and its headers.",
     )
-    max_tensors: int = setting(
-        default=64,
-        check=count(1),
-        doc="Inputs, and outputs, that a request may name.",
-    )
     max_connections: int = setting(
         default=4096,
         check=count(1),
@@ -218,13 +213,6 @@ class ServerSettings:
         doc="""A header that names the client, for a server behind a proxy that sets it and lets no client set
         it, such as ``X-Real-IP``. Requests without it are shared by ``share_by``. Default: none.""",
     )
-    max_waiting: int = setting(
-        default=256 << 20,
-        check=count(1),
-        doc="""Bytes of the inputs that wait for a model that is overloaded; rows are limited by the engine's
-        ``max_queue_rows``. Beyond either the client that has the most waiting is answered 503.""",
-    )
-
     request_timeout: float = setting(
         default=60.0,
         check=duration(0, SECONDS_MAX),
@@ -239,13 +227,8 @@ class ServerSettings:
     write_timeout: float = setting(
         default=30.0,
         check=duration(0, SECONDS_MAX),
-        doc="""How long a client may read less than ``min_rate`` bytes a second of an answer that is waiting
-        for it; over gRPC, how long it may take for an answer whose room others need.""",
-    )
-    min_rate: int = setting(
-        default=1024,
-        check=count(1),
-        doc="Bytes a second that a client has to read, over ``write_timeout``, of answers that wait for it.",
+        doc="""How long a client may read less than 1 KiB a second of an answer that is waiting for it; over
+        gRPC, how long it may take for an answer whose room others need.""",
     )
     drain_timeout: float = setting(
         default=30.0,

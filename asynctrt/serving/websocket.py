@@ -23,7 +23,6 @@ with status 503, and the connection is closed with code 1001 once all others are
 """
 
 import asyncio
-import re
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -38,7 +37,7 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.codec import FAST_NBYTES, LAYOUT_NBYTES_MAX, DecodedRequest
 from asynctrt.kserve.datatypes import LENGTH_NBYTES, Buffer, Pause, brief, no_pause
-from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, parsed_nbytes
+from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, parsed_nbytes, split_id
 from asynctrt.serving.admission import Caller, Inference, address_of
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, ModelRoute, logger
 from asynctrt.serving.coding import Body
@@ -59,9 +58,6 @@ BEARER: Final = b"bearer."
 """Prefix of a subprotocol ``bearer.TOKEN``, with which a browser sends its token: it cannot set headers."""
 BEARER64: Final = b"bearer64."
 """Prefix for the token in URL-safe Base64, unpadded: a subprotocol may not contain ``=`` or ``/``."""
-
-LEADING_ID: Final = re.compile(rb'\{"id": ?"([\w.:-]{1,%d})"' % ID_CHARS_MAX)
-"""The beginning of a head, if that is a plain id."""
 
 Message = bytes | str
 Encoded = tuple[bytes, list[Buffer]]
@@ -100,7 +96,7 @@ class WebSocketSession:
         """The account of the client, which all its connections share."""
         self._tokens_version = api.tokens_version
         self._latest = b"", ModelRoute("", "", "infer")
-        """The head after its id, and the model, of the latest request that was parsed."""
+        """The head without its id, and the model, of the latest request that was parsed."""
         self._in_flight_max = api.settings.max_requests_per_connection
         self._answer_nbytes_max = api.settings.max_body
         self._answer_nbytes = 0
@@ -218,11 +214,9 @@ class WebSocketSession:
         route = self._route or _route_of(content)
         find = self._api.repository.find if between is no_pause else self._api.repository.find_in_thread
         seen.served = served = find(route.name, route.version)
-        request = served.codec.decode_parsed(content, len(head), raw, start + len(head), between)
-        rest = _rest_of(head)
-        if rest:
-            served.codec.remember(rest, request.layout)
-            self._latest = rest, route
+        known = head if len(head) <= LAYOUT_NBYTES_MAX else b""
+        request = served.codec.decode_parsed(content, len(head), raw, start + len(head), between, head=known)
+        self._latest = split_id(known)[0], route
         return request
 
     def _read_known(self, seen: "_Seen", head: bytes, raw: Body, start: int) -> DecodedRequest | None:
@@ -230,10 +224,7 @@ class WebSocketSession:
 
         :param start: where its raw tensors begin in ``raw``.
         """
-        found = LEADING_ID.match(head)
-        if found is None:
-            return None
-        rest = head[found.end() :]
+        rest, request_id = split_id(head)
         route = self._route
         if route is None:
             latest, route = self._latest
@@ -243,10 +234,10 @@ class WebSocketSession:
             served = self._api.repository.find(route.name, route.version)
         except AsynctrtError:
             return None  # What else is wrong with the request is found out by parsing it.
-        request = served.codec.decode_known(rest, raw, start)
+        request = served.codec.decode_known(rest, request_id, raw, start)
         if request is not None:
             seen.served = served
-            seen.request_id = request.id = found[1].decode()
+            seen.request_id = request_id
         return request
 
     def _act(self, seen: "_Seen", request: DecodedRequest | None) -> None:
@@ -442,18 +433,6 @@ def _head_of(message: Buffer) -> bytes:
             f"one has {len(message)} bytes in all and states a header of {length}"
         )
     return bytes(message[LENGTH_NBYTES : LENGTH_NBYTES + length])
-
-
-def _rest_of(head: bytes) -> bytes:
-    """Return the part of a head after its id, if it can be cached; otherwise empty.
-
-    It cannot if it may have another id, perhaps written with escapes, which would count instead.
-    """
-    found = LEADING_ID.match(head)
-    if found is None or len(head) > LAYOUT_NBYTES_MAX or b"\\" in head:
-        return b""
-    rest = head[found.end() :]
-    return b"" if b'"id"' in rest else rest
 
 
 def _route_of(content: Mapping[str, Any]) -> ModelRoute:

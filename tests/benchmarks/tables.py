@@ -511,7 +511,6 @@ def config_pbtxt():
     for what, settings in tables.items():
         for path, said in settings.items():
             yield f"`{path}`", what, said
-    yield "any other of Triton's", "ignored", "asynctrt has no such setting"
 
 
 def other_words():

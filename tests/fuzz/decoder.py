@@ -41,6 +41,7 @@ MESSAGE_CHARS_MAX = 1000
 """An error must not quote a large request at length."""
 
 LEADING_ID = re.compile(rb'\{"id":"[^"\\]*"')
+ANY_ID = re.compile(rb'"id"(\s*:\s*)"[^"\\]*"')
 
 
 def make_codec():
@@ -186,6 +187,17 @@ def _relatives(body, head_nbytes):
     for rest in rests:
         for start in (b"", b'{"id":"other"', b'{"id":""', b'{"id":"\\u0061"', b'{"id":7', b"{"):
             yield start + rest + tensors, len(start) + len(rest)
+    ends = (
+        b',"id":"other"}',
+        b',"id" : ""}',
+        b',"parameters":{"id":"other"}}',
+        b',"id":"other","id":"last"}',
+    )
+    others = [head.rstrip()[:-1] + end for end in ends]
+    others += [ANY_ID.sub(b'"id":"%b"' % other, head) for other in (b"other", b"")]
+    others += [ANY_ID.sub(rb'"id"\1"other"', head, count=1)]
+    for other in others:
+        yield other + tensors, len(other)
 
 
 def _are_same(array, data):

@@ -140,7 +140,7 @@ def check_frames(raw, sizes):
 def check_protobuf(raw, sizes):
     """Check that a split message is the message. It comes whole."""
     try:
-        split = protobuf.split_request(raw, fields_max=40, nbytes_max=NBYTES_MAX)
+        split = protobuf.split_request(raw, nbytes_max=NBYTES_MAX)
     except CallerError as error:
         check_error(error)
         return

@@ -154,8 +154,6 @@ class TestRefusals:
             decoded(codec(ROW, json_max=100), instances=[[1, 2]] * 50)
         with pytest.raises(CallerError, match="queue"):
             decoded(codec(ROW, rows_max=3), instances=[[1, 2]] * 4)
-        with pytest.raises(TooLargeError, match="at most 1 are accepted"):
-            decoded(codec(*TWO, tensors_max=1), inputs={"ids": [[1]], "scale": [1]})
         with pytest.raises(TooLargeError, match="at most 8 are"):
             decoded(codec(ROW, answer_max=8), instances=[[1, 2]] * 2)
         wide = TensorSpec("y", "float32", (100,))

@@ -11,13 +11,12 @@ MS = 1_000_000
 BATCH = 64
 
 
-def gate_of(*, batch=BATCH, busy=2, full=4, rows=4096, nbytes=1 << 20):
+def gate_of(*, batch=BATCH, busy=2, full=4, rows=4096):
     return Gate(
         batch_rows=batch,
         busy_rows=busy * batch,
         full_rows=full * batch,
         waiting_rows_max=rows,
-        waiting_nbytes_max=nbytes,
     )
 
 
@@ -166,16 +165,6 @@ def test_too_much_is_refused_to_who_has_the_most():
     assert gate.waiting_rows == 100
 
 
-def test_bytes_count_too():
-    gate = gate_of(batch=8, nbytes=1000)
-    flood(gate, "small", 40, nbytes=1)
-    lane = gate.lane("large")
-    large = [send(gate, lane, 4, nbytes=400) for _ in range(2)]
-    assert gate.make_room(Ticket(lane, 1, nbytes=400)) == ([], False)
-    crowded, has_room = gate.make_room(Ticket(gate.lane("small"), 1, nbytes=200))
-    assert (crowded, has_room) == (large[1:], True)
-
-
 def test_what_has_left_is_not_admitted():
     gate = gate_of(batch=8)
     greedy = flood(gate, "greedy", 500)
@@ -222,7 +211,6 @@ def counted(gate, lanes, tickets, now_ns):
     assert gate.rows == sum(ticket.rows for ticket in inside)
     assert gate.waiting == len(waiting) == sum(lane.waiting for lane in lanes)
     assert gate.waiting_rows == sum(ticket.rows for ticket in waiting)
-    assert gate.waiting_nbytes == sum(ticket.nbytes for ticket in waiting)
     assert not waiting or inside or gate.admit(now_ns), "what waits is let in when nothing else is"
     return inside + waiting
 
@@ -231,9 +219,7 @@ def counted(gate, lanes, tickets, now_ns):
 def test_any_order_of_events(seed):
     """Nothing is lost, counts are right, and whoever has little is in the engine within a few batches."""
     choose = random.Random(seed)
-    gate = gate_of(
-        batch=choose.choice([1, 2, 8]), rows=choose.choice([20, 200]), nbytes=choose.choice([50, 5000])
-    )
+    gate = gate_of(batch=choose.choice([1, 2, 8]), rows=choose.choice([20, 200]))
     lanes = [gate.lane(name) for name in (1, 1, 2, 3)]
     tickets, now_ns = [], 0
     for _ in range(2000):
@@ -243,7 +229,6 @@ def test_any_order_of_events(seed):
                 ticket = Ticket(
                     choose.choice(lanes),
                     choose.randint(1, gate.batch_rows),
-                    nbytes=choose.randrange(20),
                     priority=choose.randrange(3),
                     deadline_ns=now_ns + choose.randrange(100 * MS),
                 )
@@ -264,4 +249,4 @@ def test_any_order_of_events(seed):
         tickets = counted(gate, lanes, tickets, now_ns)
     for ticket in gate.clear():
         assert not ticket.is_waiting
-    assert (gate.waiting, gate.waiting_rows, gate.waiting_nbytes) == (0, 0, 0)
+    assert (gate.waiting, gate.waiting_rows) == (0, 0)

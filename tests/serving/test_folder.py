@@ -75,12 +75,42 @@ async def test_the_layout(tmp_path):
     for other in ("m/010", "m/x", ".git/1", "m/²", "lost+found", "__pycache__"):
         (tmp_path / other).mkdir(parents=True)
     (tmp_path / "README").write_text("no model")
+    (tmp_path / "loop").symlink_to("loop")
     async with loaded(tmp_path, settings={"max_rows": 3}) as (repository, _):
         assert states(repository) == {"m:10": "READY", "inner:1": "READY"}
         assert await factor(repository) == 11
         assert await factor(repository, "inner") == 5
         assert repository.find("m").engine.max_rows == 3
         assert repository.is_ready
+
+
+async def test_a_folder_that_is_a_model_itself(tmp_path):
+    """As exporters write it, and as it is mounted from a store of single models."""
+    folder = tmp_path / "classifier"
+    scale_onnx(folder / "model.onnx", 7)
+    (folder / "config.pbtxt").write_text('name: "classifier" max_batch_size: 5')
+    (folder / "tokenizer").mkdir()
+    async with loaded(folder, settings={"max_rows": 3}) as (repository, place):
+        assert states(repository) == {"classifier:1": "READY"}
+        assert await factor(repository, "classifier") == 7
+        assert repository.find("classifier").engine.max_rows == 5
+        scale_onnx(folder / "model.onnx", 8)
+        scale_onnx(folder / "other/2/model.onnx", 9)
+        await repository.load("classifier")
+        assert await factor(repository, "classifier") == 8
+        await repository.load("other")
+        assert await factor(repository, "other") == 9
+        assert await place.names() == ["classifier", "other"]
+
+
+async def test_a_folder_that_is_no_model_keeps_nothing_from_being_ready(tmp_path, caplog):
+    scale_onnx(tmp_path / "m/1/model.onnx", 2)
+    (tmp_path / "docs/images").mkdir(parents=True)
+    async with loaded(tmp_path) as (repository, folder):
+        assert repository.is_ready
+        assert states(repository) == {"m:1": "READY"}
+        await folder.names()
+        assert caplog.text.count("'docs'") == 1
 
 
 async def test_a_configuration_of_the_models_own(tmp_path):
@@ -101,7 +131,7 @@ async def test_a_configuration_of_the_models_own(tmp_path):
 @pytest.mark.parametrize(
     ("files", "config", "says"),
     [
-        ({}, None, "has no versions"),
+        ({}, "", "has no versions"),
         ({"1/model.plan": b"x"}, None, "device='cuda:0'"),
         ({"1/other.onnx": b"x"}, None, r"1/model\.onnx"),
         ({"1/model.onnx": b"x", "1/model.plan": b"x"}, None, "state the backend"),

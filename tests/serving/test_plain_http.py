@@ -116,6 +116,17 @@ class TestPredict:
                 status, answer = await predict(server, ROWS, Inference_Header_Content_Length=length)
                 assert (status, "leave out Inference-Header-Content-Length" in answer["error"]) == (400, True)
 
+    async def test_what_is_sent_to_another_path_is_told_which(self):
+        async with serving() as server:
+            for path, named in (
+                ("/v2/models/double/infer", "/v1/models/NAME:predict"),
+                ("/v2/models/double", "/v2/models/NAME/infer"),
+                ("/v1/models/double", "/v1/models/NAME:predict"),
+            ):
+                status, answer = await predict(server, ROWS, path)
+                assert status in (400, 405)
+                assert named in answer["error"]
+
     async def test_a_huge_list_is_refused_by_its_size(self):
         async with serving() as server:
             status, answer = await predict(server, b'{"instances":[' + b"[1,2,3,4]," * 20_000 + b"[1]]}")

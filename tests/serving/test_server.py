@@ -358,6 +358,8 @@ class TestAsAProcess:
     def test_what_is_wrong_is_said_in_a_line(self):
         wrong = [
             ([], "no model to serve"),
+            (["docs"], "no model to serve"),
+            (["docs", "--fronts", "2"], "no model to serve"),
             (["nothing.onnx"], "there is no file 'nothing.onnx'"),
             (["no.module:model"], "cannot be imported"),
             (["tests.models:rows"], "rows"),

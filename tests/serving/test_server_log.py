@@ -79,6 +79,7 @@ class TestForms:
             ours.info("an info")
             ours.error("an error")
             logging.getLogger("another").info("not ours")
+            logging.getLogger("grpc._cython.cygrpc").error("ExecuteBatchError raised in core by a method")
             lines = sys.stderr.getvalue().splitlines()
         finally:
             root.handlers[:], ours.level = before[0], before[2]

@@ -1,14 +1,17 @@
 """Pauses of the event loop: measured, counted and logged."""
 
+import asyncio
 import time
 
 import pytest
 
 from asynctrt._util import clock
 from asynctrt.serving.api import Answer, Page
+from asynctrt.serving.command import check, configure
 from asynctrt.serving.latency import BOUNDS_NS
 from asynctrt.serving.stalls import BEAT_S, PERIOD_NS
 from tests.helpers import until
+from tests.models import double_model
 from tests.serving.support import WAIT_S, ask, serving
 
 pytestmark = pytest.mark.anyio
@@ -75,6 +78,19 @@ async def test_pauses_of_a_server_that_does_not_serve_yet_are_not_reported(caplo
         assert (await ask(server, "/hold"))[0] == 200
         await until(lambda: sum(stalls.delays[:-1]) > beats + 1)
         assert (stalls.count, lines(caplog)) == (count, said)
+
+
+async def held_while_loading():
+    time.sleep(HELD_S)  # noqa: ASYNC251  (what should not be done)
+    await asyncio.sleep(2 * BEAT_S)
+    return double_model()
+
+
+async def test_a_configuration_that_is_checked_serves_nobody(caplog):
+    model = f"{__name__}:held_while_loading"
+    config = configure({"models": [model], "grpc": False, "max_pause": 0.02}, {})
+    await check(config, lambda _: None)
+    assert not lines(caplog)
 
 
 async def test_of_many_pauses_one_is_logged(caplog):
