@@ -54,7 +54,11 @@ class ProbeOutcome:
 
 
 def ask(
-    probe: str | Path, *args: str, timeout_s: float, env: Mapping[str, str] | None = None
+    probe: str | Path,
+    *args: str,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    running: set[subprocess.Popen[bytes]] | None = None,
 ) -> ProbeOutcome:
     """Run a probe in a child process, and return how it ended. Blocks for ``timeout_s`` at most.
 
@@ -62,7 +66,9 @@ def ask(
         takes strings and returns a value that JSON can represent.
     :param args: the arguments of the function.
     :param env: the environment of the child. Default: that of this process.
+    :param running: has the child while it runs, so that another thread can :func:`kill` it.
     """
+    running = set() if running is None else running
     path = probe if isinstance(probe, Path) else PROBES / f"{probe}.py"
     env = {**(os.environ if env is None else env), "ORT_DISABLE_TELEMETRY": "1"}
     # Files instead of pipes: a process that a probe leaves running would keep pipes open.
@@ -77,12 +83,14 @@ def ask(
             env=env,
             start_new_session=True,
         )
+        running.add(child)
         code: int | None = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = child.wait(timeout_s)
         finally:
-            _kill(child)
+            kill(child)
+            running.discard(child)
         raw, said = (os.pread(file.fileno(), CONTENT_NBYTES_MAX, 0) for file in (answer, errors))
         return _outcome(code, raw, said.decode(errors="replace"), timeout_s)
 
@@ -115,7 +123,7 @@ def _file(name: str) -> IO[bytes]:
         return tempfile.TemporaryFile(buffering=0)
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def kill(child: subprocess.Popen[bytes]) -> None:
     """Kill a child and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

@@ -31,7 +31,6 @@ TOLD = {
     "total_nbytes": 140 * GIB,
     "mig": 0,
     "mig_parts": 0,
-    "remapped": [0, 0, 0, 0],
 }
 
 COPIED = {"is_right": True, "ms": {"copied": 5.0}}
@@ -87,7 +86,6 @@ HEALTHY = Facts(
         "tensorrt_rtx": MISSING,
         "onnxruntime": answered({"version": "1.32.0", "providers": ["CPUExecutionProvider"]}),
         "cuda.bindings.driver": answered({"version": "unknown"}),
-        "uvloop": answered({"version": "0.23.0"}),
     },
     engines={"host": answered(ENGINE), "cuda:0": answered(COPIED), "worker": answered(ENGINE)},
 )

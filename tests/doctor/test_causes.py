@@ -21,7 +21,6 @@ FINDINGS = [
     # Why is PyTorch crashing CUDA on a specific line of code?
     ("too little memory on the GPU", "gpu.memory", lambda: report(nvml=nvml(free_nbytes=1 << 20))),
     ("a driver that misbehaves", "driver.broken", lambda: report(driver=failed("OSError: bad"))),
-    ("faulty hardware", "gpu.hardware", lambda: report(nvml=nvml(remapped=[0, 3, 1, 0]))),
     # What caused the failure after successfully loading libcudnn.so.7?
     ("a driver that is too old for CUDA", "driver.old", lambda: report(driver=driver(version=12020))),
     ("two halves of a driver", "driver.init", lambda: report(driver=driver(gpus=(), code=803))),
