@@ -123,12 +123,10 @@ def test_a_time_has_a_unit_where_one_is_given():
 
 @pytest.mark.tier2
 @pytest.mark.parametrize("command", ["doctor", "serve", "load"])
-def test_each_command_has_a_short_help_examples_and_the_version(command):
+def test_each_command_has_a_short_help_and_examples(command):
     code, out, _ = asynctrt_command(command, "-h", columns=80)
     assert code == 0
     assert f"asynctrt {command}" in out[out.index("Examples:") :]
-    if command == "serve":
-        assert asynctrt_command(command, "--version")[1].startswith("asynctrt ")
     if command in ("serve", "load"):
         assert "<seconds>" in out
 

@@ -72,7 +72,6 @@ def test_what_others_say_does_not_control_the_terminal(monkeypatch, capsys):
         raise OverloadError(HOSTILE)
 
     monkeypatch.setattr(cli, "app", fails)
-    monkeypatch.setattr(cli, "prepare", lambda: None)
     with pytest.raises(SystemExit):
         cli.main()
     cli._say(HOSTILE)
