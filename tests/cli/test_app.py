@@ -193,6 +193,27 @@ def test_ctrl_c_while_the_command_is_imported_is_silent(module):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+LARGE_FOLDER = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[1:] = ["demo", "."]
+from asynctrt.__main__ import main
+def walk(top):
+    os.kill(os.getpid(), signal.SIGINT)
+    for number in range(100_000):
+        time.sleep(0.01)
+        yield top, [], [f"missing-{number}"]
+os.walk = walk
+main()
+"""
+
+
+@pytest.mark.tier2
+def test_ctrl_c_ends_the_search_of_a_large_folder():
+    done = subprocess.run([sys.executable, "-c", LARGE_FOLDER], capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (130, "", False)
+
+
 @pytest.mark.tier2
 def test_demo(tmp_path):
     """Without a terminal, and 80 columns wide: no line is cut or too long, and it ends by itself."""
