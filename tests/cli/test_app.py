@@ -210,7 +210,9 @@ main()
 
 @pytest.mark.tier2
 def test_ctrl_c_ends_the_search_of_a_large_folder():
-    done = subprocess.run([sys.executable, "-c", LARGE_FOLDER], capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE_FOLDER], capture_output=True, text=True, timeout=WAIT_S
+    )
     assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (130, "", False)
 
 
