@@ -52,6 +52,11 @@ class ProbeOutcome:
         """Whether there is an answer, whatever happened afterwards."""
         return self.value is not None
 
+    @property
+    def verb(self) -> str:
+        """What it does, for messages about one that gave no right answer."""
+        return {Ending.HUNG: "hangs", Ending.CRASHED: "crashes"}.get(self.ending, "fails")
+
 
 def ask(
     probe: str | Path,

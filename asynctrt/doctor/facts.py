@@ -55,16 +55,13 @@ class Facts:
         return bool(is_named or self.machine.gpu_signs or self.gpus)
 
 
-def gather(
-    *, device: str | None = None, timeout_s: float, env: Mapping[str, str] | None = None, ask: Ask = ask
-) -> Facts:
+def gather(*, device: str | None = None, timeout_s: float, ask: Ask = ask) -> Facts:
     """Return the facts about this machine. Blocks; no probe takes longer than ``timeout_s``. Ctrl-C ends it.
 
     :param device: the device that must work: ``host``, ``cuda:0`` and so on. Default: all are tried.
-    :param env: the environment of the probes. Default: that of this process.
     :param ask: runs a probe; for tests.
     """
-    env = dict(os.environ if env is None else env)
+    env = dict(os.environ)
     # The engine probe imports asynctrt from the same place as this process.
     place = str(Path(__file__).parents[2])
     ours = {**env, "PYTHONPATH": os.pathsep.join(filter(None, (place, env.get("PYTHONPATH"))))}

@@ -1,5 +1,6 @@
 """The whole way, with real probes on this machine: a fake driver, a hidden one, and what crashes or hangs."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
+import asynctrt
 from asynctrt.backends.tensorrt_options import FLAVOURS
 from asynctrt.doctor import SICK, Level, diagnose
 from asynctrt.doctor.children import Ending, ProbeOutcome
 from asynctrt.doctor.diagnosis import conclude
 from asynctrt.doctor.facts import gather
-from asynctrt.errors import OptionsError
+from asynctrt.errors import DeviceUnavailableError, OptionsError
 from tests.doctor.support import compiled
 from tests.doctor.test_probes import DRIVER, NVML, TENSORRT
 from tests.gpu.support import gpu_is_here
+from tests.models import double_model
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 50
@@ -45,7 +48,7 @@ def test_what_cannot_be_examined_is_refused_at_once(device, kwargs, says):
 
 
 def test_all_probes_fail_and_there_is_a_report_anyway():
-    made = conclude(gather(timeout_s=1, ask=no_children, env={}))
+    made = conclude(gather(timeout_s=1, ask=no_children))
     assert made.at(Level.ERROR)
     assert "engine was not run" in made.find("engine.failed")[0].what
 
@@ -61,12 +64,12 @@ def test_a_gpu_is_used_by_one_process_at_a_time_and_only_if_it_is_there():
         return no_children(probe)
 
     gpus = []
-    gather(timeout_s=1, ask=ask, env={})
+    gather(timeout_s=1, ask=ask)
     assert ("package", "tensorrt") in asked
     assert ("engine", "cuda:0") not in asked
     asked.clear()
     gpus = [{}, {}]
-    gather(timeout_s=1, ask=ask, env={})
+    gather(timeout_s=1, ask=ask)
     using = [("package", name, "runtime") for name in FLAVOURS] + [("engine", f"cuda:{n}") for n in range(2)]
     assert len({asked[one] for one in using}) == 1
     assert {("engine", "host"), ("engine", "worker"), ("package", "onnxruntime")} <= set(asked)
@@ -87,6 +90,15 @@ def doctor(*arguments, **env):
     report = json.loads(done.stdout)
     assert report["status"] == done.returncode
     return done.returncode, {one["check"]: one for one in report["findings"]}
+
+
+@no_gpu
+def test_the_error_of_a_gpu_that_cannot_be_used_names_the_command():
+    async def run():
+        await asynctrt.open(double_model(), device="cuda:0")
+
+    with pytest.raises(DeviceUnavailableError, match="asynctrt doctor --device cuda:0"):
+        asyncio.run(run())
 
 
 @no_gpu

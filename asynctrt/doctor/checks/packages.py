@@ -56,9 +56,8 @@ def _broken(facts: Facts, name: str, check: str) -> Finding | None:
     """Return an error if importing a package fails, hangs or crashes the process."""
     outcome = facts.packages[name]
     if outcome.ending is not Ending.ANSWERED:
-        verb = {Ending.HUNG: "hangs", Ending.CRASHED: "crashes"}.get(outcome.ending, "fails")
         fix = "Reinstall it in the version that fits the driver"
-        return error(check, f"Loading {name} {verb}: {outcome.said}", fix)
+        return error(check, f"Loading {name} {outcome.verb}: {outcome.said}", fix)
     said = outcome.value.get("error")
     if said is None:
         return None
