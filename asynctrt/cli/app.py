@@ -72,16 +72,9 @@ def _seconds(given: Any) -> float:
             ) from None
 
 
-def _time_option(least: float, text: str) -> Any:
-    """Return a flag for a time in seconds of at least ``least``."""
-
-    def parse(given: Any) -> float:
-        seconds = _seconds(given)
-        if not seconds >= least:
-            raise typer.BadParameter(f"{given} is less than {least:g}")
-        return seconds
-
-    return typer.Option(parser=parse, metavar="<seconds>", help=text)
+def _time_option(text: str) -> Any:
+    """Return a flag for a time."""
+    return typer.Option(parser=_seconds, metavar="<seconds>", help=text)
 
 
 app = typer.Typer(
@@ -202,7 +195,7 @@ def _demo(
             file_okay=False,
         ),
     ] = None,
-    seconds: Annotated[float, _time_option(0.05, "How long each way is measured.")] = 2.5,
+    seconds: Annotated[float, _time_option("How long each way is measured.")] = 2.5,
 ) -> None:
     """Show in a minute what asynctrt is for.
 
@@ -236,7 +229,7 @@ def _doctor(
         str | None,
         typer.Option(help="The device that has to work, host or cuda:0."),
     ] = None,
-    timeout: Annotated[float, _time_option(0.1, "How long each probe may take.")] = DOCTOR_TIMEOUT_S,
+    timeout: Annotated[float, _time_option("How long each probe may take.")] = DOCTOR_TIMEOUT_S,
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:

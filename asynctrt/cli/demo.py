@@ -26,6 +26,7 @@ import numpy as np
 import asynctrt
 from asynctrt._util import clock
 from asynctrt._util.files import open_regular
+from asynctrt._util.validation import duration
 from asynctrt.errors import MissingExtraError
 from asynctrt.tensors import Array, TensorSpec
 
@@ -320,12 +321,16 @@ class Course:
     :param seconds: how long to measure each way.
     :param say: prints a line.
     :param note: shows the current activity until the next line.
+    :raises OptionsError: if ``seconds`` are too few to measure anything.
     """
 
     files: Sequence[Path]
     seconds: float = 2.5
     say: Callable[[str], None] = print
     note: Callable[[str], object] = bool
+
+    def __post_init__(self) -> None:
+        self.seconds = duration(0.05)("seconds", self.seconds)
 
     async def run(self) -> None:
         """Run the demo. Show each result as soon as it is known, even if the demo is cancelled."""
