@@ -133,7 +133,7 @@ def _suggest(error: Any, names: list[str]) -> None:
         error.message += f". T{removed(given)[1:]}"
         error.possibilities = []
         return
-    meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS, 0.75)
+    meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS)
     error.possibilities = [_flag_of(meant)] if meant else []
 
 

@@ -62,9 +62,8 @@ def _sentence(name: str, names: list[str]) -> str:
 
 def _meant(name: str, names: list[str]) -> str | None:
     """Return the nearest variable, or the variable for another program's name."""
-    for prefix in {known[: known.index("_", len(PREFIX)) + 1] for known in names}:
+    for prefix in (SERVE, PREFIX):  # What all names begin with would make any two of them alike.
         if name.startswith(prefix):
             own = {known.removeprefix(prefix).lower(): known for known in names if known.startswith(prefix)}
-            meant = nearest_name(name.removeprefix(prefix).lower(), own, ALL_SYNONYMS, 0.75)
-            return own[meant] if meant else nearest_name(name, names, {}, 0.85)
-    return nearest_name(name, names, {}, 0.85)
+            return own.get(nearest_name(name.removeprefix(prefix).lower(), own, ALL_SYNONYMS) or "")
+    return None

@@ -17,11 +17,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, Final
 
+from asynctrt.errors import bounded
+
 PROBES: Final = Path(__file__).parent / "probes"
 """The folder of the probes, each a file with a function ``probe``."""
 
 CONTENT_NBYTES_MAX: Final = 4 << 20
-SAID_CHARS_MAX: Final = 600
+"""The most to read of what a probe has written, which may be anything."""
 
 
 class Ending(StrEnum):
@@ -113,7 +115,7 @@ def _outcome(code: int | None, raw: bytes, said: str, timeout_s: float) -> Probe
         return ProbeOutcome(Ending.CRASHED, value, f"{names.get(-code, f'signal {-code}')}{when}")
     if code:
         # The last line is the exception, below its traceback.
-        last = said.strip().rpartition("\n")[2].strip()[:SAID_CHARS_MAX]
+        last = bounded(said.strip().rpartition("\n")[2].strip())
         return ProbeOutcome(Ending.FAILED, said=last or f"it ended with status {code}")
     if value is None:
         return ProbeOutcome(Ending.FAILED, said=f"its answer was {raw[:60]!r}")

@@ -15,9 +15,6 @@ from asynctrt.backends.tensorrt_options import FLAVOURS
 from asynctrt.doctor.children import ProbeOutcome, ask, kill
 from asynctrt.doctor.machine import Machine, read_machine
 
-CHILDREN_MAX: Final = 4
-"""The maximum number of probes that run at once."""
-
 PACKAGES: Final = ("onnxruntime", "cuda.bindings.driver")
 """The packages whose import is tried, besides TensorRT's own."""
 
@@ -72,7 +69,7 @@ def gather(*, device: str | None = None, timeout_s: float, ask: Ask = ask) -> Fa
 
     # In exclusive mode a GPU accepts one process at a time, so probes that use it run alone.
     with (
-        ThreadPoolExecutor(CHILDREN_MAX) as pool,
+        ThreadPoolExecutor() as pool,
         ThreadPoolExecutor(1) as alone,
         _interruptible(running, pool, alone),
     ):
