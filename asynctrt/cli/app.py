@@ -19,8 +19,8 @@ from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.signatures import VARIABLE as ALLOWED_SIGNERS
 from asynctrt.cli import demo as demonstration
 from asynctrt.cli.environment import check_values, misspelt
+from asynctrt.doctor import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.doctor import Level, diagnose
-from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options

@@ -4,8 +4,8 @@ import shutil
 import subprocess
 from dataclasses import replace
 
+from asynctrt.doctor import conclude
 from asynctrt.doctor.children import Ending, ProbeOutcome
-from asynctrt.doctor.diagnosis import conclude
 from asynctrt.doctor.facts import Facts
 from asynctrt.doctor.machine import Machine
 from tests.helpers import needed
@@ -89,6 +89,11 @@ HEALTHY = Facts(
     },
     engines={"host": answered(ENGINE), "cuda:0": answered(COPIED), "worker": answered(ENGINE)},
 )
+
+
+def find(made, check):
+    """Return the findings of one check."""
+    return [one for one in made.findings if one.check == check]
 
 
 def report(**changes):

@@ -13,7 +13,7 @@ import pytest
 import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
-from tests.doctor.support import GIB, answered, driver, failed, nvml, package, report
+from tests.doctor.support import GIB, answered, driver, failed, find, nvml, package, report
 from tests.doubles.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.models import double_model
 
@@ -58,8 +58,8 @@ def used_up():
 
 @pytest.mark.parametrize(("cause", "check", "spoil"), FINDINGS, ids=[one[0] for one in FINDINGS])
 def test_a_cause_has_its_finding(cause, check, spoil):
-    assert not report().find(check) or {one.level for one in report().find(check)} == {"ok"}
-    assert {one.level for one in spoil().find(check)} & {"warning", "error"}
+    assert not find(report(), check) or {one.level for one in find(report(), check)} == {"ok"}
+    assert {one.level for one in find(spoil(), check)} & {"warning", "error"}
 
 
 def infer(model, rows, **kwargs):
