@@ -113,6 +113,10 @@ out = _console()
 err = _console(stderr=True)
 
 
+def _say(line: str, style: str | None = None) -> None:
+    out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 class _Command(typer.core.TyperCommand):
     """A command that suggests its flags for other programs' names."""
 
@@ -244,9 +248,8 @@ def _doctor(
         out.print_json(json.dumps(report.as_json(strict=strict)))
     else:
         for level, line in report.lines():
-            style = None if level is None else LEVEL_STYLES[level]
             is_first = line[:1] not in ("", " ")
-            out.print(line, style=style if is_first else None, highlight=False, markup=False, soft_wrap=True)
+            _say(line, LEVEL_STYLES[level] if level and is_first else None)
     raise typer.Exit(report.status(strict=strict))
 
 
@@ -292,7 +295,7 @@ def _inspect(
         out.print_json(json.dumps(report))
     else:
         for line in (*(lines_of_plan(found) if found else ()), *(lines_of_opened(opened) if opened else ())):
-            out.print(line, highlight=False, markup=False, soft_wrap=True)
+            _say(line)
         if refusal is not None:
             raise refusal
     if refusal is not None:
@@ -300,10 +303,6 @@ def _inspect(
 
 
 _add(_inspect, "asynctrt inspect model.onnx", "asynctrt inspect model.plan --open")
-
-
-def _say(line: str) -> None:
-    out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _serve(ctx: typer.Context, **given: Any) -> None:
@@ -395,35 +394,37 @@ def _flag(
     return _parameter(name, kind, default, info)
 
 
+def _argument(
+    name: str, metavar: str, text: str, kind: Any = str, default: Any = inspect.Parameter.empty, **more: Any
+) -> inspect.Parameter:
+    info = typer.Argument(metavar=metavar, help=text, show_envvar=False, show_default=False, **more)
+    return _parameter(name, kind, default, info)
+
+
 def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
 
 
-SERVE_FLAGS: Final = (
-    _parameter(
-        "models",
-        list[str] | None,
-        None,
-        typer.Argument(
-            metavar="MODEL",
-            help="The models to serve. Also ASYNCTRT_SERVE_MODELS, with spaces between them.",
-            envvar="ASYNCTRT_SERVE_MODELS",
-            show_envvar=False,
-        ),
-    ),
-    _flag("config", Path | None, None, "A TOML file of settings and models."),
-    _flag("device", str, "host", "The device that models run on."),
-    _flag("check", bool, False, "Load everything, say whether it could be served, and exit: 0 or 1."),
-)
-
 _add(
     _serve,
     "asynctrt serve model.onnx --max-rows 32 --max-delay 0.002",
     "asynctrt serve classifier=model.plan --device cuda:0 --tokens-file tokens",
     "asynctrt serve models/ --model-control --check",
-    flags=SERVE_FLAGS,
+    flags=(
+        _argument(
+            "models",
+            "MODEL",
+            "The models to serve. Also ASYNCTRT_SERVE_MODELS, with spaces between them.",
+            list[str] | None,
+            None,
+            envvar="ASYNCTRT_SERVE_MODELS",
+        ),
+        _flag("config", Path | None, None, "A TOML file of settings and models."),
+        _flag("device", str, "host", "The device that models run on."),
+        _flag("check", bool, False, "Load everything, say whether it could be served, and exit: 0 or 1."),
+    ),
     settings=(ServerSettings, Options),
     context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"},
 )
@@ -456,12 +457,7 @@ _add(
     _build,
     "asynctrt build model.onnx -o model.plan --dims length=1:128:512",
     flags=(
-        _parameter(
-            "model",
-            str,
-            inspect.Parameter.empty,
-            typer.Argument(metavar="MODEL", help="The .onnx file.", show_default=False),
-        ),
+        _argument("model", "MODEL", "The .onnx file."),
         _parameter(
             "plan",
             Path | None,
@@ -552,12 +548,7 @@ _add(
     "asynctrt load http://127.0.0.1:8000/v2/models/m --rate 500 --slo 'p99<20ms'",
     "asynctrt load model.onnx --search --slo 'p99<20ms' --json -",
     flags=(
-        _parameter(
-            "target",
-            str,
-            inspect.Parameter.empty,
-            typer.Argument(metavar="TARGET", help="The model or server to measure.", show_default=False),
-        ),
+        _argument("target", "TARGET", "The model or server to measure."),
         _flag("token", str | None, None, f"The server's bearer token. Also {LOAD_TOKEN}.", envvar=LOAD_TOKEN),
         *(_flag(*flag) for flag in LOAD_FLAGS),
     ),
