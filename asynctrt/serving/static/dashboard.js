@@ -166,7 +166,7 @@
       }
       return {
         stroke, width: this.spec.isStacked ? 1 : 1.5, dash: DASHES[index], fill: this.spec.isStacked ? faded(stroke) : undefined,
-        points: { show: this.spec.isStacked ? false : undefined, size: 4, fill: stroke },
+        points: { show: false, filter: lone, size: 5, fill: stroke },
       };
     }
 
@@ -239,6 +239,12 @@
       if (this.draw !== null) this.draw.destroy();
       this.draw = null;
     }
+  }
+
+  /** The samples that no line goes to, as the seconds beside them had no request: each is a point. */
+  function lone({ data }, series) {
+    const row = data[series], isNone = (at) => (row[at] ?? null) === null;
+    return row.flatMap((_, at) => (!isNone(at) && isNone(at - 1) && isNone(at + 1) ? [at] : []));
   }
 
   function stacked(rows) {
