@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 from asynctrt import __version__
+from asynctrt._util.process import INTERRUPTED
 from asynctrt.errors import MissingExtraError
-
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
 
 
 def main() -> None:

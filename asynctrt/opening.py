@@ -71,16 +71,14 @@ def _build(
     options: Options,
     shared: Arenas | None,
 ) -> EngineParts:
-    """Build the parts of an engine. If the GPU cannot be used, let the doctor explain why."""
+    """Build the parts of an engine. If the GPU cannot be used, say what examines the machine."""
     try:
         return build_on(model, device, options, shared)
     except DeviceUnavailableError as error:
         if not isinstance(device, str) or not GPU.fullmatch(device):
             raise
-        # Imported only here, because only machines with a fault need it.
-        from asynctrt.doctor.diagnosis import advise  # noqa: PLC0415
-
-        raise advise(error, device) from error.__cause__
+        said = f"{error}. To examine this machine: asynctrt doctor --device {device}"
+        raise DeviceUnavailableError(said) from error.__cause__
 
 
 @contextmanager

@@ -53,6 +53,7 @@ def built(tmp_path_factory):
 def test_the_archive_has_what_it_takes_to_test_it(built):
     source, _ = built
     for part in (
+        ".ci/run",
         "asynctrt/py.typed",
         "docs/conf.py",
         "examples/quickstart.py",

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+INTERRUPTED: Final = 130
+"""The exit status after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
+
 DEVICE_LOST: Final = 75
 """The exit status of a server whose device was lost: EX_TEMPFAIL of sysexits.h, "try again"."""
 

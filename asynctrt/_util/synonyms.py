@@ -81,13 +81,15 @@ ALL_SYNONYMS: Final = {**SYNONYMS, **COMMAND_SYNONYMS}
 """Flags take precedence over options: a server's ``workers`` are processes that accept clients."""
 
 
-def nearest_name(given: str, names: Iterable[str], others: Mapping[str, str], cutoff: float) -> str | None:
+def nearest_name(
+    given: str, names: Iterable[str], others: Mapping[str, str], cutoff: float = 0.75
+) -> str | None:
     """Return the name that was most likely meant: the nearest one, or the meaning of the nearest synonym.
 
     A synonym for a name that is not among ``names`` has no match, whatever it resembles.
 
     :param others: synonyms, with the names that they stand for.
-    :param cutoff: the minimum similarity, from 0 to 1.
+    :param cutoff: the minimum similarity, from 0 to 1: "bogus" is to "gpus" as 0.67.
     """
     known = set(names)
     if given in others and others[given] not in known:

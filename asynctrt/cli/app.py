@@ -12,15 +12,15 @@ from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 import anyio
 
 import asynctrt
-from asynctrt._util.process import DEVICE_LOST
+from asynctrt._util.process import DEVICE_LOST, INTERRUPTED
 from asynctrt._util.synonyms import ALL_SYNONYMS, SHORT_FLAGS, nearest_name
 from asynctrt._util.validation import REMOVED_OPTIONS, docs_of, printable, removed, seconds_of
 from asynctrt.backends.build_options import BuildOptions
 from asynctrt.backends.tensorrt.signatures import VARIABLE as ALLOWED_SIGNERS
 from asynctrt.cli import demo as demonstration
 from asynctrt.cli.environment import check_values, misspelt
+from asynctrt.doctor import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.doctor import Level, diagnose
-from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError, UsageError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
@@ -40,9 +40,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
 
-INTERRUPTED: Final = 130
-"""The exit status after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
-
 LEVEL_STYLES: Final = {
     Level.OK: "green",
     Level.NOTE: "cyan",
@@ -50,23 +47,6 @@ LEVEL_STYLES: Final = {
     Level.ERROR: "bold red",
 }
 """Styles for the first line of the doctor's findings."""
-
-EXAMPLES: Final = {
-    "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --seconds 10"),
-    "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
-    "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open"),
-    "serve": (
-        "asynctrt serve model.onnx --max-rows 32 --max-delay 0.002",
-        "asynctrt serve classifier=model.plan --device cuda:0 --tokens-file tokens",
-        "asynctrt serve models/ --model-control --check",
-    ),
-    "load": (
-        "asynctrt load model.onnx --callers 64 --seconds 30",
-        "asynctrt load http://127.0.0.1:8000/v2/models/m --rate 500 --slo 'p99<20ms'",
-        "asynctrt load model.onnx --search --slo 'p99<20ms' --json -",
-    ),
-}
-"""Examples at the end of each command's help, in lines that fit 80 columns."""
 
 REMOVED: Final = {
     "bench": "Use `asynctrt load MODEL --sweep callers=1,32,256`.",
@@ -92,16 +72,9 @@ def _seconds(given: Any) -> float:
             ) from None
 
 
-def _time_option(least: float, text: str) -> Any:
-    """Return a flag for a time in seconds of at least ``least``."""
-
-    def parse(given: Any) -> float:
-        seconds = _seconds(given)
-        if not seconds >= least:
-            raise typer.BadParameter(f"{given} is less than {least:g}")
-        return seconds
-
-    return typer.Option(parser=parse, metavar="<seconds>", help=text)
+def _time_option(text: str) -> Any:
+    """Return a flag for a time."""
+    return typer.Option(parser=_seconds, metavar="<seconds>", help=text)
 
 
 app = typer.Typer(
@@ -140,12 +113,14 @@ out = _console()
 err = _console(stderr=True)
 
 
+def _say(line: str, style: str | None = None) -> None:
+    out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 class _Command(typer.core.TyperCommand):
-    """A command that suggests its flags for other programs' names, and that takes ``--version``."""
+    """A command that suggests its flags for other programs' names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args == ["--version"]:
-            _root(version=True)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -162,7 +137,7 @@ def _suggest(error: Any, names: list[str]) -> None:
         error.message += f". T{removed(given)[1:]}"
         error.possibilities = []
         return
-    meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS, 0.75)
+    meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS)
     error.possibilities = [_flag_of(meant)] if meant else []
 
 
@@ -170,17 +145,30 @@ def _flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def prepare() -> None:
-    """Give each command its class and its examples."""
-    for info in app.registered_commands:
-        info.cls = _Command
-        examples = EXAMPLES.get(info.name or str(getattr(info.callback, "__name__", "")), ())
-        info.epilog = "\n\n".join(["Examples:", *examples]) if examples else None
+def _add(
+    function: Callable[..., None],
+    *examples: str,
+    flags: Iterable[inspect.Parameter] = (),
+    settings: Iterable[type] = (),
+    **more: Any,
+) -> None:
+    """Add a command of the function's name.
+
+    :param examples: lines for the end of its help, which fit 80 columns.
+    :param flags: its parameters, if the function takes them by name.
+    :param settings: classes whose fields are more of its flags.
+    """
+    if flags:
+        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        fields = (flag for cls in settings for flag in _field_flags(cls))
+        signature = inspect.Signature([context, *flags, *fields])
+        function.__signature__ = signature  # type: ignore[attr-defined]  # Typer reads it.
+    epilog = "\n\n".join(["Examples:", *examples])
+    app.command(function.__name__.lstrip("_"), cls=_Command, epilog=epilog, **more)(function)
 
 
 def main() -> None:
     """Run the command. Show an asynctrt error as its message, without a traceback."""
-    prepare()
     try:
         command = "".join(sys.argv[1:2])
         if command in REMOVED:
@@ -202,8 +190,7 @@ def _root(
         raise typer.Exit
 
 
-@app.command()
-def demo(
+def _demo(
     folder: Annotated[
         Path | None,
         typer.Argument(
@@ -212,12 +199,13 @@ def demo(
             file_okay=False,
         ),
     ] = None,
-    seconds: Annotated[float, _time_option(0.05, "How long each way is measured.")] = 2.5,
+    seconds: Annotated[float, _time_option("How long each way is measured.")] = 2.5,
 ) -> None:
-    """Show in a minute what asynctrt is for: plain load, overload, callers who leave, poison, shutdown.
+    """Show in a minute what asynctrt is for.
 
-    First, up to 500 files are identified with the ONNX model of magika. On their bytes, each part is then
-    measured with the engine and with a good batcher by hand. Ctrl-C ends it at any time.
+    First, up to 500 files are identified with the ONNX model of magika. On their bytes, the engine is then
+    measured beside a good batcher by hand: under plain load, overload, with callers who leave, with poison,
+    beside other work, and on shutdown. Ctrl-C ends it at any time.
     """
 
     def note(text: str) -> None:
@@ -229,11 +217,15 @@ def demo(
         note("")
         out.print(text, highlight=False, markup=False)
 
-    folders = (folder,) if folder else demonstration.default_folders()
-    course = demonstration.Course(folders, seconds, say, note)
+    # Before there is a loop, Ctrl-C ends the search at once.
+    files = demonstration.find_files((folder,) if folder else demonstration.default_folders())
+    course = demonstration.Course(files, seconds, say, note)
     was_interrupted = _run(course.run)
     note("")
     _end(was_interrupted)
+
+
+_add(_demo, "asynctrt demo", "asynctrt demo ~/Downloads --seconds 10")
 
 
 def _doctor(
@@ -241,14 +233,14 @@ def _doctor(
         str | None,
         typer.Option(help="The device that has to work, host or cuda:0."),
     ] = None,
-    timeout: Annotated[float, _time_option(0.1, "How long each probe may take.")] = DOCTOR_TIMEOUT_S,
+    timeout: Annotated[float, _time_option("How long each probe may take.")] = DOCTOR_TIMEOUT_S,
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Examine this machine: driver, GPUs, packages, limits. Say what to do about each finding.
+    """Examine this machine, and say what to do about each finding.
 
-    Whatever may crash or hang is tried in a child process. The exit status is 0 without errors, even with
-    warnings, and 3 with errors: asynctrt doctor --device cuda:0 && asynctrt serve ...
+    It looks at the driver, GPUs, packages and limits. Whatever may crash or hang is tried in a child process.
+    The exit status is 0 without errors, even with warnings, and 3 with errors.
     """
     with err.status("Examining this machine"):
         report = diagnose(device, timeout=timeout)
@@ -256,13 +248,12 @@ def _doctor(
         out.print_json(json.dumps(report.as_json(strict=strict)))
     else:
         for level, line in report.lines():
-            style = None if level is None else LEVEL_STYLES[level]
             is_first = line[:1] not in ("", " ")
-            out.print(line, style=style if is_first else None, highlight=False, markup=False, soft_wrap=True)
+            _say(line, LEVEL_STYLES[level] if level and is_first else None)
     raise typer.Exit(report.status(strict=strict))
 
 
-app.command("doctor")(_doctor)
+_add(_doctor, "asynctrt doctor", "asynctrt doctor --device cuda:0 && asynctrt serve ...")
 
 
 def _inspect(
@@ -283,11 +274,10 @@ def _inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show what can be known about a model: tensors and their names, versions, sizes, weights, batching.
+    """Show a model's tensors, versions, sizes, weights and batching.
 
     An ONNX model is opened. A plan is run only with --open; if opening fails, the error is shown with all
-    else that is known: asynctrt inspect model.onnx, or asynctrt inspect model.plan --open. The exit status is
-    1 if the file cannot be read or opened.
+    else that is known. The exit status is 1 if the file cannot be read or opened.
     """
     path = Path(file)
     options = Options(tensorrt=tensorrt, onnx=onnx)  # type: ignore[arg-type]  # Their checks convert them.
@@ -305,27 +295,23 @@ def _inspect(
         out.print_json(json.dumps(report))
     else:
         for line in (*(lines_of_plan(found) if found else ()), *(lines_of_opened(opened) if opened else ())):
-            out.print(line, highlight=False, markup=False, soft_wrap=True)
+            _say(line)
         if refusal is not None:
             raise refusal
     if refusal is not None:
         raise typer.Exit(1)
 
 
-app.command("inspect")(_inspect)
-
-
-def _say(line: str) -> None:
-    out.print(line, highlight=False, markup=False, soft_wrap=True)
+_add(_inspect, "asynctrt inspect model.onnx", "asynctrt inspect model.plan --open")
 
 
 def _serve(ctx: typer.Context, **given: Any) -> None:
-    """Serve models over HTTP and gRPC (KServe V2) and websockets, with metrics and a dashboard.
+    """Serve models over HTTP, gRPC and websockets, with a dashboard.
 
-    MODEL is PATH, NAME=PATH or NAME:VERSION=PATH, where PATH is an .onnx file, a TensorRT plan or
-    module:attribute (a model, an engine, a pipeline, a @batch function, or a function that makes one); or a
-    folder of models in Triton's layout, NAME/VERSION/model.onnx or model.plan, each model with a config.pbtxt
-    if it needs one.
+    It speaks KServe V2 and plain JSON. MODEL is PATH, NAME=PATH or NAME:VERSION=PATH, where PATH is an .onnx
+    file, a TensorRT plan or module:attribute (a model, an engine, a pipeline, a @batch function, or a
+    function that makes one); or a folder of models in Triton's layout, NAME/VERSION/model.onnx or model.plan,
+    each model with a config.pbtxt if it needs one.
 
     A setting is a flag, an environment variable (--http-port is ASYNCTRT_SERVE_HTTP_PORT), or a name in the
     TOML file of --config (http_port). Flags win over the environment, which wins over the file. Models with
@@ -369,38 +355,6 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
-def _serve_signature() -> inspect.Signature:
-    """Return the flags of ``serve``: the settings of a server and the options of its engines, by name."""
-    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    parameters = [
-        context,
-        _parameter(
-            "models",
-            list[str] | None,
-            None,
-            typer.Argument(
-                metavar="MODEL",
-                help="The models to serve. Also ASYNCTRT_SERVE_MODELS, with spaces between them.",
-                envvar="ASYNCTRT_SERVE_MODELS",
-                show_envvar=False,
-            ),
-        ),
-        _parameter(
-            "config",
-            Path | None,
-            None,
-            typer.Option(help="A TOML file of settings and models.", show_envvar=False),
-        ),
-        _parameter(
-            "device", str, "host", typer.Option(help="The device that models run on.", show_envvar=False)
-        ),
-        _flag("check", bool, False, "Load everything, say whether it could be served, and exit: 0 or 1."),
-    ]
-    parameters += _field_flags(ServerSettings)
-    parameters += _field_flags(Options)
-    return inspect.Signature(parameters)
-
-
 def _field_flags(cls: type[Any]) -> list[inspect.Parameter]:
     """Return a flag for each field of a settings class, with the field's documentation as its help."""
     kinds, texts = get_type_hints(cls), docs_of(cls)
@@ -419,7 +373,9 @@ def _field_flags(cls: type[Any]) -> list[inspect.Parameter]:
     return flags
 
 
-def _flag(name: str, kind: Any, default: Any, text: str, *, is_time: bool = False) -> inspect.Parameter:
+def _flag(
+    name: str, kind: Any, default: Any, text: str, *, is_time: bool = False, envvar: str | None = None
+) -> inspect.Parameter:
     """Return a flag of a command.
 
     :param is_time: whether its value is a number of seconds, or a time with a unit.
@@ -429,11 +385,19 @@ def _flag(name: str, kind: Any, default: Any, text: str, *, is_time: bool = Fals
     info = typer.Option(
         *names,
         help=text,
+        envvar=envvar,
         show_envvar=False,
         show_default=default is not None and default is not False,
         metavar="<seconds>" if is_time else None,
         parser=_seconds if is_time else None,
     )
+    return _parameter(name, kind, default, info)
+
+
+def _argument(
+    name: str, metavar: str, text: str, kind: Any = str, default: Any = inspect.Parameter.empty, **more: Any
+) -> inspect.Parameter:
+    info = typer.Argument(metavar=metavar, help=text, show_envvar=False, show_default=False, **more)
     return _parameter(name, kind, default, info)
 
 
@@ -443,16 +407,35 @@ def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Paramet
     )
 
 
-_serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]  # Typer reads it.
-app.command("serve", context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"})(_serve)
+_add(
+    _serve,
+    "asynctrt serve model.onnx --max-rows 32 --max-delay 0.002",
+    "asynctrt serve classifier=model.plan --device cuda:0 --tokens-file tokens",
+    "asynctrt serve models/ --model-control --check",
+    flags=(
+        _argument(
+            "models",
+            "MODEL",
+            "The models to serve. Also ASYNCTRT_SERVE_MODELS, with spaces between them.",
+            list[str] | None,
+            None,
+            envvar="ASYNCTRT_SERVE_MODELS",
+        ),
+        _flag("config", Path | None, None, "A TOML file of settings and models."),
+        _flag("device", str, "host", "The device that models run on."),
+        _flag("check", bool, False, "Load everything, say whether it could be served, and exit: 0 or 1."),
+    ),
+    settings=(ServerSettings, Options),
+    context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"},
+)
 
 
 def _build(ctx: typer.Context, model: str, **given: Any) -> None:
-    """Build a TensorRT plan from an ONNX model, with a manifest beside it: PLAN.json.
+    """Build a TensorRT plan from an ONNX model.
 
-    Profiles are proposed from --max-rows and --dims, or given: --profiles
-    input=1x3x224x224:16x3x224x224:64x3x224x224. TensorRT for RTX builds without a GPU. Ctrl-C ends the
-    build. For example: asynctrt build model.onnx -o model.plan --dims length=1:128:512
+    A manifest is written beside it: PLAN.json. Profiles are proposed from --max-rows and --dims, or given:
+    --profiles input=1x3x224x224:16x3x224x224:64x3x224x224. TensorRT for RTX builds without a GPU. Ctrl-C ends
+    the build.
     """
     from asynctrt.plans.building import build  # noqa: PLC0415  (few commands need it)
     from asynctrt.plans.text import lines_of_manifest  # noqa: PLC0415
@@ -470,16 +453,11 @@ def _build(ctx: typer.Context, model: str, **given: Any) -> None:
         _say(line)
 
 
-def _build_signature() -> inspect.Signature:
-    """Return the flags of ``build``: its own flags, and the options of a build."""
-    parameters = [
-        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        _parameter(
-            "model",
-            str,
-            inspect.Parameter.empty,
-            typer.Argument(metavar="MODEL", help="The .onnx file.", show_default=False),
-        ),
+_add(
+    _build,
+    "asynctrt build model.onnx -o model.plan --dims length=1:128:512",
+    flags=(
+        _argument("model", "MODEL", "The .onnx file."),
         _parameter(
             "plan",
             Path | None,
@@ -487,16 +465,13 @@ def _build_signature() -> inspect.Signature:
             typer.Option("--output", "-o", help="Where to write the plan. Default: MODEL.plan"),
         ),
         _flag("device", str | None, None, "The GPU to build on, such as cuda:0."),
-    ]
-    return inspect.Signature([*parameters, *_field_flags(BuildOptions)])
-
-
-_build.__signature__ = _build_signature()  # type: ignore[attr-defined]  # Typer reads it.
-app.command("build")(_build)
+    ),
+    settings=(BuildOptions,),
+)
 
 
 def _load(ctx: typer.Context, target: str, **given: Any) -> None:
-    """Measure the throughput and latency of a model or a server under a chosen load.
+    """Measure the throughput and latency of a model or a server.
 
     TARGET is a model to open, model.onnx or module:attribute; a server's model,
     http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws. For any other
@@ -567,29 +542,21 @@ LOAD_FLAGS: Final = (
 """Flags of ``load`` besides the settings of a load test and of an engine."""
 
 
-def _load_signature() -> inspect.Signature:
-    """Return the flags of ``load``: its own flags, the settings of a load test and the engine's options."""
-    target = typer.Argument(metavar="TARGET", help="The model or server to measure.", show_default=False)
-    parameters = [
-        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, target]),
-    ]
-    token = typer.Option(
-        envvar=LOAD_TOKEN, show_envvar=False, help=f"The server's bearer token. Also {LOAD_TOKEN}."
-    )
-    parameters.append(_parameter("token", str | None, None, token))
-    for name, kind, default, text in LOAD_FLAGS:
-        parameters.append(_flag(name, kind, default, text))
-    parameters += _field_flags(LoadSettings)
-    parameters += _field_flags(Options)
-    return inspect.Signature(parameters)
+_add(
+    _load,
+    "asynctrt load model.onnx --callers 64 --seconds 30",
+    "asynctrt load http://127.0.0.1:8000/v2/models/m --rate 500 --slo 'p99<20ms'",
+    "asynctrt load model.onnx --search --slo 'p99<20ms' --json -",
+    flags=(
+        _argument("target", "TARGET", "The model or server to measure."),
+        _flag("token", str | None, None, f"The server's bearer token. Also {LOAD_TOKEN}.", envvar=LOAD_TOKEN),
+        *(_flag(*flag) for flag in LOAD_FLAGS),
+    ),
+    settings=(LoadSettings, Options),
+)
 
 
-_load.__signature__ = _load_signature()  # type: ignore[attr-defined]  # Typer reads it.
-
-
-@app.command()
-def compare(
+def _compare(
     before: Annotated[Path, typer.Argument(metavar="A.json", help="The first report.", show_default=False)],
     after: Annotated[Path, typer.Argument(metavar="B.json", help="The second report.", show_default=False)],
     fail_if: Annotated[
@@ -612,12 +579,12 @@ def compare(
     raise typer.Exit(command.NOT_GOOD if failed else command.UNJUDGED if not_checked else 0)
 
 
-app.command("load")(_load)
+_add(_compare, "asynctrt compare before.json after.json --fail-if 'p99>+10%'")
 
 
 def _variables() -> list[str]:
     """Return the environment variables that set something."""
-    flags = [name for name in _serve_signature().parameters if name not in ("ctx", "check")]
+    flags = [name for name in inspect.signature(_serve).parameters if name not in ("ctx", "check")]
     return [f"ASYNCTRT_SERVE_{name.upper()}" for name in flags] + [LOAD_TOKEN, ALLOWED_SIGNERS]
 
 

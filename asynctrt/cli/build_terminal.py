@@ -17,7 +17,10 @@ def build_bar(console: Console) -> Iterator[Report]:
     The value takes the steps of the build. TensorRT's threads call it, which rich allows.
     """
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+    bar = Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    )
+    with bar as progress:
         task = progress.add_task("parsing the model", total=None)
 
         def show(step: BuildStep) -> None:

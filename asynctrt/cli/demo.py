@@ -26,6 +26,7 @@ import numpy as np
 import asynctrt
 from asynctrt._util import clock
 from asynctrt._util.files import open_regular
+from asynctrt._util.validation import duration
 from asynctrt.errors import MissingExtraError
 from asynctrt.tensors import Array, TensorSpec
 
@@ -125,7 +126,7 @@ def default_folders() -> tuple[Path, ...]:
 def find_files(folders: Sequence[Path], limit: int = FILES_MAX) -> list[Path]:
     """Return up to ``limit`` files below the folders: a random sample, the same each time.
 
-    Links and files that cannot be accessed are left out.
+    Blocks, for long in a large folder. Links and files that cannot be accessed are left out.
     """
     paths = (Path(at, name) for top in folders for at, _, names in os.walk(top) for name in names)
     found = set[Path]()
@@ -248,6 +249,7 @@ def p99_ms(load: Load) -> float:
 
 COLUMNS: Final[Mapping[str, tuple[Callable[[Load], float], str]]] = {
     "answered": (lambda load: len(load.latencies_ms) / load.sent if load.sent else 0.0, "{:.0%}"),
+    "failed": (lambda load: 1 - len(load.latencies_ms) / load.sent if load.sent else 0.0, "{:.0%}"),
     "answers/s": (lambda load: len(load.latencies_ms) / load.elapsed_s if load.elapsed_s else 0.0, "{:,.0f}"),
     "p99 ms": (p99_ms, "{:,.0f}"),
     "wasted": (lambda load: 1 - load.used / load.computed if load.computed else 0.0, "{:.0%}"),
@@ -315,16 +317,20 @@ def compared(column: str, engine: float, hand: float) -> str:
 class Course:
     """One run of the demo.
 
-    :param folders: where the files are that are identified.
+    :param files: the files that are identified.
     :param seconds: how long to measure each way.
     :param say: prints a line.
     :param note: shows the current activity until the next line.
+    :raises OptionsError: if ``seconds`` are too few to measure anything.
     """
 
-    folders: Sequence[Path]
+    files: Sequence[Path]
     seconds: float = 2.5
     say: Callable[[str], None] = print
     note: Callable[[str], object] = bool
+
+    def __post_init__(self) -> None:
+        self.seconds = duration(0.05)("seconds", self.seconds)
 
     async def run(self) -> None:
         """Run the demo. Show each result as soon as it is known, even if the demo is cancelled."""
@@ -334,7 +340,7 @@ class Course:
         async with asynctrt.open(model.path) as engine:
             rows = await self._identify(model, engine)
         if not rows:
-            self.say(f"No file could be identified in {', '.join(map(str, self.folders))}.")
+            self.say("No file could be identified: give a folder with other files.")
             return
         layers, vectors = Layers(), [row.astype(np.float32) / 256 for row in rows]
         # As on a server, several computations share the cores, and more BLAS threads would compete for them.
@@ -345,8 +351,7 @@ class Course:
 
     async def _identify(self, model: ContentModel, engine: asynctrt.Engine) -> list[Array]:
         """Identify the files' types with ``await engine.infer``, many at once; return their rows."""
-        paths = await asyncio.to_thread(find_files, self.folders)
-        read = await asyncio.to_thread(lambda: [model.row(path) for path in paths])
+        read = await asyncio.to_thread(lambda: [model.row(path) for path in self.files])
         rows = [row for row in read if row is not None]
         labels, waiting = Counter[str](), iter(rows)
 
@@ -367,7 +372,7 @@ class Course:
                     shown.append(("other", others))
                 kinds = ", ".join(f"{files:,} {label}" for label, files in shown)
                 self.say(f"{labels.total():,} files, as the model of magika sees them: {kinds}.")
-                self.say(f"Unreadable or too small: {len(paths) - len(rows):,}.")
+                self.say(f"Unreadable or too small: {len(self.files) - len(rows):,}.")
         return rows
 
     async def _compare(self, layers: Layers, engine: asynctrt.Engine, rows: Sequence[Array]) -> None:
@@ -425,8 +430,8 @@ class Course:
         await part(about, "answered, answers/s", overload)
         about = f"3. Callers who leave: half, after {1e3 * usual_s:.0f} ms, at 1.5 times capacity"
         await part(about, "answered, p99 ms, wasted", leaving)
-        about = "4. Poison: the model raises for one request in 100, at half of capacity"
-        await part(about, "answered, p99 ms", poisoned)
+        about = "4. Poison: the model raises for one request in 100. The other 99, at half load"
+        await part(about, "failed, p99 ms", poisoned)
         about = f"5. Beside other work, which blocks the loop for {BLOCKED_S * 1e3:.0f} ms now and then"
         await part(about, "answers/s, p99 ms", beside, 4)
         self.say("\n6. Shutdown: requests on their way that are never answered")

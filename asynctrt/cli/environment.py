@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from asynctrt._util.synonyms import ALL_SYNONYMS, nearest_name
-from asynctrt.errors import UsageError
+from asynctrt._util.validation import REMOVED_OPTIONS, removed
+from asynctrt.errors import OptionsError, UsageError
 
 PREFIX: Final = "ASYNCTRT_"
+SERVE: Final = "ASYNCTRT_SERVE_"
 
 SERVICE_LINKS: Final = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
 """Variables that Kubernetes sets for a service named asynctrt-something, in every pod of its namespace."""
@@ -34,13 +36,20 @@ def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> list[str]:
 
 
 def check_values(environment: Mapping[str, str], known: Iterable[str]) -> None:
-    """Refuse known variables that are set but empty, as docker compose sets a variable that it does not know.
+    """Refuse known variables that are set but empty, and variables of options that were removed.
 
-    An empty variable would count as not set: the server would run without tokens, or without TLS.
+    Docker compose sets a variable that it does not know to nothing. It would count as not set: the server
+    would run without tokens, or without TLS.
 
     :raises UsageError: if a known variable is empty.
+    :raises OptionsError: if a variable sets an option that only earlier releases had.
     """
-    empty = sorted(name for name in known if environment.get(name) == "")
+    names = set(known)
+    for name in sorted(environment.keys() - names):
+        option = name.removeprefix(SERVE).lower()
+        if name.startswith(SERVE) and option in REMOVED_OPTIONS:
+            raise OptionsError(f"{name}: {removed(option)}")
+    empty = sorted(name for name in names if environment.get(name) == "")
     if empty:
         raise UsageError(f"{', '.join(empty)}: set and empty. Give it a value, or do not set it")
 
@@ -53,9 +62,8 @@ def _sentence(name: str, names: list[str]) -> str:
 
 def _meant(name: str, names: list[str]) -> str | None:
     """Return the nearest variable, or the variable for another program's name."""
-    for prefix in {known[: known.index("_", len(PREFIX)) + 1] for known in names}:
+    for prefix in (SERVE, PREFIX):  # What all names begin with would make any two of them alike.
         if name.startswith(prefix):
             own = {known.removeprefix(prefix).lower(): known for known in names if known.startswith(prefix)}
-            meant = nearest_name(name.removeprefix(prefix).lower(), own, ALL_SYNONYMS, 0.75)
-            return own[meant] if meant else nearest_name(name, names, {}, 0.85)
-    return nearest_name(name, names, {}, 0.85)
+            return own.get(nearest_name(name.removeprefix(prefix).lower(), own, ALL_SYNONYMS) or "")
+    return None

@@ -17,11 +17,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, Final
 
+from asynctrt.errors import bounded
+
 PROBES: Final = Path(__file__).parent / "probes"
 """The folder of the probes, each a file with a function ``probe``."""
 
 CONTENT_NBYTES_MAX: Final = 4 << 20
-SAID_CHARS_MAX: Final = 600
+"""The most to read of what a probe has written, which may be anything."""
 
 
 class Ending(StrEnum):
@@ -52,9 +54,18 @@ class ProbeOutcome:
         """Whether there is an answer, whatever happened afterwards."""
         return self.value is not None
 
+    @property
+    def verb(self) -> str:
+        """What it does, for messages about one that gave no right answer."""
+        return {Ending.HUNG: "hangs", Ending.CRASHED: "crashes"}.get(self.ending, "fails")
+
 
 def ask(
-    probe: str | Path, *args: str, timeout_s: float, env: Mapping[str, str] | None = None
+    probe: str | Path,
+    *args: str,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    running: set[subprocess.Popen[bytes]] | None = None,
 ) -> ProbeOutcome:
     """Run a probe in a child process, and return how it ended. Blocks for ``timeout_s`` at most.
 
@@ -62,7 +73,9 @@ def ask(
         takes strings and returns a value that JSON can represent.
     :param args: the arguments of the function.
     :param env: the environment of the child. Default: that of this process.
+    :param running: has the child while it runs, so that another thread can :func:`kill` it.
     """
+    running = set() if running is None else running
     path = probe if isinstance(probe, Path) else PROBES / f"{probe}.py"
     env = {**(os.environ if env is None else env), "ORT_DISABLE_TELEMETRY": "1"}
     # Files instead of pipes: a process that a probe leaves running would keep pipes open.
@@ -77,12 +90,14 @@ def ask(
             env=env,
             start_new_session=True,
         )
+        running.add(child)
         code: int | None = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = child.wait(timeout_s)
         finally:
-            _kill(child)
+            kill(child)
+            running.discard(child)
         raw, said = (os.pread(file.fileno(), CONTENT_NBYTES_MAX, 0) for file in (answer, errors))
         return _outcome(code, raw, said.decode(errors="replace"), timeout_s)
 
@@ -100,7 +115,7 @@ def _outcome(code: int | None, raw: bytes, said: str, timeout_s: float) -> Probe
         return ProbeOutcome(Ending.CRASHED, value, f"{names.get(-code, f'signal {-code}')}{when}")
     if code:
         # The last line is the exception, below its traceback.
-        last = said.strip().rpartition("\n")[2].strip()[:SAID_CHARS_MAX]
+        last = bounded(said.strip().rpartition("\n")[2].strip())
         return ProbeOutcome(Ending.FAILED, said=last or f"it ended with status {code}")
     if value is None:
         return ProbeOutcome(Ending.FAILED, said=f"its answer was {raw[:60]!r}")
@@ -115,7 +130,7 @@ def _file(name: str) -> IO[bytes]:
         return tempfile.TemporaryFile(buffering=0)
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def kill(child: subprocess.Popen[bytes]) -> None:
     """Kill a child and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

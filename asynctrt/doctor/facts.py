@@ -2,21 +2,20 @@
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.backends.tensorrt_options import FLAVOURS
-from asynctrt.doctor.children import ProbeOutcome, ask
+from asynctrt.doctor.children import ProbeOutcome, ask, kill
 from asynctrt.doctor.machine import Machine, read_machine
 
-CHILDREN_MAX: Final = 4
-"""The maximum number of probes that run at once."""
-
-PACKAGES: Final = ("onnxruntime", "cuda.bindings.driver", "uvloop")
+PACKAGES: Final = ("onnxruntime", "cuda.bindings.driver")
 """The packages whose import is tried, besides TensorRT's own."""
 
 Ask = Callable[..., ProbeOutcome]
@@ -53,25 +52,27 @@ class Facts:
         return bool(is_named or self.machine.gpu_signs or self.gpus)
 
 
-def gather(
-    *, device: str | None = None, timeout_s: float, env: Mapping[str, str] | None = None, ask: Ask = ask
-) -> Facts:
-    """Return the facts about this machine. Blocks; no probe takes longer than ``timeout_s``.
+def gather(*, device: str | None = None, timeout_s: float, ask: Ask = ask) -> Facts:
+    """Return the facts about this machine. Blocks; no probe takes longer than ``timeout_s``. Ctrl-C ends it.
 
     :param device: the device that must work: ``host``, ``cuda:0`` and so on. Default: all are tried.
-    :param env: the environment of the probes. Default: that of this process.
     :param ask: runs a probe; for tests.
     """
-    env = dict(os.environ if env is None else env)
+    env = dict(os.environ)
     # The engine probe imports asynctrt from the same place as this process.
     place = str(Path(__file__).parents[2])
     ours = {**env, "PYTHONPATH": os.pathsep.join(filter(None, (place, env.get("PYTHONPATH"))))}
+    running = set[subprocess.Popen[bytes]]()
 
     def run(probe: str, *args: str, env: Mapping[str, str] = env) -> ProbeOutcome:
-        return ask(probe, *args, timeout_s=timeout_s, env=env)
+        return ask(probe, *args, timeout_s=timeout_s, env=env, running=running)
 
     # In exclusive mode a GPU accepts one process at a time, so probes that use it run alone.
-    with ThreadPoolExecutor(CHILDREN_MAX) as pool, ThreadPoolExecutor(1) as alone:
+    with (
+        ThreadPoolExecutor() as pool,
+        ThreadPoolExecutor(1) as alone,
+        _interruptible(running, pool, alone),
+    ):
         nvml = pool.submit(run, "nvml")
         driver = run("driver")
         gpus = [f"cuda:{ordinal}" for ordinal in range(len(driver.value["devices"]) if driver.value else 0)]
@@ -97,3 +98,16 @@ def gather(
             packages={name: future.result() for name, future in packages.items()},
             engines={name: future.result() for name, future in engines.items()},
         )
+
+
+@contextmanager
+def _interruptible(running: set[subprocess.Popen[bytes]], *pools: ThreadPoolExecutor) -> Iterator[None]:
+    """After Ctrl-C, kill the probes that run and start no more, instead of waiting for each to end."""
+    try:
+        yield
+    except BaseException:
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for child in tuple(running):
+            kill(child)
+        raise

@@ -33,11 +33,31 @@ class Finding:
 
     check: str
     """A stable name for programs: ``driver.missing``."""
-    level: Level
     what: str
     """What was found, and its consequences."""
     fix: str = ""
     """What to do about it; empty if there is nothing to do."""
+    level: Level = Level.OK
+
+
+def ok(check: str, what: str) -> Finding:
+    """Make a finding about something that is as it should be."""
+    return Finding(check, what)
+
+
+def note(check: str, what: str, fix: str) -> Finding:
+    """Make a finding about something that is worth knowing."""
+    return Finding(check, what, fix, Level.NOTE)
+
+
+def warning(check: str, what: str, fix: str) -> Finding:
+    """Make a finding about something that works badly or by chance."""
+    return Finding(check, what, fix, Level.WARNING)
+
+
+def error(check: str, what: str, fix: str) -> Finding:
+    """Make a finding about something that will not work."""
+    return Finding(check, what, fix, Level.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +66,13 @@ class Findings:
 
     findings: tuple[Finding, ...]
 
-    def at(self, level: Level) -> tuple[Finding, ...]:
-        """Return the findings of one level."""
-        return tuple(finding for finding in self.findings if finding.level is level)
-
-    def find(self, check: str) -> tuple[Finding, ...]:
-        """Return the findings of one check."""
-        return tuple(finding for finding in self.findings if finding.check == check)
-
     def status(self, *, strict: bool = False) -> int:
         """Return the exit status: 0, or ``SICK`` if there is an error.
 
         :param strict: whether warnings count as errors.
         """
-        return SICK if self.at(Level.ERROR) or (strict and self.at(Level.WARNING)) else 0
+        counts = self.counts()
+        return SICK if Level.ERROR in counts or (strict and Level.WARNING in counts) else 0
 
     def counts(self) -> dict[str, int]:
         """Return the number of findings of each level that occurs, the worst level first."""
@@ -80,16 +93,16 @@ class Findings:
             fix = _wrapped(f"{INDENT}fix: ", one.fix, width)
             for line in (*_wrapped(f"{one.level.value:<9}", one.what, width), *fix):
                 yield one.level, line
-        counts = ", ".join(
-            f"{count} {level}{'s' * (count != 1 and level != Level.OK)}"
-            for level, count in self.counts().items()
+        counts = self.counts()
+        listed = ", ".join(
+            f"{count} {level}{'s' * (count != 1 and level != Level.OK)}" for level, count in counts.items()
         )
         advice = "Nothing stands in the way."
-        if self.at(Level.WARNING):
+        if Level.WARNING in counts:
             advice = "It works; the warnings say what may cost speed or reliability."
-        if self.at(Level.ERROR):
+        if Level.ERROR in counts:
             advice = "Begin with the first error: later ones often follow from it."
-        for line in ("", *_wrapped("", f"{counts}. {advice}", width)):
+        for line in ("", *_wrapped("", f"{listed}. {advice}", width)):
             yield None, line
 
 
@@ -99,23 +112,3 @@ def _wrapped(start: str, text: str, width: int) -> list[str]:
         width, start, " " * len(start), break_long_words=False, break_on_hyphens=False
     )
     return wrapper.wrap(text)
-
-
-def ok(check: str, what: str) -> Finding:
-    """Make a finding about something that is as it should be."""
-    return Finding(check, Level.OK, what)
-
-
-def note(check: str, what: str, fix: str) -> Finding:
-    """Make a finding about something that is worth knowing."""
-    return Finding(check, Level.NOTE, what, fix)
-
-
-def warning(check: str, what: str, fix: str) -> Finding:
-    """Make a finding about something that works badly or by chance."""
-    return Finding(check, Level.WARNING, what, fix)
-
-
-def error(check: str, what: str, fix: str) -> Finding:
-    """Make a finding about something that will not work."""
-    return Finding(check, Level.ERROR, what, fix)

@@ -54,7 +54,10 @@ from asynctrt.tensors import Array, InferResult, TensorSpec, shape_of
 try:
     import orjson
 except ImportError as error:
-    raise MissingExtraError("serving needs orjson: pip install 'asynctrt[serve]'") from error
+    raise MissingExtraError(
+        "JSON needs orjson: pip install 'asynctrt[serve]' for a server, 'asynctrt[client]' for a client, or "
+        "'asynctrt[load]' for load tests"
+    ) from error
 
 JSON_LISTS_MAX: Final = 16_384
 JSON_VALUES_MAX: Final = 262_144

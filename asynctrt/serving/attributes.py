@@ -59,15 +59,13 @@ async def open_attribute(where: str, device: str, settings: Mapping[str, Any]) -
 
 async def _resolved(thing: Any, stack: AsyncExitStack) -> Any:
     """Await a coroutine function, enter a context manager, or make a pipeline of a decorated function."""
-    if isinstance(thing, asynctrt.Batched):
-        return await _pipeline_of(thing, stack)
-    if inspect.iscoroutinefunction(thing):
+    if inspect.iscoroutinefunction(thing) and not isinstance(thing, asynctrt.Batched):
         thing = await thing()
     if inspect.isawaitable(thing):  # For example the result of asynctrt.open.
         thing = await thing
-    if isinstance(thing, AbstractAsyncContextManager) and not isinstance(thing, Engine):
+    if isinstance(thing, AbstractAsyncContextManager) and not isinstance(thing, Engine | asynctrt.Batched):
         thing = await stack.enter_async_context(thing)
-    return thing
+    return await _pipeline_of(thing, stack) if isinstance(thing, asynctrt.Batched) else thing
 
 
 def _close_after(engine: Engine, stack: AsyncExitStack) -> None:

@@ -148,6 +148,20 @@ SCHEDULING: Final = _record(
         "timeout": SIZE | {"description": "Microseconds that it may wait in the queue; 0 is the default."},
     },
 )
+TENSOR: Final = _record(
+    ("name", "datatype", "shape", "data"),
+    {"name": STRING, "datatype": STRING, "shape": _list(SIZE), "data": {"type": "array"}},
+)
+INFER_BODY: Final = _record(
+    ("inputs",),
+    {
+        "id": STRING,
+        "parameters": SCHEDULING,
+        "inputs": _list(TENSOR),
+        "outputs": _list(_record(("name",), {"name": STRING})),
+    },
+)
+"""A request by KServe V2, which is the same for every model."""
 SERVER: Final = {
     "/v2": "Name, version and extensions",
     "/v2/health/live": "Whether the server is alive",
@@ -213,13 +227,14 @@ def _predict(served: ServedModel, tag: str) -> Schema:
             (WHOLE, whole, ROWS),
         )
     ]
-    described = [f"Input {spec}" for spec in specs] + [f"Output {spec}" for spec in engine.outputs]
-    return _operation(
-        tag,
-        "Run the model on plain JSON",
-        description="\n".join(described),
-        requestBody=_body({"oneOf": forms}, example(served)),
-    )
+    body = _body({"oneOf": forms}, example(served))
+    return _operation(tag, "Run the model on plain JSON", description=_described(served), requestBody=body)
+
+
+def _described(served: ServedModel) -> str:
+    """Return lines that name the model's inputs and outputs."""
+    inputs = [f"Input {spec}" for spec in served.engine.inputs]
+    return "\n".join(inputs + [f"Output {spec}" for spec in served.engine.outputs])
 
 
 def _values_of(
@@ -255,31 +270,10 @@ def _element(dtype: np.dtype[Any]) -> Schema:
 
 def _infer(served: ServedModel, tag: str) -> Schema:
     """Return the operation of an inference by KServe V2."""
-    inputs = [
-        _record(
-            ("name", "datatype", "shape", "data"),
-            {
-                "name": {"const": spec.name},
-                "datatype": {"const": datatype_of(spec)},
-                "shape": _list(SIZE),
-                "data": {"type": "array"},
-            },
-        )
-        for spec in served.engine.inputs
-    ]
-    wanted = _record(("name",), {"name": {"enum": [spec.name for spec in served.engine.outputs]}})
-    body = _record(
-        ("inputs",),
-        {
-            "id": STRING,
-            "parameters": SCHEDULING,
-            "inputs": _list({"anyOf": inputs}),
-            "outputs": _list(wanted),
-        },
-    )
-    requested = _body(body, _infer_example(served))
+    requested = _body(INFER_BODY, _infer_example(served))
     requested["content"]["application/octet-stream"] = {}
-    return _operation(tag, "Run the model, by KServe V2", requestBody=requested)
+    summary = "Run the model, by KServe V2"
+    return _operation(tag, summary, description=_described(served), requestBody=requested)
 
 
 def _infer_example(served: ServedModel) -> dict[str, Any] | None:

@@ -72,7 +72,6 @@ def test_what_others_say_does_not_control_the_terminal(monkeypatch, capsys):
         raise OverloadError(HOSTILE)
 
     monkeypatch.setattr(cli, "app", fails)
-    monkeypatch.setattr(cli, "prepare", lambda: None)
     with pytest.raises(SystemExit):
         cli.main()
     cli._say(HOSTILE)
@@ -146,7 +145,7 @@ WRONG = [
     (["load", "missing.onnx"], 1, "ModelNotFoundError: there is no file 'missing.onnx'"),
     (["load", __file__], 1, "ModelError"),
     (["load", "m.onnx", "--max-delay", "5"], 1, "OptionsError: max_delay must be a number of seconds"),
-    (["demo", "--seconds", "10ms"], 2, "10ms is less than 0.05"),
+    (["demo", "--seconds", "10ms"], 1, "OptionsError: seconds must be"),
     (["serve", "m.onnx", "--max-delay", "2s"], 1, "seconds ≥ 0 and ≤ 1, not 2.0. For milliseconds"),
     (["serve", "m.onnx", "--log-format", "xml"], 2, "'xml' is not one of 'text', 'json'"),
     (["demo", "/no/such/folder"], 2, "does not exist"),
@@ -192,6 +191,29 @@ def test_ctrl_c_while_the_command_is_imported_is_silent(module):
     command = [sys.executable, "-c", INTERRUPTED_AT, module]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+LARGE_FOLDER = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[1:] = ["demo", "."]
+from asynctrt.__main__ import main
+def walk(top):
+    os.kill(os.getpid(), signal.SIGINT)
+    for number in range(100_000):
+        time.sleep(0.01)
+        yield top, [], [f"missing-{number}"]
+os.walk = walk
+main()
+"""
+
+
+@pytest.mark.tier2
+def test_ctrl_c_ends_the_search_of_a_large_folder():
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE_FOLDER], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (130, "", False)
 
 
 @pytest.mark.tier2

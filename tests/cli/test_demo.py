@@ -121,7 +121,9 @@ def test_a_demo_that_is_interrupted_shows_what_it_has(tmp_path):
     said, noted = [], []
 
     async def interrupted():
-        running = asyncio.create_task(demo.Course([tmp_path], 0.05, said.append, noted.append).run())
+        running = asyncio.create_task(
+            demo.Course(demo.find_files([tmp_path]), 0.05, said.append, noted.append).run()
+        )
         while "1. Plain load: a batcher by hand" not in noted:
             await asyncio.sleep(0)
         running.cancel()

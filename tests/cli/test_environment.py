@@ -4,7 +4,7 @@ import pytest
 
 from asynctrt.cli import app as cli
 from asynctrt.cli.environment import check_values, misspelt
-from asynctrt.errors import UsageError
+from asynctrt.errors import OptionsError, UsageError
 from asynctrt.serving.settings import ServerSettings
 from tests.cli.test_app import asynctrt_command
 from tests.models import double_onnx
@@ -59,6 +59,14 @@ def test_one_that_is_set_and_empty_is_refused(name):
     check_values({f"ASYNCTRT_SERVE_{name}": "1", "ASYNCTRT_OTHER": ""}, KNOWN)
     with pytest.raises(UsageError, match=f"^ASYNCTRT_SERVE_{name}: set and empty"):
         check_values({f"ASYNCTRT_SERVE_{name}": ""}, KNOWN)
+
+
+@pytest.mark.parametrize("option", ["watch", "arena_size", "warmup"])
+def test_one_of_a_removed_option_is_refused_as_its_flag_is(option):
+    name = f"ASYNCTRT_SERVE_{option.upper()}"
+    with pytest.raises(OptionsError, match=f"^{name}: .*'{option}'"):
+        check_values({name: "1"}, KNOWN)
+    check_values({f"ASYNCTRT_{option.upper()}": "1", f"SERVE_{option.upper()}": "1"}, KNOWN)
 
 
 @pytest.mark.tier2

@@ -4,8 +4,8 @@ import shutil
 import subprocess
 from dataclasses import replace
 
+from asynctrt.doctor import conclude
 from asynctrt.doctor.children import Ending, ProbeOutcome
-from asynctrt.doctor.diagnosis import conclude
 from asynctrt.doctor.facts import Facts
 from asynctrt.doctor.machine import Machine
 from tests.helpers import needed
@@ -31,7 +31,6 @@ TOLD = {
     "total_nbytes": 140 * GIB,
     "mig": 0,
     "mig_parts": 0,
-    "remapped": [0, 0, 0, 0],
 }
 
 COPIED = {"is_right": True, "ms": {"copied": 5.0}}
@@ -87,10 +86,14 @@ HEALTHY = Facts(
         "tensorrt_rtx": MISSING,
         "onnxruntime": answered({"version": "1.32.0", "providers": ["CPUExecutionProvider"]}),
         "cuda.bindings.driver": answered({"version": "unknown"}),
-        "uvloop": answered({"version": "0.23.0"}),
     },
     engines={"host": answered(ENGINE), "cuda:0": answered(COPIED), "worker": answered(ENGINE)},
 )
+
+
+def find(made, check):
+    """Return the findings of one check."""
+    return [one for one in made.findings if one.check == check]
 
 
 def report(**changes):

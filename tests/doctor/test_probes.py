@@ -66,11 +66,6 @@ int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *next)
 }
 int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *count) { *count = 7; return 0; }
 int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **part) { return index > 1; }
-int nvmlDeviceGetRemappedRows(void *device, unsigned *a, unsigned *b, unsigned *c, unsigned *d)
-{
-    *a = 1, *b = 2, *c = 0, *d = 1;
-    return device == (void *)1;
-}
 """
 
 
@@ -78,9 +73,9 @@ def test_what_a_gpu_does_not_say_is_left_open(tmp_path):
     compiled(tmp_path, "libnvidia-ml.so.1", NVML.replace("INIT", "0"))
     first, second = asked("nvml", path=tmp_path).value["gpus"]
     assert first["name"] == second["name"] == "A GPU"
-    assert (first["mig"], first["mig_parts"], first["remapped"]) == (1, 2, None)
+    assert (first["mig"], first["mig_parts"]) == (1, 2)
     assert first["free_nbytes"] is first["total_nbytes"] is None
-    assert (second["mig"], second["mig_parts"], second["remapped"]) == (None, 0, [1, 2, 0, 1])
+    assert (second["mig"], second["mig_parts"]) == (None, 0)
     assert (second["free_nbytes"], second["total_nbytes"]) == (5, 9)
 
 

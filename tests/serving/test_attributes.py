@@ -71,6 +71,14 @@ async def of_a_model():
     return double_model()
 
 
+def repeated():
+    return repeat
+
+
+async def repeated_later():
+    return repeat
+
+
 async def engine():
     return await asynctrt.open(double_model(), max_rows=3)
 
@@ -179,8 +187,9 @@ async def test_what_an_engine_stands_on_is_closed_after_it(module):
 
 
 @pytest.mark.anyio
-async def test_a_decorated_function_is_closed_with_its_pipeline(module):
-    engine = await open_attribute("things:repeat", "host", {})
+@pytest.mark.parametrize("name", ["repeat", "repeated", "repeated_later"])
+async def test_a_decorated_function_is_closed_with_its_pipeline(module, name):
+    engine = await open_attribute(f"things:{name}", "host", {})
     batched = sys.modules["things"].repeat
     within = batched.engine
     await engine.infer({"words": ["a"], "times": [2]})

@@ -335,6 +335,62 @@ class TestInABrowser:
             await shows(page, "#model-title", "two: <b>bold</b>/é")
             assert not wrong
 
+    async def test_a_second_between_seconds_without_requests_is_seen(self, chromium):
+        """No line goes to its latency, so a first request with curl would leave the chart empty."""
+        async with (
+            asynctrt.open(double_model()) as engine,
+            Site(("double", engine)) as site,
+            browser(chromium) as (page, wrong),
+        ):
+            site.second()
+            await page.goto(site.url)
+            drawn = "document.querySelectorAll('#charts canvas')[1].toDataURL()"
+            await shows(page, "#tiles-p50 .value", "\u2013")
+            empty = await page.evaluate(drawn)
+            await site.infer(2)
+            site.second()
+            site.second()
+            await shows(page, "#numbers-answered td:last-child", "1")
+            await page.wait_for_function(f"before => {drawn} !== before", arg=empty, timeout=WAIT_MS)
+            colours = """() => {
+                const { width, height } = document.querySelectorAll('#charts canvas')[1];
+                const pixels = document.querySelectorAll('#charts canvas')[1].getContext('2d');
+                const { data } = pixels.getImageData(0, 0, width, height);
+                let coloured = 0;
+                for (let at = 0; at < data.length; at += 4) {
+                    coloured += data[at + 3] > 200 && Math.abs(data[at] - data[at + 2]) > 80;
+                }
+                return coloured;
+            }"""
+            assert await page.evaluate(colours) > 10
+            assert not wrong
+
+    async def test_a_pipeline_has_no_bars_for_sizes_that_are_not_used(self, chromium):
+        """It takes requests of up to 16,384 rows, and the names of 15 bars would cover each other."""
+        spec = asynctrt.TensorSpec("x", "float32", (4,))
+        async with (
+            asynctrt.Pipeline(
+                lambda inputs: inputs, inputs=spec, outputs=spec, max_in_flight=16384
+            ) as pipeline,
+            Site(("same", pipeline)) as site,
+            browser(chromium) as (page, wrong),
+        ):
+            for rows, bars in ((2, 7), (300, 10)):
+                await pipeline.infer(np.zeros((rows, 4), np.float32))
+                site.second()
+                if rows == 2:
+                    await page.goto(site.url)
+                chart = page.get_by_label(re.compile("batches of the last five minutes by their rows"))
+                await expect(chart).to_have_attribute("aria-label", re.compile(rf"(rows: .*){{{bars}}}"))
+                said = await chart.get_attribute("aria-label")
+                assert said.count("rows: ") == bars
+                assert (
+                    len(pipeline.statistics().launched)
+                    == await page.locator("[id^=numbers-launched]").count()
+                )
+            await expect(page.locator("#about")).to_contain_text("16,384 rows in a request")
+            assert not wrong
+
     async def test_a_line_for_curl_asks_the_model(self, chromium):
         async with (
             asynctrt.open(double_model()) as engine,

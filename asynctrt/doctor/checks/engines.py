@@ -1,13 +1,10 @@
 """Whether an engine answers on the host device and in a worker process, and whether each GPU copies."""
 
 from collections.abc import Iterator
-from typing import Final
 
 from asynctrt.doctor.children import Ending
 from asynctrt.doctor.facts import Facts
 from asynctrt.doctor.findings import Finding, error, ok, warning
-
-VERBS: Final = {Ending.HUNG: "hangs", Ending.CRASHED: "crashes", Ending.ANSWERED: "gives a wrong answer"}
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -19,7 +16,8 @@ def check(facts: Facts) -> Iterator[Finding]:
             times = ", ".join(f"{what} in {ms:.1f} ms" for what, ms in outcome.value["ms"].items())
             yield ok("workers" if name == "worker" else "engine", f"{name}: {times}")
             continue
-        said = f"{VERBS.get(outcome.ending, 'fails')}{': ' * bool(outcome.said)}{outcome.said}"
+        is_wrong = outcome.ending is Ending.ANSWERED
+        said = "gives a wrong answer" if is_wrong else f"{outcome.verb}: {outcome.said}"
         if name == "worker":
             yield warning(
                 "workers",
@@ -28,7 +26,7 @@ def check(facts: Facts) -> Iterator[Finding]:
                 "They need Linux 5.3, memfd_create, pidfd_open, eventfd and a child process; a sandbox "
                 "(seccomp, gVisor) may forbid one of them: allow it, or use another runtime class",
             )
-        elif outcome.ending is Ending.ANSWERED:
+        elif is_wrong:
             fix = "Check the memory errors of the GPU (nvidia-smi -q -d ECC), and have it examined"
             yield error("engine.wrong", f"{name} {said}; nothing that it computes can be trusted", fix)
         else:

@@ -1,4 +1,4 @@
-"""The GPUs: memory, MIG, exclusive mode, faults of memory."""
+"""The GPUs: memory, MIG, exclusive mode."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -12,9 +12,8 @@ FULL_NBYTES: Final = 512 << 20
 FULL_SHARE: Final = 0.1
 """If less than this share of its memory is free, something else is using the GPU."""
 
-EXCLUSIVE: Final = (1, 3)
-"""``EXCLUSIVE`` of old drivers, and ``EXCLUSIVE_PROCESS``."""
-PROHIBITED: Final = 2
+EXCLUSIVE: Final = 3
+"""``CU_COMPUTEMODE_EXCLUSIVE_PROCESS``."""
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -32,13 +31,11 @@ def check(facts: Facts) -> Iterator[Finding]:
     for index, gpu in enumerate(value.get("gpus", ())):
         yield from _of_one(f"GPU {index} ({gpu['name']})", gpu)
     for ordinal, gpu in enumerate(facts.gpus):
-        name, mode = f"cuda:{ordinal} ({gpu['name']})", gpu["compute_mode"]
-        if mode == PROHIBITED:
-            yield error("gpu.prohibited", f"{name} lets no process compute", "nvidia-smi -c DEFAULT")
-        elif mode in EXCLUSIVE:
+        if gpu["compute_mode"] == EXCLUSIVE:
             yield warning(
                 "gpu.exclusive",
-                f"{name} is in exclusive mode: a second process, such as a server's successor, is refused",
+                f"cuda:{ordinal} ({gpu['name']}) is in exclusive mode: a second process, such as a server's "
+                "successor, is refused",
                 "nvidia-smi -c DEFAULT; or keep it, and let the processes share the GPU through MPS",
             )
 
@@ -69,12 +66,4 @@ def _of_one(name: str, gpu: dict[str, Any]) -> Iterator[Finding]:
             "Choose one by its UUID (nvidia-smi -L): CUDA_VISIBLE_DEVICES=MIG-..., or several with a worker "
             'each: asynctrt.open(..., isolation="process", device=["cuda:MIG-...", "cuda:MIG-..."]). Build '
             "plans on the smallest instance that is to run them",
-        )
-    corrected, uncorrected, pending, failed = gpu["remapped"] or (0, 0, 0, 0)
-    if uncorrected or pending or failed:
-        rest = ", and one could not be" if failed else ", one only after the next reset" if pending else ""
-        yield (error if failed else warning)(
-            "gpu.hardware",
-            f"{name}: {corrected + uncorrected} bad rows of its memory (ECC) were replaced{rest}",
-            "Reset the GPU or restart the machine; have the GPU replaced if rows cannot be replaced any more",
         )

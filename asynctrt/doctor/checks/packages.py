@@ -1,4 +1,4 @@
-"""Python and packages: versions, TensorRT's flavours, ONNX Runtime, cuda-python, uvloop."""
+"""Python and packages: versions, TensorRT's flavours, ONNX Runtime, cuda-python."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,9 +17,6 @@ PYTHON_MAX: Final = (3, 13)
 CORE: Final = ("anyio", "cuda-core", "cuda-python", "numpy", "uvloop")
 """The packages that asynctrt requires."""
 
-COMPATIBLE: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch")
-"""The flavours that run the same plans, if their versions agree."""
-
 CAPABILITY_MIN: Final = {13: (7, 5)}
 """The oldest GPUs that a CUDA version supports: CUDA 13 dropped those before Turing."""
 
@@ -29,8 +26,7 @@ ONNXRUNTIME: Final = re.compile(r"onnxruntime(-(gpu|directml|openvino|qnn|rocm|t
 def check(facts: Facts) -> Iterator[Finding]:
     """Yield findings about packages."""
     yield from _core(facts)
-    answers = {name: outcome.value or {} for name, outcome in facts.packages.items()}
-    installed = [name for name in FLAVOURS if not answers[name].get("missing")]
+    installed = [name for name in FLAVOURS if not (facts.packages[name].value or {}).get("missing")]
     for name in installed:
         yield from _flavour(facts, name)
     if not installed:
@@ -38,13 +34,6 @@ def check(facts: Facts) -> Iterator[Finding]:
             "tensorrt.missing",
             "None of TensorRT's packages is installed; plans need one",
             "pip install 'asynctrt[tensorrt]', or lean, dispatch or rtx instead of tensorrt",
-        )
-    versions = {name: answers[name]["version"] for name in COMPATIBLE if "version" in answers[name]}
-    if len(set(versions.values())) > 1:
-        yield note(
-            "tensorrt.several",
-            f"TensorRT is there in several versions: {_listed(versions)}. A plan needs the one that built it",
-            "Install all in one version, or choose: TensorRTOptions(flavour=...)",
         )
     yield from _onnxruntime(facts)
 
@@ -58,17 +47,17 @@ def _core(facts: Facts) -> Iterator[Finding]:
         yield warning("python", f"{said}. asynctrt is not tested with this Python", fix)
     else:
         yield ok("python", said)
-    for module, package in (("cuda.bindings.driver", "cuda_python"), ("uvloop", "uvloop")):
-        yield _broken(facts, module, package) or ok(package, f"{module} can be imported")
+    broken = _broken(facts, "cuda.bindings.driver", "cuda_python")
+    if broken:
+        yield broken
 
 
 def _broken(facts: Facts, name: str, check: str) -> Finding | None:
     """Return an error if importing a package fails, hangs or crashes the process."""
     outcome = facts.packages[name]
     if outcome.ending is not Ending.ANSWERED:
-        verb = {Ending.HUNG: "hangs", Ending.CRASHED: "crashes"}.get(outcome.ending, "fails")
         fix = "Reinstall it in the version that fits the driver"
-        return error(check, f"Loading {name} {verb}: {outcome.said}", fix)
+        return error(check, f"Loading {name} {outcome.verb}: {outcome.said}", fix)
     said = outcome.value.get("error")
     if said is None:
         return None

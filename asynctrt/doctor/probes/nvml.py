@@ -38,7 +38,6 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> dict[str, Any]:
         "total_nbytes": memory.total if has_memory else None,
         "mig": mig and mig[0],
         "mig_parts": sum(_has_part(nvml, handle, part) for part in range(parts[0] if parts else 0)),
-        "remapped": _numbers(nvml, "nvmlDeviceGetRemappedRows", handle, 4),
     }
 
 

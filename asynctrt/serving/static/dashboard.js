@@ -5,6 +5,7 @@
   const PATIENCE_MS = 5000;
   const SAMPLES_MAX = 300;
   const NEAR_S = 2;
+  const BARS = 7;
   const TOKEN = "asynctrt-token";
   const DASHES = [[], [9, 5], [2, 4], [12, 3, 2, 3]];
   const NONE = "\u2013";
@@ -48,6 +49,8 @@
   }
 
   const count = (value) => (value === null || value === undefined ? NONE : whole.format(value));
+
+  const several = (number, name) => `${count(number)} ${name}${number === 1 ? "" : "s"}`;
 
   const pad = (number) => String(number).padStart(2, "0");
 
@@ -137,7 +140,7 @@
       };
       const x = spec.isBars
         ? { ...axis, grid: { show: false }, label: "rows in a batch", values: (_, splits) => splits.map(
-          (at) => (Number.isInteger(at) && spec.names[at]) || ""), splits: () => spec.names.map((_, at) => at), size: 28 }
+          (at) => (Number.isInteger(at) && at % Math.ceil(spec.names.length / (BARS + 1)) === 0 && spec.names[at]) || ""), splits: () => spec.names.map((_, at) => at), size: 28 }
         : { ...axis, label: "local time", incrs: [60], space: 20, size: 28, values: (_, splits) => splits.map(
           (at) => clock(at, false)) };
       return {
@@ -163,7 +166,7 @@
       }
       return {
         stroke, width: this.spec.isStacked ? 1 : 1.5, dash: DASHES[index], fill: this.spec.isStacked ? faded(stroke) : undefined,
-        points: { show: this.spec.isStacked ? false : undefined, size: 4, fill: stroke },
+        points: { show: false, filter: lone, size: 5, fill: stroke },
       };
     }
 
@@ -236,6 +239,12 @@
       if (this.draw !== null) this.draw.destroy();
       this.draw = null;
     }
+  }
+
+  /** The samples that no line goes to, as the seconds beside them had no request: each is a point. */
+  function lone({ data }, series) {
+    const row = data[series], isNone = (at) => (row[at] ?? null) === null;
+    return row.flatMap((_, at) => (!isNone(at) && isNone(at - 1) && isNone(at + 1) ? [at] : []));
   }
 
   function stacked(rows) {
@@ -326,7 +335,7 @@
     setTile("tiles", "batch", "Mean batch", figure(now("batch_rows")), "rows", `of at most ${count(model.max_rows)}`);
     setTile("tiles", "queued", "Queued", count(now("queued_requests")), "requests", `${count(now("queued_rows"))} rows`);
     setTile("tiles", "in-flight", "In flight", count(now("in_flight_batches")), "batches",
-      `on ${count(now("contexts"))} contexts`);
+      `on ${several(now("contexts"), "context")}`);
     setTile("tiles", "failures", "Failures", figure(now("failures_per_s")), "/s", `${count(failed)} since loaded`);
   }
 
@@ -337,7 +346,7 @@
 
   const LAUNCHED = {
     full: "full", idle: "the device had room", delay: "max_delay was over", deadline: "a timeout was near",
-    turn: "its turn", ahead: "the one before was nearly done", again: "part of one that failed",
+    turn: "its turn", aged: "it had waited longest", ahead: "the one before was nearly done", again: "part of one that failed",
   };
 
   function drawTables(model, newest) {
@@ -381,22 +390,23 @@
 
   function drawBatches(model) {
     const chart = charts.find(({ spec }) => spec.isBars);
-    const bounds = model.batch_bounds;
-    const bars = bounds.map((bound, at) => {
-      const from = at ? bounds[at - 1] + 1 : 1;
+    const all = model.batch_bounds.map(() => 0);
+    for (const sample of samples) {
+      const counts = ofModel(sample, "batches");
+      // A model loaded again may have other sizes than the one before it.
+      if (counts !== null && counts.length === all.length) counts.forEach((part, at) => { all[at] += part; });
+    }
+    // The largest sizes of a pipeline are hardly ever used, and their names would not fit beside each other.
+    const sums = all.slice(0, Math.max(BARS, all.findLastIndex((sum) => sum > 0) + 1));
+    const bars = sums.map((_, at) => {
+      const bound = model.batch_bounds[at], from = at ? model.batch_bounds[at - 1] + 1 : 1;
       return from === bound ? `${bound}` : `${from}\u2013${bound}`;
     });
     if (chart.spec.names.join() !== bars.join()) {
       chart.forget();
       chart.spec.names = bars;
     }
-    const sums = bounds.map(() => 0);
-    for (const sample of samples) {
-      const counts = ofModel(sample, "batches");
-      // A model loaded again may have other sizes than the one before it.
-      if (counts !== null && counts.length === sums.length) counts.forEach((part, at) => { sums[at] += part; });
-    }
-    chart.set([bounds.map((_, at) => at), sums]);
+    chart.set([sums.map((_, at) => at), sums]);
     const said = sums.map((sum, at) => `${bars[at]} rows: ${sum}`).join("; ");
     chart.plot.setAttribute("aria-label", `Chart: batches of the last five minutes by their rows. ${said}.`);
   }
@@ -483,7 +493,8 @@
     if (newest === undefined) return;
     if (model !== undefined) {
       text("model-title", model.name);
-      text("about", `Version ${model.version}, ${model.platform} on ${model.device}, up to ${count(model.max_rows)} rows in a batch`);
+      const unit = model.platform === "asynctrt_pipeline" ? "request" : "batch";
+      text("about", `Version ${model.version}, ${model.platform} on ${model.device}, up to ${several(model.max_rows, "row")} in a ${unit}`);
       text("batching", model.batching ?? "");
       show("batching", Boolean(model.batching));
       show("quiet", model.answered === 0);
