@@ -186,6 +186,9 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
 def exit_status(report: Report) -> int:
     """Return 3 if an slo is missed or most requests failed, 4 if figures are void, 5 if there were too few
     requests to judge, and 0 otherwise."""
+    if report.search is not None and report.search.holds is not None:
+        # If its last run is void, nothing is known above the rate that holds.
+        return VOID if report.runs[-1].void else 0
     if any(not run.answered or run.error_share > FAILED_SHARE for run in report.runs):
         return NOT_GOOD
     if report.void:
@@ -194,9 +197,9 @@ def exit_status(report: Report) -> int:
     if report.kind == "sweep":
         is_missed = is_unjudged = False
     elif report.search is not None:
-        # A search without a result ended because of its last run.
-        is_unjudged = report.search.holds is None and bool(report.runs) and bool(report.runs[-1].unjudged)
-        is_missed = report.search.holds is None and not is_unjudged
+        # It found nothing, and ended because of its last run.
+        is_unjudged = bool(report.runs) and bool(report.runs[-1].unjudged)
+        is_missed = not is_unjudged
     if is_missed or not report.runs:
         return NOT_GOOD
     return UNJUDGED if is_unjudged else 0

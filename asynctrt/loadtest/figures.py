@@ -31,10 +31,12 @@ LATE_SHARE: Final = 0.1
 """Largest share of the mean latency that the generator's lateness may be."""
 LATE_TAIL_SHARE: Final = 0.5
 """Largest ratio of p99 lateness to p99 latency."""
-OWED_SHARE: Final = 0.05
+OWED_SHARE: Final = 0.02
+OWED_DEVIATIONS: Final = 2.0
 OWED_LEAST: Final = 100
 """A target does not keep up if, in the second half, the number of unfinished requests grows by more than
-``OWED_SHARE`` of the requests sent, which must be at least ``OWED_LEAST``."""
+``OWED_SHARE`` of the requests sent, which must be at least ``OWED_LEAST``, and by more than
+``OWED_DEVIATIONS`` standard deviations of the number of Poisson arrivals."""
 COUNTED_SHARE: Final = 0.9
 """Smallest ratio, either way, of a target's request count to the answers. Processes read it at different
 times."""
@@ -260,7 +262,8 @@ def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
     half = total(windows[len(windows) // 2 :])
     given_up = sum(half.errors[kind].count for kind in (NO_ANSWER, NOT_SENT) if kind in half.errors)
     owed = half.sent - half.completed - (half.failed - given_up)
-    if owed <= OWED_SHARE * half.sent or half.sent < OWED_LEAST:
+    by_chance = OWED_DEVIATIONS * half.sent**0.5
+    if owed <= max(OWED_SHARE * half.sent, by_chance) or half.sent < OWED_LEAST:
         return None
     return half.completed / ((len(windows) - len(windows) // 2) * plan.window_ns / 1e9)
 

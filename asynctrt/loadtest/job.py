@@ -8,13 +8,14 @@ from typing import Any, Final, Literal
 
 from asynctrt.core.loading import is_attribute
 from asynctrt.errors import OptionsError, UsageError
-from asynctrt.loadtest.criteria import FIGURES
+from asynctrt.loadtest.criteria import FIGURES, PERCENTILES
 from asynctrt.loadtest.making import describe_machine, describe_making
+from asynctrt.loadtest.plans import SECONDS_DEFAULT
 from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.search import Search
 from asynctrt.loadtest.session import LoadCase, LoadSession
 from asynctrt.loadtest.settings import Arrays, LoadSettings
-from asynctrt.loadtest.statistics import interval
+from asynctrt.loadtest.statistics import interval, requests_least
 from asynctrt.loadtest.targets import SEND_APART, TargetSpec
 
 Kind = Literal["run", "repeats", "sweep", "search"]
@@ -23,6 +24,8 @@ SWEEP_MAX: Final = 1000
 PROBE_S: Final = 1.0
 """Length of the closed-loop probe that determines the first rate of a search."""
 SEARCH_REPEATS: Final = 3
+SEARCH_S_MAX: Final = 600.0
+"""Limit on how long a search extends a run to judge its slo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,9 @@ class LoadJob:
             settings.profile(1.0)
             if not isinstance(settings.rate, int | float) and not _is_number(settings.rate):
                 raise OptionsError(f"a search begins at one constant rate, not {settings.rate!r}")
+        least = _requests_least(settings)
+        if self.search and settings.requests is not None and settings.requests < least:
+            raise OptionsError(f"{', '.join(settings.slo)} needs {least:,} requests to be judged: set requests to that")
         if not 0.001 <= self.precision <= 1:
             raise OptionsError(f"precision must be a share from 0.001 to 1, not {self.precision!r}")
         if settings.processes > 1 and not (
@@ -152,20 +158,40 @@ async def _search(job: LoadJob, session: LoadSession) -> Search:
     search = Search(float(start), job.precision)
     while (rate := search.next) is not None and not session.is_stopped:
         case = base.with_values({"rate": rate}, f"rate={rate:g}")
-        held, missed, void = 0, 0, False
-        while max(held, missed) <= job.repeats // 2 and not void:
+        held = missed = void = 0
+        while max(held, missed, void) <= job.repeats // 2:
             run = await session.run(case)
             if run is None or session.is_stopped:
                 search.end("the search was stopped")
                 return search
             if not run.requests or (run.unjudged and not run.misses):
-                search.end(f"too few requests were due at {rate:g} requests/s to tell: measure for longer")
+                longer_s = _seconds_needed(job.settings, rate)
+                if longer_s > (case.settings.seconds or SECONDS_DEFAULT):
+                    case = replace(case, settings=replace(case.settings, seconds=longer_s))
+                    continue
+                why = "; ".join(run.unjudged.values()) or "none was due"
+                search.end(f"too few requests at {rate:g} requests/s to tell: measure for longer ({why})")
                 return search
-            void = bool(run.void)
-            held += run.holds
-            missed += not run.holds
-        search.tell(holds=held > missed, void=void)
+            void += bool(run.void)
+            # A target that falls behind meets a latency only for as long as the run is short.
+            is_held = run.holds and run.kept is None
+            held += is_held
+            missed += not is_held and not run.void
+        search.tell(holds=held > job.repeats // 2, void=void > job.repeats // 2)
     return search
+
+
+def _seconds_needed(settings: LoadSettings, rate: float) -> float:
+    """Return how long to measure at a rate so that there are enough requests to judge the slo."""
+    least = _requests_least(settings)
+    # Three standard deviations more, because the number of due requests is random.
+    return min((least + 3 * least**0.5) / rate, SEARCH_S_MAX)
+
+
+def _requests_least(settings: LoadSettings) -> int:
+    """Return the number of requests that are needed to judge every percentile of the slo."""
+    known = [float(item.figure[1:]) for item in settings.criteria if item.figure in PERCENTILES]
+    return max((requests_least(percent) for percent in known), default=1)
 
 
 def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:

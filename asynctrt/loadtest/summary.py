@@ -316,6 +316,8 @@ def _verdict(run: Run) -> Cell:
     failed = [name for name, is_held in run.slo.items() if not is_held]
     if failed:
         return Cell("fails", f"not held: {', '.join(failed)}", "bad")
+    if run.kept is not None:
+        return Cell("behind", "the target did not keep up", "bad")
     if run.unjudged:
         return Cell("too few", "; ".join(run.unjudged.values()))
     return Cell("holds", level="good") if run.slo else Cell("complete")

@@ -133,6 +133,8 @@ def test_exit_statuses(report):
     assert status(kind="search", search=in_vain) == 3
     assert status(kind="search", search=in_vain, **few) == 5
     assert status(kind="search", search=found, **few) == 0
+    assert status(kind="search", search=found, error_share=0.9) == 0  # Far above the rate that holds.
+    assert status(kind="search", search=found, void=("late",)) == 4
 
 
 def test_the_machine_of_a_report_is_this_one():

@@ -315,6 +315,16 @@ def test_a_target_that_owes_more_and_more_did_not_keep_up(completed, errors, kep
     assert run_of(windows, callers=4, rate=None).kept is None
 
 
+@pytest.mark.parametrize(
+    ("sent", "completed", "keeps_up"), [(10, 9, True), (10, 7, False), (400, 394, True), (400, 390, False)]
+)
+def test_the_more_requests_the_smaller_a_difference_that_is_not_chance(sent, completed, keeps_up):
+    windows = {number: window([5.0] * sent) for number in range(40)}
+    for made in windows.values():
+        made.completed = completed
+    assert (run_of(windows).kept is None) == keeps_up
+
+
 @pytest.mark.parametrize("kind", [NO_ANSWER, NOT_SENT])
 def test_a_target_that_does_not_answer_in_time_did_not_keep_up(kind):
     windows = {number: window([5.0] * 5) for number in range(40)}
