@@ -88,10 +88,6 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         given.get("until_message"),
         Tls(**{name: given[name] for name in TLS_NAMES if name in given}),
     )
-    if spec.is_server and options:
-        raise OptionsError(
-            f"cannot set {', '.join(options)} for a server: set it where the server is started"
-        )
     sweep = dict(_values(text) for text in given.get("sweep", ()))
     job = LoadJob(
         spec,

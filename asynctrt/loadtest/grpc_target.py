@@ -14,6 +14,7 @@ from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
     MissingExtraError,
+    OptionsError,
     OverloadError,
     RequestError,
     TargetError,
@@ -109,6 +110,19 @@ class _Connection:
         self.in_flight = 0
 
 
+def _metadata(name: str, value: str) -> tuple[str, str]:
+    """Return a header as gRPC's metadata.
+
+    :raises OptionsError: for what gRPC sets itself, and for what it can only send in another form.
+    """
+    name = name.lower()
+    if name in ("user-agent", "content-type") or name.startswith("grpc-"):
+        raise OptionsError(f"the header {name!r} cannot be given over gRPC, which sets it itself")
+    if name.endswith("-bin") or not value.isascii():
+        raise OptionsError(f"the header {name!r} cannot be given over gRPC: only text in ASCII is sent")
+    return name, value
+
+
 class GrpcTarget:
     """Send to one model over gRPC, with at most ``STREAMS_MAX`` requests in flight per connection."""
 
@@ -119,8 +133,7 @@ class GrpcTarget:
         self.name = address.model
         self._address = address
         host = next((value for name, value in headers if name.lower() == "host"), None)
-        others = [(name.lower(), value) for name, value in headers if name.lower() != "host"]
-        self._metadata = tuple(others) or None
+        self._metadata = tuple(_metadata(name, value) for name, value in headers if name.lower() != "host")
         self._kinds = message_classes()
         options: tuple[tuple[str, Any], ...] = (
             *OPTIONS,

@@ -24,6 +24,7 @@ SWEEP_MAX: Final = 1000
 PROBE_S: Final = 1.0
 """Length of the closed-loop probe that determines the first rate of a search."""
 SEARCH_REPEATS: Final = 3
+PRECISION: Final = 0.05
 SEARCH_S_MAX: Final = 600.0
 """Limit on how long a search extends a run to judge its slo."""
 
@@ -43,25 +44,38 @@ class LoadJob:
     settings: LoadSettings
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     search: bool = False
-    precision: float = 0.05
+    precision: float = PRECISION
 
     def __post_init__(self) -> None:
-        settings = self.settings
-        if self.sweep and self.search:
-            raise OptionsError("sweep and search exclude each other: give only one of them")
-        if self.search and not settings.slo:
-            raise OptionsError("a search needs an slo, such as p99<20ms")
-        if self.search and settings.callers is not None:
-            raise OptionsError("a search varies the rate: leave callers out")
-        if self.search and settings.rate is not None:
-            settings.profile(1.0)
-            if not isinstance(settings.rate, int | float) and not _is_number(settings.rate):
-                raise OptionsError(f"a search begins at one constant rate, not {settings.rate!r}")
+        settings, has_rate = self.settings, self.settings.rate is not None
         least = _requests_least(settings)
-        if self.search and settings.requests is not None and settings.requests < least:
-            raise OptionsError(f"{', '.join(settings.slo)} needs {least:,} requests to be judged: set requests to that")
-        if not 0.001 <= self.precision <= 1:
-            raise OptionsError(f"precision must be a share from 0.001 to 1, not {self.precision!r}")
+        for is_wrong, why in (
+            (self.sweep and self.search, "sweep and search exclude each other: give only one of them"),
+            (self.search and not settings.slo, "a search needs an slo, such as p99<20ms"),
+            (self.search and settings.callers is not None, "a search varies the rate: leave callers out"),
+            (
+                self.search and has_rate and not _is_number(settings.rate),
+                f"a search begins at one constant rate, not {settings.rate!r}",
+            ),
+            (
+                self.search and settings.requests is not None and settings.requests < least,
+                f"a search for this slo needs {least:,} requests at each rate: set requests to that, or not",
+            ),
+            (
+                self.precision != PRECISION and not self.search,
+                "precision is that of a search: set search too",
+            ),
+            (
+                not 0.001 <= self.precision <= 1,
+                f"precision must be a share from 0.001 to 1, not {self.precision!r}",
+            ),
+            (
+                settings.arrivals != "poisson" and not (has_rate or self.search or "rate" in self.sweep),
+                "arrivals says how the requests of an open loop are spaced: set rate",
+            ),
+        ):
+            if is_wrong:
+                raise OptionsError(why)
         if settings.processes > 1 and not (
             isinstance(self.target, TargetSpec) and (self.target.is_server or is_attribute(self.target.where))
         ):
@@ -240,8 +254,8 @@ def _said(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _is_number(text: str) -> bool:
+def _is_number(value: object) -> bool:
     try:
-        return float(text) > 0
+        return float(str(value)) > 0
     except ValueError:
         return False

@@ -63,12 +63,13 @@ def read_address(spec: TargetSpec) -> Address:
     verb = "/ws" if is_websocket else "/infer"
     example = f"{spec.scheme}://HOST:PORT/v2/models/NAME{verb if is_websocket else ''}"
     server, path = _split(spec, example)
+    shown = without_password(spec.where)
     before, found, model = path.rpartition(MODELS)
     if not found:
         model = ""
         before, found, rest = path.rstrip("/").partition("/v2")
         if rest not in ("", verb) or (before and not found):
-            raise UsageError(f"{spec.where!r} is not the address of a model: write {example}")
+            raise UsageError(f"{shown!r} is not the address of a model: write {example}")
     return _named(spec, example, server + before, *_model(model, verb))
 
 
@@ -82,8 +83,10 @@ def read_grpc_address(spec: TargetSpec) -> Address:
     """
     example = f"{spec.scheme}://HOST:PORT/NAME"
     server, path = _split(spec, example)
-    if urlsplit(server).port is None:
-        raise UsageError(f"{spec.where!r} has no port: write {example}")
+    parts = urlsplit(server)
+    if parts.port is None or parts.username is not None:
+        what = "has no port" if parts.port is None else "has a user, which gRPC cannot send"
+        raise UsageError(f"{without_password(spec.where)!r} {what}: write {example}")
     return _named(spec, example, server, *_model(path[1:], ""))
 
 
@@ -95,7 +98,7 @@ def _split(spec: TargetSpec, example: str) -> tuple[str, str]:
     except ValueError:
         is_right = False
     if not is_right:
-        raise UsageError(f"{spec.where!r} is not the address of a server: write {example}")
+        raise UsageError(f"{without_password(spec.where)!r} is not the address of a server: write {example}")
     return f"{parts.scheme}://{parts.netloc}", parts.path
 
 

@@ -49,6 +49,8 @@ class Local:
             if settings.processes > 1 and found.kind == "engine":
                 raise OptionsError(SEND_APART)
             if settings.inputs is None and getattr(found, "is_self_contained", False):
+                if settings.dims:
+                    raise OptionsError(f"{found.name!r} has no inputs to give sizes to: leave dims out")
                 samples = [Sample({}, settings.rows)]
             else:
                 samples = await asyncio.to_thread(make_samples, settings, found.inputs)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -13,7 +14,6 @@ from asynctrt.engine import Engine
 from asynctrt.errors import OptionsError, UsageError, show
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
-from asynctrt.loadtest.tls import Tls
 from asynctrt.opening import open as open_engine
 
 
@@ -63,27 +63,41 @@ def _coroutine_function(where: str) -> Call | None:
     return found if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found) else None
 
 
+def _check(spec: TargetSpec, kind: str, *has_effect: str) -> None:
+    """Raise :class:`OptionsError` for a part of the spec that has no effect on this kind of target."""
+    allowed = {"where", *has_effect}
+    if spec.scheme in ("https", "wss", "grpcs"):
+        allowed.add("tls")
+    usual = TargetSpec(spec.where)
+    given = [item.name for item in fields(spec) if getattr(spec, item.name) != getattr(usual, item.name)]
+    shown = {"options": ", ".join(spec.changed_options), "tls": "ca, cert, key or insecure"}
+    for name in given:
+        if name not in allowed:
+            raise OptionsError(f"{shown.get(name, name)} cannot be set for {kind}: it would have no effect")
+
+
 async def _open(spec: TargetSpec) -> Target:
-    if spec.until_message is not None and not (spec.is_plain and spec.scheme in ("ws", "wss")):
-        raise OptionsError(
-            "until_message is for websockets that do not speak KServe: the end of any other answer is known"
-        )
-    if spec.tls != Tls() and spec.scheme not in ("https", "wss", "grpcs"):
-        raise OptionsError(
-            "ca, cert, key and insecure are for addresses with TLS: https://, wss:// and grpcs://"
-        )
+    is_websocket = spec.scheme in ("ws", "wss")
     if not spec.scheme:
         call = _coroutine_function(spec.where)
         if call is not None:
+            _check(spec, "a coroutine function")
             return CallTarget(call)
+        _check(spec, "a model that is opened here", "device", "options")
         engine = await open_engine(spec.where, device=spec.device, options=spec.options)
         return EngineTarget(engine, owns=True, name=name_of(spec.where))
     # Import lazily, because each module needs a different optional dependency.
+    if spec.is_plain and is_websocket:
+        _check(spec, "a websocket that does not speak KServe", "token", "headers", "body", "until_message")
+    elif spec.is_plain:
+        _check(spec, "an address that does not speak KServe", "token", "headers", "body", "method")
+    else:
+        _check(spec, "a server's model", "model", "token", "headers")
     if spec.is_plain:
         from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415
 
         return await open_plain_target(spec)
-    if spec.scheme in ("ws", "wss"):
+    if is_websocket:
         from asynctrt.loadtest.websocket_target import open_websocket_target  # noqa: PLC0415
 
         return await open_websocket_target(spec)

@@ -226,6 +226,10 @@ class LoadSettings:
                 "goodput counts answers in time: add to slo what that is, as p99<20ms",
             ),
             (
+                bool(self.dims) and self.inputs is not None,
+                "dims are the sizes of random values, and inputs have their own: give only one of them",
+            ),
+            (
                 self.expect is not None and self.inputs is None,
                 "expect has the answers to the rows of inputs: give inputs too",
             ),

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from itertools import cycle
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from asynctrt.client import Client, connect
 from asynctrt.errors import AsynctrtError, ConnectionLostError, TargetError
@@ -42,17 +43,25 @@ async def open_websocket_target(spec: TargetSpec) -> Target:
     stack = AsyncExitStack()
     stack.push_async_callback(pages.aclose)
     try:
-        tls: dict[str, Any] = {"ssl": spec.tls.context()} if spec.scheme == "wss" else {}
-        url = f"{address.server}{pages.address.path}/ws"
+        settings: dict[str, Any] = {"ssl": spec.tls.context()} if spec.scheme == "wss" else {}
+        server = address.server
+        host = next((value for name, value in headers if name.lower() == "host"), None)
+        if host is not None:  # The library sends the address's host, and can connect to another one.
+            parts = urlsplit(server)
+            port = parts.port or (443 if spec.scheme == "wss" else 80)
+            settings |= {"host": parts.hostname, "port": port}
+            user, at, _ = parts.netloc.rpartition("@")
+            server = f"{spec.scheme}://{user}{at}{host}{parts.path}"
+        url = f"{server}{pages.address.path}/ws"
         clients = []
         open_one = partial(
             connect,
             url,
-            additional_headers=headers,
+            additional_headers=[pair for pair in headers if pair[0].lower() != "host"],
             max_in_flight=IN_FLIGHT_MAX,
             max_size=ANSWER_NBYTES_MAX,
             proxy=None,
-            **tls,
+            **settings,
         )
         for _ in range(CONNECTIONS):
             client = open_one()

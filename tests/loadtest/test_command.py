@@ -61,11 +61,6 @@ def test_what_makes_no_sense(given, says):
         command.plan("model.onnx", given)
 
 
-def test_an_engines_options_are_a_servers_own():
-    with pytest.raises(OptionsError, match="cannot set max_rows for a server"):
-        command.plan("http://127.0.0.1:1/v2/models/x", {"max_rows": 4})
-
-
 @pytest.mark.parametrize("name", ["json", "report"])
 def test_a_file_that_cannot_be_written_is_said_before_the_test(name, tmp_path):
     (tmp_path / "file").write_text("")

@@ -157,7 +157,9 @@ async def test_a_search_measures_for_as_long_as_its_slo_needs():
 
 @pytest.mark.parametrize(("repeats", "runs"), [(3, 2), (1, 1)])
 async def test_a_search_tries_a_rate_again_if_a_run_is_void(repeats, runs):
-    job = LoadJob(Target(at_once), LoadSettings(rate=200, slo="errors<1%", repeats=repeats, **QUICK), search=True)
+    job = LoadJob(
+        Target(at_once), LoadSettings(rate=200, slo="errors<1%", repeats=repeats, **QUICK), search=True
+    )
     async with Stopping(apart=False, watch=None) as session:
         session.is_disturbed = True
         report = await carry_out(job, session)
@@ -182,7 +184,11 @@ async def test_a_search_without_a_rate_begins_near_what_callers_get():
         ({"search": True, "slo": "p99<1ms", "callers": 2}, "a search varies the rate"),
         ({"search": True, "slo": "p99<1ms", "rate": "1..5"}, "begins at one constant rate"),
         ({"search": True, "slo": "p99<1ms", "sweep": {"rate": [1]}}, "exclude each other"),
-        ({"precision": 0}, "precision must be a share"),
+        ({"search": True, "slo": "p99<1ms", "precision": 0}, "precision must be a share"),
+        ({"precision": 0.1}, "set search"),
+        ({"arrivals": "constant"}, "set rate"),
+        ({"arrivals": "constant", "callers": 2}, "set rate"),
+        ({"dims": "n=3", "inputs": {"x": np.zeros((1, 2))}}, "dims"),
         ({"processes": 2}, "several processes can only send to a server"),
         ({"sweep": {"rate": [1] * 2000}}, "at most 1000 are allowed"),
         ({"sweep": {"rate": [100, -1]}}, "not a rate"),
@@ -219,7 +225,7 @@ def test_nothing_at_all_is_no_report():
 
 async def test_the_report_is_json_and_says_what_was_asked(tmp_path):
     path = double_onnx(tmp_path / "double.onnx")
-    target = TargetSpec(str(path), token="s3cret")
+    target = TargetSpec(str(path))
     report = await loadtest.run(target, rate=300, slo="p50<1s", **QUICK)
     report.save(tmp_path / "report.json")
     content = json.loads((tmp_path / "report.json").read_text())
@@ -227,5 +233,6 @@ async def test_the_report_is_json_and_says_what_was_asked(tmp_path):
     assert content["target"]["where"] == str(path)
     assert content["machine"]["cores"] >= 1
     assert content["runs"][0]["slo"] == {"p50<1s": True}
-    assert "s3cret" not in (tmp_path / "report.json").read_text()
+    job = LoadJob(TargetSpec("http://127.0.0.1/x", token="s3cret", headers=("X: s3cret",)), LoadSettings())
+    assert "s3cret" not in make_report(job, report.runs, None).as_text()
     assert SPEC.name == "x"
