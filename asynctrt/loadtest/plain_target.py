@@ -67,9 +67,8 @@ async def open_plain_target(spec: TargetSpec) -> Target:
             f"{spec.scheme}://HOST:PORT/PATH"
         )
     if "#" in spec.where or not spec.where.isprintable() or " " in spec.where:
-        raise UsageError(
-            f"{without_password(spec.where)!r} has a character that cannot be sent: a space is %20, and # is %23"
-        )
+        shown = without_password(spec.where)
+        raise UsageError(f"{shown!r} has a character that cannot be sent: a space is %20, and # is %23")
     if spec.method is not None and not TOKEN.fullmatch(spec.method):
         raise OptionsError(f"{spec.method!r} is not a method of HTTP, such as POST")
     headers, ssl = headers_of(spec), spec.tls.used_by(spec.scheme)
