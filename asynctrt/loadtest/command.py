@@ -23,6 +23,7 @@ from asynctrt.loadtest.processes import ENDINGS
 from asynctrt.loadtest.report import FORMAT, Report
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.summary import FAILED_SHARE
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options
@@ -37,9 +38,6 @@ UNJUDGED: Final = 5
 
 AGAIN_NS: Final = 1_000_000_000
 """A second signal within this time is the same one: ``timeout`` signals a process and then its group."""
-
-FAILED_SHARE: Final = 0.5
-"""If more than this share of a run's requests fail, the exit status is always ``NOT_GOOD``."""
 
 TLS_NAMES: Final = tuple(item.name for item in dataclasses.fields(Tls))
 

@@ -79,15 +79,15 @@ class ProcessPlan:
         return profile is not None and len(profile.levels) == 1
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The number of requests that one process can have in flight, and the reason for this limit."""
+class Limit(NamedTuple):
+    """A limit on the requests in flight, and whether a run is void in which requests waited for it."""
 
     requests: int
-    limit: str
+    why: str
+    is_void: bool = False
 
 
-def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Room:
+def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Limit:
     """Return how many requests this process can have in flight.
 
     With ``has_connections``, raise the process's soft limit on open files first.
@@ -99,13 +99,13 @@ def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Room
     free = available_memory() or sys.maxsize
     memory = MEMORY_SHARE * min(free, memory_nbytes() or free) / processes
     by_memory = max(1, int(memory / (REQUEST_NBYTES + body_nbytes)))
-    found = Room(by_memory, f"the memory of this machine has room for {by_memory:,} in a process")
+    found = Limit(by_memory, f"the memory of this machine has room for {by_memory:,} in a process")
     if has_connections:
         files = raise_open_files()
         unused = files - (len(list(OPEN_FILES.iterdir())) if OPEN_FILES.is_dir() else 0)
         by_files = max(1, unused - SPARE_FILES)
         if by_files < by_memory:
-            found = Room(by_files, f"a process may have {files:,} open files (ulimit -n)")
+            found = Limit(by_files, f"a process may have {files:,} open files (ulimit -n)")
     return found
 
 
@@ -117,7 +117,7 @@ def make_plan(
     shares: int = 1,
     *,
     is_server: bool = False,
-    room: Room | None = None,
+    room: Limit | None = None,
 ) -> ProcessPlan:
     """Make the plan of one process.
 
@@ -166,14 +166,6 @@ def make_plan(
     )
 
 
-class _Limit(NamedTuple):
-    """A limit on the requests in flight, and whether a run is void in which requests waited for it."""
-
-    requests: int
-    why: str
-    is_void: bool = False
-
-
 def _window_s(seconds: float) -> float:
     """Return the length of windows that fill the time exactly, also when they are merged in pairs."""
     count, pairs = math.ceil(seconds / WINDOW_S), 1
@@ -184,17 +176,17 @@ def _window_s(seconds: float) -> float:
 
 def _limit(
     given: int | None, callers: int | None, rows_max: int | None, request_rows: int, due_max: int
-) -> _Limit:
+) -> Limit:
     """Return the limit that the settings, the target or the time until requests are given up sets."""
     if given is not None:
-        return _Limit(given, f"max_outstanding is {given:,}")
+        return Limit(given, f"max_outstanding is {given:,}")
     if rows_max is not None:
         fit = max(1, rows_max // request_rows, callers or 0)
-        return _Limit(fit, f"the target takes {rows_max:,} rows at once")
-    return _Limit(callers or due_max, "")
+        return Limit(fit, f"the target takes {rows_max:,} rows at once")
+    return Limit(callers or due_max, "")
 
 
-def _within_room(limit: _Limit, room: Room, processes: int, *, is_asked: bool) -> _Limit:
+def _within_room(limit: Limit, room: Limit, processes: int, *, is_asked: bool) -> Limit:
     """Return the limit, or this machine's own if that is less.
 
     :raises OptionsError: if the settings ask for more than this machine has room for.
@@ -204,10 +196,10 @@ def _within_room(limit: _Limit, room: Room, processes: int, *, is_asked: bool) -
         return limit
     if is_asked:
         raise OptionsError(
-            f"{limit.requests:,} requests in flight are too many for {processes} process(es): {room.limit}. "
+            f"{limit.requests:,} requests in flight are too many for {processes} process(es): {room.why}. "
             "Set fewer callers or max_outstanding, more processes, or raise the limit"
         )
-    return _Limit(most, f"{room.limit}: raise that, or set more processes", is_void=True)
+    return Limit(most, f"{room.why}: raise that, or set more processes", is_void=True)
 
 
 def _due_within(schedule: Schedule | None, seconds: float) -> int:

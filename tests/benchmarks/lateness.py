@@ -1,7 +1,7 @@
 """How late does the load generator come to a request, and what does it cost? The target answers at once.
 
-One process sends an open loop of Poisson arrivals: to an idle target with each way of waiting in turn, and to a
-bare HTTP server, of which it reaches what ``rate`` says; the run is void where that is less than was asked.
+One process sends an open loop of Poisson arrivals: to an idle target with each way of waiting in turn, and to
+a bare HTTP server. ``rate`` is what it reached; a run that reached less than was asked is void.
 """
 
 import subprocess

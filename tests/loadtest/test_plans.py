@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import BLOCK, Schedule
-from asynctrt.loadtest.plans import (
-    WINDOWS_MAX,
-    Room,
-    make_plan,
-)
+from asynctrt.loadtest.plans import WINDOWS_MAX, Limit, make_plan
 from asynctrt.loadtest.recorder import RunRecorder
 from asynctrt.loadtest.samples import Sample
 from asynctrt.loadtest.settings import LoadSettings
@@ -161,7 +157,7 @@ def test_to_a_server_as_many_as_can_be_due_before_the_first_is_given_up(rate):
 
 
 def test_a_limit_of_this_machine_is_kept_and_said():
-    room = Room(50, "a process may have 114 open files")
+    room = Limit(50, "a process may have 114 open files")
     told = LoadSettings(rate=1000)
     made = make_plan(told, [sample()], None, 0, 2, room=room)
     assert made.in_flight_max == 100
