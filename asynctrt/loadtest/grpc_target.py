@@ -32,20 +32,11 @@ from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.protobuf import CONTENTS, message_classes, parse
 from asynctrt.loadtest.kserve import (
     REFUSALS,
-    Address,
+    read_address,
     read_counters,
-    read_grpc_address,
     read_specs,
 )
-from asynctrt.loadtest.targets import (
-    ANSWER_NBYTES_MAX,
-    BatchCounters,
-    Headers,
-    Target,
-    TargetSpec,
-    headers_of,
-)
-from asynctrt.loadtest.tls import Tls
+from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, TargetSpec, headers_of
 from asynctrt.tensors import Array
 
 try:
@@ -77,26 +68,6 @@ LOST: Final = ("Stream removed", "Socket closed", "Connection reset", "Broken pi
 """The library's own messages for calls whose connection was lost."""
 
 
-async def open_grpc_target(spec: TargetSpec) -> Target:
-    """Open the model at ``grpc://HOST:PORT/NAME``, or ``grpcs://`` with TLS.
-
-    :raises TargetError: if the server cannot be reached, or does not speak KServe.
-    :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
-    """
-    target = GrpcTarget(read_grpc_address(spec), headers_of(spec), spec.tls)
-    try:
-        async with asyncio.timeout(OPEN_S):
-            await target.read()
-    except (TimeoutError, ConnectionLostError, UnsupportedError) as error:
-        await target.aclose()
-        said = str(error) or f"no answer within {OPEN_S:g} s"
-        raise TargetError(f"{spec.where} cannot be reached as a KServe server: {said}") from error
-    except BaseException:
-        await target.aclose()
-        raise
-    return target
-
-
 class _Connection:
     """A channel and the number of requests in flight on it."""
 
@@ -124,14 +95,17 @@ def _metadata(name: str, value: str) -> tuple[str, str]:
 
 
 class GrpcTarget:
-    """Send to one model over gRPC, with at most ``STREAMS_MAX`` requests in flight per connection."""
+    """Send to the model at ``grpc://HOST:PORT/NAME``, or ``grpcs://`` with TLS.
+
+    At most ``STREAMS_MAX`` requests are in flight on a connection.
+    """
 
     kind = "grpc"
     in_flight_max = None
 
-    def __init__(self, address: Address, headers: Headers, tls: Tls) -> None:
-        self.name = address.model
-        self._address = address
+    def __init__(self, spec: TargetSpec) -> None:
+        self._address = address = read_address(spec)
+        self.name, headers = address.model, headers_of(spec)
         host = next((value for name, value in headers if name.lower() == "host"), None)
         self._metadata = tuple(_metadata(name, value) for name, value in headers if name.lower() != "host")
         self._kinds = message_classes()
@@ -140,7 +114,7 @@ class GrpcTarget:
             ("grpc.max_receive_message_length", ANSWER_NBYTES_MAX),
         )
         scheme, _, where = address.server.partition("://")
-        credentials = grpc.ssl_channel_credentials(*tls.credentials()) if scheme == "grpcs" else None
+        credentials = grpc.ssl_channel_credentials(*spec.tls.credentials()) if scheme == "grpcs" else None
         if host is not None:
             options += (("grpc.default_authority", host),)
         self._connect = partial(_Connection, where, credentials, options)
@@ -149,12 +123,19 @@ class GrpcTarget:
         self._channel = self._next.channel
         self._create_task = asyncio.get_running_loop().create_task
 
-    async def read(self) -> None:
+    async def open(self) -> None:
         """Connect, and read the model's inputs.
 
-        :raises AsynctrtError: any failure; :func:`open_grpc_target` turns it into the right error.
+        :raises TargetError: if the server cannot be reached, or does not speak KServe.
+        :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
         """
-        metadata = await self._ask("ModelMetadata", name=self.name, version=self._address.version)
+        try:
+            async with asyncio.timeout(OPEN_S):
+                metadata = await self._ask("ModelMetadata", name=self.name, version=self._address.version)
+        except (TimeoutError, ConnectionLostError, UnsupportedError) as error:
+            said = str(error) or f"no answer within {OPEN_S:g} s"
+            shown = f"{self._address.shown}/{self.name}"
+            raise TargetError(f"{shown} cannot be reached as a KServe server: {said}") from error
         self.inputs = read_specs(
             {"name": item.name, "datatype": item.datatype, "shape": item.shape} for item in metadata.inputs
         )

@@ -52,54 +52,34 @@ class Address:
 
 
 def read_address(spec: TargetSpec) -> Address:
-    """Parse ``http://HOST:PORT/v2/models/NAME[/versions/VERSION]``, with ``/ws`` at the end for ``ws``.
+    """Parse ``http://HOST:PORT/v2/models/NAME[/versions/VERSION]``, with ``/ws`` at the end for ``ws``, or
+    ``grpc://HOST:PORT/NAME[/versions/VERSION]``.
 
     The address may omit the model if ``spec`` names it.
 
     :raises UsageError: for anything else.
     :raises OptionsError: if the address and ``spec`` name no model, or different ones.
     """
-    is_websocket = spec.scheme in ("ws", "wss")
-    verb = "/ws" if is_websocket else "/infer"
-    example = f"{spec.scheme}://HOST:PORT/v2/models/NAME{verb if is_websocket else ''}"
-    server, path = _split(spec, example)
-    shown = without_password(spec.where)
-    before, found, model = path.rpartition(MODELS)
-    if not found:
-        model = ""
-        before, found, rest = path.rstrip("/").partition("/v2")
-        if rest not in ("", verb) or (before and not found):
-            raise UsageError(f"{shown!r} is not the address of a model: write {example}")
-    return _named(spec, example, server + before, *_model(model, verb))
-
-
-def read_grpc_address(spec: TargetSpec) -> Address:
-    """Parse ``grpc://HOST:PORT/NAME[/versions/VERSION]``.
-
-    The address may omit the model if ``spec`` names it.
-
-    :raises UsageError: for anything else.
-    :raises OptionsError: if the address and ``spec`` name no model, or different ones.
-    """
-    example = f"{spec.scheme}://HOST:PORT/NAME"
-    server, path = _split(spec, example)
-    parts = urlsplit(server)
-    if parts.port is None or parts.username is not None:
-        what = "has no port" if parts.port is None else "has a user, which gRPC cannot send"
-        raise UsageError(f"{without_password(spec.where)!r} {what}: write {example}")
-    return _named(spec, example, server, *_model(path[1:], ""))
-
-
-def _split(spec: TargetSpec, example: str) -> tuple[str, str]:
-    """Split an address into server and path."""
+    is_grpc = spec.scheme.startswith("grpc")
+    verb = "" if is_grpc else "/ws" if spec.scheme.startswith("ws") else "/infer"
+    example = f"{spec.scheme}://HOST:PORT{'/' if is_grpc else MODELS}NAME{verb.removesuffix('/infer')}"
+    wrong = UsageError(f"{without_password(spec.where)!r} is not the address of a model: write {example}")
     try:
         parts = urlsplit(spec.where)
         is_right = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
     except ValueError:
-        is_right = False
+        raise wrong from None
+    if is_grpc and is_right and (parts.port is None or parts.username is not None):
+        what = "has no port" if parts.port is None else "has a user, which gRPC cannot send"
+        raise UsageError(f"{without_password(spec.where)!r} {what}: write {example}")
+    before, found, model = ("", "/", parts.path[1:]) if is_grpc else parts.path.rpartition(MODELS)
+    if not found:
+        model = ""
+        before, found, rest = parts.path.rstrip("/").partition("/v2")
+        is_right = is_right and rest in ("", verb) and (bool(found) or not before)
     if not is_right:
-        raise UsageError(f"{without_password(spec.where)!r} is not the address of a server: write {example}")
-    return f"{parts.scheme}://{parts.netloc}", parts.path
+        raise wrong
+    return _named(spec, example, f"{parts.scheme}://{parts.netloc}{before}", *_model(model, verb))
 
 
 def _model(path: str, verb: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 from asynctrt._util.process import add_cwd_to_path
 from asynctrt.core.loading import is_attribute, name_of
 from asynctrt.engine import Engine
-from asynctrt.errors import OptionsError, UsageError, show
+from asynctrt.errors import ConnectionLostError, OptionsError, TargetError, UsageError, show
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.opening import open as open_engine
@@ -86,25 +86,36 @@ async def _open(spec: TargetSpec) -> Target:
         _check(spec, "a model that is opened here", "device", "options")
         engine = await open_engine(spec.where, device=spec.device, options=spec.options)
         return EngineTarget(engine, owns=True, name=name_of(spec.where))
-    # Import lazily, because each module needs a different optional dependency.
     if spec.is_plain and is_websocket:
         _check(spec, "a websocket that does not speak KServe", "token", "headers", "body", "until_message")
     elif spec.is_plain:
         _check(spec, "an address that does not speak KServe", "token", "headers", "body", "method")
     else:
         _check(spec, "a server's model", "model", "token", "headers")
+    # Import lazily, because each module needs a different optional dependency.
     if spec.is_plain:
         from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415
 
         return await open_plain_target(spec)
+    target: Any
     if is_websocket:
-        from asynctrt.loadtest.websocket_target import open_websocket_target  # noqa: PLC0415
+        from asynctrt.loadtest.websocket_target import WebsocketTarget  # noqa: PLC0415
 
-        return await open_websocket_target(spec)
-    if spec.scheme in ("grpc", "grpcs"):
-        from asynctrt.loadtest.grpc_target import open_grpc_target  # noqa: PLC0415
+        target = WebsocketTarget(spec)
+    elif spec.scheme in ("grpc", "grpcs"):
+        from asynctrt.loadtest.grpc_target import GrpcTarget  # noqa: PLC0415
 
-        return await open_grpc_target(spec)
-    from asynctrt.loadtest.http_target import open_http_target  # noqa: PLC0415
+        target = GrpcTarget(spec)
+    else:
+        from asynctrt.loadtest.http_target import HttpTarget  # noqa: PLC0415
 
-    return await open_http_target(spec)
+        target = HttpTarget(spec)
+    try:
+        await target.open()
+    except BaseException as error:
+        await target.aclose()
+        if isinstance(error, ConnectionLostError):
+            raise TargetError(str(error)) from error
+        raise
+    opened_target: Target = target
+    return opened_target
