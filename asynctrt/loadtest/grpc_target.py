@@ -26,6 +26,7 @@ from asynctrt.kserve.client import (
     as_arrays,
     describe,
     read_output,
+    read_specs,
     read_values,
 )
 from asynctrt.kserve.datatypes import write_tensor
@@ -34,7 +35,6 @@ from asynctrt.loadtest.kserve import (
     REFUSALS,
     read_address,
     read_counters,
-    read_specs,
 )
 from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, TargetSpec, headers_of
 from asynctrt.tensors import Array

@@ -23,6 +23,7 @@ from asynctrt.kserve.client import (
     AnswerError,
     as_arrays,
     read_answer,
+    read_specs,
     takes_binary,
     write_request,
 )
@@ -33,7 +34,6 @@ from asynctrt.loadtest.kserve import (
     Address,
     read_address,
     read_counters,
-    read_specs,
 )
 from asynctrt.loadtest.targets import (
     ANSWER_NBYTES_MAX,

@@ -115,7 +115,7 @@ class LoadJob:
                 f"the sweep has {len(values) * self.repeats} runs; at most {SWEEP_MAX} are allowed"
             )
         # In rounds, A B A B, so that whatever else changes on the machine affects all of them.
-        return [base.with_values(item, _said(item)) for item in values] * self.repeats
+        return [base.with_values(item) for item in values] * self.repeats
 
 
 async def carry_out(job: LoadJob, session: LoadSession) -> Report:
@@ -171,7 +171,7 @@ async def _search(job: LoadJob, session: LoadSession) -> Search:
         start = found.throughput / 2 if found is not None and found.throughput else 1.0
     search = Search(float(start), job.precision)
     while (rate := search.next) is not None and not session.is_stopped:
-        case = base.with_values({"rate": rate}, f"rate={rate:g}")
+        case = base.with_values({"rate": rate})
         held = missed = void = 0
         while max(held, missed, void) <= job.repeats // 2:
             run = await session.run(case)
@@ -248,10 +248,6 @@ def _label(settings: LoadSettings) -> str:
     if settings.rate is not None:
         return f"{settings.arrivals}, {settings.rate} requests/s"
     return f"{settings.callers or 64} callers"
-
-
-def _said(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _is_number(value: object) -> bool:

@@ -3,7 +3,7 @@
 This module performs no I/O.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
@@ -11,16 +11,13 @@ from urllib.parse import quote, unquote, urlsplit
 from asynctrt.errors import (
     OptionsError,
     RequestError,
-    TargetError,
     TooLargeError,
     UnauthorizedError,
     UnknownModelError,
     UnsupportedError,
     UsageError,
 )
-from asynctrt.kserve import client
 from asynctrt.loadtest.targets import BatchCounters, TargetSpec, without_password
-from asynctrt.tensors import TensorSpec
 
 MODELS: Final = "/v2/models/"
 REFUSALS: Final = (RequestError, UnauthorizedError, UnknownModelError, TooLargeError, UnsupportedError)
@@ -107,17 +104,6 @@ def _named(spec: TargetSpec, example: str, server: str, model: str, version: str
 
 
 # ---- a server's answers
-
-
-def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
-    """Return the specs of a model's tensors, as :func:`asynctrt.kserve.client.read_specs` reads them.
-
-    :raises TargetError: if a description cannot be read or a datatype is unknown.
-    """
-    try:
-        return client.read_specs(tensors)
-    except client.AnswerError as error:
-        raise TargetError(str(error)) from error
 
 
 def read_counters(models: Sequence[Mapping[str, Any]]) -> BatchCounters:

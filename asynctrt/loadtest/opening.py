@@ -12,6 +12,7 @@ from asynctrt._util.process import add_cwd_to_path
 from asynctrt.core.loading import is_attribute, name_of
 from asynctrt.engine import Engine
 from asynctrt.errors import ConnectionLostError, OptionsError, TargetError, UsageError, show
+from asynctrt.kserve.client import AnswerError
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.opening import open as open_engine
@@ -114,7 +115,7 @@ async def _open(spec: TargetSpec) -> Target:
         await target.open()
     except BaseException as error:
         await target.aclose()
-        if isinstance(error, ConnectionLostError):
+        if isinstance(error, ConnectionLostError | AnswerError):
             raise TargetError(str(error)) from error
         raise
     opened_target: Target = target
