@@ -79,7 +79,7 @@ def make_run(
     error_share = failed / (answered + failed) if answered + failed else 0.0
     goodput = whole.latency.within(limit_ms * 1e6) / seconds if limit_ms is not None else None
     held, unjudged = judge(criteria, whole, throughput, goodput)
-    held_back = None if plan.is_void_at_limit else _held_back(counted, plan)
+    held_back = None if plan.limit.is_void else _held_back(counted, plan)
     # The process that ended last has read the most.
     known = [outcome.batches for outcome in outcomes if outcome.batches is not None]
     counters = max(known, key=attrgetter("requests"), default=None)
@@ -227,7 +227,7 @@ def _void(
                 f"a sending process used {cores:.2f} cores, so the throughput may be limited by it: set more "
                 "processes"
             )
-    held_back = _held_back(counted, plan) if plan.is_void_at_limit else None
+    held_back = _held_back(counted, plan) if plan.limit.is_void else None
     if held_back is not None:
         reasons.append(held_back)
     own = whole.errors.get(OWN_ERROR)
@@ -244,8 +244,8 @@ def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
     if not count:
         return None
     return (
-        f"{count:,} requests waited to be sent, because {plan.in_flight_max:,} were in flight and "
-        f"{plan.in_flight_why}"
+        f"{count:,} requests waited to be sent, because {plan.limit.requests:,} were in flight and "
+        f"{plan.limit.why}"
     )
 
 
