@@ -194,7 +194,7 @@ class GrpcTarget:
             raise ConnectionLostError(f"{self._address.shown} did not answer within {PAGE_S:g} s") from error
         except RequestError:
             return None  # The server has no statistics, or none for this model.
-        return read_counters([_as_json(model) for model in answer.model_stats])
+        return read_counters(answer.model_stats, getattr)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(connection.channel.close() for connection in self._connections))
@@ -228,21 +228,3 @@ class GrpcTarget:
             return ConnectionLostError(f"the connection to {self._address.shown} failed: {said}")
         kind = KINDS.get(code)
         return kind(said) if kind is not None else TargetError(f"{code}: {said}")
-
-
-def _as_json(model: Any) -> dict[str, Any]:
-    """Convert the statistics of a model to the JSON form, with only the fields that are read."""
-
-    def duration(value: Any) -> dict[str, int]:
-        return {"count": value.count, "ns": value.ns}
-
-    names = ("success", "queue", "compute_input", "compute_infer", "compute_output")
-    return {
-        "inference_count": model.inference_count,
-        "execution_count": model.execution_count,
-        "inference_stats": {name: duration(getattr(model.inference_stats, name)) for name in names},
-        "batch_stats": [
-            {"batch_size": item.batch_size, "compute_infer": duration(item.compute_infer)}
-            for item in model.batch_stats
-        ],
-    }

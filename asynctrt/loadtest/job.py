@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -199,7 +200,7 @@ def _seconds_needed(settings: LoadSettings, rate: float) -> float:
     """Return how long to measure at a rate so that there are enough requests to judge the slo."""
     least = _requests_least(settings)
     # Three standard deviations more, because the number of due requests is random.
-    return min((least + 3 * least**0.5) / rate, SEARCH_S_MAX)
+    return min((least + 3 * math.sqrt(least)) / rate, SEARCH_S_MAX)
 
 
 def _requests_least(settings: LoadSettings) -> int:

@@ -3,8 +3,9 @@
 This module performs no I/O.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
@@ -106,24 +107,26 @@ def _named(spec: TargetSpec, example: str, server: str, model: str, version: str
 # ---- a server's answers
 
 
-def read_counters(models: Sequence[Mapping[str, Any]]) -> BatchCounters:
+def read_counters(models: Iterable[Any], get: Callable[[Any, str], Any] = getitem) -> BatchCounters:
     """Sum the statistics of a model (Triton's extension) over all its versions.
 
+    :param get: how to read a field: by key from JSON, or by attribute from a message of protobuf.
     :raises TypeError: or another error of ``kserve.client.UNREADABLE``, if the statistics are malformed.
     """
     sums = dict.fromkeys(("success", "queue", "compute_input", "compute_infer", "compute_output"), 0)
     requests = rows = batches = 0
     by_rows: dict[int, int] = {}
     for model in models:
-        rows += int(model["inference_count"])
-        batches += int(model["execution_count"])
-        durations = model["inference_stats"]
-        requests += int(durations["success"]["count"])
+        rows += int(get(model, "inference_count"))
+        batches += int(get(model, "execution_count"))
+        durations = get(model, "inference_stats")
+        requests += int(get(get(durations, "success"), "count"))
         for name in sums:
-            sums[name] += int(durations[name]["ns"])
-        for item in model.get("batch_stats", ()):
-            size = int(item["batch_size"])
-            by_rows[size] = by_rows.get(size, 0) + int(item["compute_infer"]["count"])
+            sums[name] += int(get(get(durations, name), "ns"))
+        # JSON may lack it.
+        for item in model.get("batch_stats", ()) if isinstance(model, Mapping) else model.batch_stats:
+            size = int(get(item, "batch_size"))
+            by_rows[size] = by_rows.get(size, 0) + int(get(get(item, "compute_infer"), "count"))
     return BatchCounters(
         requests,
         rows,
