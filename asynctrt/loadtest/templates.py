@@ -127,4 +127,4 @@ def _value(name: str, row: str | None, inputs: Mapping[str, Array]) -> Any:
         return array.tolist()
     if int(row) >= len(array):
         raise OptionsError(f"the request names {place}, and {name!r} has {len(array)} row(s) in a request")
-    return array[int(row)].tolist()
+    return array[int(row) : int(row) + 1].tolist()[0]  # Its row may be any object.

@@ -14,6 +14,7 @@ from asynctrt.errors import AsynctrtError, OptionsError, UsageError
 from asynctrt.loadtest import samples as samples_module
 from asynctrt.loadtest.samples import differs, make_samples, read_dims
 from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.templates import Template
 from asynctrt.tensors import TensorSpec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -564,6 +565,9 @@ def test_no_value_of_json_lines_changes(tmp_path, values):
     path.write_text("".join(json.dumps({"v": value}, ensure_ascii=False) + "\n" for value in values))
     made = make_samples(LoadSettings(inputs=path), ())
     assert [repr(item.inputs["v"].tolist()) for item in made] == [repr([value]) for value in values]
+    template = Template('{"first": "${v[0]}"}')
+    shown = [template.fill(item.inputs).decode() for item in made]
+    assert shown == [json.dumps({"first": value}, ensure_ascii=False) for value in values]
 
 
 def test_json_lines_for_a_model(tmp_path):
