@@ -66,7 +66,7 @@ def _coroutine_function(where: str) -> Call | None:
 
 def _check(spec: TargetSpec, kind: str, *has_effect: str) -> None:
     """Raise :class:`OptionsError` for a part of the spec that has no effect on this kind of target."""
-    allowed = {"where", *has_effect}
+    allowed = {"where", "token", *has_effect}  # The environment may set a token for other targets.
     if spec.scheme in ("https", "wss", "grpcs"):
         allowed.add("tls")
     usual = TargetSpec(spec.where)
@@ -88,11 +88,11 @@ async def _open(spec: TargetSpec) -> Target:
         engine = await open_engine(spec.where, device=spec.device, options=spec.options)
         return EngineTarget(engine, owns=True, name=name_of(spec.where))
     if spec.is_plain and is_websocket:
-        _check(spec, "a websocket that does not speak KServe", "token", "headers", "body", "until_message")
+        _check(spec, "a websocket that does not speak KServe", "headers", "body", "until_message")
     elif spec.is_plain:
-        _check(spec, "an address that does not speak KServe", "token", "headers", "body", "method")
+        _check(spec, "an address that does not speak KServe", "headers", "body", "method")
     else:
-        _check(spec, "a server's model", "model", "token", "headers")
+        _check(spec, "a server's model", "model", "headers")
     # Import lazily, because each module needs a different optional dependency.
     if spec.is_plain:
         from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415

@@ -72,7 +72,7 @@ async def test_something_that_is_no_target():
         ("tests.loadtest.support:turns", {"body": "x"}),
         ("tests.loadtest.support:turns", {"device": "cuda:0"}),
         ("tests.loadtest.support:turns", {"options": Options(max_rows=3)}),
-        ("model.onnx", {"token": "secret"}),
+        ("model.onnx", {"method": "GET"}),
         ("model.onnx", {"headers": ("A: b",)}),
         ("http://127.0.0.1:9/v2/models/m", {"device": "cuda:0"}),
         ("http://127.0.0.1:9/v2/models/m", {"options": Options(max_rows=3)}),
