@@ -97,7 +97,7 @@ WRONG = [
     (["grpc://127.0.0.1:PORT/x"], 1, "TargetError: "),
     (["ws://127.0.0.1:PORT/v2/models/x/ws"], 1, "TargetError: "),
     (["ftp://127.0.0.1/x"], 1, "unknown scheme 'ftp'"),
-    (["http://127.0.0.1:PORT", "--max-rows", "4"], 1, "cannot set max_rows for a server"),
+    (["http://127.0.0.1:PORT", "--max-rows", "4"], 1, "max_rows"),
 ]
 
 

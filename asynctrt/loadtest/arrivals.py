@@ -20,6 +20,9 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Process = Literal["poisson", "constant"]
 
+Stage = tuple[list[float], float | None]
+"""The level of a stage, or the first and the last; and its length in seconds, if it has its own."""
+
 RATE_MAX: Final = 1e8
 """Highest rate in arrivals/s. Above it, successive times would hardly differ in ns."""
 BLOCK: Final = 8192
@@ -55,12 +58,11 @@ class LoadProfile:
 
         :raises OptionsError: for anything else, and for a level that is 0 or too high.
         """
-        stages = [_stage(part, text) for part in text.split(",")]
+        stages, total_s = parse_stages(text)
         if not 0 < max(max(levels) for levels, _ in stages) <= RATE_MAX:
             raise OptionsError(
                 f"{text!r}: a rate or a number of callers must be above 0 and at most {RATE_MAX:,.0f}"
             )
-        total_s = stages_seconds(text)
         now_s, ends, found = 0.0, [], []
         if total_s is not None and total_s < seconds:
             levels, own_s = stages[0]
@@ -103,27 +105,19 @@ class LoadProfile:
         return np.interp(sums, np.concatenate(([0.0], self._sums)), np.concatenate(([0.0], self.ends_s)))
 
 
-def stages_seconds(text: str) -> float | None:
-    """Return the length of all stages; ``None`` if they have none.
+def parse_stages(text: str) -> tuple[list[Stage], float | None]:
+    """Return the stages of a profile, and the length of all of them; ``None`` if they have none.
 
     :raises OptionsError: if only some of them have one, or the text is not a profile.
     """
-    lengths = [length_s for _, length_s in (_stage(part, text) for part in text.split(","))]
-    known = [length_s for length_s in lengths if length_s is not None]
-    if known and len(known) < len(lengths):
+    stages = [_stage(part, text) for part in text.split(",")]
+    known = [length_s for _, length_s in stages if length_s is not None]
+    if known and len(known) < len(stages):
         raise OptionsError(f"{text!r}: give every stage a length, as in 100@30s,500@1m, or none")
-    return sum(known) if known else None
+    return stages, sum(known) if known else None
 
 
-def levels_of(text: str) -> list[float]:
-    """Return every level that a profile names.
-
-    :raises OptionsError: if it is not a profile.
-    """
-    return [level for part in text.split(",") for level in _stage(part, text)[0]]
-
-
-def _stage(part: str, text: str) -> tuple[list[float], float | None]:
+def _stage(part: str, text: str) -> Stage:
     """Parse ``100``, ``100..500`` or either with its length, ``100@30s``."""
     shown, mark, length = part.partition("@")
     levels = [level.strip() for level in shown.split("..")]

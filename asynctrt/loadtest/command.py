@@ -23,6 +23,7 @@ from asynctrt.loadtest.processes import ENDINGS
 from asynctrt.loadtest.report import FORMAT, Report
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.summary import FAILED_SHARE
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.loadtest.tls import Tls
 from asynctrt.options import Options
@@ -37,9 +38,6 @@ UNJUDGED: Final = 5
 
 AGAIN_NS: Final = 1_000_000_000
 """A second signal within this time is the same one: ``timeout`` signals a process and then its group."""
-
-FAILED_SHARE: Final = 0.5
-"""If more than this share of a run's requests fail, the exit status is always ``NOT_GOOD``."""
 
 TLS_NAMES: Final = tuple(item.name for item in dataclasses.fields(Tls))
 
@@ -88,10 +86,6 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         given.get("until_message"),
         Tls(**{name: given[name] for name in TLS_NAMES if name in given}),
     )
-    if spec.is_server and options:
-        raise OptionsError(
-            f"cannot set {', '.join(options)} for a server: set it where the server is started"
-        )
     sweep = dict(_values(text) for text in given.get("sweep", ()))
     job = LoadJob(
         spec,
@@ -186,6 +180,9 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
 def exit_status(report: Report) -> int:
     """Return 3 if an slo is missed or most requests failed, 4 if figures are void, 5 if there were too few
     requests to judge, and 0 otherwise."""
+    if report.search is not None and report.search.holds is not None:
+        # If its last run is void, nothing is known above the rate that holds.
+        return VOID if report.runs[-1].void else 0
     if any(not run.answered or run.error_share > FAILED_SHARE for run in report.runs):
         return NOT_GOOD
     if report.void:
@@ -194,9 +191,9 @@ def exit_status(report: Report) -> int:
     if report.kind == "sweep":
         is_missed = is_unjudged = False
     elif report.search is not None:
-        # A search without a result ended because of its last run.
-        is_unjudged = report.search.holds is None and bool(report.runs) and bool(report.runs[-1].unjudged)
-        is_missed = report.search.holds is None and not is_unjudged
+        # It found nothing, and ended because of its last run.
+        is_unjudged = bool(report.runs) and bool(report.runs[-1].unjudged)
+        is_missed = not is_unjudged
     if is_missed or not report.runs:
         return NOT_GOOD
     return UNJUDGED if is_unjudged else 0

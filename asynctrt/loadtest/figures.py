@@ -31,10 +31,12 @@ LATE_SHARE: Final = 0.1
 """Largest share of the mean latency that the generator's lateness may be."""
 LATE_TAIL_SHARE: Final = 0.5
 """Largest ratio of p99 lateness to p99 latency."""
-OWED_SHARE: Final = 0.05
+OWED_SHARE: Final = 0.02
+OWED_DEVIATIONS: Final = 2.0
 OWED_LEAST: Final = 100
 """A target does not keep up if, in the second half, the number of unfinished requests grows by more than
-``OWED_SHARE`` of the requests sent, which must be at least ``OWED_LEAST``."""
+``OWED_SHARE`` of the requests sent, which must be at least ``OWED_LEAST``, and by more than
+``OWED_DEVIATIONS`` standard deviations of the number of Poisson arrivals."""
 COUNTED_SHARE: Final = 0.9
 """Smallest ratio, either way, of a target's request count to the answers. Processes read it at different
 times."""
@@ -76,7 +78,8 @@ def make_run(
     throughput = sum(window.completed for window in windows) / seconds
     error_share = failed / (answered + failed) if answered + failed else 0.0
     goodput = whole.latency.within(limit_ms * 1e6) / seconds if limit_ms is not None else None
-    held_back = None if plan.is_void_at_limit else _held_back(counted, plan)
+    held, unjudged = judge(criteria, whole, throughput, goodput)
+    held_back = None if plan.limit.is_void else _held_back(counted, plan)
     # The process that ended last has read the most.
     known = [outcome.batches for outcome in outcomes if outcome.batches is not None]
     counters = max(known, key=attrgetter("requests"), default=None)
@@ -98,8 +101,8 @@ def make_run(
         errors=dict(sorted(whole.errors.items())),
         latency=latency,
         lateness=late,
-        slo=held(criteria, whole, throughput, goodput),
-        unjudged=unjudged(criteria, whole),
+        slo=held,
+        unjudged=unjudged,
         batches=None if unbelievable else batch_figures(counters),
         generator_cores=sum(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes),
         moments=_moments(windows, plan.window_ns / 1e9, seconds),
@@ -142,51 +145,44 @@ def latencies(counts: Counts) -> dict[str, float]:
     return found
 
 
-def held(
+def judge(
     criteria: Sequence[Criterion], whole: Window, throughput: float, goodput: float | None
-) -> dict[str, bool]:
-    """Return whether each criterion was met, leaving out :func:`unjudged` criteria.
+) -> tuple[dict[str, bool], dict[str, str]]:
+    """Return whether each criterion was met; and the ones that so few requests cannot tell, with the reason.
 
     A failed request counts as infinite latency.
     """
-    left_out = unjudged(criteria, whole)
-    found = {}
+    held, unjudged = {}, {}
     for item in criteria:
         latency, failed = _judged(item, whole)
         ended = len(latency) + failed
-        if str(item) in left_out:
-            continue
-        if not ended:
-            found[str(item)] = False
+        why = _too_few(item, latency, ended)
+        if why:
+            unjudged[str(item)] = why
+        elif not ended:
+            held[str(item)] = False
         elif item.figure in PERCENTILES:
-            found[str(item)] = latency.within(item.limit * 1e6) >= float(item.figure[1:]) / 100 * ended
-        elif item.figure in ("mean", "max"):
-            value = latencies(latency).get(item.figure)
-            found[str(item)] = not failed and value is not None and item.compare(value)
-        elif item.figure == "errors":
-            found[str(item)] = item.compare(failed / ended)
+            held[str(item)] = latency.within(item.limit * 1e6) >= float(item.figure[1:]) / 100 * ended
         else:
-            value = throughput if item.figure == "throughput" else goodput
-            found[str(item)] = value is not None and item.compare(value)
-    return found
+            known = {"errors": failed / ended, "throughput": throughput, "goodput": goodput}
+            if not failed:  # Otherwise mean and maximum are infinite.
+                known |= latencies(latency)
+            value = known.get(item.figure)
+            held[str(item)] = value is not None and item.compare(value)
+    return held, unjudged
 
 
-def unjudged(criteria: Sequence[Criterion], whole: Window) -> dict[str, str]:
-    """Return the criteria that cannot be judged from so few requests, and why."""
-    found = {}
-    for item in criteria:
-        latency, failed = _judged(item, whole)
-        ended = len(latency) + failed
-        if item.step and not ended:
-            found[str(item)] = f"no step {item.step!r} ended"
-        if not ended or item.figure not in PERCENTILES:
-            continue
-        percent = float(item.figure[1:])
-        least = requests_least(percent)
-        beyond = ended - latency.within(item.limit * 1e6)
-        if ended < least and not exceeds(beyond, ended, percent):
-            found[str(item)] = f"{item.figure} needs {least:,} requests, and {ended:,} ended"
-    return found
+def _too_few(item: Criterion, latency: Counts, ended: int) -> str:
+    """Return why so few requests cannot tell whether a criterion was met; empty if they can."""
+    if item.step and not ended:
+        return f"no step {item.step!r} ended"
+    if not ended or item.figure not in PERCENTILES:
+        return ""
+    percent = float(item.figure[1:])
+    least = requests_least(percent)
+    if ended >= least or exceeds(ended - latency.within(item.limit * 1e6), ended, percent):
+        return ""
+    return f"{item.figure} needs {least:,} requests, and {ended:,} ended"
 
 
 def _judged(item: Criterion, whole: Window) -> tuple[Counts, int]:
@@ -231,7 +227,7 @@ def _void(
                 f"a sending process used {cores:.2f} cores, so the throughput may be limited by it: set more "
                 "processes"
             )
-    held_back = _held_back(counted, plan) if plan.is_void_at_limit else None
+    held_back = _held_back(counted, plan) if plan.limit.is_void else None
     if held_back is not None:
         reasons.append(held_back)
     own = whole.errors.get(OWN_ERROR)
@@ -248,8 +244,8 @@ def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
     if not count:
         return None
     return (
-        f"{count:,} requests waited to be sent, because {plan.in_flight_max:,} were in flight and "
-        f"{plan.in_flight_why}"
+        f"{count:,} requests waited to be sent, because {plan.limit.requests:,} were in flight and "
+        f"{plan.limit.why}"
     )
 
 
@@ -260,7 +256,8 @@ def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
     half = total(windows[len(windows) // 2 :])
     given_up = sum(half.errors[kind].count for kind in (NO_ANSWER, NOT_SENT) if kind in half.errors)
     owed = half.sent - half.completed - (half.failed - given_up)
-    if owed <= OWED_SHARE * half.sent or half.sent < OWED_LEAST:
+    by_chance = OWED_DEVIATIONS * half.sent**0.5
+    if owed <= max(OWED_SHARE * half.sent, by_chance) or half.sent < OWED_LEAST:
         return None
     return half.completed / ((len(windows) - len(windows) // 2) * plan.window_ns / 1e9)
 

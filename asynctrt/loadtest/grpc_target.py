@@ -14,6 +14,7 @@ from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
     MissingExtraError,
+    OptionsError,
     OverloadError,
     RequestError,
     TargetError,
@@ -25,26 +26,17 @@ from asynctrt.kserve.client import (
     as_arrays,
     describe,
     read_output,
+    read_specs,
     read_values,
 )
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.protobuf import CONTENTS, message_classes, parse
 from asynctrt.loadtest.kserve import (
     REFUSALS,
-    Address,
+    read_address,
     read_counters,
-    read_grpc_address,
-    read_specs,
 )
-from asynctrt.loadtest.targets import (
-    ANSWER_NBYTES_MAX,
-    BatchCounters,
-    Headers,
-    Target,
-    TargetSpec,
-    headers_of,
-)
-from asynctrt.loadtest.tls import Tls
+from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, TargetSpec, headers_of
 from asynctrt.tensors import Array
 
 try:
@@ -76,26 +68,6 @@ LOST: Final = ("Stream removed", "Socket closed", "Connection reset", "Broken pi
 """The library's own messages for calls whose connection was lost."""
 
 
-async def open_grpc_target(spec: TargetSpec) -> Target:
-    """Open the model at ``grpc://HOST:PORT/NAME``, or ``grpcs://`` with TLS.
-
-    :raises TargetError: if the server cannot be reached, or does not speak KServe.
-    :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
-    """
-    target = GrpcTarget(read_grpc_address(spec), headers_of(spec), spec.tls)
-    try:
-        async with asyncio.timeout(OPEN_S):
-            await target.read()
-    except (TimeoutError, ConnectionLostError, UnsupportedError) as error:
-        await target.aclose()
-        said = str(error) or f"no answer within {OPEN_S:g} s"
-        raise TargetError(f"{spec.where} cannot be reached as a KServe server: {said}") from error
-    except BaseException:
-        await target.aclose()
-        raise
-    return target
-
-
 class _Connection:
     """A channel and the number of requests in flight on it."""
 
@@ -109,25 +81,40 @@ class _Connection:
         self.in_flight = 0
 
 
+def _metadata(name: str, value: str) -> tuple[str, str]:
+    """Return a header as gRPC's metadata.
+
+    :raises OptionsError: for what gRPC sets itself, and for what it can only send in another form.
+    """
+    name = name.lower()
+    if name in ("user-agent", "content-type") or name.startswith("grpc-"):
+        raise OptionsError(f"the header {name!r} cannot be given over gRPC, which sets it itself")
+    if name.endswith("-bin") or not value.isascii():
+        raise OptionsError(f"the header {name!r} cannot be given over gRPC: only text in ASCII is sent")
+    return name, value
+
+
 class GrpcTarget:
-    """Send to one model over gRPC, with at most ``STREAMS_MAX`` requests in flight per connection."""
+    """Send to the model at ``grpc://HOST:PORT/NAME``, or ``grpcs://`` with TLS.
+
+    At most ``STREAMS_MAX`` requests are in flight on a connection.
+    """
 
     kind = "grpc"
     in_flight_max = None
 
-    def __init__(self, address: Address, headers: Headers, tls: Tls) -> None:
-        self.name = address.model
-        self._address = address
+    def __init__(self, spec: TargetSpec) -> None:
+        self._address = address = read_address(spec)
+        self.name, headers = address.model, headers_of(spec)
         host = next((value for name, value in headers if name.lower() == "host"), None)
-        others = [(name.lower(), value) for name, value in headers if name.lower() != "host"]
-        self._metadata = tuple(others) or None
+        self._metadata = tuple(_metadata(name, value) for name, value in headers if name.lower() != "host")
         self._kinds = message_classes()
         options: tuple[tuple[str, Any], ...] = (
             *OPTIONS,
             ("grpc.max_receive_message_length", ANSWER_NBYTES_MAX),
         )
         scheme, _, where = address.server.partition("://")
-        credentials = grpc.ssl_channel_credentials(*tls.credentials()) if scheme == "grpcs" else None
+        credentials = grpc.ssl_channel_credentials(*spec.tls.credentials()) if scheme == "grpcs" else None
         if host is not None:
             options += (("grpc.default_authority", host),)
         self._connect = partial(_Connection, where, credentials, options)
@@ -136,12 +123,19 @@ class GrpcTarget:
         self._channel = self._next.channel
         self._create_task = asyncio.get_running_loop().create_task
 
-    async def read(self) -> None:
+    async def open(self) -> None:
         """Connect, and read the model's inputs.
 
-        :raises AsynctrtError: any failure; :func:`open_grpc_target` turns it into the right error.
+        :raises TargetError: if the server cannot be reached, or does not speak KServe.
+        :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
         """
-        metadata = await self._ask("ModelMetadata", name=self.name, version=self._address.version)
+        try:
+            async with asyncio.timeout(OPEN_S):
+                metadata = await self._ask("ModelMetadata", name=self.name, version=self._address.version)
+        except (TimeoutError, ConnectionLostError, UnsupportedError) as error:
+            said = str(error) or f"no answer within {OPEN_S:g} s"
+            shown = f"{self._address.shown}/{self.name}"
+            raise TargetError(f"{shown} cannot be reached as a KServe server: {said}") from error
         self.inputs = read_specs(
             {"name": item.name, "datatype": item.datatype, "shape": item.shape} for item in metadata.inputs
         )
@@ -200,7 +194,7 @@ class GrpcTarget:
             raise ConnectionLostError(f"{self._address.shown} did not answer within {PAGE_S:g} s") from error
         except RequestError:
             return None  # The server has no statistics, or none for this model.
-        return read_counters([_as_json(model) for model in answer.model_stats])
+        return read_counters(answer.model_stats, getattr)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(connection.channel.close() for connection in self._connections))
@@ -234,21 +228,3 @@ class GrpcTarget:
             return ConnectionLostError(f"the connection to {self._address.shown} failed: {said}")
         kind = KINDS.get(code)
         return kind(said) if kind is not None else TargetError(f"{code}: {said}")
-
-
-def _as_json(model: Any) -> dict[str, Any]:
-    """Convert the statistics of a model to the JSON form, with only the fields that are read."""
-
-    def duration(value: Any) -> dict[str, int]:
-        return {"count": value.count, "ns": value.ns}
-
-    names = ("success", "queue", "compute_input", "compute_infer", "compute_output")
-    return {
-        "inference_count": model.inference_count,
-        "execution_count": model.execution_count,
-        "inference_stats": {name: duration(getattr(model.inference_stats, name)) for name in names},
-        "batch_stats": [
-            {"batch_size": item.batch_size, "compute_infer": duration(item.compute_infer)}
-            for item in model.batch_stats
-        ],
-    }

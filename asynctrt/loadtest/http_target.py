@@ -23,6 +23,7 @@ from asynctrt.kserve.client import (
     AnswerError,
     as_arrays,
     read_answer,
+    read_specs,
     takes_binary,
     write_request,
 )
@@ -33,13 +34,11 @@ from asynctrt.loadtest.kserve import (
     Address,
     read_address,
     read_counters,
-    read_specs,
 )
 from asynctrt.loadtest.targets import (
     ANSWER_NBYTES_MAX,
     BatchCounters,
     Headers,
-    Target,
     TargetSpec,
     has,
     headers_of,
@@ -64,30 +63,6 @@ HEADERS_MAX: Final = 5000
 
 KINDS: Final = {kind.http_status: kind for kind in (*REFUSALS, OverloadError)}
 """The error for each HTTP status of a KServe answer."""
-
-
-async def open_http_target(spec: TargetSpec) -> Target:
-    """Open the model at ``http://HOST:PORT/v2/models/NAME``; see
-    :func:`~asynctrt.loadtest.kserve.read_address`.
-
-    :raises TargetError: if the server cannot be reached, or does not speak KServe.
-    :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
-    """
-    return HttpTarget(await open_pages(read_address(spec), headers_of(spec), spec.tls))
-
-
-async def open_pages(address: Address, headers: Headers, tls: Tls) -> "Pages":
-    """Read a server's description of a model. Raises what :func:`open_http_target` raises."""
-    pages = Pages(address, headers, tls)
-    try:
-        await pages.read()
-    except ConnectionLostError as error:
-        await pages.aclose()
-        raise TargetError(str(error)) from error
-    except BaseException:
-        await pages.aclose()
-        raise
-    return pages
 
 
 class Pages:
@@ -160,21 +135,29 @@ class Pages:
 
 
 class HttpTarget:
-    """Send to one model over HTTP: each request is a POST on a separate connection."""
+    """Send to the model at ``http://HOST:PORT/v2/models/NAME``, each request on a separate connection.
+
+    :raises UsageError: for an address that names no server.
+    :raises OptionsError: for one that names no model, or another than ``spec``.
+    """
 
     kind = "http"
     in_flight_max = None
     has_connections = True
     """Whether each request in flight uses a separate connection."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, spec: TargetSpec) -> None:
+        self._pages = pages = Pages(read_address(spec), headers_of(spec), spec.tls)
         self.name = pages.address.model
-        self.inputs = pages.inputs
-        self._pages = pages
         self._server = pages.address.shown
         self._url = URL(f"{pages.address.server}{pages.address.path}/infer", encoded=True)
         self._post = pages.session.post
         self._create_task = asyncio.get_running_loop().create_task
+
+    async def open(self) -> None:
+        """Read the server's description of the model."""
+        await self._pages.read()
+        self.inputs = self._pages.inputs
 
     def prepare(self, inputs: Mapping[str, Array]) -> Any:
         arrays = as_arrays(inputs)

@@ -2,19 +2,21 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from asynctrt.core.loading import is_attribute
 from asynctrt.errors import OptionsError, UsageError
-from asynctrt.loadtest.criteria import FIGURES
+from asynctrt.loadtest.criteria import FIGURES, PERCENTILES
 from asynctrt.loadtest.making import describe_machine, describe_making
+from asynctrt.loadtest.plans import SECONDS_DEFAULT
 from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.search import Search
 from asynctrt.loadtest.session import LoadCase, LoadSession
 from asynctrt.loadtest.settings import Arrays, LoadSettings
-from asynctrt.loadtest.statistics import interval
+from asynctrt.loadtest.statistics import interval, requests_least
 from asynctrt.loadtest.targets import SEND_APART, TargetSpec
 
 Kind = Literal["run", "repeats", "sweep", "search"]
@@ -23,6 +25,9 @@ SWEEP_MAX: Final = 1000
 PROBE_S: Final = 1.0
 """Length of the closed-loop probe that determines the first rate of a search."""
 SEARCH_REPEATS: Final = 3
+PRECISION: Final = 0.05
+SEARCH_S_MAX: Final = 600.0
+"""Limit on how long a search extends a run to judge its slo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +45,38 @@ class LoadJob:
     settings: LoadSettings
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     search: bool = False
-    precision: float = 0.05
+    precision: float = PRECISION
 
     def __post_init__(self) -> None:
-        settings = self.settings
-        if self.sweep and self.search:
-            raise OptionsError("sweep and search exclude each other: give only one of them")
-        if self.search and not settings.slo:
-            raise OptionsError("a search needs an slo, such as p99<20ms")
-        if self.search and settings.callers is not None:
-            raise OptionsError("a search varies the rate: leave callers out")
-        if self.search and settings.rate is not None:
-            settings.profile(1.0)
-            if not isinstance(settings.rate, int | float) and not _is_number(settings.rate):
-                raise OptionsError(f"a search begins at one constant rate, not {settings.rate!r}")
-        if not 0.001 <= self.precision <= 1:
-            raise OptionsError(f"precision must be a share from 0.001 to 1, not {self.precision!r}")
+        settings, has_rate = self.settings, self.settings.rate is not None
+        least = _requests_least(settings)
+        for is_wrong, why in (
+            (self.sweep and self.search, "sweep and search exclude each other: give only one of them"),
+            (self.search and not settings.slo, "a search needs an slo, such as p99<20ms"),
+            (self.search and settings.callers is not None, "a search varies the rate: leave callers out"),
+            (
+                self.search and has_rate and not _is_number(settings.rate),
+                f"a search begins at one constant rate, not {settings.rate!r}",
+            ),
+            (
+                self.search and settings.requests is not None and settings.requests < least,
+                f"a search for this slo needs {least:,} requests at each rate: set requests to that, or not",
+            ),
+            (
+                self.precision != PRECISION and not self.search,
+                "precision is that of a search: set search too",
+            ),
+            (
+                not 0.001 <= self.precision <= 1,
+                f"precision must be a share from 0.001 to 1, not {self.precision!r}",
+            ),
+            (
+                settings.arrivals != "poisson" and not (has_rate or self.search or "rate" in self.sweep),
+                "arrivals says how the requests of an open loop are spaced: set rate",
+            ),
+        ):
+            if is_wrong:
+                raise OptionsError(why)
         if settings.processes > 1 and not (
             isinstance(self.target, TargetSpec) and (self.target.is_server or is_attribute(self.target.where))
         ):
@@ -95,7 +116,7 @@ class LoadJob:
                 f"the sweep has {len(values) * self.repeats} runs; at most {SWEEP_MAX} are allowed"
             )
         # In rounds, A B A B, so that whatever else changes on the machine affects all of them.
-        return [base.with_values(item, _said(item)) for item in values] * self.repeats
+        return [base.with_values(item) for item in values] * self.repeats
 
 
 async def carry_out(job: LoadJob, session: LoadSession) -> Report:
@@ -151,21 +172,41 @@ async def _search(job: LoadJob, session: LoadSession) -> Search:
         start = found.throughput / 2 if found is not None and found.throughput else 1.0
     search = Search(float(start), job.precision)
     while (rate := search.next) is not None and not session.is_stopped:
-        case = base.with_values({"rate": rate}, f"rate={rate:g}")
-        held, missed, void = 0, 0, False
-        while max(held, missed) <= job.repeats // 2 and not void:
+        case = base.with_values({"rate": rate})
+        held = missed = void = 0
+        while max(held, missed, void) <= job.repeats // 2:
             run = await session.run(case)
             if run is None or session.is_stopped:
                 search.end("the search was stopped")
                 return search
             if not run.requests or (run.unjudged and not run.misses):
-                search.end(f"too few requests were due at {rate:g} requests/s to tell: measure for longer")
+                longer_s = _seconds_needed(job.settings, rate)
+                if longer_s > (case.settings.seconds or SECONDS_DEFAULT):
+                    case = replace(case, settings=replace(case.settings, seconds=longer_s))
+                    continue
+                why = "; ".join(run.unjudged.values()) or "none was due"
+                search.end(f"too few requests at {rate:g} requests/s to tell: measure for longer ({why})")
                 return search
-            void = bool(run.void)
-            held += run.holds
-            missed += not run.holds
-        search.tell(holds=held > missed, void=void)
+            void += bool(run.void)
+            # A target that falls behind meets a latency only for as long as the run is short.
+            is_held = run.holds and run.kept is None
+            held += is_held
+            missed += not is_held and not run.void
+        search.tell(holds=held > job.repeats // 2, void=void > job.repeats // 2)
     return search
+
+
+def _seconds_needed(settings: LoadSettings, rate: float) -> float:
+    """Return how long to measure at a rate so that there are enough requests to judge the slo."""
+    least = _requests_least(settings)
+    # Three standard deviations more, because the number of due requests is random.
+    return min((least + 3 * math.sqrt(least)) / rate, SEARCH_S_MAX)
+
+
+def _requests_least(settings: LoadSettings) -> int:
+    """Return the number of requests that are needed to judge every percentile of the slo."""
+    known = [float(item.figure[1:]) for item in settings.criteria if item.figure in PERCENTILES]
+    return max((requests_least(percent) for percent in known), default=1)
 
 
 def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:
@@ -210,12 +251,8 @@ def _label(settings: LoadSettings) -> str:
     return f"{settings.callers or 64} callers"
 
 
-def _said(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
-
-
-def _is_number(text: str) -> bool:
+def _is_number(value: object) -> bool:
     try:
-        return float(text) > 0
+        return float(str(value)) > 0
     except ValueError:
         return False

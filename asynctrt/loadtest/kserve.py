@@ -3,24 +3,22 @@
 This module performs no I/O.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from asynctrt.errors import (
     OptionsError,
     RequestError,
-    TargetError,
     TooLargeError,
     UnauthorizedError,
     UnknownModelError,
     UnsupportedError,
     UsageError,
 )
-from asynctrt.kserve import client
 from asynctrt.loadtest.targets import BatchCounters, TargetSpec, without_password
-from asynctrt.tensors import TensorSpec
 
 MODELS: Final = "/v2/models/"
 REFUSALS: Final = (RequestError, UnauthorizedError, UnknownModelError, TooLargeError, UnsupportedError)
@@ -52,51 +50,34 @@ class Address:
 
 
 def read_address(spec: TargetSpec) -> Address:
-    """Parse ``http://HOST:PORT/v2/models/NAME[/versions/VERSION]``, with ``/ws`` at the end for ``ws``.
+    """Parse ``http://HOST:PORT/v2/models/NAME[/versions/VERSION]``, with ``/ws`` at the end for ``ws``, or
+    ``grpc://HOST:PORT/NAME[/versions/VERSION]``.
 
     The address may omit the model if ``spec`` names it.
 
     :raises UsageError: for anything else.
     :raises OptionsError: if the address and ``spec`` name no model, or different ones.
     """
-    is_websocket = spec.scheme in ("ws", "wss")
-    verb = "/ws" if is_websocket else "/infer"
-    example = f"{spec.scheme}://HOST:PORT/v2/models/NAME{verb if is_websocket else ''}"
-    server, path = _split(spec, example)
-    before, found, model = path.rpartition(MODELS)
-    if not found:
-        model = ""
-        before, found, rest = path.rstrip("/").partition("/v2")
-        if rest not in ("", verb) or (before and not found):
-            raise UsageError(f"{spec.where!r} is not the address of a model: write {example}")
-    return _named(spec, example, server + before, *_model(model, verb))
-
-
-def read_grpc_address(spec: TargetSpec) -> Address:
-    """Parse ``grpc://HOST:PORT/NAME[/versions/VERSION]``.
-
-    The address may omit the model if ``spec`` names it.
-
-    :raises UsageError: for anything else.
-    :raises OptionsError: if the address and ``spec`` name no model, or different ones.
-    """
-    example = f"{spec.scheme}://HOST:PORT/NAME"
-    server, path = _split(spec, example)
-    if urlsplit(server).port is None:
-        raise UsageError(f"{spec.where!r} has no port: write {example}")
-    return _named(spec, example, server, *_model(path[1:], ""))
-
-
-def _split(spec: TargetSpec, example: str) -> tuple[str, str]:
-    """Split an address into server and path."""
+    is_grpc = spec.scheme.startswith("grpc")
+    verb = "" if is_grpc else "/ws" if spec.scheme.startswith("ws") else "/infer"
+    example = f"{spec.scheme}://HOST:PORT{'/' if is_grpc else MODELS}NAME{verb.removesuffix('/infer')}"
+    wrong = UsageError(f"{without_password(spec.where)!r} is not the address of a model: write {example}")
     try:
         parts = urlsplit(spec.where)
         is_right = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
     except ValueError:
-        is_right = False
+        raise wrong from None
+    if is_grpc and is_right and (parts.port is None or parts.username is not None):
+        what = "has no port" if parts.port is None else "has a user, which gRPC cannot send"
+        raise UsageError(f"{without_password(spec.where)!r} {what}: write {example}")
+    before, found, model = ("", "/", parts.path[1:]) if is_grpc else parts.path.rpartition(MODELS)
+    if not found:
+        model = ""
+        before, found, rest = parts.path.rstrip("/").partition("/v2")
+        is_right = is_right and rest in ("", verb) and (bool(found) or not before)
     if not is_right:
-        raise UsageError(f"{spec.where!r} is not the address of a server: write {example}")
-    return f"{parts.scheme}://{parts.netloc}", parts.path
+        raise wrong
+    return _named(spec, example, f"{parts.scheme}://{parts.netloc}{before}", *_model(model, verb))
 
 
 def _model(path: str, verb: str) -> tuple[str, str]:
@@ -126,35 +107,26 @@ def _named(spec: TargetSpec, example: str, server: str, model: str, version: str
 # ---- a server's answers
 
 
-def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
-    """Return the specs of a model's tensors, as :func:`asynctrt.kserve.client.read_specs` reads them.
-
-    :raises TargetError: if a description cannot be read or a datatype is unknown.
-    """
-    try:
-        return client.read_specs(tensors)
-    except client.AnswerError as error:
-        raise TargetError(str(error)) from error
-
-
-def read_counters(models: Sequence[Mapping[str, Any]]) -> BatchCounters:
+def read_counters(models: Iterable[Any], get: Callable[[Any, str], Any] = getitem) -> BatchCounters:
     """Sum the statistics of a model (Triton's extension) over all its versions.
 
+    :param get: how to read a field: by key from JSON, or by attribute from a message of protobuf.
     :raises TypeError: or another error of ``kserve.client.UNREADABLE``, if the statistics are malformed.
     """
     sums = dict.fromkeys(("success", "queue", "compute_input", "compute_infer", "compute_output"), 0)
     requests = rows = batches = 0
     by_rows: dict[int, int] = {}
     for model in models:
-        rows += int(model["inference_count"])
-        batches += int(model["execution_count"])
-        durations = model["inference_stats"]
-        requests += int(durations["success"]["count"])
+        rows += int(get(model, "inference_count"))
+        batches += int(get(model, "execution_count"))
+        durations = get(model, "inference_stats")
+        requests += int(get(get(durations, "success"), "count"))
         for name in sums:
-            sums[name] += int(durations[name]["ns"])
-        for item in model.get("batch_stats", ()):
-            size = int(item["batch_size"])
-            by_rows[size] = by_rows.get(size, 0) + int(item["compute_infer"]["count"])
+            sums[name] += int(get(get(durations, name), "ns"))
+        # JSON may lack it.
+        for item in model.get("batch_stats", ()) if isinstance(model, Mapping) else model.batch_stats:
+            size = int(get(item, "batch_size"))
+            by_rows[size] = by_rows.get(size, 0) + int(get(get(item, "compute_infer"), "count"))
     return BatchCounters(
         requests,
         rows,

@@ -49,6 +49,8 @@ class Local:
             if settings.processes > 1 and found.kind == "engine":
                 raise OptionsError(SEND_APART)
             if settings.inputs is None and getattr(found, "is_self_contained", False):
+                if settings.dims:
+                    raise OptionsError(f"{found.name!r} has no inputs to give sizes to: leave dims out")
                 samples = [Sample({}, settings.rows)]
             else:
                 samples = await asyncio.to_thread(make_samples, settings, found.inputs)
@@ -58,22 +60,12 @@ class Local:
 
     def plan(self, settings: LoadSettings, share: int = 0, shares: int = 1) -> ProcessPlan:
         """Plan this process's part of one run."""
-        target = self.target
-        is_server = target.kind in SERVERS
-        has_room = room(
-            body_nbytes=max(sum(array.nbytes for array in item.inputs.values()) for item in self._samples),
-            has_connections=getattr(target, "has_connections", False),
-            processes=shares,
-        )
-        return make_plan(
-            settings,
-            self._samples,
-            target.in_flight_max,
-            share,
-            shares,
-            is_server=is_server,
-            room=has_room if is_server else None,
-        )
+        target, found = self.target, None
+        if target.kind in SERVERS:
+            nbytes = max(sum(array.nbytes for array in item.inputs.values()) for item in self._samples)
+            has_connections = getattr(target, "has_connections", False)
+            found = room(body_nbytes=nbytes, has_connections=has_connections, processes=shares)
+        return make_plan(settings, self._samples, target.in_flight_max, share, shares, found)
 
     async def count(self) -> None:
         """Read the target's counters while no request of the next run has been sent."""

@@ -100,11 +100,10 @@ class CallTarget:
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
         made = self._resume(prepared) if self._has_users else self._called(prepared)
-        if inspect.iscoroutine(made):
-            return self._loop.create_task(made, context=self._context.copy())
         if inspect.isawaitable(made):
             # Wrap even a future in a new task, because two calls may return the same future.
-            return self._loop.create_task(_awaited(made), context=self._context.copy())
+            made = made if inspect.iscoroutine(made) else _awaited(made)
+            return self._loop.create_task(made, context=self._context.copy())
         raise TargetError(
             f"{self.name} is not an async function: it returned {type(made).__name__}, not an awaitable"
         )

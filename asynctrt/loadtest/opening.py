@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 from asynctrt._util.process import add_cwd_to_path
 from asynctrt.core.loading import is_attribute, name_of
 from asynctrt.engine import Engine
-from asynctrt.errors import OptionsError, UsageError, show
+from asynctrt.errors import ConnectionLostError, OptionsError, TargetError, UsageError, show
+from asynctrt.kserve.client import AnswerError
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
-from asynctrt.loadtest.tls import Tls
 from asynctrt.opening import open as open_engine
 
 
@@ -63,34 +64,59 @@ def _coroutine_function(where: str) -> Call | None:
     return found if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found) else None
 
 
+def _check(spec: TargetSpec, kind: str, *has_effect: str) -> None:
+    """Raise :class:`OptionsError` for a part of the spec that has no effect on this kind of target."""
+    allowed = {"where", "token", *has_effect}  # The environment may set a token for other targets.
+    if spec.scheme in ("https", "wss", "grpcs"):
+        allowed.add("tls")
+    usual = TargetSpec(spec.where)
+    given = [item.name for item in fields(spec) if getattr(spec, item.name) != getattr(usual, item.name)]
+    shown = {"options": ", ".join(spec.changed_options), "tls": "ca, cert, key or insecure"}
+    for name in given:
+        if name not in allowed:
+            raise OptionsError(f"{shown.get(name, name)} cannot be set for {kind}: it would have no effect")
+
+
 async def _open(spec: TargetSpec) -> Target:
-    if spec.until_message is not None and not (spec.is_plain and spec.scheme in ("ws", "wss")):
-        raise OptionsError(
-            "until_message is for websockets that do not speak KServe: the end of any other answer is known"
-        )
-    if spec.tls != Tls() and spec.scheme not in ("https", "wss", "grpcs"):
-        raise OptionsError(
-            "ca, cert, key and insecure are for addresses with TLS: https://, wss:// and grpcs://"
-        )
+    is_websocket = spec.scheme in ("ws", "wss")
     if not spec.scheme:
         call = _coroutine_function(spec.where)
         if call is not None:
+            _check(spec, "a coroutine function")
             return CallTarget(call)
+        _check(spec, "a model that is opened here", "device", "options")
         engine = await open_engine(spec.where, device=spec.device, options=spec.options)
         return EngineTarget(engine, owns=True, name=name_of(spec.where))
+    if spec.is_plain and is_websocket:
+        _check(spec, "a websocket that does not speak KServe", "headers", "body", "until_message")
+    elif spec.is_plain:
+        _check(spec, "an address that does not speak KServe", "headers", "body", "method")
+    else:
+        _check(spec, "a server's model", "model", "headers")
     # Import lazily, because each module needs a different optional dependency.
     if spec.is_plain:
         from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415
 
         return await open_plain_target(spec)
-    if spec.scheme in ("ws", "wss"):
-        from asynctrt.loadtest.websocket_target import open_websocket_target  # noqa: PLC0415
+    target: Any
+    if is_websocket:
+        from asynctrt.loadtest.websocket_target import WebsocketTarget  # noqa: PLC0415
 
-        return await open_websocket_target(spec)
-    if spec.scheme in ("grpc", "grpcs"):
-        from asynctrt.loadtest.grpc_target import open_grpc_target  # noqa: PLC0415
+        target = WebsocketTarget(spec)
+    elif spec.scheme in ("grpc", "grpcs"):
+        from asynctrt.loadtest.grpc_target import GrpcTarget  # noqa: PLC0415
 
-        return await open_grpc_target(spec)
-    from asynctrt.loadtest.http_target import open_http_target  # noqa: PLC0415
+        target = GrpcTarget(spec)
+    else:
+        from asynctrt.loadtest.http_target import HttpTarget  # noqa: PLC0415
 
-    return await open_http_target(spec)
+        target = HttpTarget(spec)
+    try:
+        await target.open()
+    except BaseException as error:
+        await target.aclose()
+        if isinstance(error, ConnectionLostError | AnswerError):
+            raise TargetError(str(error)) from error
+        raise
+    opened_target: Target = target
+    return opened_target

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from array import array
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -24,13 +24,14 @@ from asynctrt.loadtest.targets import (
     ANSWER_NBYTES_MAX,
     TOKEN,
     BatchCounters,
+    Headers,
     Target,
     TargetSpec,
     has,
     headers_of,
     without_password,
 )
-from asynctrt.loadtest.templates import Line, Template
+from asynctrt.loadtest.templates import Template, fill_line, has_places
 from asynctrt.tensors import Array, TensorSpec
 
 try:
@@ -66,6 +67,9 @@ async def open_plain_target(spec: TargetSpec) -> Target:
             f"{without_password(spec.where)!r} is not the address of a server: write "
             f"{spec.scheme}://HOST:PORT/PATH"
         )
+    if "#" in spec.where or not spec.where.isprintable() or " " in spec.where:
+        shown = without_password(spec.where)
+        raise UsageError(f"{shown!r} has a character that cannot be sent: a space is %20, and # is %23")
     if spec.method is not None and not TOKEN.fullmatch(spec.method):
         raise OptionsError(f"{spec.method!r} is not a method of HTTP, such as POST")
     headers, ssl = headers_of(spec), spec.tls.used_by(spec.scheme)
@@ -87,13 +91,9 @@ async def open_plain_target(spec: TargetSpec) -> Target:
         kind = "text/plain; charset=utf-8" if template.is_text else "application/octet-stream"
         headers.append(("Content-Type", "application/json" if template.is_json else kind))
     method = (spec.method or ("GET" if template is None else "POST")).upper()
-    lines = [(name, Line(value)) for name, value in headers]
-    varied = [(name, line) for name, line in lines if line.names]
-    same = [pair for pair, (_, line) in zip(headers, lines, strict=True) if not line.names]
-    address = Line(spec.where, is_address=True)
-    return PlainHttpTarget(
-        url, method, template, open_session(same, ssl), address if address.names else None, varied
-    )
+    varied = [pair for pair in headers if has_places(pair[1])]
+    session = open_session([pair for pair in headers if pair not in varied], ssl)
+    return PlainHttpTarget(spec.where, method, template, session, varied)
 
 
 class _PlainTarget:
@@ -162,27 +162,23 @@ class PlainHttpTarget(_PlainTarget):
 
     def __init__(
         self,
-        url: URL,
+        where: str,
         method: str,
         template: Template | None,
         session: aiohttp.ClientSession,
-        address: Line | None = None,
-        headers: Sequence[tuple[str, Line]] = (),
+        headers: Headers,
     ) -> None:
-        super().__init__(url, template, session)
+        super().__init__(URL(where, encoded=True), template, session)
         self._method = method
-        self._address = address
+        self._where = where
         self._headers = headers
-        if address is not None or headers:
+        if headers or has_places(where):
             self.is_self_contained = False
 
     def prepare(self, inputs: Mapping[str, Array]) -> Any:
         """Fill a request's arrays into the address, the headers and the body."""
-        url, headers = self._url, None
-        if self._address is not None:
-            url = URL(self._address.fill(inputs), encoded=True)
-        if self._headers:
-            headers = CIMultiDict([(name, line.fill(inputs)) for name, line in self._headers])
+        url = URL(fill_line(self._where, inputs, is_address=True), encoded=True)
+        headers = CIMultiDict([(name, fill_line(value, inputs)) for name, value in self._headers])
         return url, headers, super().prepare(inputs)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":

@@ -37,6 +37,18 @@ MEMORY_SHARE: Final = 0.5
 """Largest share of the available memory to use."""
 
 
+class Limit(NamedTuple):
+    """A limit on the requests in flight.
+
+    :param why: the reason for it; empty if the requests in flight cannot exceed it.
+    :param is_void: whether a run is void in which requests had to wait because of it.
+    """
+
+    requests: int
+    why: str = ""
+    is_void: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
     """Describe one process's part of one run. Times are in ns.
@@ -44,9 +56,7 @@ class ProcessPlan:
     :param schedule: the arrivals of an open loop; ``None`` for a closed loop.
     :param callers: the callers of a closed loop over time; ``None`` for an open loop.
     :param measured_ns: how long to send after the warm-up. Exactly this time is measured.
-    :param in_flight_max: limit on the requests in flight, over all processes.
-    :param in_flight_why: the reason for this limit; empty if the requests in flight cannot exceed it.
-    :param is_void_at_limit: whether the run is void if requests had to wait because of this limit.
+    :param limit: the limit on the requests in flight, over all processes.
     :param near_ns: how long before a request is due to poll the clock instead of sleeping.
     :param requests_max: limit on the measured requests, over all processes.
     :param rows: mean number of rows per request.
@@ -60,9 +70,7 @@ class ProcessPlan:
     window_ns: int
     think: float
     timeout_ns: int
-    in_flight_max: int
-    in_flight_why: str
-    is_void_at_limit: bool
+    limit: Limit
     near_ns: int
     seed: int
     rtol: float
@@ -79,15 +87,7 @@ class ProcessPlan:
         return profile is not None and len(profile.levels) == 1
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The number of requests that one process can have in flight, and the reason for this limit."""
-
-    requests: int
-    limit: str
-
-
-def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Room:
+def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Limit:
     """Return how many requests this process can have in flight.
 
     With ``has_connections``, raise the process's soft limit on open files first.
@@ -99,13 +99,13 @@ def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Room
     free = available_memory() or sys.maxsize
     memory = MEMORY_SHARE * min(free, memory_nbytes() or free) / processes
     by_memory = max(1, int(memory / (REQUEST_NBYTES + body_nbytes)))
-    found = Room(by_memory, f"the memory of this machine has room for {by_memory:,} in a process")
+    found = Limit(by_memory, f"the memory of this machine has room for {by_memory:,} in a process")
     if has_connections:
         files = raise_open_files()
         unused = files - (len(list(OPEN_FILES.iterdir())) if OPEN_FILES.is_dir() else 0)
         by_files = max(1, unused - SPARE_FILES)
         if by_files < by_memory:
-            found = Room(by_files, f"a process may have {files:,} open files (ulimit -n)")
+            found = Limit(by_files, f"a process may have {files:,} open files (ulimit -n)")
     return found
 
 
@@ -115,17 +115,15 @@ def make_plan(
     rows_max: int | None,
     share: int = 0,
     shares: int = 1,
-    *,
-    is_server: bool = False,
-    room: Room | None = None,
+    room: Limit | None = None,
 ) -> ProcessPlan:
     """Make the plan of one process.
 
     :param rows_max: the target's limit on the rows in flight, if it has one.
-    :param room: this machine's limit on the requests in flight in each process.
-    :param is_server: whether the target is in another process. A target in this process computes in threads
-        that need the interpreter. An event loop that polls the clock takes the interpreter from
-        them, which makes the latency many times higher than with an alarm.
+    :param room: this machine's limit on the requests in flight in each process, for a target in another
+        process. A target in this process computes in threads that need the interpreter. An event loop that
+        polls the clock takes the interpreter from them, which makes the latency many times higher than with
+        an alarm.
     :raises OptionsError: if no plan is possible, for instance for too many callers for this machine.
     """
     warmup = settings.warmup
@@ -137,13 +135,15 @@ def make_plan(
         schedule = Schedule(settings.arrivals, profile, len(samples), settings.seed)
     else:
         callers = profile
-    asked = None if callers is None else math.ceil(callers.largest)
-    due_max = _due_within(schedule, settings.answer_timeout)
-    limit = _limit(settings.max_outstanding, asked, rows_max, int(rows.max()), due_max)
-    if room is not None:
-        limit = _within_room(
-            limit, room, shares, is_asked=asked is not None or bool(settings.max_outstanding)
-        )
+    limit = _limit(settings, profile, rows_max, int(rows.max()))
+    if room is not None and limit.requests > room.requests * shares:
+        if callers is not None or settings.max_outstanding:
+            raise OptionsError(
+                f"{limit.requests:,} requests in flight are too many for {shares} process(es): {room.why}. "
+                "Set fewer callers or max_outstanding, more processes, or raise the limit"
+            )
+        why = f"{room.why}: raise that, or set more processes"
+        limit = Limit(room.requests * shares, why, is_void=True)
     return ProcessPlan(
         schedule=schedule,
         callers=callers,
@@ -152,10 +152,8 @@ def make_plan(
         window_ns=max(1, math.ceil(_window_s(seconds) * 1e9)),
         think=settings.think,
         timeout_ns=int(settings.answer_timeout * 1e9),
-        in_flight_max=limit.requests,
-        in_flight_why=limit.why,
-        is_void_at_limit=limit.is_void,
-        near_ns=NEAR_NS if is_server else 0,
+        limit=limit,
+        near_ns=NEAR_NS if room is not None else 0,
         seed=settings.seed,
         rtol=settings.rtol,
         atol=settings.atol,
@@ -166,14 +164,6 @@ def make_plan(
     )
 
 
-class _Limit(NamedTuple):
-    """A limit on the requests in flight, and whether a run is void in which requests waited for it."""
-
-    requests: int
-    why: str
-    is_void: bool = False
-
-
 def _window_s(seconds: float) -> float:
     """Return the length of windows that fill the time exactly, also when they are merged in pairs."""
     count, pairs = math.ceil(seconds / WINDOW_S), 1
@@ -182,37 +172,19 @@ def _window_s(seconds: float) -> float:
     return seconds / (math.ceil(count / pairs) * pairs)
 
 
-def _limit(
-    given: int | None, callers: int | None, rows_max: int | None, request_rows: int, due_max: int
-) -> _Limit:
-    """Return the limit that the settings, the target or the time until requests are given up sets."""
-    if given is not None:
-        return _Limit(given, f"max_outstanding is {given:,}")
-    if rows_max is not None:
-        fit = max(1, rows_max // request_rows, callers or 0)
-        return _Limit(fit, f"the target takes {rows_max:,} rows at once")
-    return _Limit(callers or due_max, "")
+def _limit(settings: LoadSettings, profile: LoadProfile, rows_max: int | None, request_rows: int) -> Limit:
+    """Return the limit that the settings, the target, or the time until requests are given up sets.
 
-
-def _within_room(limit: _Limit, room: Room, processes: int, *, is_asked: bool) -> _Limit:
-    """Return the limit, or this machine's own if that is less.
-
-    :raises OptionsError: if the settings ask for more than this machine has room for.
+    :param profile: the rate, or the number of callers.
+    :param request_rows: the largest number of rows of a request.
     """
-    most = room.requests * processes
-    if limit.requests <= most:
-        return limit
-    if is_asked:
-        raise OptionsError(
-            f"{limit.requests:,} requests in flight are too many for {processes} process(es): {room.limit}. "
-            "Set fewer callers or max_outstanding, more processes, or raise the limit"
-        )
-    return _Limit(most, f"{room.limit}: raise that, or set more processes", is_void=True)
-
-
-def _due_within(schedule: Schedule | None, seconds: float) -> int:
-    """Return an upper bound, nearly certain, on the number of requests due within ``seconds``."""
-    if schedule is None:
-        return 1
-    mean = schedule.profile.largest * seconds
-    return math.ceil(mean + 6 * math.sqrt(mean)) + 1  # Six standard deviations of a Poisson process.
+    callers = 0 if settings.is_open else math.ceil(profile.largest)
+    if settings.max_outstanding is not None:
+        return Limit(settings.max_outstanding, f"max_outstanding is {settings.max_outstanding:,}")
+    if rows_max is not None:
+        fit = max(1, rows_max // request_rows, callers)
+        return Limit(fit, f"the target takes {rows_max:,} rows at once")
+    if callers:
+        return Limit(callers)
+    mean = profile.largest * settings.answer_timeout
+    return Limit(math.ceil(mean + 6 * math.sqrt(mean)) + 1)  # Six standard deviations of a Poisson process.

@@ -103,7 +103,7 @@ class Runner:
         self._start = target.start
         self._steps: list[StepTime] = getattr(target, "steps", [])
         self._timeout_ns = plan.timeout_ns
-        self._room = max(1, plan.in_flight_max // plan.shares)
+        self._room = max(1, plan.limit.requests // plan.shares)
         self._requests_max = NEVER
         if plan.requests_max is not None:
             self._requests_max = len(range(plan.share, plan.requests_max, plan.shares))

@@ -1,6 +1,8 @@
 """Makes the requests to send, from random rows or files; and checks answers."""
 
+import contextlib
 import csv
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -172,40 +174,49 @@ def _columns(path: Path) -> dict[str, Array]:
     rows = _read_table(path)
     names = list(rows[0]) if rows and isinstance(rows[0], dict) else []
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or list(row) != names or None in row or None in row.values():
+        if not isinstance(row, dict) or list(row) != names:
             raise UsageError(
                 f"row {number} of {str(path)!r} does not have a value for each of {names}, and no others"
             )
-    try:
-        return {name: np.array([row[name] for row in rows]) for name in names}
-    except ValueError as error:
-        raise UsageError(f"{str(path)!r} has lists of different lengths in one column: {error}") from error
-    except MemoryError as error:  # NumPy makes every string as long as the longest.
-        raise UsageError(
-            f"{str(path)!r} has a column that does not fit into memory: {error}. Shorten its longest text"
-        ) from error
+    return {name: _column([row[name] for row in rows]) for name in names}
+
+
+def _column(values: list[Any]) -> Array:
+    """Return values as an array: of objects if an array of one type would change them."""
+    with contextlib.suppress(ValueError, MemoryError):  # Lists of different lengths; one very long text.
+        array = np.array(values)
+        if repr(array.tolist()) == repr(values):
+            return array
+    array = np.empty(len(values), object)
+    for number, value in enumerate(values):
+        array[number] = value
+    return array
 
 
 def _read_table(path: Path) -> list[Any]:
     """Return the rows of a file, CSV with a header or JSON Lines.
 
-    In a row of CSV, missing values are ``None``, and values too many have the name ``None``.
-
     :raises UsageError: if the file cannot be read.
-    :raises OptionsError: for a line that is not JSON or CSV.
+    :raises OptionsError: for a line that is not JSON or CSV, or a column that occurs twice.
     """
     try:
-        lines = path.read_bytes().decode("utf-8-sig").splitlines(keepends=True)
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
     if path.suffix not in JSON_LINES:
-        table = csv.DictReader(lines, skipinitialspace=True, strict=True)
+        table = csv.reader(io.StringIO(text, newline=""), strict=True)
         try:
-            return list(table)
+            names = next(table, [])
+            if len(set(names)) < len(names):
+                raise OptionsError(f"{str(path)!r} has two columns of the same name: {names}")
+            # A row with too few or too many values is returned as it is.
+            count = len(names)
+            return [dict(zip(names, row, strict=True)) if len(row) == count else row for row in table if row]
         except csv.Error as error:
             raise OptionsError(f"{str(path)!r}, line {table.line_num + 1} is not CSV: {error}") from error
     rows = []
-    for number, line in enumerate(lines, start=1):
+    # Not `splitlines`, which also splits at other characters, such as U+2028 in a text.
+    for number, line in enumerate(text.split("\n"), start=1):
         try:
             if line.strip():
                 rows.append(json.loads(line))
@@ -230,6 +241,8 @@ def _named(made: Any, specs: Sequence[TensorSpec], where: str) -> dict[str, Arra
 def _array(value: Any, spec: TensorSpec | None, where: str) -> Array:
     """Return one input as an array. Convert numbers and lists to the input's type."""
     try:
+        if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+            value = value.tolist() if spec is not None and spec.dtype.kind in "biufc" else value
         if spec is not None and spec.dtype.kind in "biufc" and isinstance(value, list | tuple | int | float):
             return convert(spec, value)
         array = np.asarray(value)

@@ -40,8 +40,8 @@ class LoadCase:
     label: str
     parameters: Mapping[str, Any]
 
-    def with_values(self, values: Mapping[str, Any], label: str) -> "LoadCase":
-        """Return a copy with these values of settings or an engine's options.
+    def with_values(self, values: Mapping[str, Any]) -> "LoadCase":
+        """Return a copy with these values of settings or an engine's options, which are its label too.
 
         :raises OptionsError: for an unknown name or an invalid value.
         """
@@ -56,6 +56,8 @@ class LoadCase:
                 )
             target = replace(target, options=replace(target.options, **options))
         changed = self._without_conflicts(settings)
+        shown = (f"{value:g}" if isinstance(value, float) else value for value in values.values())
+        label = ", ".join(f"{name}={value}" for name, value in zip(values, shown, strict=True))
         return LoadCase(target, changed, label, {**self.parameters, **values})
 
     def _without_conflicts(self, settings: Mapping[str, Any]) -> LoadSettings:

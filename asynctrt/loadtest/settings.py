@@ -22,7 +22,7 @@ from asynctrt._util.validation import (
     validate,
 )
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import LoadProfile, levels_of, stages_seconds
+from asynctrt.loadtest.arrivals import LoadProfile, parse_stages
 from asynctrt.loadtest.criteria import Criterion, latency_target_ms, parse_slo
 from asynctrt.tensors import Array
 
@@ -195,7 +195,7 @@ class LoadSettings:
     @property
     def stages_s(self) -> float | None:
         """The total length of stages with lengths, in seconds; ``None`` for others."""
-        return stages_seconds(_text((self.rate if self.is_open else self.callers) or CALLERS_DEFAULT))
+        return parse_stages(_text((self.rate if self.is_open else self.callers) or CALLERS_DEFAULT))[1]
 
     def profile(self, seconds: float) -> LoadProfile:
         """Return the rate or the number of callers over a run of ``seconds``.
@@ -206,7 +206,8 @@ class LoadSettings:
             return LoadProfile.parse(_text(self.rate), seconds)
         text = _text(CALLERS_DEFAULT if self.callers is None else self.callers)
         profile = LoadProfile.parse(text, seconds)
-        if not 1 <= profile.largest <= CALLERS_MAX or not all(map(float.is_integer, levels_of(text))):
+        levels = [level for part, _ in parse_stages(text)[0] for level in part]
+        if not 1 <= profile.largest <= CALLERS_MAX or not all(map(float.is_integer, levels)):
             raise OptionsError(f"callers must be whole numbers up to {CALLERS_MAX:,}, not {self.callers}")
         return profile
 
@@ -224,6 +225,10 @@ class LoadSettings:
                 any(item.figure == "goodput" for item in parse_slo(self.slo))
                 and latency_target_ms(parse_slo(self.slo)) is None,
                 "goodput counts answers in time: add to slo what that is, as p99<20ms",
+            ),
+            (
+                bool(self.dims) and self.inputs is not None,
+                "dims are the sizes of random values, and inputs have their own: give only one of them",
             ),
             (
                 self.expect is not None and self.inputs is None,

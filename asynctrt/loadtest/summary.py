@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
+from asynctrt.loadtest.criteria import LATENCIES, parse_slo
 from asynctrt.loadtest.report import Report, Run
 from asynctrt.loadtest.settings import CALLERS_DEFAULT
 from asynctrt.loadtest.views import all_errors, main_run, number
@@ -15,9 +15,10 @@ UNJUDGED: Final = "Too few requests to judge: measure for longer"
 NO_ANSWER: Final = "nothing was answered"
 HEADLINES: Final = ("p99", "p95", "p90", "p50", "mean")
 """Latency figures for the headline, in order of preference: it shows the first known one."""
+FAILED_SHARE: Final = 0.5
+"""If more than this share of a run's requests fail, the run is not good, whatever its slo says."""
 UNITS: Final = {"throughput": "requests/s", "goodput": "requests/s", "errors": "of the requests"}
 """Units of figures other than latencies."""
-LATENCIES: Final = (*PERCENTILES, "mean", "max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ def banners(report: Report) -> list[Banner]:
     if not any(run.answered for run in runs):
         kinds = [f"{kind}: {what.example}" for kind, what in all_errors(runs).items()]
         found.append(Banner("bad", "Nothing was answered", tuple(kinds[:3])))
+    elif any(run.error_share > FAILED_SHARE for run in runs) and report.search is None:
+        found.append(Banner("bad", "Most requests failed"))
     void = [run for run in runs if run.void]
     if void:
         # In a search or a sweep the last runs may be void; results at lower rates remain valid.
@@ -316,6 +319,8 @@ def _verdict(run: Run) -> Cell:
     failed = [name for name, is_held in run.slo.items() if not is_held]
     if failed:
         return Cell("fails", f"not held: {', '.join(failed)}", "bad")
+    if run.kept is not None:
+        return Cell("behind", "the target did not keep up", "bad")
     if run.unjudged:
         return Cell("too few", "; ".join(run.unjudged.values()))
     return Cell("holds", level="good") if run.slo else Cell("complete")

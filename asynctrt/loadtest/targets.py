@@ -41,7 +41,8 @@ TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 OURS: Final = frozenset(
     {"content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer", "expect"}
-    | {"inference-header-content-length", "grpc-timeout", "grpc-encoding"}
+    | {"inference-header-content-length", "sec-websocket-key", "sec-websocket-version"}
+    | {"sec-websocket-accept", "sec-websocket-extensions"}
 )
 """Headers that describe how a message is sent, so only its sender can set them."""
 
@@ -173,17 +174,19 @@ class TargetSpec:
         is_kserve = not path or path.endswith("/v2") or "/v2/" in path
         return not is_kserve or self.body is not None or self.method is not None
 
+    @property
+    def changed_options(self) -> dict[str, Any]:
+        """The options that are not the default, by name."""
+        usual = Options()
+        values = {item.name: getattr(self.options, item.name) for item in fields(Options)}
+        return {name: value for name, value in values.items() if value != getattr(usual, name)}
+
     def describe(self) -> dict[str, Any]:
         """Describe the target for a report, without the token, headers and passwords."""
-        options = {
-            name: getattr(self.options, name)
-            for name in Options.__dataclass_fields__
-            if getattr(self.options, name) != getattr(Options(), name)
-        }
         where = without_password(self.where)
         described: dict[str, Any] = {"where": where, "model": self.model}
         if not self.is_server:  # A server has its own.
-            described |= {"device": self.device, "options": options}
+            described |= {"device": self.device, "options": self.changed_options}
         if self.tls.insecure:
             described["insecure"] = True
         if self.is_plain:  # Leave out the headers, which may be secret.
@@ -202,9 +205,12 @@ def headers_of(spec: TargetSpec) -> Headers:
     for name, _ in found:
         if name.lower() in OURS:
             raise OptionsError(f"the header {name!r} cannot be given: it says how the message is sent")
+    has_password = PASSWORD.search(spec.where) is not None
+    if has_password + bool(spec.token) + has(found, "Authorization") > 1:
+        raise OptionsError(
+            "a token, the header Authorization, and a user in the address say the same: give only one of them"
+        )
     if spec.token:
-        if any(name.lower() == "authorization" for name, _ in found):
-            raise OptionsError("token and the header Authorization say the same: give only one of them")
         found.append(("Authorization", f"Bearer {spec.token}"))
     return found
 

@@ -68,30 +68,26 @@ class Template:
         return pattern.sub(shown, self._text).encode()
 
 
-class Line:
-    """An address or a header with placeholders, which are replaced by the text of their values."""
+def has_places(text: str) -> bool:
+    """Return whether a text has placeholders."""
+    return PLACE.search(text) is not None
 
-    def __init__(self, text: str, *, is_address: bool = False) -> None:
-        self._text = text
-        self._is_address = is_address
-        self.names = tuple(dict.fromkeys(name for name, _ in PLACE.findall(text)))
-        """The names of the arrays in the placeholders."""
 
-    def fill(self, inputs: Mapping[str, Array]) -> str:
-        """Return the line for one request. In an address, values are percent-encoded.
+def fill_line(text: str, inputs: Mapping[str, Array], *, is_address: bool = False) -> str:
+    """Replace the placeholders of a header or, percent-encoded, of an address by the text of their values.
 
-        :raises OptionsError: if an array or a row is missing, or a value has a character that ends a header.
-        """
+    :raises OptionsError: if an array or a row is missing, or a value has a character that ends a header.
+    """
 
-        def shown(place: re.Match[str]) -> str:
-            text = _as_text(_value(place[1], place[2], inputs))
-            if self._is_address:
-                return quote(text, safe="")
-            if not text.isprintable():
-                raise OptionsError(f"the value of {place[0]} has a character that cannot be in a header")
-            return text
+    def shown(place: re.Match[str]) -> str:
+        value = _as_text(_value(place[1], place[2], inputs))
+        if is_address:
+            return quote(value, safe="")
+        if not value.isprintable():
+            raise OptionsError(f"the value of {place[0]} has a character that cannot be in a header")
+        return value
 
-        return PLACE.sub(shown, self._text)
+    return PLACE.sub(shown, text)
 
 
 def _is_json(text: str) -> bool:
@@ -131,4 +127,4 @@ def _value(name: str, row: str | None, inputs: Mapping[str, Array]) -> Any:
         return array.tolist()
     if int(row) >= len(array):
         raise OptionsError(f"the request names {place}, and {name!r} has {len(array)} row(s) in a request")
-    return array[int(row)].tolist()
+    return array[int(row) : int(row) + 1].tolist()[0]  # Its row may be any object.

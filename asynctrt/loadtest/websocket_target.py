@@ -7,13 +7,14 @@ from contextlib import AsyncExitStack
 from functools import partial
 from itertools import cycle
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from asynctrt.client import Client, connect
-from asynctrt.errors import AsynctrtError, ConnectionLostError, TargetError
+from asynctrt.errors import AsynctrtError
 from asynctrt.kserve.client import as_arrays
-from asynctrt.loadtest.http_target import Pages, open_pages
+from asynctrt.loadtest.http_target import Pages
 from asynctrt.loadtest.kserve import Address, read_address
-from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec, headers_of
+from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Headers, TargetSpec, headers_of
 from asynctrt.tensors import Array
 
 CONNECTIONS: Final = 4
@@ -27,63 +28,40 @@ IN_FLIGHT_MAX: Final = 1 << 20
 logger = logging.getLogger("asynctrt")
 
 
-async def open_websocket_target(spec: TargetSpec) -> Target:
-    """Open the model at ``ws://HOST:PORT/v2/models/NAME/ws``, or ``wss://`` with TLS.
-
-    With the path ``/v2/ws``, ``spec`` names the model.
-
-    :raises TargetError: if the server cannot be reached, or does not speak the protocol.
-    :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
-    """
-    address = read_address(spec)
-    about = Address(address.server.replace("ws", "http", 1), address.model, address.version)
-    headers = headers_of(spec)
-    pages = await open_pages(about, headers, spec.tls)
-    stack = AsyncExitStack()
-    stack.push_async_callback(pages.aclose)
-    try:
-        tls: dict[str, Any] = {"ssl": spec.tls.context()} if spec.scheme == "wss" else {}
-        url = f"{address.server}{pages.address.path}/ws"
-        clients = []
-        open_one = partial(
-            connect,
-            url,
-            additional_headers=headers,
-            max_in_flight=IN_FLIGHT_MAX,
-            max_size=ANSWER_NBYTES_MAX,
-            proxy=None,
-            **tls,
-        )
-        for _ in range(CONNECTIONS):
-            client = open_one()
-            clients.append(await stack.enter_async_context(client))
-        return WebsocketTarget(pages, clients, stack, open_one)
-    except BaseException as error:
-        await stack.aclose()
-        if isinstance(error, ConnectionLostError):
-            raise TargetError(str(error)) from error
-        raise
-
-
 class WebsocketTarget:
-    """Send to one model over several websockets in turn; open more as the requests in flight increase."""
+    """Send to the model at ``ws://HOST:PORT/v2/models/NAME/ws`` over several websockets in turn.
+
+    With the path ``/v2/ws``, ``spec`` names the model. More websockets are opened as the requests in flight
+    increase.
+    """
 
     kind = "websocket"
     in_flight_max = None
 
-    def __init__(
-        self, pages: Pages, clients: list[Client], stack: AsyncExitStack, open_one: Callable[[], Client]
-    ) -> None:
-        self.name = pages.address.model
-        self.inputs = pages.inputs
-        self._pages = pages
-        self._stack = stack
-        self._clients = clients
-        self._turns = cycle([client.infer for client in clients])
+    def __init__(self, spec: TargetSpec) -> None:
+        address, headers = read_address(spec), headers_of(spec)
+        about = Address(address.server.replace("ws", "http", 1), address.model, address.version)
+        self.name = address.model
+        self._open_one = _opener(spec, address, headers)
+        self._pages = Pages(about, headers, spec.tls)
+        self._clients: list[Client] = []
+        self._stack = AsyncExitStack()
+        self._stack.push_async_callback(self._pages.aclose)
         self._in_flight = 0
-        self._open_one = open_one
         self._growing: asyncio.Task[None] | None = None
         self._create_task = asyncio.get_running_loop().create_task
+
+    async def open(self) -> None:
+        """Read the server's description of the model, and open the first websockets."""
+        await self._pages.read()
+        self.inputs = self._pages.inputs
+        for _ in range(CONNECTIONS):
+            await self._add()
+
+    async def _add(self) -> None:
+        """Open one more websocket."""
+        self._clients.append(await self._stack.enter_async_context(self._open_one()))
+        self._turns = cycle([client.infer for client in self._clients])
 
     def prepare(self, inputs: Mapping[str, Array]) -> Any:
         return as_arrays(inputs)
@@ -103,8 +81,7 @@ class WebsocketTarget:
     async def _grow(self) -> None:
         """Open one more websocket in the background. If that fails, keep using the existing ones."""
         try:
-            self._clients.append(await self._stack.enter_async_context(self._open_one()))
-            self._turns = cycle([client.infer for client in self._clients])
+            await self._add()
         except AsynctrtError as error:
             logger.debug("another websocket could not be opened: %s", error)
         finally:
@@ -122,3 +99,25 @@ class WebsocketTarget:
             self._growing.cancel()
             await asyncio.wait([self._growing])
         await self._stack.aclose()
+
+
+def _opener(spec: TargetSpec, address: Address, headers: Headers) -> Callable[[], Client]:
+    """Return a function that makes one websocket's client."""
+    settings: dict[str, Any] = {"ssl": spec.tls.context()} if spec.scheme == "wss" else {}
+    server = address.server
+    host = next((value for name, value in headers if name.lower() == "host"), None)
+    if host is not None:  # The library sends the address's host, and can connect to another one.
+        parts = urlsplit(server)
+        port = parts.port or (443 if spec.scheme == "wss" else 80)
+        settings |= {"host": parts.hostname, "port": port}
+        user, at, _ = parts.netloc.rpartition("@")
+        server = f"{spec.scheme}://{user}{at}{host}{parts.path}"
+    return partial(
+        connect,
+        f"{server}{address.path}/ws",
+        additional_headers=[pair for pair in headers if pair[0].lower() != "host"],
+        max_in_flight=IN_FLIGHT_MAX,
+        max_size=ANSWER_NBYTES_MAX,
+        proxy=None,
+        **settings,
+    )

@@ -20,7 +20,7 @@ from asynctrt.loadtest.arrivals import (
     Arrivals,
     LoadProfile,
     Schedule,
-    stages_seconds,
+    parse_stages,
 )
 
 SIGMAS = 5
@@ -222,7 +222,7 @@ def test_what_is_no_rate(text):
 
 def test_stages_may_have_lengths_of_their_own():
     profile = LoadProfile.parse("100@30s, 100..500@1m,500@500ms", 90.5)
-    assert stages_seconds("100@30s,100..500@1m,500@500ms") == 90.5
+    assert parse_stages("100@30s,100..500@1m,500@500ms")[1] == 90.5
     assert profile.seconds == pytest.approx(90.5)
     assert [profile.at(time) for time in (0, 29.9, 90.2)] == [100, 100, 500]
     assert profile.at(60) == pytest.approx(300, rel=0.01)
@@ -240,7 +240,7 @@ def test_the_warm_up_before_stages_is_at_their_first_level():
 def test_stages_of_equal_length_may_be_ramps():
     profile = LoadProfile.parse("1..2,3", 10)
     assert (profile.at(2.5), profile.at(7)) == (pytest.approx(1.5, rel=0.01), 3)
-    assert stages_seconds("1..2,3") is None
+    assert parse_stages("1..2,3")[1] is None
 
 
 def test_every_stage_has_a_length_or_none():

@@ -61,11 +61,6 @@ def test_what_makes_no_sense(given, says):
         command.plan("model.onnx", given)
 
 
-def test_an_engines_options_are_a_servers_own():
-    with pytest.raises(OptionsError, match="cannot set max_rows for a server"):
-        command.plan("http://127.0.0.1:1/v2/models/x", {"max_rows": 4})
-
-
 @pytest.mark.parametrize("name", ["json", "report"])
 def test_a_file_that_cannot_be_written_is_said_before_the_test(name, tmp_path):
     (tmp_path / "file").write_text("")
@@ -133,6 +128,8 @@ def test_exit_statuses(report):
     assert status(kind="search", search=in_vain) == 3
     assert status(kind="search", search=in_vain, **few) == 5
     assert status(kind="search", search=found, **few) == 0
+    assert status(kind="search", search=found, error_share=0.9) == 0  # Far above the rate that holds.
+    assert status(kind="search", search=found, void=("late",)) == 4
 
 
 def test_the_machine_of_a_report_is_this_one():

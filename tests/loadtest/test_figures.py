@@ -7,13 +7,14 @@ import pytest
 
 from asynctrt.loadtest.command import exit_status
 from asynctrt.loadtest.criteria import parse_slo
-from asynctrt.loadtest.figures import Counted, held, latencies, make_run
+from asynctrt.loadtest.figures import Counted, judge, latencies, make_run
 from asynctrt.loadtest.histogram import Counts
-from asynctrt.loadtest.plans import WINDOWS_MAX, Room, make_plan
+from asynctrt.loadtest.plans import WINDOWS_MAX, Limit, make_plan
 from asynctrt.loadtest.recorder import ErrorCount, Window
 from asynctrt.loadtest.report import Report
 from asynctrt.loadtest.runner import NO_ANSWER, NOT_SENT, OWN_ERROR, ProcessResult
 from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.summary import banners
 from asynctrt.loadtest.targets import BatchCounters
 from tests.loadtest.support import sample
 
@@ -90,7 +91,7 @@ def test_a_request_that_failed_took_for_ever():
     """Of 1,000, 985 are fast and 15 fail: p99 is not held, though p99 of the answers is 1 ms."""
     whole = window([1.0] * 985, errors=15)
     slo = parse_slo(["p99<2ms", "p90<2ms", "max<2ms", "mean<2ms", "errors<2%", "errors<1%", "throughput>90"])
-    assert held(slo, whole, 100.0, None) == {
+    assert judge(slo, whole, 100.0, None)[0] == {
         "p99<2ms": False,
         "p90<2ms": True,
         "max<2ms": False,
@@ -262,7 +263,7 @@ def outcome_of(**kw):
 
 def test_requests_that_waited_for_a_limit_of_this_machine_make_a_run_void():
     windows = {number: window([5.0] * 25) for number in range(40)}
-    few = Room(3, "a process may have 67 open files")
+    few = Limit(3, "a process may have 67 open files")
     assert not run_of(windows, room=few, outcome=outcome_of()).void
     (why,) = run_of(windows, room=few, outcome=outcome_of(held_back=7)).void
     assert "7 requests" in why
@@ -271,7 +272,7 @@ def test_requests_that_waited_for_a_limit_of_this_machine_make_a_run_void():
 
 def test_requests_that_waited_for_a_limit_that_was_asked_for_are_noted():
     windows = {number: window([5.0] * 25) for number in range(40)}
-    run = run_of(windows, room=Room(100, ""), max_outstanding=5, outcome=outcome_of(held_back=7))
+    run = run_of(windows, room=Limit(100, ""), max_outstanding=5, outcome=outcome_of(held_back=7))
     assert not run.void
     assert any("max_outstanding is 5" in note for note in run.notes)
 
@@ -290,6 +291,8 @@ def test_a_target_that_fails_is_not_good_whatever_else_there_is(answered, failed
     run = run_of(windows)
     report = Report("run", {}, {}, {}, (run,), {})
     assert exit_status(report) == (4 if is_late and status == 0 else status)
+    shown = [banner.level for banner in banners(report)]
+    assert ("bad" in shown) is (status != 0 or is_late)
 
 
 def test_a_target_that_tells_nothing_has_no_batches():
@@ -313,6 +316,16 @@ def test_a_target_that_owes_more_and_more_did_not_keep_up(completed, errors, kep
         made.completed = completed
     assert run_of(windows).kept == kept
     assert run_of(windows, callers=4, rate=None).kept is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "completed", "keeps_up"), [(10, 9, True), (10, 7, False), (400, 394, True), (400, 390, False)]
+)
+def test_the_more_requests_the_smaller_a_difference_that_is_not_chance(sent, completed, keeps_up):
+    windows = {number: window([5.0] * sent) for number in range(40)}
+    for made in windows.values():
+        made.completed = completed
+    assert (run_of(windows).kept is None) == keeps_up
 
 
 @pytest.mark.parametrize("kind", [NO_ANSWER, NOT_SENT])

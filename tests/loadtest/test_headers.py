@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from asynctrt import loadtest
-from asynctrt.errors import OptionsError
+from asynctrt.errors import AsynctrtError, OptionsError, UsageError
 from asynctrt.loadtest.targets import TargetSpec, headers_of
 
 pytestmark = pytest.mark.anyio
@@ -79,9 +79,54 @@ async def test_binary_files_over_http(tmp_path):
         (("Content-Length: 3",), None, "how the message is sent"),
         (("authorization: Basic x",), "secret", "only one"),
         (("no header",), None, "is not a header"),
+        (("Sec-WebSocket-Key: x",), None, "Sec-WebSocket-Key"),
         (("X: a\x00b",), None, "line break"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(headers, token, says):
     with pytest.raises(OptionsError, match=says):
         headers_of(TargetSpec("http://h/", headers=headers, token=token))
+
+
+@pytest.mark.parametrize("where", ["http://me:pw@h/x", "http://me:pw@h/v2/models/m", "ws://me:pw@h/x"])
+@pytest.mark.parametrize("given", [{"token": "secret"}, {"headers": ["Authorization: Bearer secret"]}])
+async def test_a_request_has_one_authorization(where, given):
+    with pytest.raises(OptionsError, match="only one") as caught:
+        await loadtest.run(where, **given, **({"body": "x"} if "/x" in where else {}), **QUICK)
+    assert "pw" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "header", ["User-Agent: me", "content-type: a/b", "grpc-x: 1", "x-bin: AA==", "X: é"]
+)
+async def test_what_grpc_does_not_send_is_refused(header):
+    with pytest.raises(OptionsError, match=header.partition(":")[0].lower()):
+        await loadtest.run("grpc://127.0.0.1:9/m", headers=[header], **QUICK)
+
+
+async def test_an_address_of_grpc_has_no_user():
+    with pytest.raises(UsageError, match="user") as caught:
+        await loadtest.run("grpc://me:pw@127.0.0.1:9/m", **QUICK)
+    assert "pw" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/x#y", "/a b", "/a\r\nX: y", "/a\tb"])
+async def test_an_address_that_would_be_sent_otherwise_is_refused(path):
+    for where in (f"http://127.0.0.1:9{path}", f"ws://127.0.0.1:9{path}"):
+        with pytest.raises(UsageError, match="cannot be sent"):
+            await loadtest.run(where, body="x", **QUICK)
+
+
+async def test_a_models_websocket_is_opened_with_the_given_host():
+    wire = Wire(b'{"name": "m", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1]}]}')
+    async with wire.serving() as address:
+        with pytest.raises(AsynctrtError):  # It does not speak websockets.
+            await loadtest.run(
+                f"ws://{address}/v2/models/m/ws",
+                headers=["Host: models.example", "X-Two: 1", "X-Two: 2"],
+                **QUICK,
+            )
+    head = wire.heads[-1]
+    assert head.startswith("GET /v2/models/m/ws HTTP/1.1\r\n")
+    assert lines(head, "Host") == ["models.example"]
+    assert lines(head, "X-Two") == ["1", "2"]

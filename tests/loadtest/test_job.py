@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,13 +105,66 @@ async def test_a_search_finds_what_a_target_bears():
     assert rates[:4] == [100, 200, 400, 800]
 
 
-async def test_a_search_of_too_few_requests_says_so():
-    settings = QUICK | {"seconds": 0.2}
-    report = await loadtest.run(Target(at_once), search=True, slo="p99<1s", rate=100, **settings)
-    (run,) = report.runs
+async def test_a_search_that_cannot_judge_its_slo_ends_with_the_reason():
+    report = await loadtest.run(Target(at_once), search=True, slo="login:p99<1s", rate=1000, **QUICK)
+    *_, run = report.runs
     assert (run.slo, report.search.holds, report.search.fails) == ({}, None, None)
-    assert report.search.why.startswith("too few requests were due at 100 requests/s to tell")
+    assert "login" in report.search.why
     assert exit_status(report) == 5
+
+
+class Behind(LoadSession):
+    """A session whose target does not keep up with more than 300/s."""
+
+    async def run(self, case):
+        run = await super().run(case)
+        run = self.runs[-1] = replace(run, kept=300.0 if run.parameters["rate"] > 300 else None)
+        return run
+
+
+async def test_a_search_asks_that_the_target_keeps_up():
+    """A short run ends before its latency has grown beyond a lenient slo."""
+    settings = LoadSettings(rate=200, slo="p50<9s", repeats=1, **QUICK)
+    async with Behind(apart=False, watch=None) as session:
+        report = await carry_out(LoadJob(Target(at_once), settings, search=True, precision=1.0), session)
+    assert (report.search.holds, report.search.fails) == (200, 400)
+
+
+class Stopping(LoadSession):
+    """A session that ends after its second run; the first is void if ``is_disturbed``."""
+
+    is_disturbed = False
+
+    async def run(self, case):
+        run = await super().run(case)
+        if len(self.runs) > 1:
+            self.stop()
+        elif self.is_disturbed:
+            self.runs[0] = run = replace(run, void=("disturbed",))
+        return run
+
+
+async def test_a_search_measures_for_as_long_as_its_slo_needs():
+    """299 requests are needed for p99, which at 200/s takes longer than what was asked."""
+    job = LoadJob(Target(at_once), LoadSettings(rate=200, slo="p99<9s", **QUICK), search=True)
+    async with Stopping(apart=False, watch=None) as session:
+        report = await carry_out(job, session)
+    first, second = report.runs
+    assert first.unjudged
+    assert second.slo == {"p99<9s": True}
+    assert first.parameters == second.parameters == {"rate": 200}
+
+
+@pytest.mark.parametrize(("repeats", "runs"), [(3, 2), (1, 1)])
+async def test_a_search_tries_a_rate_again_if_a_run_is_void(repeats, runs):
+    job = LoadJob(
+        Target(at_once), LoadSettings(rate=200, slo="errors<1%", repeats=repeats, **QUICK), search=True
+    )
+    async with Stopping(apart=False, watch=None) as session:
+        session.is_disturbed = True
+        report = await carry_out(job, session)
+    assert [run.parameters["rate"] for run in report.runs] == [200] * runs
+    assert exit_status(report) == 4  # Neither has found a rate.
 
 
 @pytest.mark.tier2
@@ -126,10 +180,15 @@ async def test_a_search_without_a_rate_begins_near_what_callers_get():
     ("arguments", "says"),
     [
         ({"search": True}, "a search needs an slo"),
+        ({"search": True, "slo": "p99<1ms", "requests": 50}, "299 requests"),
         ({"search": True, "slo": "p99<1ms", "callers": 2}, "a search varies the rate"),
         ({"search": True, "slo": "p99<1ms", "rate": "1..5"}, "begins at one constant rate"),
         ({"search": True, "slo": "p99<1ms", "sweep": {"rate": [1]}}, "exclude each other"),
-        ({"precision": 0}, "precision must be a share"),
+        ({"search": True, "slo": "p99<1ms", "precision": 0}, "precision must be a share"),
+        ({"precision": 0.1}, "set search"),
+        ({"arrivals": "constant"}, "set rate"),
+        ({"arrivals": "constant", "callers": 2}, "set rate"),
+        ({"dims": "n=3", "inputs": {"x": np.zeros((1, 2))}}, "dims"),
         ({"processes": 2}, "several processes can only send to a server"),
         ({"sweep": {"rate": [1] * 2000}}, "at most 1000 are allowed"),
         ({"sweep": {"rate": [100, -1]}}, "not a rate"),
@@ -166,7 +225,7 @@ def test_nothing_at_all_is_no_report():
 
 async def test_the_report_is_json_and_says_what_was_asked(tmp_path):
     path = double_onnx(tmp_path / "double.onnx")
-    target = TargetSpec(str(path), token="s3cret")
+    target = TargetSpec(str(path))
     report = await loadtest.run(target, rate=300, slo="p50<1s", **QUICK)
     report.save(tmp_path / "report.json")
     content = json.loads((tmp_path / "report.json").read_text())
@@ -174,5 +233,6 @@ async def test_the_report_is_json_and_says_what_was_asked(tmp_path):
     assert content["target"]["where"] == str(path)
     assert content["machine"]["cores"] >= 1
     assert content["runs"][0]["slo"] == {"p50<1s": True}
-    assert "s3cret" not in (tmp_path / "report.json").read_text()
+    job = LoadJob(TargetSpec("http://127.0.0.1/x", token="s3cret", headers=("X: s3cret",)), LoadSettings())
+    assert "s3cret" not in make_report(job, report.runs, None).as_text()
     assert SPEC.name == "x"

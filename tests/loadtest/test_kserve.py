@@ -6,7 +6,6 @@ from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.kserve import (
     Address,
     read_address,
-    read_grpc_address,
 )
 from asynctrt.loadtest.targets import TargetSpec
 
@@ -68,14 +67,14 @@ def test_addresses_of_grpc():
         ("grpc://h:1/a/b", ("grpc://h:1", "a/b", "")),
         ("grpc://h:1/a%2Fb/versions/3", ("grpc://h:1", "a/b", "3")),
     ]:
-        assert read_grpc_address(TargetSpec(where)) == Address(*address)
+        assert read_address(TargetSpec(where)) == Address(*address)
     for where in ("grpc://h:1", "grpc://h:1/"):
-        assert read_grpc_address(TargetSpec(where, model="m")) == Address("grpc://h:1", "m")
+        assert read_address(TargetSpec(where, model="m")) == Address("grpc://h:1", "m")
         with pytest.raises(OptionsError, match="--model NAME$"):  # Another body could not be sent.
-            read_grpc_address(TargetSpec(where))
+            read_address(TargetSpec(where))
     for where in ("grpc://", "grpc://h", "grpc://h/m", "grpc://:1/m", "grpc://h:x/m", "grpc://h:1/m?x"):
         with pytest.raises(UsageError, match="grpc://HOST:PORT/NAME"):
-            read_grpc_address(TargetSpec(where))
+            read_address(TargetSpec(where))
 
 
 def test_a_path_is_quoted():
@@ -89,4 +88,4 @@ def test_one_model_is_said_once():
         with pytest.raises(OptionsError, match="'m', and the option model 'x'"):
             read_address(TargetSpec(where, model="x"))
     with pytest.raises(OptionsError, match="give only one of them"):
-        read_grpc_address(TargetSpec("grpc://h:1/m", model="x"))
+        read_address(TargetSpec("grpc://h:1/m", model="x"))

@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import BLOCK, Schedule
-from asynctrt.loadtest.plans import (
-    WINDOWS_MAX,
-    Room,
-    make_plan,
-)
+from asynctrt.loadtest.plans import WINDOWS_MAX, Limit, make_plan
 from asynctrt.loadtest.recorder import RunRecorder
 from asynctrt.loadtest.samples import Sample
 from asynctrt.loadtest.settings import LoadSettings
@@ -147,7 +143,7 @@ def test_whether_it_is_meant_to_be_level(told, is_level):
     ],
 )
 def test_how_much_may_be_on_the_way(told, rows, rows_max, expected):
-    assert plan([sample(item) for item in rows], rows_max, **told).in_flight_max == expected
+    assert plan([sample(item) for item in rows], rows_max, **told).limit.requests == expected
 
 
 @pytest.mark.parametrize("rate", [1, 100, 5000, "10..300"])
@@ -156,17 +152,17 @@ def test_to_a_server_as_many_as_can_be_due_before_the_first_is_given_up(rate):
     made = plan(rows_max=None, rate=rate, answer_timeout=2.0, seconds=20.0)
     due_ns, _ = due_and_what(made.schedule)
     within = np.searchsorted(due_ns, np.array(due_ns) + 2_000_000_000) - np.arange(len(due_ns))
-    assert within.max() <= made.in_flight_max <= within.max() + 12 * within.max() ** 0.5 + 20
-    assert not made.is_void_at_limit
+    assert within.max() <= made.limit.requests <= within.max() + 12 * within.max() ** 0.5 + 20
+    assert not made.limit.is_void
 
 
 def test_a_limit_of_this_machine_is_kept_and_said():
-    room = Room(50, "a process may have 114 open files")
+    room = Limit(50, "a process may have 114 open files")
     told = LoadSettings(rate=1000)
     made = make_plan(told, [sample()], None, 0, 2, room=room)
-    assert made.in_flight_max == 100
-    assert made.is_void_at_limit
-    assert "114 open files" in made.in_flight_why
+    assert made.limit.requests == 100
+    assert made.limit.is_void
+    assert "114 open files" in made.limit.why
     for asked in ({"callers": 101}, {"rate": 10, "max_outstanding": 101}):
         with pytest.raises(OptionsError, match="114 open files"):
             make_plan(LoadSettings(**asked), [sample()], None, 0, 2, room=room)
@@ -177,15 +173,16 @@ def test_a_limit_of_this_machine_is_kept_and_said():
 def test_something_may_always_be_on_the_way(rows_max, rows, callers):
     """And no more rows than the target bears, unless callers ask for it, or one request has more."""
     samples = [Sample({}, rows)]
-    in_open = plan(samples, rows_max, rate=1).in_flight_max
+    in_open = plan(samples, rows_max, rate=1).limit.requests
     assert in_open == max(1, rows_max // rows)
-    assert plan(samples, rows_max, callers=callers).in_flight_max == max(in_open, callers)
+    assert plan(samples, rows_max, callers=callers).limit.requests == max(in_open, callers)
 
 
 @pytest.mark.parametrize("is_server", [False, True])
 def test_how_it_waits(is_server):
     """So that an engine in this process has the interpreter to itself."""
-    made = make_plan(LoadSettings(rate=1), [sample()], 256, is_server=is_server)
+    room = Limit(10**6) if is_server else None
+    made = make_plan(LoadSettings(rate=1), [sample()], 256, room=room)
     assert (made.near_ns > 0) is is_server
 
 

@@ -25,11 +25,11 @@ def case(target, settings=QUICK):
 
 def test_values_go_to_settings_or_options():
     base = case(TargetSpec("model.onnx", options=Options(contexts=2)))
-    changed = base.with_values({"rate": 50, "max_rows": 8}, "other")
+    changed = base.with_values({"rate": 50, "max_rows": 8})
     assert (changed.settings.rate, changed.settings.callers) == (50, None)
     assert changed.target.options == Options(contexts=2, max_rows=8)
     assert changed.parameters == {"rate": 50, "max_rows": 8}
-    assert changed.with_values({"callers": 3}, "").settings.rate is None
+    assert changed.with_values({"callers": 3}).settings.rate is None
     assert base.target.options == Options(contexts=2)
 
 
@@ -45,7 +45,7 @@ def test_values_go_to_settings_or_options():
 )
 def test_values_that_are_impossible(target, values, says):
     with pytest.raises(OptionsError, match=says):
-        case(target).with_values(values, "")
+        case(target).with_values(values)
 
 
 def test_settings_that_need_nothing_new_are_settings():
@@ -69,16 +69,16 @@ async def test_what_was_opened_stays_for_runs_that_only_send_differently(tmp_pat
         base = case(spec)
         await session.run(base)
         (first,) = session._opened.values()
-        await session.run(base.with_values({"rate": 100}, "rate"))
+        await session.run(base.with_values({"rate": 100}))
         assert list(session._opened.values()) == [first]
-        await session.run(base.with_values({"max_rows": 2}, "rows"))
+        await session.run(base.with_values({"max_rows": 2}))
         await session.run(base)
         assert len(session._opened) == 2  # Two configurations in turn: neither is opened again.
         assert first in session._opened.values()
-        await session.run(base.with_values({"max_rows": 3}, "rows"))
+        await session.run(base.with_values({"max_rows": 3}))
         assert len(session._opened) == 2
         engines = [sender.target._engine for sender, _ in session._opened.values()]
-    assert [run.label for run in session.runs] == ["a case", "rate", "rows", "a case", "rows"]
+    assert [run.label for run in session.runs] == ["a case", "rate=100", "max_rows=2", "a case", "max_rows=3"]
     assert all(engine.statistics().state == "closed" for engine in engines)
 
 

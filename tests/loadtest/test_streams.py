@@ -218,7 +218,7 @@ async def test_an_answer_without_its_end():
 
 async def test_what_ends_an_answer_is_for_other_websockets_only():
     for where in ("http://127.0.0.1:9/chat", "ws://127.0.0.1:9/v2/models/m/ws", "model.onnx"):
-        with pytest.raises(OptionsError, match="until_message is for websockets"):
+        with pytest.raises(OptionsError, match="until_message"):
             await loadtest.run(where, until_message="[END]", **QUICK)
     with pytest.raises(OptionsError, match="until_message must be a number of messages"):
         await loadtest.run("ws://127.0.0.1:9/chat", body="x", until_message=0, **QUICK)

@@ -8,7 +8,7 @@ import pytest
 
 import asynctrt
 from asynctrt import loadtest
-from asynctrt.errors import ModelNotFoundError, TargetError, UsageError
+from asynctrt.errors import ModelNotFoundError, OptionsError, TargetError, UsageError
 from asynctrt.loadtest.local_targets import CallTarget
 from asynctrt.loadtest.opening import opened
 from asynctrt.loadtest.targets import BatchCounters, TargetSpec
@@ -63,6 +63,31 @@ def test_a_scheme_may_be_in_capitals():
 async def test_something_that_is_no_target():
     with pytest.raises(UsageError, match="a path, an address, an engine or an async function"):
         async with opened(5):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("where", "given"),
+    [
+        ("tests.loadtest.support:turns", {"body": "x"}),
+        ("tests.loadtest.support:turns", {"device": "cuda:0"}),
+        ("tests.loadtest.support:turns", {"options": Options(max_rows=3)}),
+        ("model.onnx", {"method": "GET"}),
+        ("model.onnx", {"headers": ("A: b",)}),
+        ("http://127.0.0.1:9/v2/models/m", {"device": "cuda:0"}),
+        ("http://127.0.0.1:9/v2/models/m", {"options": Options(max_rows=3)}),
+        ("grpc://127.0.0.1:9/m", {"method": "GET"}),
+        ("grpc://127.0.0.1:9/m", {"body": "x"}),
+        ("ws://127.0.0.1:9/x", {"body": "x", "method": "GET"}),
+        ("ws://127.0.0.1:9/v2/models/m/ws", {"until_message": "3"}),
+        ("http://127.0.0.1:9/x", {"until_message": "3"}),
+        ("http://127.0.0.1:9/x", {"model": "m"}),
+    ],
+)
+async def test_what_has_no_effect_on_a_target_is_refused(where, given):
+    name = "max_rows" if "options" in given else list(given)[-1]
+    with pytest.raises(OptionsError, match=f"{name}.* cannot be set"):
+        async with opened(TargetSpec(where, **given)):
             pass
 
 

@@ -70,5 +70,5 @@ async def test_misuse(tmp_path):
             with pytest.raises(UsageError, match="the certificates of the load test cannot be used"):
                 await loadtest.run(where, tls=tls, **QUICK)
     for where in ("http://127.0.0.1:9/x", "model.onnx"):
-        with pytest.raises(OptionsError, match="are for addresses with TLS"):
+        with pytest.raises(OptionsError, match="ca, cert, key or insecure"):
             await loadtest.run(where, tls=Tls(ca=chain), **QUICK)

@@ -65,16 +65,15 @@ class TestOurServer(ServerContract):
                 assert (await answer(target, {"input": rows(2)}))["output"][0, 0] == 4
 
     async def test_a_server_that_is_gone_when_its_pages_were_read(self, monkeypatch):
-        read = websocket_target.open_pages
+        read = websocket_target.Pages.read
         async with self.served() as server:
 
-            async def read_and_stop(*args):
-                pages = await read(*args)
+            async def read_and_stop(pages):
+                await read(pages)
                 for listener in server._listeners:
                     listener.close()
-                return pages
 
-            monkeypatch.setattr(websocket_target, "open_pages", read_and_stop)
+            monkeypatch.setattr(websocket_target.Pages, "read", read_and_stop)
             with pytest.raises(TargetError, match="cannot connect to ws://127.0.0.1"):
                 async with self.open(server):
                     pass

@@ -1,7 +1,7 @@
 // Draws the charts of a load test's report with uPlot: hover for figures, drag to zoom, double-click to see all.
 "use strict";
 (() => {
-  const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8a5a2b", "#6a3d9a", "#b2b200", "#5d6773"];
+  const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8a5a2b", "#6a3d9a", "#b2b200", "#b5446e"];
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const short = (value) => value === null || value === undefined ? "—"
     : Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
