@@ -10,6 +10,8 @@ from typing import Any, Self, TypeVar
 from asynctrt._util.forks import Origin
 from asynctrt._util.loops import running_loop
 from asynctrt.client.persistence import (
+    DELAY_S_MIN,
+    NotConnectedError,
     check_names,
     check_settings,
     input_specs,
@@ -21,7 +23,7 @@ from asynctrt.client.persistence import (
     with_dtype,
     without_credentials,
 )
-from asynctrt.errors import UsageError
+from asynctrt.errors import ConnectionLostError, UsageError
 from asynctrt.limits import limits_here
 from asynctrt.tensors import Array, TensorSpec
 
@@ -33,6 +35,9 @@ class Client(ABC):
 
     Any number of tasks may use it at once, all on the event loop on which it was entered.
     """
+
+    _delay_s = DELAY_S_MIN
+    """The pause before a request's second attempt."""
 
     def __init__(self, url: str, max_in_flight: int, attempts: int, *, idempotent: bool) -> None:
         check_settings(max_in_flight, attempts)
@@ -61,7 +66,6 @@ class Client(ABC):
         :raises UsageError: in a process that was forked from the client's.
         """
 
-    @abstractmethod
     async def infer(
         self,
         model: str,
@@ -100,8 +104,14 @@ class Client(ABC):
             from the client's.
         :raises AnswerError: if the server's answer cannot be read.
         """
+        self._check_loop()
+        check_names(model, version)
+        deadline = _limited(seconds_of("deadline", deadline))
+        timeout = queue_timeout(timeout, deadline)
+        send = partial(self._infer, model, version, inputs, outputs, timeout, priority)
+        is_idempotent = self._idempotent if idempotent is None else idempotent
+        return await self._persist(send, deadline, is_idempotent=is_idempotent)
 
-    @abstractmethod
     async def metadata(
         self, model: str, *, version: str = "", deadline: float | None = None
     ) -> dict[str, Any]:
@@ -111,6 +121,45 @@ class Client(ABC):
         :raises AsynctrtError: the server's error.
         :raises ConnectionLostError: if there is no answer.
         """
+        self._check_loop()
+        check_names(model, version)
+        send = partial(self._describe, model, version)
+        return await self._persist(send, seconds_of("deadline", deadline), is_idempotent=True)
+
+    @property
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """Whether no further attempt can succeed."""
+
+    @abstractmethod
+    async def _infer(
+        self,
+        model: str,
+        version: str,
+        inputs: Any,
+        outputs: Sequence[str] | None,
+        timeout: float | None,
+        priority: int,
+    ) -> dict[str, Array]:
+        """Send a request once, and return its answer."""
+
+    @abstractmethod
+    async def _describe(self, model: str, version: str) -> dict[str, Any]:
+        """Ask for a model's description once."""
+
+    async def _persist(
+        self, send: Callable[[], Awaitable[T]], deadline: float | None, *, is_idempotent: bool
+    ) -> T:
+        if self._attempts == 1 and deadline is None:
+            return await send()
+        return await persist(
+            send,
+            attempts=self._attempts,
+            is_idempotent=is_idempotent,
+            deadline=deadline,
+            is_over=lambda: self._is_over,
+            delay_s=self._delay_s,
+        )
 
     def _enter(self) -> None:
         """Record the event loop and the process to which it belongs."""
@@ -141,85 +190,30 @@ class OneServer(Client):
         self.is_draining = False
         """Whether the server's latest answer over HTTP said that it takes no more requests soon."""
 
-    async def infer(
-        self,
-        model: str,
-        inputs: Any,
-        *,
-        version: str = "",
-        outputs: Sequence[str] | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        idempotent: bool | None = None,
-    ) -> dict[str, Array]:
-        inputs, deadline = await self._named(model, version, inputs, deadline)
-        send = self._request(model, version, inputs, outputs, queue_timeout(timeout, deadline), priority)
-        is_idempotent = self._idempotent if idempotent is None else idempotent
-        return await self._persist(send, deadline, is_idempotent=is_idempotent)
-
-    async def metadata(
-        self, model: str, *, version: str = "", deadline: float | None = None
-    ) -> dict[str, Any]:
-        self._check_loop()
-        check_names(model, version)
-        send = partial(self._describe, model, version)
-        return await self._persist(send, seconds_of("deadline", deadline), is_idempotent=True)
-
-    @property
-    @abstractmethod
-    def _is_over(self) -> bool:
-        """Whether no further attempt can succeed."""
-
-    @abstractmethod
-    def _request(
-        self,
-        model: str,
-        version: str,
-        inputs: Mapping[str, Any],
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
-    ) -> Callable[[], Awaitable[dict[str, Array]]]:
-        """Return a function that sends a request, once each time it is called, and returns its answer."""
-
-    @abstractmethod
-    async def _describe(self, model: str, version: str) -> dict[str, Any]:
-        """Ask for a model's description once."""
-
-    async def _persist(
-        self, send: Callable[[], Awaitable[T]], deadline: float | None, *, is_idempotent: bool
-    ) -> T:
-        if self._attempts == 1 and deadline is None:
-            return await send()
-        return await persist(
-            send,
-            attempts=self._attempts,
-            is_idempotent=is_idempotent,
-            deadline=deadline,
-            is_over=lambda: self._is_over,
-        )
-
-    async def _named(
-        self, model: str, version: str, inputs: Any, deadline: float | None
-    ) -> tuple[Mapping[str, Any], float | None]:
-        """Return a call's inputs by name, and the rest of its deadline after any request for metadata."""
-        self._check_loop()
-        check_names(model, version)
-        deadline = seconds_of("deadline", deadline)
-        limits = limits_here()
-        left_ns = None if limits is None else limits.left_ns()
-        if left_ns is not None:
-            deadline = left_ns / 1e9 if deadline is None else min(deadline, left_ns / 1e9)
+    async def _named(self, model: str, version: str, inputs: Any) -> Mapping[str, Any]:
+        """Return a call's inputs by name. Ask for the model's metadata if that is needed, once."""
         if isinstance(inputs, Mapping) and not any(map(is_plain, inputs.values())):
-            return inputs, deadline
+            return inputs
         specs = self._inputs.get((model, version))
         if specs is None:
-            began_s = running_loop().time()
-            specs = input_specs(model, await self.metadata(model, version=version, deadline=deadline))
+            specs = input_specs(model, await self._described_first(model, version))
             self._inputs[model, version] = specs
-            if deadline is not None:
-                deadline = max(0.0, deadline - (running_loop().time() - began_s))
         if not isinstance(inputs, Mapping):
             inputs = {only_input(model, specs): inputs}
-        return {name: with_dtype(specs, name, value) for name, value in inputs.items()}, deadline
+        return {name: with_dtype(specs, name, value) for name, value in inputs.items()}
+
+    async def _described_first(self, model: str, version: str) -> dict[str, Any]:
+        """Ask for a model's description before a request is sent."""
+        try:
+            return await self._describe(model, version)
+        except ConnectionLostError as error:
+            raise NotConnectedError(str(error)) from error
+
+
+def _limited(deadline: float | None) -> float | None:
+    """Return a call's deadline in seconds, at most what :func:`asynctrt.within` leaves."""
+    limits = limits_here()
+    left_ns = None if limits is None else limits.left_ns()
+    if left_ns is None:
+        return deadline
+    return left_ns / 1e9 if deadline is None else min(deadline, left_ns / 1e9)

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
@@ -113,29 +113,23 @@ class HttpClient(OneServer):
     def _is_over(self) -> bool:
         return self._session is None
 
-    def _request(
+    async def _infer(
         self,
         model: str,
         version: str,
-        inputs: Mapping[str, Any],
+        inputs: Any,
         outputs: Sequence[str] | None,
         timeout: float | None,
         priority: int,
-    ) -> Callable[[], Awaitable[dict[str, Array]]]:
-        arrays = as_arrays(inputs)
-        tensors = [write_tensor(array) for array in arrays.values()]
-        path = f"{_path(model, version)}/infer"
-
-        async def send() -> dict[str, Array]:
-            if self._takes_binary is None:
-                self._takes_binary = await self._learns_binary()
-            raw = tensors if self._takes_binary else None
-            body, headers = write_request(arrays, raw, outputs=outputs, timeout=timeout, priority=priority)
-            answer, given = await self._ask("POST", path, body, headers)
-            # The caller may write to its outputs, so they are copies.
-            return {name: array.copy() for name, array in read_answer(answer, given).items()}
-
-        return send
+    ) -> dict[str, Array]:
+        arrays = as_arrays(await self._named(model, version, inputs))
+        if self._takes_binary is None:
+            self._takes_binary = await self._learns_binary()
+        tensors = [write_tensor(array) for array in arrays.values()] if self._takes_binary else None
+        body, headers = write_request(arrays, tensors, outputs=outputs, timeout=timeout, priority=priority)
+        answer, given = await self._ask("POST", f"{_path(model, version)}/infer", body, headers)
+        # The caller may write to its outputs, so they are copies.
+        return {name: array.copy() for name, array in read_answer(answer, given).items()}
 
     async def _learns_binary(self) -> bool:
         """Ask the server whether it accepts raw tensors, or only JSON."""

@@ -68,14 +68,15 @@ async def persist(
     attempts: int,
     is_idempotent: bool,
     deadline: float | None,
-    is_over: Callable[[], bool] = lambda: False,
+    is_over: Callable[[], bool],
+    delay_s: float,
 ) -> T:
     """Send a request until it is answered, up to ``attempts`` times and within ``deadline`` seconds.
 
     :param is_over: returns whether no further attempt can succeed.
+    :param delay_s: the pause before the second attempt; 0 for none.
     :raises DeadlineError: if there is no answer within the deadline.
     """
-    delay_s = DELAY_S_MIN
     limit = asyncio.timeout(deadline)
     try:
         async with limit:
@@ -88,7 +89,7 @@ async def persist(
                         raise
                 # Jitter: many clients that lost one server must not all retry at the same moment.
                 await asyncio.sleep(random.uniform(delay_s / 2, delay_s))  # noqa: S311  (not a secret)
-                delay_s = min(2 * delay_s, DELAY_S_MAX)
+                delay_s = min(max(2 * delay_s, DELAY_S_MIN), DELAY_S_MAX)
     except TimeoutError as error:
         if not limit.expired() or isinstance(error, DeadlineError):
             raise

@@ -1,7 +1,7 @@
 """Call a server over its websocket: many requests in flight on one connection."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from asynctrt import errors
@@ -18,7 +18,7 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.client import (
     AnswerError,
-    as_array,
+    as_arrays,
     describe_request,
     names_of,
     place_outputs,
@@ -111,26 +111,22 @@ class WebSocketClient(OneServer):
     def _is_over(self) -> bool:
         return self._lost is not None
 
-    def _request(
+    async def _infer(
         self,
         model: str,
         version: str,
-        inputs: Mapping[str, Any],
+        inputs: Any,
         outputs: Sequence[str] | None,
         timeout: float | None,
         priority: int,
-    ) -> Callable[[], Awaitable[dict[str, Array]]]:
-        arrays = {name: as_array(name, value) for name, value in inputs.items()}
+    ) -> dict[str, Array]:
+        arrays = as_arrays(await self._named(model, version, inputs))
         tensors = [write_tensor(array) for array in arrays.values()]
         sizes = tuple([len(tensor) for tensor in tensors])
         rest = self._head(model, version, arrays, sizes, outputs, timeout, priority)
-
-        async def send() -> dict[str, Array]:
-            async with self._room:
-                answer: dict[str, Array] = await self._call(rest, tensors)
-                return answer
-
-        return send
+        async with self._room:
+            answer: dict[str, Array] = await self._call(rest, tensors)
+            return answer
 
     async def _describe(self, model: str, version: str) -> dict[str, Any]:
         content = {"metadata": True, "model_name": model, "model_version": version}
