@@ -228,7 +228,7 @@ def batch(
 
     It returns one result per item, in order: an array whose first axis counts items, a list, or a tuple or
     mapping of these. From a tuple or mapping, each caller gets its own tuple or dict. A single number or
-    string from an array becomes a Python object: ``await double(3)`` is the ``int`` 6, which JSON accepts.
+    string of NumPy becomes a Python object: ``await double(3)`` is the ``int`` 6, which JSON accepts.
     An array of another library becomes a NumPy array if NumPy can hold it; otherwise, and with
     ``items=True``, each caller gets a copy of its row in that library, without its gradient.
 
