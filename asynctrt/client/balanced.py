@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
 from asynctrt._util.loops import running_loop
-from asynctrt.client.base import Client, OneServer
+from asynctrt.client.base import Client, ClientSettings, OneServer
 from asynctrt.client.persistence import NotConnectedError
 from asynctrt.errors import (
     AsynctrtError,
@@ -174,13 +174,10 @@ class BalancedClient(Client):
         self,
         addresses: Sequence[str] | Addresses,
         connect: Callable[[str], OneServer],
-        max_in_flight: int,
-        attempts: int,
-        *,
-        idempotent: bool,
+        settings: ClientSettings,
     ) -> None:
-        super().__init__("several servers", max_in_flight, attempts, idempotent=idempotent)
-        self._attempts = max(2, attempts)
+        super().__init__("several servers", settings)
+        self._attempts = max(2, settings.attempts)
         self._addresses = addresses
         self._connect = connect
         self._servers: list[_Server] = []

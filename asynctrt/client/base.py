@@ -3,17 +3,18 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from asynctrt._util.forks import Origin
 from asynctrt._util.loops import running_loop
+from asynctrt._util.validation import int_or_none
 from asynctrt.client.persistence import (
     DELAY_S_MIN,
     NotConnectedError,
     check_names,
-    check_settings,
     input_specs,
     is_plain,
     only_input,
@@ -30,6 +31,42 @@ from asynctrt.tensors import Array, TensorSpec
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings:
+    """The parameters of :func:`asynctrt.client.connect` but the address.
+
+    :param library: settings for the library that makes the connection.
+    :raises UsageError: if one is not valid.
+    """
+
+    token: str | None
+    max_in_flight: int
+    attempts: int
+    idempotent: bool
+    reconnect_timeout: float
+    max_size: int | None
+    library: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        numbers = map(int_or_none, (self.max_in_flight, self.attempts))
+        if any(number is None or number < 1 for number in numbers):
+            raise UsageError(
+                "max_in_flight and attempts must be whole numbers of at least 1, not "
+                f"{repr(self.max_in_flight)[:40]} and {repr(self.attempts)[:40]}"
+            )
+        token = self.token
+        if token is not None and not (
+            isinstance(token, str) and token.isascii() and token.isprintable() and " " not in token
+        ):
+            # A line break would end the header and begin another one. The message must not show the token.
+            raise UsageError("a token has printable ASCII characters without spaces, and this one has others")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that each request has."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+
 class Client(ABC):
     """A client of a server. :func:`asynctrt.client.connect` makes it; enter it with ``async with``.
 
@@ -39,11 +76,10 @@ class Client(ABC):
     _delay_s = DELAY_S_MIN
     """The pause before a request's second attempt."""
 
-    def __init__(self, url: str, max_in_flight: int, attempts: int, *, idempotent: bool) -> None:
-        check_settings(max_in_flight, attempts)
+    def __init__(self, url: str, settings: ClientSettings) -> None:
         self.url = url
-        self._attempts = attempts
-        self._idempotent = idempotent
+        self._settings = settings
+        self._attempts = settings.attempts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._origin = Origin()
 
@@ -109,7 +145,7 @@ class Client(ABC):
         deadline = _limited(seconds_of("deadline", deadline))
         timeout = queue_timeout(timeout, deadline)
         send = partial(self._infer, model, version, inputs, outputs, timeout, priority)
-        is_idempotent = self._idempotent if idempotent is None else idempotent
+        is_idempotent = self._settings.idempotent if idempotent is None else idempotent
         return await self._persist(send, deadline, is_idempotent=is_idempotent)
 
     async def metadata(
@@ -181,8 +217,8 @@ class Client(ABC):
 class OneServer(Client):
     """A client of one server; each protocol has its own."""
 
-    def __init__(self, url: str, max_in_flight: int, attempts: int, *, idempotent: bool) -> None:
-        super().__init__(without_credentials(url), max_in_flight, attempts, idempotent=idempotent)
+    def __init__(self, url: str, settings: ClientSettings) -> None:
+        super().__init__(without_credentials(url), settings)
         self._address = url
         self._inputs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}
         self.drain_s = 0.0

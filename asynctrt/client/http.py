@@ -8,7 +8,7 @@ from urllib.parse import quote, urlsplit
 
 from asynctrt import errors
 from asynctrt._util.loops import is_cancelled
-from asynctrt.client.base import OneServer
+from asynctrt.client.base import ClientSettings, OneServer
 from asynctrt.client.persistence import NotConnectedError, remote_error
 from asynctrt.errors import (
     AsynctrtError,
@@ -59,23 +59,11 @@ REFUSAL_NBYTES_MAX: Final = 64 * 1024
 class HttpClient(OneServer):
     """A client over HTTP, made by :func:`asynctrt.client.connect` for ``http`` or ``https``."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None,
-        max_in_flight: int,
-        attempts: int,
-        idempotent: bool,
-        max_size: int | None,
-        settings: Mapping[str, Any],
-    ) -> None:
-        super().__init__(url.rstrip("/").removesuffix("/v2"), max_in_flight, attempts, idempotent=idempotent)
+    def __init__(self, url: str, settings: ClientSettings) -> None:
+        super().__init__(url.rstrip("/").removesuffix("/v2"), settings)
         if not _is_address(url):
             raise UsageError(f"{show(self.url)} is not the address of a server, such as http://HOST:PORT")
-        self._token = token
-        self._max_size = math.inf if max_size is None else max_size
-        self._settings = {"limit": max_in_flight, **settings}
+        self._max_size = math.inf if settings.max_size is None else settings.max_size
         self._session: aiohttp.ClientSession | None = None
         self._takes_binary: bool | None = None
         self._is_closed = False
@@ -87,16 +75,14 @@ class HttpClient(OneServer):
         if self._session is not None or self._is_closed:
             raise UsageError("this client was already entered: call connect(...) again for a new one")
         self._enter()
-        headers = {"Accept-Encoding": "identity"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
+        settings = {"limit": self._settings.max_in_flight, **self._settings.library}
         try:
-            connector = aiohttp.TCPConnector(**self._settings)
+            connector = aiohttp.TCPConnector(**settings)
         except TypeError as error:
             raise UsageError(f"aiohttp refuses a setting of this client: {error}") from error
         self._session = aiohttp.ClientSession(
             connector=connector,
-            headers=headers,
+            headers={"Accept-Encoding": "identity", **self._settings.headers},
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),  # Each call has its own deadline.
         )

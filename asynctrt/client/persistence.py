@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from asynctrt import errors
-from asynctrt._util.validation import duration, int_or_none
+from asynctrt._util.validation import duration
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
@@ -97,18 +97,6 @@ async def persist(
         del limit  # It refers to the task, whose error's traceback may refer to this frame.
     # Raised outside the handler: otherwise the other error, which also refers to the task, stays its context.
     raise DeadlineError(f"no answer within the deadline of {deadline:g} s")
-
-
-def check_settings(max_in_flight: object, attempts: object) -> None:
-    """Check the settings that all clients share.
-
-    :raises UsageError: if one is not a whole number, or is less than 1.
-    """
-    if any(number is None or number < 1 for number in map(int_or_none, (max_in_flight, attempts))):
-        raise UsageError(
-            "max_in_flight and attempts must be whole numbers of at least 1, not "
-            f"{repr(max_in_flight)[:40]} and {repr(attempts)[:40]}"
-        )
 
 
 def check_names(model: object, version: object) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from asynctrt import errors
 from asynctrt._util.forks import in_child, seal
-from asynctrt.client.base import OneServer
+from asynctrt.client.base import ClientSettings, OneServer
 from asynctrt.client.persistence import NotConnectedError, remote_error
 from asynctrt.errors import (
     AsynctrtError,
@@ -50,20 +50,15 @@ except ImportError as error:
 class WebSocketClient(OneServer):
     """A client over a websocket, made by :func:`asynctrt.client.connect` for ``ws`` or ``wss``."""
 
-    def __init__(
-        self,
-        url: str,
-        settings: Mapping[str, Any],
-        max_in_flight: int,
-        attempts: int,
-        reconnect_timeout: float,
-        *,
-        idempotent: bool,
-    ) -> None:
-        super().__init__(url, max_in_flight, attempts, idempotent=idempotent)
-        self._settings = settings
-        self._reconnect_timeout = reconnect_timeout
-        self._room = asyncio.Semaphore(max_in_flight)
+    def __init__(self, url: str, settings: ClientSettings) -> None:
+        super().__init__(url, settings)
+        self._opening = {
+            "compression": None,
+            "additional_headers": settings.headers,
+            "max_size": settings.max_size,
+            **settings.library,
+        }
+        self._room = asyncio.Semaphore(settings.max_in_flight)
         self._socket: ClientConnection | None = None
         self._connected = asyncio.Event()
         self._lost: AsynctrtError | None = None
@@ -195,7 +190,7 @@ class WebSocketClient(OneServer):
 
     async def _open(self) -> ClientConnection:
         try:
-            return await open_websocket(self._address, **self._settings)
+            return await open_websocket(self._address, **self._opening)
         except (TypeError, ImportError, InvalidProxy) as error:
             raise UsageError(f"websockets refuses a setting of this client: {error}") from error
         except InvalidStatus as error:
@@ -215,14 +210,14 @@ class WebSocketClient(OneServer):
                 await self._receive(socket)
                 if self._lost is not None:
                     return
-                async with asyncio.timeout(self._reconnect_timeout):
+                async with asyncio.timeout(self._settings.reconnect_timeout):
                     socket = await self._open_again()
                 self._socket = socket
                 self._connected.set()
         except Exception as error:
             self._lost = ConnectionLostError(
                 f"the connection to {self.url} was lost and could not be made again within "
-                f"{self._reconnect_timeout:g} s: {_text_of(error)}"
+                f"{self._settings.reconnect_timeout:g} s: {_text_of(error)}"
             )
         finally:
             self._connected.set()
@@ -235,7 +230,7 @@ class WebSocketClient(OneServer):
         """
         delays = backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
         while True:
-            opening = open_websocket(self._address, **self._settings)
+            opening = open_websocket(self._address, **self._opening)
             try:
                 return await opening
             except Exception as error:
