@@ -670,7 +670,6 @@ class TicketEngine:
     ) -> None:
         self.loop = loop
         self.engine = engine
-        self._infer = engine.infer
         self._waiting = tickets.waiting
         self._tickets = numbered()
         self._groups = groups
@@ -685,7 +684,7 @@ class TicketEngine:
             row = np.full((1, group.queue + 1), ticket)
         item = self._waiting[ticket] = Item(args, kwargs, group)
         try:
-            await self._infer(row)
+            await self.engine.infer(row)
         except (asyncio.CancelledError, GeneratorExit):
             item.leave()
             raise

@@ -116,6 +116,20 @@ async def test_stages_of_a_pipeline_are_within_its_request(recorded):
 
 
 @pytest.mark.anyio
+async def test_calls_of_a_decorated_function(recorded):
+    provider, spans = recorded
+
+    @asynctrt.batch
+    def double(x):
+        return 2 * x
+
+    async with double:
+        trace_requests(double.engine, tracer_provider=provider)
+        assert await double(3) == 6
+    assert [span.name for span in spans()] == ["infer double"]
+
+
+@pytest.mark.anyio
 async def test_without_a_provider_or_twice():
     async with asynctrt.open(double_model()) as engine:
         assert "infer" not in vars(engine), "it costs nothing"
