@@ -24,6 +24,7 @@ from asynctrt.kserve.client import (
     as_arrays,
     read_answer,
     takes_binary,
+    text_of,
     write_request,
 )
 from asynctrt.kserve.datatypes import write_tensor
@@ -148,7 +149,7 @@ class HttpClient(OneServer):
             ) as response:
                 answer = await self._read(response)
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL, UnicodeError) as error:
-            raise NotConnectedError(f"cannot connect to {self.url}: {_text_of(error)}") from error
+            raise NotConnectedError(f"cannot connect to {self.url}: {text_of(error)}") from error
         except asyncio.CancelledError:
             if not self._is_closed or is_cancelled():
                 raise
@@ -158,7 +159,7 @@ class HttpClient(OneServer):
             # asyncio resolves hosts in threads, which raise RuntimeError while the interpreter exits.
             # Drop the traceback: aiohttp keeps the error in an object that one of its frames refers to.
             raise ConnectionLostError(
-                f"the connection to {self.url} was lost: {_text_of(error)}"
+                f"the connection to {self.url} was lost: {text_of(error)}"
             ) from error.with_traceback(None)
         drain = response.headers.get(DRAIN, "0")
         self.is_draining = drain == "draining"
@@ -208,7 +209,3 @@ def _refusal(status: int, kind: str | None, body: bytes) -> AsynctrtError:
     if kind is None and status in BY_STATUS:
         return BY_STATUS[status](text)
     return remote_error(kind, status, text)
-
-
-def _text_of(error: BaseException) -> str:
-    return f"{str(error) or type(error).__name__:.{TEXT_LENGTH_MAX}}"

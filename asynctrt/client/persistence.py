@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from asynctrt import errors
@@ -62,6 +62,16 @@ def may_repeat(error: AsynctrtError, *, is_idempotent: bool) -> bool:
     return is_idempotent and isinstance(error, TRANSIENT) and not isinstance(error, DeadlineError)
 
 
+def pauses(first_s: float = DELAY_S_MIN) -> Iterator[float]:
+    """Yield the seconds to wait before each further attempt.
+
+    Jitter: many clients that lost one server must not all retry at the same moment.
+    """
+    while True:
+        yield random.uniform(first_s / 2, first_s)  # noqa: S311  (not a secret)
+        first_s = min(max(2 * first_s, DELAY_S_MIN), DELAY_S_MAX)
+
+
 async def persist(
     send: Callable[[], Awaitable[T]],
     *,
@@ -77,7 +87,7 @@ async def persist(
     :param delay_s: the pause before the second attempt; 0 for none.
     :raises DeadlineError: if there is no answer within the deadline.
     """
-    limit = asyncio.timeout(deadline)
+    limit, delays = asyncio.timeout(deadline), pauses(delay_s)
     try:
         async with limit:
             while True:
@@ -87,9 +97,7 @@ async def persist(
                 except AsynctrtError as error:
                     if attempts < 1 or is_over() or not may_repeat(error, is_idempotent=is_idempotent):
                         raise
-                # Jitter: many clients that lost one server must not all retry at the same moment.
-                await asyncio.sleep(random.uniform(delay_s / 2, delay_s))  # noqa: S311  (not a secret)
-                delay_s = min(max(2 * delay_s, DELAY_S_MIN), DELAY_S_MAX)
+                await asyncio.sleep(next(delays))
     except TimeoutError as error:
         if not limit.expired() or isinstance(error, DeadlineError):
             raise

@@ -7,7 +7,7 @@ from typing import Any, Self
 from asynctrt import errors
 from asynctrt._util.forks import in_child, seal
 from asynctrt.client.base import ClientSettings, OneServer
-from asynctrt.client.persistence import NotConnectedError, remote_error
+from asynctrt.client.persistence import NotConnectedError, pauses, remote_error
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
@@ -23,6 +23,7 @@ from asynctrt.kserve.client import (
     names_of,
     place_outputs,
     read_outputs,
+    text_of,
 )
 from asynctrt.kserve.codec import PlacedTensor, remember
 from asynctrt.kserve.datatypes import LENGTH_NBYTES, Buffer, write_tensor
@@ -32,7 +33,6 @@ from asynctrt.tensors import Array
 try:
     from websockets.asyncio.client import ClientConnection
     from websockets.asyncio.client import connect as open_websocket
-    from websockets.client import backoff
     from websockets.exceptions import (
         ConnectionClosed,
         InvalidHandshake,
@@ -201,7 +201,7 @@ class WebSocketClient(OneServer):
             ) from error
         except (OSError, InvalidHandshake, TimeoutError, RuntimeError) as error:
             # asyncio resolves hosts in threads, which raise RuntimeError while the interpreter exits.
-            raise ConnectionLostError(f"cannot connect to {self.url}: {_text_of(error)}") from error
+            raise ConnectionLostError(f"cannot connect to {self.url}: {text_of(error)}") from error
 
     async def _run(self, socket: ClientConnection) -> None:
         """Receive answers, and reconnect whenever the connection is lost."""
@@ -217,18 +217,15 @@ class WebSocketClient(OneServer):
         except Exception as error:
             self._lost = ConnectionLostError(
                 f"the connection to {self.url} was lost and could not be made again within "
-                f"{self._settings.reconnect_timeout:g} s: {_text_of(error)}"
+                f"{self._settings.reconnect_timeout:g} s: {text_of(error)}"
             )
         finally:
             self._connected.set()
             await socket.close()
 
     async def _open_again(self) -> ClientConnection:
-        """Connect, retrying with growing delays after transient failures.
-
-        The library's own iterator does so too, but its delays can be set only from websockets 17 on.
-        """
-        delays = backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
+        """Connect, retrying with growing delays after transient failures."""
+        delays = pauses()
         while True:
             opening = open_websocket(self._address, **self._opening)
             try:
@@ -246,7 +243,7 @@ class WebSocketClient(OneServer):
         except ConnectionClosed:
             pass  # The waiting callers fail below.
         except Exception as error:
-            self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {_text_of(error)}")
+            self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {text_of(error)}")
         self._socket = None
         self._connected.clear()
         self._fail_all()
@@ -301,10 +298,6 @@ class WebSocketClient(OneServer):
             future.set_exception(error)
         elif outputs is not None:
             future.set_result(outputs)
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _refused(url: str, error: InvalidStatus) -> AsynctrtError:

@@ -183,7 +183,7 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
             has_rows = sizes[:1] == [-1]
             specs.append(TensorSpec(name, _dtype(name, datatype), dims[has_rows:], 0 if has_rows else None))
     except UNREADABLE as error:
-        raise AnswerError(f"the model's metadata cannot be read: {_text_of(error)}") from error
+        raise AnswerError(f"the model's metadata cannot be read: {text_of(error)}") from error
     return tuple(specs)
 
 
@@ -203,9 +203,7 @@ def read_answer(body: bytes, headers: Mapping[str, str]) -> dict[str, Array]:
     except AnswerError as error:
         raise AnswerError(f"{error}; it begins {head[:100]!r}") from error
     except UNREADABLE as error:
-        raise AnswerError(
-            f"the answer cannot be read: {_text_of(error)}; it begins {head[:100]!r}"
-        ) from error
+        raise AnswerError(f"the answer cannot be read: {text_of(error)}; it begins {head[:100]!r}") from error
 
 
 def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
@@ -226,7 +224,7 @@ def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
                 check_nbytes(spec, shape, nbytes)
                 outputs.append((spec, shape, nbytes, None))
     except UNREADABLE as error:
-        raise AnswerError(f"the answer cannot be read: {_text_of(error)}") from error
+        raise AnswerError(f"the answer cannot be read: {text_of(error)}") from error
     return outputs
 
 
@@ -243,7 +241,7 @@ def read_outputs(outputs: Sequence[PlacedTensor], body: Buffer, start: int) -> d
     try:
         return read_tensors(outputs, body, start, decodes=False)
     except UNREADABLE as error:
-        raise AnswerError(f"the answer cannot be read: {_text_of(error)}") from error
+        raise AnswerError(f"the answer cannot be read: {text_of(error)}") from error
 
 
 def read_output(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
@@ -276,7 +274,8 @@ def _dtype(name: str, datatype: Any) -> np.dtype[Any]:
         raise ValueError(f"tensor {name!r} has the unknown datatype {datatype!r:.40}") from None
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return an error's message, shortened, or its class if it has none."""
     if isinstance(error, KeyError):
         return f"{error.args[0]!r} is missing"
     return str(error)[:TEXT_LENGTH_MAX] or type(error).__name__
