@@ -69,6 +69,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 U = TypeVar("U")
 
+Results = list[R] | Awaitable[list[R]]
+"""What a function over lists returns, or a coroutine function."""
+
 Keeper = AsyncGeneratorType[None, None]
 """What :func:`keep_open` returns."""
 
@@ -113,25 +116,15 @@ class ItemsDecorator(Protocol):
     """What :func:`batch` returns with ``items=True``."""
 
     @overload
-    def __call__(self, function: Callable[[list[T]], Awaitable[list[R]]], /) -> "Batched[[T], R]": ...
+    def __call__(self, function: Callable[[list[T]], Results[R]], /) -> "Batched[[T], R]": ...
     @overload
-    def __call__(self, function: Callable[[list[T]], list[R]], /) -> "Batched[[T], R]": ...
+    def __call__(self, function: Callable[[list[T], list[U]], Results[R]], /) -> "Batched[[T, U], R]": ...
     @overload
-    def __call__(
-        self, function: Callable[[list[T], list[U]], Awaitable[list[R]]], /
-    ) -> "Batched[[T, U], R]": ...
-    @overload
-    def __call__(self, function: Callable[[list[T], list[U]], list[R]], /) -> "Batched[[T, U], R]": ...
-    @overload
-    def __call__(self, function: Callable[[S, list[T]], Awaitable[list[R]]], /) -> "Batched[[S, T], R]": ...
-    @overload
-    def __call__(self, function: Callable[[S, list[T]], list[R]], /) -> "Batched[[S, T], R]": ...
+    def __call__(self, function: Callable[[S, list[T]], Results[R]], /) -> "Batched[[S, T], R]": ...
     @overload
     def __call__(
-        self, function: Callable[[S, list[T], list[U]], Awaitable[list[R]]], /
+        self, function: Callable[[S, list[T], list[U]], Results[R]], /
     ) -> "Batched[[S, T, U], R]": ...
-    @overload
-    def __call__(self, function: Callable[[S, list[T], list[U]], list[R]], /) -> "Batched[[S, T, U], R]": ...
 
 
 class KeyedItemsDecorator(Protocol):
@@ -139,19 +132,11 @@ class KeyedItemsDecorator(Protocol):
 
     @overload
     def __call__(
-        self, function: Callable[Concatenate[list[T], Q], Awaitable[list[R]]], /
+        self, function: Callable[Concatenate[list[T], Q], Results[R]], /
     ) -> "Batched[Concatenate[T, Q], R]": ...
     @overload
     def __call__(
-        self, function: Callable[Concatenate[list[T], Q], list[R]], /
-    ) -> "Batched[Concatenate[T, Q], R]": ...
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[S, list[T], Q], Awaitable[list[R]]], /
-    ) -> "Batched[Concatenate[S, T, Q], R]": ...
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[S, list[T], Q], list[R]], /
+        self, function: Callable[Concatenate[S, list[T], Q], Results[R]], /
     ) -> "Batched[Concatenate[S, T, Q], R]": ...
 
 
