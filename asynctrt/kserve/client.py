@@ -23,6 +23,9 @@ from asynctrt.tensors import Array, TensorSpec, cast, convert, has_masked, to_ar
 TEXT_LENGTH_MAX: Final = 300
 """Characters of a server's text that an error message quotes."""
 
+JSON_FIX: Final = "replace it, because this server has no binary extension"
+"""What to do about an input that a server without raw tensors cannot get."""
+
 UNREADABLE: Final = (RequestError, ModelError, AttributeError, KeyError, TypeError, ValueError, OverflowError)
 """The errors raised while walking through malformed content."""
 
@@ -117,9 +120,9 @@ def describe_request(
         parameters["priority"] = priority
     content: dict[str, Any] = {"parameters": parameters} if parameters else {}
     if sizes is None:
-        refuse_infinities(arrays.values())
+        refuse_infinities(arrays.values(), fix=JSON_FIX)
         content["inputs"] = [
-            describe(name, array) | {"data": to_json(array)} for name, array in arrays.items()
+            describe(name, array) | {"data": to_json(array, fix=JSON_FIX)} for name, array in arrays.items()
         ]
     else:
         content["inputs"] = [

@@ -354,11 +354,12 @@ def _converted(spec: TensorSpec, values: list[Any]) -> Array:
     return convert(spec, values)
 
 
-def to_json(array: Array, *, is_nested: bool = False) -> Any:
+def to_json(array: Array, *, is_nested: bool = False, fix: str = BINARY_FIX) -> Any:
     """Return a tensor's values as a sequence that JSON can hold. NaN becomes null.
 
     :param is_nested: whether to return lists as deep as the tensor has axes, and a scalar's value alone; if
         not, the sequence is flat.
+    :param fix: what to do about a value that JSON cannot hold, for the message.
     :raises RequestError: for byte strings that JSON cannot hold; infinities become null: see
         :func:`refuse_infinities`.
     :raises ExecutionError: for objects that are not strings.
@@ -369,7 +370,7 @@ def to_json(array: Array, *, is_nested: bool = False) -> Any:
             values = [_utf8(item).decode() for item in flat.tolist()]
         except UnicodeDecodeError as error:
             raise RequestError(
-                f"a tensor holds bytes that are not UTF-8 text, which JSON cannot carry: {BINARY_FIX}"
+                f"a tensor holds bytes that are not UTF-8 text, which JSON cannot carry: {fix}"
             ) from error
         if not is_nested:
             return values
@@ -384,15 +385,16 @@ def to_json(array: Array, *, is_nested: bool = False) -> Any:
     return flat.reshape(array.shape) if array.ndim else flat[0]
 
 
-def refuse_infinities(arrays: Iterable[Array]) -> None:
+def refuse_infinities(arrays: Iterable[Array], *, fix: str = BINARY_FIX) -> None:
     """Check that JSON can hold the numbers of tensors.
 
+    :param fix: as for :func:`to_json`.
     :raises RequestError: if there are infinities among them.
     """
     for array in arrays:
         wide = array.astype(np.float32) if array.dtype.kind == "V" else array
         if wide.dtype.kind == "f" and np.isinf(wide).any():
-            raise RequestError(f"a tensor holds infinities, which JSON cannot carry: {BINARY_FIX}")
+            raise RequestError(f"a tensor holds infinities, which JSON cannot carry: {fix}")
 
 
 def brief(value: object) -> str:
