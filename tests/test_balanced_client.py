@@ -112,16 +112,16 @@ def simulated_latencies_s(arrivals_s, rows_max, seconds):
     return list(found.values())
 
 
-@pytest.mark.parametrize(("rows_max", "rate"), [(1, 20), (1, 35), (64, 20), (64, 60), (64, 200)])
+@pytest.mark.parametrize(("rows_max", "rate"), [(1, 14), (64, 14), (64, 25), (64, 80), (64, 300)])
 def test_calls_wait_hardly_longer_than_by_the_best_assignment(rows_max, rate):
     """Of four servers one is slow, one drains and one is killed, and the client knows nothing beforehand."""
-    seconds, ratios = 60, []
+    seconds, ratios = 90, []
     for seed in range(5):
         random.seed(seed)
         arrivals_s = arrivals_of(rate, seconds, seed)
         took_s = simulated_latencies_s(arrivals_s, rows_max, seconds)
         best_s = best_latencies_s(arrivals_s, rows_max, seconds)
-        assert len(took_s) == len(best_s)
+        assert len(took_s) == len(best_s), "nothing is lost"
         ratios.append(np.percentile(took_s, 99) / np.percentile(best_s, 99))
     assert np.median(ratios) <= 1.2
 

@@ -24,8 +24,8 @@ from tests.benchmarks.common import arguments, in_turn, median, save, show
 from tests.benchmarks.scale_clients import started
 from tests.benchmarks.serving import wait_until_ready
 
-SERVICE_S = {"slow": 0.1, "drains": 0.02, "killed": 0.02, "stays": 0.02}
-CASES = {"one call at a time, 35/s": (1, 35), "batches, 60/s": (64, 60), "batches, 200/s": (64, 200)}
+SERVICE_S = {"slow": 0.25, "drains": 0.05, "killed": 0.05, "stays": 0.05}
+CASES = {"one call at a time, 14/s": (1, 14), "batches, 25/s": (64, 25), "batches, 80/s": (64, 80)}
 """The most calls in a batch, and the rate of calls."""
 CALLERS = 64
 ROW = np.zeros((1, 16), np.float32)
@@ -186,7 +186,7 @@ def cost(address, seconds):
 
 
 def main():
-    given = arguments(__doc__, seconds=30.0, cost_seconds=1.5, repeats=9)
+    given = arguments(__doc__, seconds=30.0, cost_seconds=1.5, repeats=7)
     figures = {"company": {}, "cost": {}}
     for name, (rows_max, rate) in CASES.items():
         figures["company"][name] = company(rows_max, rate, given.seconds)
