@@ -5,7 +5,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from math import exp2
-from typing import Any, Final, Protocol, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 from asynctrt._util.loops import running_loop
@@ -67,17 +67,6 @@ class Latency:
     A line is fitted to the latest answers. For a server that takes one call after the other, each call in
     flight adds the time of one; for a server that batches them, it adds little.
     """
-
-    __slots__ = (
-        "_answers",
-        "_at_s",
-        "_calls",
-        "_calls_variance",
-        "_covariance",
-        "_least_s",
-        "_mean_s",
-        "_slope_s",
-    )
 
     def __init__(self) -> None:
         self._answers = 0
@@ -141,16 +130,7 @@ class _Server:
         return max(0.0, self.free_s - now_s) + self.latency.expected_s(self.in_flight, now_s)
 
 
-class Expected(Protocol):
-    """What a call may go to."""
-
-    def expected_s(self, now_s: float, /) -> float: ...
-
-
-S = TypeVar("S", bound=Expected)
-
-
-def sooner_of_two(servers: Sequence[S], now_s: float) -> S:
+def sooner_of_two(servers: Sequence[_Server], now_s: float) -> _Server:
     """Return the one of two servers drawn at random that is expected to answer first."""
     count = len(servers)
     first = int(random.random() * count)  # noqa: S311  (not a secret)

@@ -232,18 +232,14 @@ class OneServer(Client):
             return inputs
         specs = self._inputs.get((model, version))
         if specs is None:
-            specs = input_specs(model, await self._described_first(model, version))
-            self._inputs[model, version] = specs
+            try:
+                described = await self._describe(model, version)
+            except ConnectionLostError as error:
+                raise NotConnectedError(str(error)) from error  # The request itself was not sent.
+            specs = self._inputs[model, version] = input_specs(model, described)
         if not isinstance(inputs, Mapping):
             inputs = {only_input(model, specs): inputs}
         return {name: with_dtype(specs, name, value) for name, value in inputs.items()}
-
-    async def _described_first(self, model: str, version: str) -> dict[str, Any]:
-        """Ask for a model's description before a request is sent."""
-        try:
-            return await self._describe(model, version)
-        except ConnectionLostError as error:
-            raise NotConnectedError(str(error)) from error
 
 
 def _limited(deadline: float | None) -> float | None:

@@ -113,16 +113,10 @@ def check_names(model: object, version: object) -> None:
     :raises UsageError: for a name or a version that is not a string, or cannot be encoded as UTF-8.
     """
     for what, text in (("model", model), ("version", version)):
-        if not isinstance(text, str) or not _is_utf8(text):
-            raise UsageError(f"{what} must be a text that UTF-8 can hold, not {repr(text)[:100]}")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        try:
+            str.encode(text)  # type: ignore[arg-type]  # This is the check.
+        except (TypeError, UnicodeEncodeError):
+            raise UsageError(f"{what} must be a text that UTF-8 can hold, not {repr(text)[:100]}") from None
 
 
 def without_credentials(url: str) -> str:

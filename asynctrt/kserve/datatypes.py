@@ -131,7 +131,8 @@ def read_tensor(
     *,
     decodes: bool = True,
 ) -> Array:
-    """Read a tensor from the ``nbytes`` of a message that begin at ``start``. Numbers are not copied.
+    """Read a tensor from the ``nbytes`` of a message that begin at ``start``. Numbers are a view of it: their
+    rows are copied once, into their batch's slab.
 
     The caller has checked ``nbytes`` against the shape (see :func:`check_nbytes`).
 
@@ -142,14 +143,6 @@ def read_tensor(
     if spec.dtype.kind in TEXT:
         raw = memoryview(body)[start : start + nbytes]
         return read_bytes(spec, raw, size_of(shape), pause, decodes=decodes).reshape(shape)
-    return read_raw(spec, shape, body, start)
-
-
-def read_raw(spec: TensorSpec, shape: Sequence[int], body: Buffer, start: int = 0) -> Array:
-    """Return a view of a tensor of numbers in a message. Its rows are copied once, into their batch's slab.
-
-    :raises InputError: if a byte of a BOOL tensor is neither 0 nor 1, which a model need not tolerate.
-    """
     array: Array = np.ndarray(shape, spec.dtype, body, start)
     if spec.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         raise InputError(f"tensor {spec.name!r} is BOOL, so each of its bytes must be 0 or 1")
