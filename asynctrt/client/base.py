@@ -15,6 +15,7 @@ from asynctrt.client.persistence import (
     DELAY_S_MIN,
     NotConnectedError,
     check_names,
+    in_time,
     input_specs,
     is_plain,
     only_input,
@@ -186,13 +187,14 @@ class Client(ABC):
     async def _persist(
         self, send: Callable[[], Awaitable[T]], deadline: float | None, *, is_idempotent: bool
     ) -> T:
-        if self._attempts == 1 and deadline is None:
-            return await send()
-        return await persist(
+        answer = send() if self._attempts == 1 else self._send_again(send, is_idempotent=is_idempotent)
+        return await (answer if deadline is None else in_time(answer, deadline))
+
+    def _send_again(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool) -> Awaitable[T]:
+        return persist(
             send,
             attempts=self._attempts,
             is_idempotent=is_idempotent,
-            deadline=deadline,
             is_over=lambda: self._is_over,
             delay_s=self._delay_s,
         )

@@ -77,27 +77,34 @@ async def persist(
     *,
     attempts: int,
     is_idempotent: bool,
-    deadline: float | None,
     is_over: Callable[[], bool],
     delay_s: float,
 ) -> T:
-    """Send a request until it is answered, up to ``attempts`` times and within ``deadline`` seconds.
+    """Send a request until it is answered, up to ``attempts`` times.
 
     :param is_over: returns whether no further attempt can succeed.
     :param delay_s: the pause before the second attempt; 0 for none.
-    :raises DeadlineError: if there is no answer within the deadline.
     """
-    limit, delays = asyncio.timeout(deadline), pauses(delay_s)
+    delays = pauses(delay_s)
+    while True:
+        attempts -= 1
+        try:
+            return await send()
+        except AsynctrtError as error:
+            if attempts < 1 or is_over() or not may_repeat(error, is_idempotent=is_idempotent):
+                raise
+        await asyncio.sleep(next(delays))
+
+
+async def in_time(answer: Awaitable[T], deadline: float) -> T:
+    """Wait for an answer for up to ``deadline`` seconds.
+
+    :raises DeadlineError: if there is none by then.
+    """
+    limit = asyncio.timeout(deadline)
     try:
         async with limit:
-            while True:
-                attempts -= 1
-                try:
-                    return await send()
-                except AsynctrtError as error:
-                    if attempts < 1 or is_over() or not may_repeat(error, is_idempotent=is_idempotent):
-                        raise
-                await asyncio.sleep(next(delays))
+            return await answer
     except TimeoutError as error:
         if not limit.expired() or isinstance(error, DeadlineError):
             raise

@@ -41,7 +41,7 @@ def trace_requests(
 
     The attributes are ``asynctrt.model``, ``asynctrt.rows``, ``asynctrt.batch_rows``, ``asynctrt.queue_s``,
     ``asynctrt.compute_s``, and ``asynctrt.launched_ns``, which is equal for all requests of a batch: see
-    :attr:`InferResult.launched_ns`. Requests that shared a batch link to its span, the root of its own trace.
+    :attr:`InferResult.launched_ns`. Requests that shared a batch link to its span, which is a separate trace.
     The span of a failed or cancelled request has an error status. Tracing costs nothing for engines that are
     not traced.
 
@@ -90,8 +90,7 @@ def _batch_spans(tracer: Tracer, model: str) -> Callable[[int, int, int], SpanCo
 
     @lru_cache(BATCHES_MAX)
     def batch_of(launched_ns: int, rows: int, took_ns: int) -> SpanContext:
-        now_ns = clock.now_ns()
-        start_ns = launched_ns + clock.wall_ns(now_ns) - now_ns
+        start_ns = clock.wall_ns(launched_ns)
         span = tracer.start_span(
             f"batch {model}",
             context=Context(),
