@@ -449,7 +449,11 @@ class Batched(Generic[P, R]):
                 "cannot be referenced weakly. Add '__weakref__' to its __slots__; for a dataclass, give "
                 "weakref_slot=True"
             ) from None
-        method = WeakMethod(reference, self._function)
+        function = self._function
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(reference(), *args, **kwargs)
+
         owner = instance if isinstance(instance, type) else type(instance)
         name, method_key = f"{owner.__name__}.{self.__name__}", self._key.bound()
         found = reference, self._engines_of(method, method_key, name)
@@ -506,17 +510,6 @@ def mark_as_coroutine_function(batched: Batched[Any, Any]) -> None:
         )
 
 
-class WeakMethod:
-    """A method that refers to its instance weakly, so that only callers keep the instance alive."""
-
-    def __init__(self, instance: "weakref.ref[Any]", function: Callable[..., Any]) -> None:
-        self._instance = instance
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._instance(), *args, **kwargs)
-
-
 class Engines:
     """The engines of one function, by event loop.
 
@@ -536,7 +529,7 @@ class Engines:
         self._opening: dict[asyncio.AbstractEventLoop, asyncio.Task[TicketEngine]] = {}
         self._closing: dict[asyncio.AbstractEventLoop, Engine] = {}
         in_child(self, Engines._let_go)
-        self.last: Callable[[], TicketEngine | None] = _none
+        self.last: Callable[[], TicketEngine | None] = lambda: None
         """Returns the engine that was opened last: a shortcut, since most programs have only one."""
 
     def _let_go(self) -> None:
@@ -631,7 +624,7 @@ class Engines:
         if engines.get(self) is engine:
             del engines[self]
         if self.last() is engine:
-            self.last = _none
+            self.last = lambda: None
 
 
 def engines_on(
@@ -641,10 +634,6 @@ def engines_on(
     found: weakref.WeakKeyDictionary[Engines, TicketEngine]
     found = vars(loop).setdefault("_asynctrt_engines", weakref.WeakKeyDictionary())
     return found
-
-
-def _none() -> None:
-    return None
 
 
 class TicketEngine:
