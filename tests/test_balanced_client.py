@@ -13,12 +13,19 @@ import pytest
 
 from asynctrt.client import NotConnectedError, connect, connect_blocking, records
 from asynctrt.client.balanced import REFRESH_S, Latency, sooner_of_two
-from asynctrt.errors import ConnectionLostError, DeadlineError, QueueFullError, UnauthorizedError, UsageError
+from asynctrt.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    QueueFullError,
+    UnauthorizedError,
+    UsageError,
+)
 from asynctrt.testing import LatchDevice
 from tests.benchmarks.several import Best, arrivals_of, best_latencies_s, ends_of
 from tests.helpers import free_port, until
 from tests.models import double_model, rows
 from tests.serving.support import WAIT_S, engine_of, serving
+from tests.serving.test_lost_device import OPTIONS, Losing
 
 pytestmark = pytest.mark.anyio
 
@@ -151,6 +158,16 @@ async def test_a_server_that_hangs_gets_few_calls():
                     late += 1
             assert late <= 2
         engine["device"].open()
+
+
+async def test_a_server_that_has_lost_its_device_costs_no_call():
+    model = Losing()
+    async with serving({"double": (double_model(model), OPTIONS)}) as lost, serving() as other:
+        await model.lose(engine_of(lost))
+        async with connect([url_of(lost), url_of(other)], idempotent=True) as client:
+            for _ in range(20):
+                await infer(client)
+        model.go.set()
 
 
 async def test_a_server_whose_queue_was_full_is_called_again():

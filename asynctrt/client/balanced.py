@@ -14,8 +14,9 @@ from asynctrt.client.persistence import NotConnectedError
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
+    DeviceLostError,
     LifecycleError,
-    QueueFullError,
+    OverloadError,
     UsageError,
     show,
 )
@@ -28,7 +29,7 @@ Addresses = Callable[[], Awaitable[Sequence[str]]]
 REFRESH_S: Final = 1.0
 """How often the addresses are asked for, and servers that failed or were draining are tried again."""
 FULL_S: Final = 0.1
-"""The assumed time to drain of a server whose queue was full."""
+"""The least time to drain that is assumed of a server that was too busy for a call."""
 UNKNOWN_S: Final = 1.0
 """The assumed latency of a server that has not answered yet: it gets one call, or more if all are new."""
 ANSWERS: Final = 10
@@ -120,7 +121,7 @@ class _Server:
         self.client = client
         self.in_flight = 0
         self.is_out = False
-        """Whether it is left out: it is gone, or draining."""
+        """Whether it is left out: it is gone or draining, or has lost its device."""
         self.latency = Latency()
         self.free_s = 0.0
         """When its queues will be empty, by what it said last."""
@@ -144,8 +145,9 @@ class BalancedClient(Client):
     """A client of several servers, made by :func:`asynctrt.client.connect` for several addresses.
 
     Of two servers drawn at random, a call goes to the one that is expected to answer first, by what it said
-    of its queues and by how long it takes. Servers that are draining or cannot be reached are left out. A
-    call that such a server has not begun, or that is idempotent, is sent once more, to another.
+    of its queues and by how long it takes. Servers that are draining, cannot be reached or have lost their
+    device are left out. A call that such a server has not begun, or that is idempotent, is sent once more, to
+    another.
     """
 
     _delay_s = 0.0
@@ -215,12 +217,12 @@ class BalancedClient(Client):
             try:
                 found = await ask(server.client)
                 break
-            except (ConnectionLostError, LifecycleError) as error:
+            except (ConnectionLostError, LifecycleError, DeviceLostError) as error:
                 self._why = error
                 self._leave_out(server)
                 if not (self._servers and isinstance(error, NotConnectedError)):
                     raise
-            except QueueFullError:
+            except OverloadError:
                 server.free_s = now_s() + max(server.client.drain_s, FULL_S)
                 raise
             except asyncio.CancelledError:

@@ -13,6 +13,7 @@ from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
     DeadlineError,
+    DeviceLostError,
     LifecycleError,
     ModelNotReadyError,
     OverloadError,
@@ -45,7 +46,7 @@ class NotConnectedError(ConnectionLostError):
 NOT_BEGUN: Final = (NotConnectedError, QueueFullError, ModelNotReadyError)
 """Errors which mean that the server has not begun the request."""
 
-TRANSIENT: Final = (ConnectionLostError, LifecycleError, OverloadError)
+TRANSIENT: Final = (ConnectionLostError, LifecycleError, OverloadError, DeviceLostError)
 """Errors after which a retry may help, although the request may have been computed. Deadline errors do not
 count."""
 
