@@ -276,11 +276,10 @@ class ProtobufCodec(ModelCodec):
         request.ClearField("id")
         request.ClearField("raw_input_contents")
         key = request.SerializeToString()
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layout(request, is_raw=True)
-            if len(key) <= LAYOUT_NBYTES_MAX:
-                remember(self._layouts, key, layout)
+        known = self._layouts.get(key)
+        layout = self._layout(request, is_raw=True) if known is None else known
+        if known is None and len(key) <= LAYOUT_NBYTES_MAX:
+            remember(self._layouts, key, layout)
         if len(contents) != len(layout.inputs):
             raise RequestError(
                 f"raw_input_contents must have one entry for each of the {len(layout.inputs)} inputs, not "
