@@ -69,6 +69,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 U = TypeVar("U")
 
+Results = list[R] | Awaitable[list[R]]
+"""What a function over lists returns, or a coroutine function."""
+
 Keeper = AsyncGeneratorType[None, None]
 """What :func:`keep_open` returns."""
 
@@ -113,25 +116,15 @@ class ItemsDecorator(Protocol):
     """What :func:`batch` returns with ``items=True``."""
 
     @overload
-    def __call__(self, function: Callable[[list[T]], Awaitable[list[R]]], /) -> "Batched[[T], R]": ...
+    def __call__(self, function: Callable[[list[T]], Results[R]], /) -> "Batched[[T], R]": ...
     @overload
-    def __call__(self, function: Callable[[list[T]], list[R]], /) -> "Batched[[T], R]": ...
+    def __call__(self, function: Callable[[list[T], list[U]], Results[R]], /) -> "Batched[[T, U], R]": ...
     @overload
-    def __call__(
-        self, function: Callable[[list[T], list[U]], Awaitable[list[R]]], /
-    ) -> "Batched[[T, U], R]": ...
-    @overload
-    def __call__(self, function: Callable[[list[T], list[U]], list[R]], /) -> "Batched[[T, U], R]": ...
-    @overload
-    def __call__(self, function: Callable[[S, list[T]], Awaitable[list[R]]], /) -> "Batched[[S, T], R]": ...
-    @overload
-    def __call__(self, function: Callable[[S, list[T]], list[R]], /) -> "Batched[[S, T], R]": ...
+    def __call__(self, function: Callable[[S, list[T]], Results[R]], /) -> "Batched[[S, T], R]": ...
     @overload
     def __call__(
-        self, function: Callable[[S, list[T], list[U]], Awaitable[list[R]]], /
+        self, function: Callable[[S, list[T], list[U]], Results[R]], /
     ) -> "Batched[[S, T, U], R]": ...
-    @overload
-    def __call__(self, function: Callable[[S, list[T], list[U]], list[R]], /) -> "Batched[[S, T, U], R]": ...
 
 
 class KeyedItemsDecorator(Protocol):
@@ -139,19 +132,11 @@ class KeyedItemsDecorator(Protocol):
 
     @overload
     def __call__(
-        self, function: Callable[Concatenate[list[T], Q], Awaitable[list[R]]], /
+        self, function: Callable[Concatenate[list[T], Q], Results[R]], /
     ) -> "Batched[Concatenate[T, Q], R]": ...
     @overload
     def __call__(
-        self, function: Callable[Concatenate[list[T], Q], list[R]], /
-    ) -> "Batched[Concatenate[T, Q], R]": ...
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[S, list[T], Q], Awaitable[list[R]]], /
-    ) -> "Batched[Concatenate[S, T, Q], R]": ...
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[S, list[T], Q], list[R]], /
+        self, function: Callable[Concatenate[S, list[T], Q], Results[R]], /
     ) -> "Batched[Concatenate[S, T, Q], R]": ...
 
 
@@ -228,7 +213,7 @@ def batch(
 
     It returns one result per item, in order: an array whose first axis counts items, a list, or a tuple or
     mapping of these. From a tuple or mapping, each caller gets its own tuple or dict. A single number or
-    string from an array becomes a Python object: ``await double(3)`` is the ``int`` 6, which JSON accepts.
+    string of NumPy becomes a Python object: ``await double(3)`` is the ``int`` 6, which JSON accepts.
     An array of another library becomes a NumPy array if NumPy can hold it; otherwise, and with
     ``items=True``, each caller gets a copy of its row in that library, without its gradient.
 
@@ -464,7 +449,11 @@ class Batched(Generic[P, R]):
                 "cannot be referenced weakly. Add '__weakref__' to its __slots__; for a dataclass, give "
                 "weakref_slot=True"
             ) from None
-        method = WeakMethod(reference, self._function)
+        function = self._function
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(reference(), *args, **kwargs)
+
         owner = instance if isinstance(instance, type) else type(instance)
         name, method_key = f"{owner.__name__}.{self.__name__}", self._key.bound()
         found = reference, self._engines_of(method, method_key, name)
@@ -521,17 +510,6 @@ def mark_as_coroutine_function(batched: Batched[Any, Any]) -> None:
         )
 
 
-class WeakMethod:
-    """A method that refers to its instance weakly, so that only callers keep the instance alive."""
-
-    def __init__(self, instance: "weakref.ref[Any]", function: Callable[..., Any]) -> None:
-        self._instance = instance
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._instance(), *args, **kwargs)
-
-
 class Engines:
     """The engines of one function, by event loop.
 
@@ -551,7 +529,7 @@ class Engines:
         self._opening: dict[asyncio.AbstractEventLoop, asyncio.Task[TicketEngine]] = {}
         self._closing: dict[asyncio.AbstractEventLoop, Engine] = {}
         in_child(self, Engines._let_go)
-        self.last: Callable[[], TicketEngine | None] = _none
+        self.last: Callable[[], TicketEngine | None] = lambda: None
         """Returns the engine that was opened last: a shortcut, since most programs have only one."""
 
     def _let_go(self) -> None:
@@ -646,7 +624,7 @@ class Engines:
         if engines.get(self) is engine:
             del engines[self]
         if self.last() is engine:
-            self.last = _none
+            self.last = lambda: None
 
 
 def engines_on(
@@ -658,10 +636,6 @@ def engines_on(
     return found
 
 
-def _none() -> None:
-    return None
-
-
 class TicketEngine:
     """An engine whose rows are tickets, on one event loop."""
 
@@ -670,7 +644,6 @@ class TicketEngine:
     ) -> None:
         self.loop = loop
         self.engine = engine
-        self._infer = engine.infer
         self._waiting = tickets.waiting
         self._tickets = numbered()
         self._groups = groups
@@ -685,7 +658,7 @@ class TicketEngine:
             row = np.full((1, group.queue + 1), ticket)
         item = self._waiting[ticket] = Item(args, kwargs, group)
         try:
-            await self._infer(row)
+            await self.engine.infer(row)
         except (asyncio.CancelledError, GeneratorExit):
             item.leave()
             raise

@@ -1,17 +1,31 @@
 """One client of several servers: which one a call goes to, and what becomes of calls when servers go."""
 
 import asyncio
+import heapq
+import random
 import time
+from collections import Counter
 from contextlib import AsyncExitStack
+from itertools import count
 
+import numpy as np
 import pytest
 
 from asynctrt.client import NotConnectedError, connect, connect_blocking, records
-from asynctrt.client.balanced import REFRESH_S
-from asynctrt.errors import ConnectionLostError, UnauthorizedError, UsageError
+from asynctrt.client.balanced import REFRESH_S, Latency, sooner_of_two
+from asynctrt.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    QueueFullError,
+    UnauthorizedError,
+    UsageError,
+)
+from asynctrt.testing import LatchDevice
+from tests.benchmarks.several import Best, arrivals_of, best_latencies_s, ends_of
 from tests.helpers import free_port, until
 from tests.models import double_model, rows
 from tests.serving.support import WAIT_S, engine_of, serving
+from tests.serving.test_lost_device import OPTIONS, Losing
 
 pytestmark = pytest.mark.anyio
 
@@ -69,6 +83,112 @@ async def test_a_slow_a_draining_and_a_killed_server_cost_no_call(scheme):
         assert answered(servers[3]) > before
 
 
+class Simulated(Best):
+    """A server in a time that jumps from one event to the next, and what a client knows of it."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.latency = Latency()
+        self.calls = {}
+
+    def expected_s(self, now_s):
+        return self.latency.expected_s(len(self.calls), now_s)
+
+
+def simulated_latencies_s(arrivals_s, rows_max, seconds):
+    """Send calls where a client would, and return how long each took until it was answered."""
+    servers = [Simulated(*given) for given in ends_of(rows_max, seconds)]
+    order, found = count(), {}
+    events = [(at_s, next(order), number, None, 0) for number, at_s in enumerate(arrivals_s)]
+    events += [(server.end_s, next(order), None, server, 0) for server in servers]
+    heapq.heapify(events)
+    while events:
+        now_s, _, number, server, calls = heapq.heappop(events)
+        if number is None:
+            for lost in server.calls:
+                heapq.heappush(events, (now_s, next(order), lost, None, 0))
+            server.calls = {}
+        elif server is None:
+            server = sooner_of_two([one for one in servers if one.end_s > now_s], now_s)
+            calls = len(server.calls)
+            heapq.heappush(events, (server.take(now_s), next(order), number, server, calls))
+            server.calls[number] = now_s
+        elif number in server.calls:
+            server.latency.note(now_s - server.calls.pop(number), calls, now_s)
+            found[number] = now_s - arrivals_s[number]
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("rows_max", "rate"), [(1, 14), (64, 14), (64, 25), (64, 80), (64, 300)])
+def test_calls_wait_hardly_longer_than_by_the_best_assignment(rows_max, rate):
+    """Of four servers one is slow, one drains and one is killed, and the client knows nothing beforehand."""
+    seconds, ratios = 90, []
+    for seed in range(5):
+        random.seed(seed)
+        arrivals_s = arrivals_of(rate, seconds, seed)
+        took_s = simulated_latencies_s(arrivals_s, rows_max, seconds)
+        best_s = best_latencies_s(arrivals_s, rows_max, seconds)
+        assert len(took_s) == len(best_s), "nothing is lost"
+        ratios.append(np.percentile(took_s, 99) / np.percentile(best_s, 99))
+    assert np.median(ratios) <= 1.2
+
+
+def test_a_slow_server_is_called_more_often_once_it_is_fast():
+    known = {"was slow": Latency(), "fast": Latency()}
+    for latency, took_s in zip(known.values(), (0.1, 0.02), strict=True):
+        for at_s in np.arange(0, 2, 0.1):
+            latency.note(took_s, 0, at_s)
+    taken = Counter()
+    for now_s in np.arange(2, 122, 0.1):
+        name = min(known, key=lambda one: known[one].expected_s(0, now_s))
+        known[name].note(0.02, 0, now_s)
+        taken[name] += now_s > 100
+    assert taken["was slow"] > 0
+
+
+async def test_a_server_that_hangs_gets_few_calls():
+    engine = {"device": LatchDevice()}
+    async with serving({"double": (double_model(), engine)}) as hangs, serving() as other:
+        async with connect([url_of(hangs), url_of(other)], idempotent=True) as client:
+            late = 0
+            for _ in range(20):
+                try:
+                    await infer(client, deadline=0.3)
+                except DeadlineError:
+                    late += 1
+            assert late <= 2
+        engine["device"].open()
+
+
+async def test_a_server_that_has_lost_its_device_costs_no_call():
+    model = Losing()
+    async with serving({"double": (double_model(model), OPTIONS)}) as lost, serving() as other:
+        await model.lose(engine_of(lost))
+        async with connect([url_of(lost), url_of(other)], idempotent=True) as client:
+            for _ in range(20):
+                await infer(client)
+        model.go.set()
+
+
+async def test_a_server_whose_queue_was_full_is_called_again():
+    device = LatchDevice()
+    engine = {"device": device, "max_queue_rows": 4, "max_rows": 4}
+    async with serving({"double": (double_model(), engine)}) as once_full, serving() as other:
+        servers = [url_of(once_full, "ws"), url_of(other, "ws")]
+        async with AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+            client = await stack.enter_async_context(connect(servers[:1]))
+            calls = [asyncio.create_task(infer(client)) for _ in range(40)]
+            await until(lambda: engine_of(once_full).statistics().refused)
+            device.open()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            assert any(isinstance(error, QueueFullError) for error in ended)
+            await infer(client)
+            (server,) = client._servers
+            await until(lambda: server.expected_s(asyncio.get_running_loop().time()) < 0.1)
+            await infer(client)
+            assert server.expected_s(asyncio.get_running_loop().time()) < 0.1
+
+
 async def test_a_call_that_is_not_idempotent_is_lost_with_its_server():
     async with serving({"double": slow_model(0.3)}) as one, serving({"double": slow_model(0.3)}) as two:
         async with connect([url_of(one), url_of(two)]) as client:
@@ -120,7 +240,7 @@ async def test_what_a_server_says_of_its_queue_counts():
         for _ in range(8):
             await infer(client)
         (long,) = [server for server in client._servers if server.address == url_of(one)]
-        long.client.drain_s = 60.0
+        long.free_s = asyncio.get_running_loop().time() + 60
         before = answered(one)
         for _ in range(8):
             await infer(client)

@@ -966,6 +966,9 @@ def test_who_keeps_a_result_keeps_little_of_others(width):
         (np.array([True, False]), True),
         (np.array([1j, 2]), 1j),
         (np.array(["a", "bc"]), "a"),
+        (list(np.array([3, 4])), 3),
+        (list(np.array([0.5, 4], np.float16)), 0.5),
+        ({"label": list(np.array(["a", "b"]))}, {"label": "a"}),
         ((np.array([3, 4]), np.array([0.5, 1])), (3, 0.5)),
         (
             {"label": np.array(["a", "b"]), "score": np.array([0.25, 1], np.float16)},

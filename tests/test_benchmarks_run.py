@@ -23,6 +23,7 @@ LEAST = {
     "mlp": ["--repeats", "1", "--seconds", "0.05"],
     "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "no-op, 64"],
     "frameworks": ["--repeats", "1", "--seconds", "0.2", "--only", "FastAPI"],
+    "several": ["--seconds", "1", "--cost-seconds", "0.1", "--repeats", "1"],
     "soak": ["--requests", "3000"],
     "lateness": ["--seconds", "0.4", "--repeats", "1"],
     "goodput": ["--seconds", "0.8", "--seeds", "1", "--real-seconds", "0.3", "--repeats", "1"],

@@ -21,6 +21,7 @@ from asynctrt.errors import (
     ModelNotReadyError,
     OverloadError,
     QueueFullError,
+    RequestError,
     TooLargeError,
     UnauthorizedError,
     UnknownModelError,
@@ -354,6 +355,10 @@ async def test_a_server_without_raw_tensors_gets_json():
         for _ in range(2):
             answer = await client.infer("m", sent, outputs=["y"], priority=3)
             np.testing.assert_array_equal(answer["y"], 2 * sent["x"])
+        for unfit in (np.full((1, 4), np.inf, np.float32), np.array([b"\xff"])):
+            with pytest.raises(RequestError) as refused:
+                await client.infer("m", {"x": unfit})
+            assert "binary_data" not in str(refused.value), "this server does not take it"
     assert server.requests[0]["outputs"] == [{"name": "y"}]
     assert server.requests[0]["parameters"] == {"priority": 3}
     assert "binary" not in str(server.requests)

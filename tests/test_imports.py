@@ -106,7 +106,7 @@ LAYERS = (
 
 ONLY = {
     "kserve": {"errors", "tensors"},
-    "observe": {"core", "engine", "errors", "statistics", "tensors"},
+    "observe": {"_util", "core", "engine", "errors", "statistics", "tensors"},
     "scheduling": {"errors"},
     "serving": {
         *("_util", "backends", "core", "engine", "errors", "kserve", "observe", "options", "pipeline"),

@@ -5,6 +5,7 @@ import asyncio
 import pkgutil
 import re
 import tomllib
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.benchmarks import pictures, tables
 from tests.helpers import needed, until
 from tests.models import double_model, double_onnx, rows
 from tests.serving.test_asgi import running
+from tests.serving.test_disconnect import post
 from tests.test_rows import voice_onnx
 
 ROOT = Path(__file__).parent.parent
@@ -161,14 +163,22 @@ def test_a_websocket_by_hand_and_with_the_client(tmp_path):
     assert with_client.tolist() == rows(8).tolist()
 
 
-@pytest.mark.parametrize("page", ["README.md", "embedding.md"])
+RECIPES = {
+    "README.md": "def explain",
+    "embedding.md": "kserve_app(find_engine)",
+    "observability.md": "def explain",
+}
+"""What each page's recipe for FastAPI has, and no other snippet of the page."""
+
+
+@pytest.mark.parametrize("page", RECIPES)
 def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
     import aiohttp
 
     double_onnx(tmp_path / "model.onnx")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(asynctrt, "tune_process", lambda: None)  # It would be for all tests of this process.
-    names = names_of(page, "def explain")
+    names = names_of(page, RECIPES[page])
 
     async def run():
         async with running(names["app"]) as where, aiohttp.ClientSession(f"http://{where}") as client:
@@ -176,12 +186,39 @@ def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
                 assert (answer.status, await answer.json()) == (200, [2.0, 4.0, 6.0, 8.0])
             async with client.post("/predict", json=[1, 2]) as answer:
                 assert (answer.status, "4" in (await answer.json())["error"]) == (400, True)
-            async with client.post("/predict", json=["a"]) as answer:
-                assert answer.status == 422
+            for too_large in ([1e39, 2, 3, 4], ["a"]):
+                async with client.post("/predict", json=too_large) as answer:
+                    assert answer.status in (400, 422)
             if page != "embedding.md":
                 return
             async with client.get("/kserve/v2/health/ready") as answer:
                 assert answer.status == 200
+
+    bounded(run())
+
+
+@pytest.mark.parametrize("page", RECIPES)
+def test_a_client_of_fastapi_that_hangs_up(page, tmp_path, monkeypatch):
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(asynctrt, "tune_process", lambda: None)
+    device, opened, engines = asynctrt.testing.LatchDevice(), asynctrt.open, []
+
+    @asynccontextmanager
+    async def open_held(path, **options):
+        async with opened(path, device=device, **options) as engine:
+            engines.append(engine)
+            yield engine
+
+    monkeypatch.setattr(asynctrt, "open", open_held)
+
+    async def run():
+        async with running(names_of(page, RECIPES[page])["app"]) as where:
+            _, writer = await post(where, [1, 2, 3, 4])
+            await device.wait_held(1)
+            writer.close()
+            await until(lambda: engines[0].statistics().cancelled == 1)
+            device.open()
 
     bounded(run())
 
@@ -198,7 +235,7 @@ def test_what_a_client_of_fastapi_is_told(tmp_path, monkeypatch):
         return opened(path, device=device, **options | {"max_queue_rows": 1, "max_rows": 1, "contexts": 1})
 
     monkeypatch.setattr(asynctrt, "open", open_held)
-    app = names_of("embedding.md", "def explain")["app"]
+    app = names_of("embedding.md", "kserve_app(find_engine)")["app"]
 
     async def run():
         async with running(app) as where, aiohttp.ClientSession(f"http://{where}") as client:
@@ -256,6 +293,9 @@ def test_several_models_in_fastapi(tmp_path, monkeypatch):
             for name in ("detector", "classifier"):
                 async with client.post(f"/{name}/predict", json=[1, 2, 3, 4]) as answer:
                     assert await answer.json() == [2.0, 4.0, 6.0, 8.0]
+            for name, values in (("detector", [1]), ("other", [1, 2, 3, 4])):
+                async with client.post(f"/{name}/predict", json=values) as answer:
+                    assert answer.status in (400, 422)
 
     bounded(run())
 

@@ -9,13 +9,14 @@ from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 from asynctrt._util.loops import running_loop
-from asynctrt.client.base import Client, OneServer
-from asynctrt.client.persistence import DELAY_S_MIN, NotConnectedError, may_repeat, seconds_of
+from asynctrt.client.base import Client, ClientSettings, OneServer
+from asynctrt.client.persistence import NotConnectedError
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
+    DeviceLostError,
     LifecycleError,
-    QueueFullError,
+    OverloadError,
     UsageError,
     show,
 )
@@ -28,13 +29,16 @@ Addresses = Callable[[], Awaitable[Sequence[str]]]
 REFRESH_S: Final = 1.0
 """How often the addresses are asked for, and servers that failed or were draining are tried again."""
 FULL_S: Final = 0.1
-"""The assumed time to drain of a server whose queue was full."""
+"""The least time to drain that is assumed of a server that was too busy for a call."""
 UNKNOWN_S: Final = 1.0
 """The assumed latency of a server that has not answered yet: it gets one call, or more if all are new."""
-NEW_SHARE: Final = 0.1
-"""The weight of the newest latency in a server's mean."""
-FORGOTTEN_S: Final = 5.0
-"""A latency counts half after this time, so that a server that was slow is tried again."""
+ANSWERS: Final = 10
+"""How many of the latest answers count, roughly."""
+FORGOTTEN_S: Final = 3.0
+"""What one answer has shown counts half after this time without another; what ten have shown, after ten times
+as long. So a server that was slow is tried again."""
+STEADY_CALLS: Final = 0.25
+"""Calls in flight whose number varies less than this (as a variance) hardly show what another one costs."""
 
 
 def records(url: str) -> Addresses:
@@ -58,53 +62,104 @@ def records(url: str) -> Addresses:
     return look_up
 
 
+class Latency:
+    """How long a server's answers take, depending on the calls that this client has in flight there.
+
+    A line is fitted to the latest answers. For a server that takes one call after the other, each call in
+    flight adds the time of one; for a server that batches them, it adds little.
+    """
+
+    def __init__(self) -> None:
+        self._answers = 0
+        self._mean_s = self._calls = self._covariance = self._calls_variance = self._at_s = 0.0
+        self._least_s = self._slope_s = 0.0
+
+    def note(self, latency_s: float, calls: int, now_s: float) -> None:
+        """Take note of an answer.
+
+        :param calls: the calls that were in flight when its own was sent.
+        """
+        remembered = self._remembered(now_s)
+        self._answers = min(self._answers + 1, ANSWERS)
+        kept = (1 - 1 / self._answers) * remembered
+        new = 1 - kept
+        later_s, more = latency_s - self._mean_s, calls - self._calls
+        self._mean_s += new * later_s
+        self._calls += new * more
+        self._covariance = kept * (self._covariance + new * later_s * more)
+        self._calls_variance = kept * (self._calls_variance + new * more * more)
+        self._at_s = now_s
+        # Until the answers show otherwise, one call is answered after the other.
+        self._least_s = self._mean_s / (self._calls + 1)
+        slope_s = (self._covariance + STEADY_CALLS * self._least_s) / (self._calls_variance + STEADY_CALLS)
+        self._slope_s = min(max(0.0, slope_s), self._mean_s)
+
+    def note_unanswered(self, waited_s: float, calls: int, now_s: float) -> None:
+        """Take note of a call whose caller waited for this long, and then gave up."""
+        if waited_s > self.expected_s(calls, now_s):
+            self.note(waited_s, calls, now_s)
+
+    def expected_s(self, calls: int, now_s: float) -> float:
+        """Estimate how long the answer to another call would take."""
+        if not self._answers:
+            return calls * UNKNOWN_S
+        took_s = self._mean_s + self._slope_s * (calls - self._calls)
+        return max(self._least_s, took_s) * self._remembered(now_s)
+
+    def _remembered(self, now_s: float) -> float:
+        """Return how much of what is known still counts, 0 to 1."""
+        return exp2((self._at_s - now_s) / (FORGOTTEN_S * self._answers)) if self._answers else 0.0
+
+
 class _Server:
     """One of the servers, as far as this client knows it."""
 
-    __slots__ = ("_latency_s", "_since_s", "address", "client", "in_flight", "is_out")
+    __slots__ = ("address", "client", "free_s", "in_flight", "is_out", "latency")
 
     def __init__(self, address: str, client: OneServer) -> None:
         self.address = address
         self.client = client
         self.in_flight = 0
         self.is_out = False
-        """Whether it is left out: it is gone, or draining."""
-        self._latency_s = 0.0
-        self._since_s = 0.0
-
-    def answered(self, latency_s: float, now_s: float) -> None:
-        """Take note of an answer."""
-        known = self._latency_s
-        self._latency_s = latency_s if not known else known + NEW_SHARE * (latency_s - known)
-        self._since_s = now_s
+        """Whether it is left out: it is gone or draining, or has lost its device."""
+        self.latency = Latency()
+        self.free_s = 0.0
+        """When its queues will be empty, by what it said last."""
 
     def expected_s(self, now_s: float) -> float:
         """Estimate when it would answer another call: after its queues, and after this client's calls."""
-        if not self._latency_s:
-            return self.in_flight * UNKNOWN_S
-        passed_s = now_s - self._since_s
-        ahead_s = max(0.0, self.client.drain_s - passed_s)
-        return ahead_s + (self.in_flight + 1) * self._latency_s * exp2(-passed_s / FORGOTTEN_S)
+        return max(0.0, self.free_s - now_s) + self.latency.expected_s(self.in_flight, now_s)
+
+
+def sooner_of_two(servers: Sequence[_Server], now_s: float) -> _Server:
+    """Return the one of two servers drawn at random that is expected to answer first."""
+    count = len(servers)
+    first = int(random.random() * count)  # noqa: S311  (not a secret)
+    if count == 1:
+        return servers[first]
+    one, other = servers[first], servers[first - 1 - int(random.random() * (count - 1))]  # noqa: S311
+    return one if one.expected_s(now_s) < other.expected_s(now_s) else other
 
 
 class BalancedClient(Client):
     """A client of several servers, made by :func:`asynctrt.client.connect` for several addresses.
 
     Of two servers drawn at random, a call goes to the one that is expected to answer first, by what it said
-    of its queues and by how long it takes. Servers that are draining or cannot be reached are left out. A
-    call that such a server has not begun, or that is idempotent, is sent once more, to another.
+    of its queues and by how long it takes. Servers that are draining, cannot be reached or have lost their
+    device are left out. A call that such a server has not begun, or that is idempotent, is sent once more, to
+    another.
     """
+
+    _delay_s = 0.0
 
     def __init__(
         self,
         addresses: Sequence[str] | Addresses,
         connect: Callable[[str], OneServer],
-        max_in_flight: int,
-        attempts: int,
-        *,
-        idempotent: bool,
+        settings: ClientSettings,
     ) -> None:
-        super().__init__("several servers", max_in_flight, attempts, idempotent=idempotent)
+        super().__init__("several servers", settings)
+        self._attempts = max(2, settings.attempts)
         self._addresses = addresses
         self._connect = connect
         self._servers: list[_Server] = []
@@ -141,105 +196,54 @@ class BalancedClient(Client):
         servers, self._servers = self._servers, []
         await asyncio.gather(*[server.client.aclose() for server in servers], *self._closing)
 
-    async def infer(
-        self,
-        model: str,
-        inputs: Any,
-        *,
-        version: str = "",
-        outputs: Sequence[str] | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        idempotent: bool | None = None,
-    ) -> dict[str, Array]:
-        def ask(client: OneServer, left_s: float | None) -> Awaitable[dict[str, Array]]:
-            return client.infer(
-                model,
-                inputs,
-                version=version,
-                outputs=outputs,
-                timeout=timeout,
-                priority=priority,
-                deadline=left_s,
-            )
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed
 
-        is_idempotent = self._idempotent if idempotent is None else idempotent
-        return await self._send(ask, deadline, is_idempotent=is_idempotent)
+    async def _infer(self, *request: Any) -> dict[str, Array]:
+        return await self._ask(lambda client: client._infer(*request))
 
-    async def metadata(
-        self, model: str, *, version: str = "", deadline: float | None = None
-    ) -> dict[str, Any]:
-        def ask(client: OneServer, left_s: float | None) -> Awaitable[dict[str, Any]]:
-            return client.metadata(model, version=version, deadline=left_s)
+    async def _describe(self, model: str, version: str) -> dict[str, Any]:
+        return await self._ask(lambda client: client._describe(model, version))
 
-        return await self._send(ask, deadline, is_idempotent=True)
-
-    async def _send(
-        self,
-        ask: Callable[[OneServer, float | None], Awaitable[T]],
-        deadline: float | None,
-        *,
-        is_idempotent: bool,
-    ) -> T:
-        """Send a call until it is answered: once more at once, and then as often as ``attempts`` allows."""
-        self._check_loop()
-        began_s = now_s = running_loop().time()
-        deadline = seconds_of("deadline", deadline)
-        tries = 0
+    async def _ask(self, ask: Callable[[OneServer], Awaitable[T]]) -> T:
+        """Send a call to one server; while it cannot be reached, to the next."""
+        now_s = running_loop().time
         while True:
+            began_s = now_s()
+            server = self._choose(began_s)
+            calls = server.in_flight
+            server.in_flight += 1
             try:
-                return await self._call(
-                    ask, None if deadline is None else max(0.0, began_s + deadline - now_s), now_s
-                )
-            except NotConnectedError:  # That server is left out now.
-                if not self._servers:
+                found = await ask(server.client)
+                break
+            except (ConnectionLostError, LifecycleError, DeviceLostError) as error:
+                self._why = error
+                self._leave_out(server)
+                if not (self._servers and isinstance(error, NotConnectedError)):
                     raise
-            except AsynctrtError as error:
-                tries += 1
-                is_last = tries >= max(2, self._attempts) or self._is_closed
-                if is_last or not may_repeat(error, is_idempotent=is_idempotent):
-                    raise
-            if tries > 1:
-                await asyncio.sleep(DELAY_S_MIN)
-            now_s = running_loop().time()
-
-    async def _call(
-        self, ask: Callable[[OneServer, float | None], Awaitable[T]], left_s: float | None, now_s: float
-    ) -> T:
-        """Send a call to one server."""
-        server = self._choose(now_s)
-        server.in_flight += 1
-        try:
-            found = await ask(server.client, left_s)
-        except (ConnectionLostError, LifecycleError) as error:
-            self._why = error
-            self._leave_out(server)
-            raise
-        except QueueFullError:
-            server.client.drain_s = max(server.client.drain_s, FULL_S)
-            raise
-        finally:
-            server.in_flight -= 1
-            if server.is_out and not server.in_flight:
-                self._close(server)
-        ended_s = running_loop().time()
-        server.answered(ended_s - now_s, ended_s)
+            except OverloadError:
+                server.free_s = now_s() + max(server.client.drain_s, FULL_S)
+                raise
+            except asyncio.CancelledError:
+                # Its deadline passed, perhaps because the server hangs: the answer takes at least this long.
+                server.latency.note_unanswered(now_s() - began_s, calls, now_s())
+                raise
+            finally:
+                server.in_flight -= 1
+                if server.is_out and not server.in_flight:
+                    self._close(server)
+        ended_s = now_s()
+        server.free_s = ended_s + server.client.drain_s
+        server.latency.note(ended_s - began_s, calls, ended_s)
         if server.client.is_draining:
             self._leave_out(server)
         return found
 
     def _choose(self, now_s: float) -> _Server:
-        """Return the better one of two servers drawn at random."""
-        servers = self._servers
-        count = len(servers)
-        if count < 2:
-            if not count:
-                raise self._unreachable()
-            return servers[0]
-        first = int(random.random() * count)  # noqa: S311  (not a secret)
-        one, other = servers[first], servers[first - 1 - int(random.random() * (count - 1))]  # noqa: S311
-        return one if one.expected_s(now_s) < other.expected_s(now_s) else other
+        if not self._servers:
+            raise self._unreachable()
+        return sooner_of_two(self._servers, now_s)
 
     def _unreachable(self) -> NotConnectedError:
         if self._is_closed:

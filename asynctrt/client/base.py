@@ -3,15 +3,19 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from asynctrt._util.forks import Origin
 from asynctrt._util.loops import running_loop
+from asynctrt._util.validation import int_or_none
 from asynctrt.client.persistence import (
+    DELAY_S_MIN,
+    NotConnectedError,
     check_names,
-    check_settings,
+    in_time,
     input_specs,
     is_plain,
     only_input,
@@ -21,11 +25,47 @@ from asynctrt.client.persistence import (
     with_dtype,
     without_credentials,
 )
-from asynctrt.errors import UsageError
+from asynctrt.errors import ConnectionLostError, UsageError
 from asynctrt.limits import limits_here
 from asynctrt.tensors import Array, TensorSpec
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings:
+    """The parameters of :func:`asynctrt.client.connect` but the address.
+
+    :param library: settings for the library that makes the connection.
+    :raises UsageError: if one is not valid.
+    """
+
+    token: str | None
+    max_in_flight: int
+    attempts: int
+    idempotent: bool
+    reconnect_timeout: float
+    max_size: int | None
+    library: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        numbers = map(int_or_none, (self.max_in_flight, self.attempts))
+        if any(number is None or number < 1 for number in numbers):
+            raise UsageError(
+                "max_in_flight and attempts must be whole numbers of at least 1, not "
+                f"{repr(self.max_in_flight)[:40]} and {repr(self.attempts)[:40]}"
+            )
+        token = self.token
+        if token is not None and not (
+            isinstance(token, str) and token.isascii() and token.isprintable() and " " not in token
+        ):
+            # A line break would end the header and begin another one. The message must not show the token.
+            raise UsageError("a token has printable ASCII characters without spaces, and this one has others")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that each request has."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
 class Client(ABC):
@@ -34,11 +74,13 @@ class Client(ABC):
     Any number of tasks may use it at once, all on the event loop on which it was entered.
     """
 
-    def __init__(self, url: str, max_in_flight: int, attempts: int, *, idempotent: bool) -> None:
-        check_settings(max_in_flight, attempts)
+    _delay_s = DELAY_S_MIN
+    """The pause before a request's second attempt."""
+
+    def __init__(self, url: str, settings: ClientSettings) -> None:
         self.url = url
-        self._attempts = attempts
-        self._idempotent = idempotent
+        self._settings = settings
+        self._attempts = settings.attempts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._origin = Origin()
 
@@ -61,7 +103,6 @@ class Client(ABC):
         :raises UsageError: in a process that was forked from the client's.
         """
 
-    @abstractmethod
     async def infer(
         self,
         model: str,
@@ -100,8 +141,14 @@ class Client(ABC):
             from the client's.
         :raises AnswerError: if the server's answer cannot be read.
         """
+        self._check_loop()
+        check_names(model, version)
+        deadline = _limited(seconds_of("deadline", deadline))
+        timeout = queue_timeout(timeout, deadline)
+        send = partial(self._infer, model, version, inputs, outputs, timeout, priority)
+        is_idempotent = self._settings.idempotent if idempotent is None else idempotent
+        return await self._persist(send, deadline, is_idempotent=is_idempotent)
 
-    @abstractmethod
     async def metadata(
         self, model: str, *, version: str = "", deadline: float | None = None
     ) -> dict[str, Any]:
@@ -111,6 +158,46 @@ class Client(ABC):
         :raises AsynctrtError: the server's error.
         :raises ConnectionLostError: if there is no answer.
         """
+        self._check_loop()
+        check_names(model, version)
+        send = partial(self._describe, model, version)
+        return await self._persist(send, seconds_of("deadline", deadline), is_idempotent=True)
+
+    @property
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """Whether no further attempt can succeed."""
+
+    @abstractmethod
+    async def _infer(
+        self,
+        model: str,
+        version: str,
+        inputs: Any,
+        outputs: Sequence[str] | None,
+        timeout: float | None,
+        priority: int,
+    ) -> dict[str, Array]:
+        """Send a request once, and return its answer."""
+
+    @abstractmethod
+    async def _describe(self, model: str, version: str) -> dict[str, Any]:
+        """Ask for a model's description once."""
+
+    async def _persist(
+        self, send: Callable[[], Awaitable[T]], deadline: float | None, *, is_idempotent: bool
+    ) -> T:
+        answer = send() if self._attempts == 1 else self._send_again(send, is_idempotent=is_idempotent)
+        return await (answer if deadline is None else in_time(answer, deadline))
+
+    def _send_again(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool) -> Awaitable[T]:
+        return persist(
+            send,
+            attempts=self._attempts,
+            is_idempotent=is_idempotent,
+            is_over=lambda: self._is_over,
+            delay_s=self._delay_s,
+        )
 
     def _enter(self) -> None:
         """Record the event loop and the process to which it belongs."""
@@ -132,8 +219,8 @@ class Client(ABC):
 class OneServer(Client):
     """A client of one server; each protocol has its own."""
 
-    def __init__(self, url: str, max_in_flight: int, attempts: int, *, idempotent: bool) -> None:
-        super().__init__(without_credentials(url), max_in_flight, attempts, idempotent=idempotent)
+    def __init__(self, url: str, settings: ClientSettings) -> None:
+        super().__init__(without_credentials(url), settings)
         self._address = url
         self._inputs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}
         self.drain_s = 0.0
@@ -141,85 +228,26 @@ class OneServer(Client):
         self.is_draining = False
         """Whether the server's latest answer over HTTP said that it takes no more requests soon."""
 
-    async def infer(
-        self,
-        model: str,
-        inputs: Any,
-        *,
-        version: str = "",
-        outputs: Sequence[str] | None = None,
-        timeout: float | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        idempotent: bool | None = None,
-    ) -> dict[str, Array]:
-        inputs, deadline = await self._named(model, version, inputs, deadline)
-        send = self._request(model, version, inputs, outputs, queue_timeout(timeout, deadline), priority)
-        is_idempotent = self._idempotent if idempotent is None else idempotent
-        return await self._persist(send, deadline, is_idempotent=is_idempotent)
-
-    async def metadata(
-        self, model: str, *, version: str = "", deadline: float | None = None
-    ) -> dict[str, Any]:
-        self._check_loop()
-        check_names(model, version)
-        send = partial(self._describe, model, version)
-        return await self._persist(send, seconds_of("deadline", deadline), is_idempotent=True)
-
-    @property
-    @abstractmethod
-    def _is_over(self) -> bool:
-        """Whether no further attempt can succeed."""
-
-    @abstractmethod
-    def _request(
-        self,
-        model: str,
-        version: str,
-        inputs: Mapping[str, Any],
-        outputs: Sequence[str] | None,
-        timeout: float | None,
-        priority: int,
-    ) -> Callable[[], Awaitable[dict[str, Array]]]:
-        """Return a function that sends a request, once each time it is called, and returns its answer."""
-
-    @abstractmethod
-    async def _describe(self, model: str, version: str) -> dict[str, Any]:
-        """Ask for a model's description once."""
-
-    async def _persist(
-        self, send: Callable[[], Awaitable[T]], deadline: float | None, *, is_idempotent: bool
-    ) -> T:
-        if self._attempts == 1 and deadline is None:
-            return await send()
-        return await persist(
-            send,
-            attempts=self._attempts,
-            is_idempotent=is_idempotent,
-            deadline=deadline,
-            is_over=lambda: self._is_over,
-        )
-
-    async def _named(
-        self, model: str, version: str, inputs: Any, deadline: float | None
-    ) -> tuple[Mapping[str, Any], float | None]:
-        """Return a call's inputs by name, and the rest of its deadline after any request for metadata."""
-        self._check_loop()
-        check_names(model, version)
-        deadline = seconds_of("deadline", deadline)
-        limits = limits_here()
-        left_ns = None if limits is None else limits.left_ns()
-        if left_ns is not None:
-            deadline = left_ns / 1e9 if deadline is None else min(deadline, left_ns / 1e9)
+    async def _named(self, model: str, version: str, inputs: Any) -> Mapping[str, Any]:
+        """Return a call's inputs by name. Ask for the model's metadata if that is needed, once."""
         if isinstance(inputs, Mapping) and not any(map(is_plain, inputs.values())):
-            return inputs, deadline
+            return inputs
         specs = self._inputs.get((model, version))
         if specs is None:
-            began_s = running_loop().time()
-            specs = input_specs(model, await self.metadata(model, version=version, deadline=deadline))
-            self._inputs[model, version] = specs
-            if deadline is not None:
-                deadline = max(0.0, deadline - (running_loop().time() - began_s))
+            try:
+                described = await self._describe(model, version)
+            except ConnectionLostError as error:
+                raise NotConnectedError(str(error)) from error  # The request itself was not sent.
+            specs = self._inputs[model, version] = input_specs(model, described)
         if not isinstance(inputs, Mapping):
             inputs = {only_input(model, specs): inputs}
-        return {name: with_dtype(specs, name, value) for name, value in inputs.items()}, deadline
+        return {name: with_dtype(specs, name, value) for name, value in inputs.items()}
+
+
+def _limited(deadline: float | None) -> float | None:
+    """Return a call's deadline in seconds, at most what :func:`asynctrt.within` leaves."""
+    limits = limits_here()
+    left_ns = None if limits is None else limits.left_ns()
+    if left_ns is None:
+        return deadline
+    return left_ns / 1e9 if deadline is None else min(deadline, left_ns / 1e9)

@@ -1,11 +1,12 @@
 """The choice of a client by the scheme of an address."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from asynctrt.client.balanced import Addresses, BalancedClient
-from asynctrt.client.base import Client, OneServer
+from asynctrt.client.base import Client, ClientSettings, OneServer
 from asynctrt.client.persistence import without_credentials
 from asynctrt.client.websocket import WebSocketClient
 from asynctrt.errors import UsageError, show
@@ -49,59 +50,42 @@ def connect(
         at any of several.
     :raises UnauthorizedError: on entering, if the websocket's server refuses the token.
     """
-    one = partial(_connect, token=token, max_in_flight=max_in_flight, max_size=max_size, settings=settings)
+    given = ClientSettings(
+        token=token,
+        max_in_flight=max_in_flight,
+        attempts=attempts,
+        idempotent=idempotent,
+        reconnect_timeout=reconnect_timeout,
+        max_size=max_size,
+        library=settings,
+    )
     if callable(url) or (isinstance(url, list | tuple) and url):
         # A lost websocket is opened again with the next look at the addresses.
-        member = partial(one, attempts=1, idempotent=False, reconnect_timeout=0.0)
+        member = partial(_connect, settings=replace(given, reconnect_timeout=0.0))
         for address in () if callable(url) else url:
             member(address)  # It says what is wrong with an address.
-        return BalancedClient(url, member, max_in_flight, attempts, idempotent=idempotent)
-    return one(url, attempts=attempts, idempotent=idempotent, reconnect_timeout=reconnect_timeout)
+        return BalancedClient(url, member, given)
+    return _connect(url, given)
 
 
-def _connect(
-    url: object,
-    *,
-    token: str | None,
-    max_in_flight: int,
-    attempts: int,
-    idempotent: bool,
-    reconnect_timeout: float,
-    max_size: int | None,
-    settings: dict[str, Any],
-) -> OneServer:
+def _connect(url: object, settings: ClientSettings) -> OneServer:
     """Return a client of the server at ``url``."""
     if not isinstance(url, str):
         raise UsageError(
             f"the address of a server is a str such as http://HOST:PORT, not a {type(url).__name__}"
         )
-    if token is not None and not (
-        isinstance(token, str) and token.isascii() and token.isprintable() and " " not in token
-    ):
-        # A line break would end the header and begin another one. The message must not show the token.
-        raise UsageError("a token has printable ASCII characters without spaces, and this one has others")
-    if token and url != without_credentials(url):
+    shown = without_credentials(url)
+    if settings.token and url != shown:
         raise UsageError(
-            f"{without_credentials(url)!r} was given with a user and a password, and with a token as well. A "
-            "request has one authorization: leave out one of them"
+            f"{shown!r} was given with a user and a password, and with a token as well. A request has one "
+            "authorization: leave out one of them"
         )
     scheme = url.partition("://")[0]
     if scheme in ("http", "https"):
         # Imported only when needed: applications that use websockets do not need aiohttp.
         from asynctrt.client.http import HttpClient  # noqa: PLC0415
 
-        return HttpClient(
-            url,
-            token=token,
-            max_in_flight=max_in_flight,
-            attempts=attempts,
-            idempotent=idempotent,
-            max_size=max_size,
-            settings=settings,
-        )
+        return HttpClient(url, settings)
     if scheme not in ("ws", "wss"):
-        shown = show(without_credentials(url))
-        raise UsageError(f"{shown} is not an address such as ws://HOST:PORT/v2/ws or http://HOST:PORT")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    settings = {"compression": None, "additional_headers": headers, "max_size": max_size} | settings
-    return WebSocketClient(url, settings, max_in_flight, attempts, reconnect_timeout, idempotent=idempotent)
+        raise UsageError(f"{show(shown)} is not an address such as ws://HOST:PORT/v2/ws or http://HOST:PORT")
+    return WebSocketClient(url, settings)

@@ -2,13 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
 from asynctrt import errors
 from asynctrt._util.loops import is_cancelled
-from asynctrt.client.base import OneServer
+from asynctrt.client.base import ClientSettings, OneServer
 from asynctrt.client.persistence import NotConnectedError, remote_error
 from asynctrt.errors import (
     AsynctrtError,
@@ -24,6 +24,7 @@ from asynctrt.kserve.client import (
     as_arrays,
     read_answer,
     takes_binary,
+    text_of,
     write_request,
 )
 from asynctrt.kserve.datatypes import write_tensor
@@ -59,23 +60,11 @@ REFUSAL_NBYTES_MAX: Final = 64 * 1024
 class HttpClient(OneServer):
     """A client over HTTP, made by :func:`asynctrt.client.connect` for ``http`` or ``https``."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None,
-        max_in_flight: int,
-        attempts: int,
-        idempotent: bool,
-        max_size: int | None,
-        settings: Mapping[str, Any],
-    ) -> None:
-        super().__init__(url.rstrip("/").removesuffix("/v2"), max_in_flight, attempts, idempotent=idempotent)
+    def __init__(self, url: str, settings: ClientSettings) -> None:
+        super().__init__(url.rstrip("/").removesuffix("/v2"), settings)
         if not _is_address(url):
             raise UsageError(f"{show(self.url)} is not the address of a server, such as http://HOST:PORT")
-        self._token = token
-        self._max_size = math.inf if max_size is None else max_size
-        self._settings = {"limit": max_in_flight, **settings}
+        self._max_size = math.inf if settings.max_size is None else settings.max_size
         self._session: aiohttp.ClientSession | None = None
         self._takes_binary: bool | None = None
         self._is_closed = False
@@ -87,16 +76,14 @@ class HttpClient(OneServer):
         if self._session is not None or self._is_closed:
             raise UsageError("this client was already entered: call connect(...) again for a new one")
         self._enter()
-        headers = {"Accept-Encoding": "identity"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
+        settings = {"limit": self._settings.max_in_flight, **self._settings.library}
         try:
-            connector = aiohttp.TCPConnector(**self._settings)
+            connector = aiohttp.TCPConnector(**settings)
         except TypeError as error:
             raise UsageError(f"aiohttp refuses a setting of this client: {error}") from error
         self._session = aiohttp.ClientSession(
             connector=connector,
-            headers=headers,
+            headers={"Accept-Encoding": "identity", **self._settings.headers},
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),  # Each call has its own deadline.
         )
@@ -113,29 +100,23 @@ class HttpClient(OneServer):
     def _is_over(self) -> bool:
         return self._session is None
 
-    def _request(
+    async def _infer(
         self,
         model: str,
         version: str,
-        inputs: Mapping[str, Any],
+        inputs: Any,
         outputs: Sequence[str] | None,
         timeout: float | None,
         priority: int,
-    ) -> Callable[[], Awaitable[dict[str, Array]]]:
-        arrays = as_arrays(inputs)
-        tensors = [write_tensor(array) for array in arrays.values()]
-        path = f"{_path(model, version)}/infer"
-
-        async def send() -> dict[str, Array]:
-            if self._takes_binary is None:
-                self._takes_binary = await self._learns_binary()
-            raw = tensors if self._takes_binary else None
-            body, headers = write_request(arrays, raw, outputs=outputs, timeout=timeout, priority=priority)
-            answer, given = await self._ask("POST", path, body, headers)
-            # The caller may write to its outputs, so they are copies.
-            return {name: array.copy() for name, array in read_answer(answer, given).items()}
-
-        return send
+    ) -> dict[str, Array]:
+        arrays = as_arrays(await self._named(model, version, inputs))
+        if self._takes_binary is None:
+            self._takes_binary = await self._learns_binary()
+        tensors = [write_tensor(array) for array in arrays.values()] if self._takes_binary else None
+        body, headers = write_request(arrays, tensors, outputs=outputs, timeout=timeout, priority=priority)
+        answer, given = await self._ask("POST", f"{_path(model, version)}/infer", body, headers)
+        # The caller may write to its outputs, so they are copies.
+        return {name: array.copy() for name, array in read_answer(answer, given).items()}
 
     async def _learns_binary(self) -> bool:
         """Ask the server whether it accepts raw tensors, or only JSON."""
@@ -168,7 +149,7 @@ class HttpClient(OneServer):
             ) as response:
                 answer = await self._read(response)
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL, UnicodeError) as error:
-            raise NotConnectedError(f"cannot connect to {self.url}: {_text_of(error)}") from error
+            raise NotConnectedError(f"cannot connect to {self.url}: {text_of(error)}") from error
         except asyncio.CancelledError:
             if not self._is_closed or is_cancelled():
                 raise
@@ -178,7 +159,7 @@ class HttpClient(OneServer):
             # asyncio resolves hosts in threads, which raise RuntimeError while the interpreter exits.
             # Drop the traceback: aiohttp keeps the error in an object that one of its frames refers to.
             raise ConnectionLostError(
-                f"the connection to {self.url} was lost: {_text_of(error)}"
+                f"the connection to {self.url} was lost: {text_of(error)}"
             ) from error.with_traceback(None)
         drain = response.headers.get(DRAIN, "0")
         self.is_draining = drain == "draining"
@@ -228,7 +209,3 @@ def _refusal(status: int, kind: str | None, body: bytes) -> AsynctrtError:
     if kind is None and status in BY_STATUS:
         return BY_STATUS[status](text)
     return remote_error(kind, status, text)
-
-
-def _text_of(error: BaseException) -> str:
-    return f"{str(error) or type(error).__name__:.{TEXT_LENGTH_MAX}}"

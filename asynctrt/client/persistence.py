@@ -4,15 +4,16 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from asynctrt import errors
-from asynctrt._util.validation import duration, int_or_none
+from asynctrt._util.validation import duration
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
     DeadlineError,
+    DeviceLostError,
     LifecycleError,
     ModelNotReadyError,
     OverloadError,
@@ -45,7 +46,7 @@ class NotConnectedError(ConnectionLostError):
 NOT_BEGUN: Final = (NotConnectedError, QueueFullError, ModelNotReadyError)
 """Errors which mean that the server has not begun the request."""
 
-TRANSIENT: Final = (ConnectionLostError, LifecycleError, OverloadError)
+TRANSIENT: Final = (ConnectionLostError, LifecycleError, OverloadError, DeviceLostError)
 """Errors after which a retry may help, although the request may have been computed. Deadline errors do not
 count."""
 
@@ -62,33 +63,49 @@ def may_repeat(error: AsynctrtError, *, is_idempotent: bool) -> bool:
     return is_idempotent and isinstance(error, TRANSIENT) and not isinstance(error, DeadlineError)
 
 
+def pauses(first_s: float = DELAY_S_MIN) -> Iterator[float]:
+    """Yield the seconds to wait before each further attempt.
+
+    Jitter: many clients that lost one server must not all retry at the same moment.
+    """
+    while True:
+        yield random.uniform(first_s / 2, first_s)  # noqa: S311  (not a secret)
+        first_s = min(max(2 * first_s, DELAY_S_MIN), DELAY_S_MAX)
+
+
 async def persist(
     send: Callable[[], Awaitable[T]],
     *,
     attempts: int,
     is_idempotent: bool,
-    deadline: float | None,
-    is_over: Callable[[], bool] = lambda: False,
+    is_over: Callable[[], bool],
+    delay_s: float,
 ) -> T:
-    """Send a request until it is answered, up to ``attempts`` times and within ``deadline`` seconds.
+    """Send a request until it is answered, up to ``attempts`` times.
 
     :param is_over: returns whether no further attempt can succeed.
-    :raises DeadlineError: if there is no answer within the deadline.
+    :param delay_s: the pause before the second attempt; 0 for none.
     """
-    delay_s = DELAY_S_MIN
+    delays = pauses(delay_s)
+    while True:
+        attempts -= 1
+        try:
+            return await send()
+        except AsynctrtError as error:
+            if attempts < 1 or is_over() or not may_repeat(error, is_idempotent=is_idempotent):
+                raise
+        await asyncio.sleep(next(delays))
+
+
+async def in_time(answer: Awaitable[T], deadline: float) -> T:
+    """Wait for an answer for up to ``deadline`` seconds.
+
+    :raises DeadlineError: if there is none by then.
+    """
     limit = asyncio.timeout(deadline)
     try:
         async with limit:
-            while True:
-                attempts -= 1
-                try:
-                    return await send()
-                except AsynctrtError as error:
-                    if attempts < 1 or is_over() or not may_repeat(error, is_idempotent=is_idempotent):
-                        raise
-                # Jitter: many clients that lost one server must not all retry at the same moment.
-                await asyncio.sleep(random.uniform(delay_s / 2, delay_s))  # noqa: S311  (not a secret)
-                delay_s = min(2 * delay_s, DELAY_S_MAX)
+            return await answer
     except TimeoutError as error:
         if not limit.expired() or isinstance(error, DeadlineError):
             raise
@@ -98,34 +115,16 @@ async def persist(
     raise DeadlineError(f"no answer within the deadline of {deadline:g} s")
 
 
-def check_settings(max_in_flight: object, attempts: object) -> None:
-    """Check the settings that all clients share.
-
-    :raises UsageError: if one is not a whole number, or is less than 1.
-    """
-    if any(number is None or number < 1 for number in map(int_or_none, (max_in_flight, attempts))):
-        raise UsageError(
-            "max_in_flight and attempts must be whole numbers of at least 1, not "
-            f"{repr(max_in_flight)[:40]} and {repr(attempts)[:40]}"
-        )
-
-
 def check_names(model: object, version: object) -> None:
     """Check the model name and the version of a request.
 
     :raises UsageError: for a name or a version that is not a string, or cannot be encoded as UTF-8.
     """
     for what, text in (("model", model), ("version", version)):
-        if not isinstance(text, str) or not _is_utf8(text):
-            raise UsageError(f"{what} must be a text that UTF-8 can hold, not {repr(text)[:100]}")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        try:
+            str.encode(text)  # type: ignore[arg-type]  # This is the check.
+        except (TypeError, UnicodeEncodeError):
+            raise UsageError(f"{what} must be a text that UTF-8 can hold, not {repr(text)[:100]}") from None
 
 
 def without_credentials(url: str) -> str:

@@ -1,13 +1,13 @@
 """Call a server over its websocket: many requests in flight on one connection."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from asynctrt import errors
 from asynctrt._util.forks import in_child, seal
-from asynctrt.client.base import OneServer
-from asynctrt.client.persistence import NotConnectedError, remote_error
+from asynctrt.client.base import ClientSettings, OneServer
+from asynctrt.client.persistence import NotConnectedError, pauses, remote_error
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
@@ -18,11 +18,12 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.client import (
     AnswerError,
-    as_array,
+    as_arrays,
     describe_request,
     names_of,
     place_outputs,
     read_outputs,
+    text_of,
 )
 from asynctrt.kserve.codec import PlacedTensor, remember
 from asynctrt.kserve.datatypes import LENGTH_NBYTES, Buffer, write_tensor
@@ -32,7 +33,6 @@ from asynctrt.tensors import Array
 try:
     from websockets.asyncio.client import ClientConnection
     from websockets.asyncio.client import connect as open_websocket
-    from websockets.client import backoff
     from websockets.exceptions import (
         ConnectionClosed,
         InvalidHandshake,
@@ -50,20 +50,15 @@ except ImportError as error:
 class WebSocketClient(OneServer):
     """A client over a websocket, made by :func:`asynctrt.client.connect` for ``ws`` or ``wss``."""
 
-    def __init__(
-        self,
-        url: str,
-        settings: Mapping[str, Any],
-        max_in_flight: int,
-        attempts: int,
-        reconnect_timeout: float,
-        *,
-        idempotent: bool,
-    ) -> None:
-        super().__init__(url, max_in_flight, attempts, idempotent=idempotent)
-        self._settings = settings
-        self._reconnect_timeout = reconnect_timeout
-        self._room = asyncio.Semaphore(max_in_flight)
+    def __init__(self, url: str, settings: ClientSettings) -> None:
+        super().__init__(url, settings)
+        self._opening = {
+            "compression": None,
+            "additional_headers": settings.headers,
+            "max_size": settings.max_size,
+            **settings.library,
+        }
+        self._room = asyncio.Semaphore(settings.max_in_flight)
         self._socket: ClientConnection | None = None
         self._connected = asyncio.Event()
         self._lost: AsynctrtError | None = None
@@ -111,26 +106,22 @@ class WebSocketClient(OneServer):
     def _is_over(self) -> bool:
         return self._lost is not None
 
-    def _request(
+    async def _infer(
         self,
         model: str,
         version: str,
-        inputs: Mapping[str, Any],
+        inputs: Any,
         outputs: Sequence[str] | None,
         timeout: float | None,
         priority: int,
-    ) -> Callable[[], Awaitable[dict[str, Array]]]:
-        arrays = {name: as_array(name, value) for name, value in inputs.items()}
+    ) -> dict[str, Array]:
+        arrays = as_arrays(await self._named(model, version, inputs))
         tensors = [write_tensor(array) for array in arrays.values()]
         sizes = tuple([len(tensor) for tensor in tensors])
         rest = self._head(model, version, arrays, sizes, outputs, timeout, priority)
-
-        async def send() -> dict[str, Array]:
-            async with self._room:
-                answer: dict[str, Array] = await self._call(rest, tensors)
-                return answer
-
-        return send
+        async with self._room:
+            answer: dict[str, Array] = await self._call(rest, tensors)
+            return answer
 
     async def _describe(self, model: str, version: str) -> dict[str, Any]:
         content = {"metadata": True, "model_name": model, "model_version": version}
@@ -199,7 +190,7 @@ class WebSocketClient(OneServer):
 
     async def _open(self) -> ClientConnection:
         try:
-            return await open_websocket(self._address, **self._settings)
+            return await open_websocket(self._address, **self._opening)
         except (TypeError, ImportError, InvalidProxy) as error:
             raise UsageError(f"websockets refuses a setting of this client: {error}") from error
         except InvalidStatus as error:
@@ -210,7 +201,7 @@ class WebSocketClient(OneServer):
             ) from error
         except (OSError, InvalidHandshake, TimeoutError, RuntimeError) as error:
             # asyncio resolves hosts in threads, which raise RuntimeError while the interpreter exits.
-            raise ConnectionLostError(f"cannot connect to {self.url}: {_text_of(error)}") from error
+            raise ConnectionLostError(f"cannot connect to {self.url}: {text_of(error)}") from error
 
     async def _run(self, socket: ClientConnection) -> None:
         """Receive answers, and reconnect whenever the connection is lost."""
@@ -219,27 +210,24 @@ class WebSocketClient(OneServer):
                 await self._receive(socket)
                 if self._lost is not None:
                     return
-                async with asyncio.timeout(self._reconnect_timeout):
+                async with asyncio.timeout(self._settings.reconnect_timeout):
                     socket = await self._open_again()
                 self._socket = socket
                 self._connected.set()
         except Exception as error:
             self._lost = ConnectionLostError(
                 f"the connection to {self.url} was lost and could not be made again within "
-                f"{self._reconnect_timeout:g} s: {_text_of(error)}"
+                f"{self._settings.reconnect_timeout:g} s: {text_of(error)}"
             )
         finally:
             self._connected.set()
             await socket.close()
 
     async def _open_again(self) -> ClientConnection:
-        """Connect, retrying with growing delays after transient failures.
-
-        The library's own iterator does so too, but its delays can be set only from websockets 17 on.
-        """
-        delays = backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
+        """Connect, retrying with growing delays after transient failures."""
+        delays = pauses()
         while True:
-            opening = open_websocket(self._address, **self._settings)
+            opening = open_websocket(self._address, **self._opening)
             try:
                 return await opening
             except Exception as error:
@@ -255,7 +243,7 @@ class WebSocketClient(OneServer):
         except ConnectionClosed:
             pass  # The waiting callers fail below.
         except Exception as error:
-            self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {_text_of(error)}")
+            self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {text_of(error)}")
         self._socket = None
         self._connected.clear()
         self._fail_all()
@@ -310,10 +298,6 @@ class WebSocketClient(OneServer):
             future.set_exception(error)
         elif outputs is not None:
             future.set_result(outputs)
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _refused(url: str, error: InvalidStatus) -> AsynctrtError:

@@ -499,7 +499,7 @@ def results_of(given: object, count: int, *, keeps: bool = False) -> list[Any]:
     """
     if isinstance(given, list):
         check_count(given, count)
-        return given
+        return [each.item() if is_plain_scalar(each) else each for each in given]
     if isinstance(given, tuple) and given:
         make = getattr(type(given), "_make", tuple)  # A named tuple stays one.
         parts = [results_of(part, count, keeps=keeps) for part in given]
@@ -518,6 +518,11 @@ def results_of(given: object, count: int, *, keeps: bool = False) -> list[Any]:
         f"the function returned a {type(given).__name__} for {count} items. Return a list with one result "
         "per item, an array whose first axis counts items, or a tuple or mapping of these"
     )
+
+
+def is_plain_scalar(given: object) -> bool:
+    """Return whether a value is one of NumPy's numbers or strings, for which Python has a type as well."""
+    return isinstance(given, np.generic) and given.dtype.kind in PLAIN_KINDS
 
 
 def rows_of(given: Any, count: int, *, keeps: bool) -> list[Any]:

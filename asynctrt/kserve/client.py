@@ -23,6 +23,9 @@ from asynctrt.tensors import Array, TensorSpec, cast, convert, has_masked, to_ar
 TEXT_LENGTH_MAX: Final = 300
 """Characters of a server's text that an error message quotes."""
 
+JSON_FIX: Final = "replace it, because this server has no binary extension"
+"""What to do about an input that a server without raw tensors cannot get."""
+
 UNREADABLE: Final = (RequestError, ModelError, AttributeError, KeyError, TypeError, ValueError, OverflowError)
 """The errors raised while walking through malformed content."""
 
@@ -117,9 +120,9 @@ def describe_request(
         parameters["priority"] = priority
     content: dict[str, Any] = {"parameters": parameters} if parameters else {}
     if sizes is None:
-        refuse_infinities(arrays.values())
+        refuse_infinities(arrays.values(), fix=JSON_FIX)
         content["inputs"] = [
-            describe(name, array) | {"data": to_json(array)} for name, array in arrays.items()
+            describe(name, array) | {"data": to_json(array, fix=JSON_FIX)} for name, array in arrays.items()
         ]
     else:
         content["inputs"] = [
@@ -183,7 +186,7 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
             has_rows = sizes[:1] == [-1]
             specs.append(TensorSpec(name, _dtype(name, datatype), dims[has_rows:], 0 if has_rows else None))
     except UNREADABLE as error:
-        raise AnswerError(f"the model's metadata cannot be read: {_text_of(error)}") from error
+        raise AnswerError(f"the model's metadata cannot be read: {text_of(error)}") from error
     return tuple(specs)
 
 
@@ -203,9 +206,7 @@ def read_answer(body: bytes, headers: Mapping[str, str]) -> dict[str, Array]:
     except AnswerError as error:
         raise AnswerError(f"{error}; it begins {head[:100]!r}") from error
     except UNREADABLE as error:
-        raise AnswerError(
-            f"the answer cannot be read: {_text_of(error)}; it begins {head[:100]!r}"
-        ) from error
+        raise AnswerError(f"the answer cannot be read: {text_of(error)}; it begins {head[:100]!r}") from error
 
 
 def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
@@ -226,7 +227,7 @@ def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
                 check_nbytes(spec, shape, nbytes)
                 outputs.append((spec, shape, nbytes, None))
     except UNREADABLE as error:
-        raise AnswerError(f"the answer cannot be read: {_text_of(error)}") from error
+        raise AnswerError(f"the answer cannot be read: {text_of(error)}") from error
     return outputs
 
 
@@ -243,7 +244,7 @@ def read_outputs(outputs: Sequence[PlacedTensor], body: Buffer, start: int) -> d
     try:
         return read_tensors(outputs, body, start, decodes=False)
     except UNREADABLE as error:
-        raise AnswerError(f"the answer cannot be read: {_text_of(error)}") from error
+        raise AnswerError(f"the answer cannot be read: {text_of(error)}") from error
 
 
 def read_output(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
@@ -276,7 +277,8 @@ def _dtype(name: str, datatype: Any) -> np.dtype[Any]:
         raise ValueError(f"tensor {name!r} has the unknown datatype {datatype!r:.40}") from None
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return an error's message, shortened, or its class if it has none."""
     if isinstance(error, KeyError):
         return f"{error.args[0]!r} is missing"
     return str(error)[:TEXT_LENGTH_MAX] or type(error).__name__

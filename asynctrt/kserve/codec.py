@@ -131,11 +131,6 @@ class RequestLayout:
         self.answer = b""
         self.http_head = b""
 
-    @property
-    def is_reusable(self) -> bool:
-        """Whether the layout holds no values of inputs."""
-        return all(array is None or array is IN_HEAD for *_, array in self.inputs)
-
 
 class DecodedRequest:
     """One inference request: its id, its layout, and its inputs by name."""

@@ -131,7 +131,8 @@ def read_tensor(
     *,
     decodes: bool = True,
 ) -> Array:
-    """Read a tensor from the ``nbytes`` of a message that begin at ``start``. Numbers are not copied.
+    """Read a tensor from the ``nbytes`` of a message that begin at ``start``. Numbers are a view of it: their
+    rows are copied once, into their batch's slab.
 
     The caller has checked ``nbytes`` against the shape (see :func:`check_nbytes`).
 
@@ -142,14 +143,6 @@ def read_tensor(
     if spec.dtype.kind in TEXT:
         raw = memoryview(body)[start : start + nbytes]
         return read_bytes(spec, raw, size_of(shape), pause, decodes=decodes).reshape(shape)
-    return read_raw(spec, shape, body, start)
-
-
-def read_raw(spec: TensorSpec, shape: Sequence[int], body: Buffer, start: int = 0) -> Array:
-    """Return a view of a tensor of numbers in a message. Its rows are copied once, into their batch's slab.
-
-    :raises InputError: if a byte of a BOOL tensor is neither 0 nor 1, which a model need not tolerate.
-    """
     array: Array = np.ndarray(shape, spec.dtype, body, start)
     if spec.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         raise InputError(f"tensor {spec.name!r} is BOOL, so each of its bytes must be 0 or 1")
@@ -354,11 +347,12 @@ def _converted(spec: TensorSpec, values: list[Any]) -> Array:
     return convert(spec, values)
 
 
-def to_json(array: Array, *, is_nested: bool = False) -> Any:
+def to_json(array: Array, *, is_nested: bool = False, fix: str = BINARY_FIX) -> Any:
     """Return a tensor's values as a sequence that JSON can hold. NaN becomes null.
 
     :param is_nested: whether to return lists as deep as the tensor has axes, and a scalar's value alone; if
         not, the sequence is flat.
+    :param fix: what to do about a value that JSON cannot hold, for the message.
     :raises RequestError: for byte strings that JSON cannot hold; infinities become null: see
         :func:`refuse_infinities`.
     :raises ExecutionError: for objects that are not strings.
@@ -369,7 +363,7 @@ def to_json(array: Array, *, is_nested: bool = False) -> Any:
             values = [_utf8(item).decode() for item in flat.tolist()]
         except UnicodeDecodeError as error:
             raise RequestError(
-                f"a tensor holds bytes that are not UTF-8 text, which JSON cannot carry: {BINARY_FIX}"
+                f"a tensor holds bytes that are not UTF-8 text, which JSON cannot carry: {fix}"
             ) from error
         if not is_nested:
             return values
@@ -384,15 +378,16 @@ def to_json(array: Array, *, is_nested: bool = False) -> Any:
     return flat.reshape(array.shape) if array.ndim else flat[0]
 
 
-def refuse_infinities(arrays: Iterable[Array]) -> None:
+def refuse_infinities(arrays: Iterable[Array], *, fix: str = BINARY_FIX) -> None:
     """Check that JSON can hold the numbers of tensors.
 
+    :param fix: as for :func:`to_json`.
     :raises RequestError: if there are infinities among them.
     """
     for array in arrays:
         wide = array.astype(np.float32) if array.dtype.kind == "V" else array
         if wide.dtype.kind == "f" and np.isinf(wide).any():
-            raise RequestError(f"a tensor holds infinities, which JSON cannot carry: {BINARY_FIX}")
+            raise RequestError(f"a tensor holds infinities, which JSON cannot carry: {fix}")
 
 
 def brief(value: object) -> str:

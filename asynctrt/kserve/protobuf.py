@@ -276,7 +276,10 @@ class ProtobufCodec(ModelCodec):
         request.ClearField("id")
         request.ClearField("raw_input_contents")
         key = request.SerializeToString()
-        layout = self._layouts.get(key) or self._new_layout(request, key)
+        known = self._layouts.get(key)
+        layout = self._layout(request, is_raw=True) if known is None else known
+        if known is None and len(key) <= LAYOUT_NBYTES_MAX:
+            remember(self._layouts, key, layout)
         if len(contents) != len(layout.inputs):
             raise RequestError(
                 f"raw_input_contents must have one entry for each of the {len(layout.inputs)} inputs, not "
@@ -323,12 +326,6 @@ class ProtobufCodec(ModelCodec):
         kind = message_classes()["ModelInferResponse"]
         described = kind(model_name=self.name, model_version=self.version, outputs=outputs)
         return bytes(described.SerializeToString())
-
-    def _new_layout(self, request: Any, key: bytes) -> RequestLayout:
-        layout = self._layout(request, is_raw=True)
-        if len(key) <= LAYOUT_NBYTES_MAX:
-            remember(self._layouts, key, layout)
-        return layout
 
     def _layout(self, request: Any, *, is_raw: bool, pause: Pause = no_pause) -> RequestLayout:
         placed = tuple(

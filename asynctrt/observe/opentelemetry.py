@@ -7,9 +7,10 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, Final
 
+from asynctrt._util import clock
 from asynctrt.core.inputs import Inputs
 from asynctrt.engine import Engine
 from asynctrt.errors import MissingExtraError, UsageError
@@ -18,8 +19,9 @@ from asynctrt.tensors import InferResult
 
 try:
     from opentelemetry import metrics, propagate, trace
+    from opentelemetry.context import Context
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
-    from opentelemetry.trace import Span, Tracer, TracerProvider
+    from opentelemetry.trace import Span, SpanContext, Tracer, TracerProvider
 except ImportError as error:
     raise MissingExtraError("spans need opentelemetry-api: pip install 'asynctrt[otel]'") from error
 
@@ -27,6 +29,9 @@ __all__ = ["Span", "Tracer", "add_outcome", "export_metrics", "propagate", "trac
 """Includes the names that a server needs to make spans, because it imports them from here."""
 
 SCOPE: Final = "asynctrt"
+
+BATCHES_MAX: Final = 64
+"""How many of the latest batches' spans are known: requests of a batch end together."""
 
 
 def trace_requests(
@@ -36,8 +41,9 @@ def trace_requests(
 
     The attributes are ``asynctrt.model``, ``asynctrt.rows``, ``asynctrt.batch_rows``, ``asynctrt.queue_s``,
     ``asynctrt.compute_s``, and ``asynctrt.launched_ns``, which is equal for all requests of a batch: see
-    :attr:`InferResult.launched_ns`. The span of a failed or cancelled request has an error status. Tracing
-    costs nothing for engines that are not traced.
+    :attr:`InferResult.launched_ns`. Requests that shared a batch link to its span, which is a separate trace.
+    The span of a failed or cancelled request has an error status. Tracing costs nothing for engines that are
+    not traced.
 
     :param name: the model's name in spans; the engine's name by default.
     :param tracer_provider: the provider that receives the spans; OpenTelemetry's global one by default.
@@ -48,6 +54,7 @@ def trace_requests(
     model = engine.name if name is None else name
     tracer = trace.get_tracer(SCOPE, tracer_provider=tracer_provider)
     infer = engine.infer
+    batch_of = _batch_spans(tracer, model)
 
     @wraps(infer)
     async def traced(inputs: Inputs, **options: Any) -> InferResult:
@@ -66,9 +73,34 @@ def trace_requests(
                 add_outcome(span, result)
                 if (rows := _rows(engine, inputs)) is not None:
                     span.set_attribute("asynctrt.rows", rows)
+                if result.batch_rows > (rows or 1):
+                    timing = result.timing
+                    took_ns = timing.copy_in_ns + timing.compute_ns + timing.copy_out_ns
+                    span.add_link(batch_of(result.launched_ns, result.batch_rows, took_ns))
             return result
 
     vars(engine)["infer"] = traced
+
+
+def _batch_spans(tracer: Tracer, model: str) -> Callable[[int, int, int], SpanContext]:
+    """Return a function that makes a batch's span when its first request ends, and finds it for the others.
+
+    It takes what these requests have in common: when the batch was launched, its rows, and how long it took.
+    """
+
+    @lru_cache(BATCHES_MAX)
+    def batch_of(launched_ns: int, rows: int, took_ns: int) -> SpanContext:
+        start_ns = clock.wall_ns(launched_ns)
+        span = tracer.start_span(
+            f"batch {model}",
+            context=Context(),
+            start_time=start_ns,
+            attributes={"asynctrt.model": model, "asynctrt.batch_rows": rows},
+        )
+        span.end(start_ns + took_ns)
+        return span.get_span_context()
+
+    return batch_of
 
 
 def export_metrics(engines: Mapping[str, Engine], *, meter_provider: MeterProvider | None = None) -> None:

@@ -60,6 +60,8 @@ class _Request:
         self._receive = receive
         self._send = send
         self._lock = asyncio.Lock()
+        self._ahead: Message | None = None
+        self._has_begun = False
         self._is_read = asyncio.Event()
         self._is_answered = False
         self._has_gone = False
@@ -68,12 +70,12 @@ class _Request:
 
     async def receive(self) -> Message:
         """Return the next message; it may say that the client has disconnected."""
-        async with self._lock:
-            if self._has_gone:
-                return {"type": "http.disconnect"}
-            message = await self._receive()
-            self._note(message)
-            return message
+        if self._ahead is None:
+            async with self._lock:
+                if self._ahead is None:
+                    return await self._next()
+        message, self._ahead = self._ahead, None
+        return message
 
     async def send(self, message: Message) -> None:
         """Pass on a part of the answer."""
@@ -82,12 +84,25 @@ class _Request:
         await self._send(message)
 
     async def watch(self) -> None:
-        """Wait until the client has disconnected. The application reads its request first."""
+        """Wait until the client has disconnected.
+
+        One message is read ahead of an application that may never read its request. The application must
+        read the rest of a longer one first.
+        """
+        async with self._lock:
+            if not self._has_begun:
+                self._ahead = await self._next()
         await self._is_read.wait()
         while not self._has_gone:
-            await self.receive()
+            async with self._lock:
+                await self._next()
 
-    def _note(self, message: Message) -> None:
+    async def _next(self) -> Message:
+        """Return the server's next message."""
+        if self._has_gone:
+            return {"type": "http.disconnect"}
+        message = await self._receive()
+        self._has_begun = True
         if message["type"] == "http.disconnect":
             self._has_gone = True
             # After the answer the handler may still run background tasks.
@@ -95,3 +110,4 @@ class _Request:
             self._is_read.set()
         elif not message.get("more_body", False):
             self._is_read.set()
+        return message

@@ -64,7 +64,7 @@ class TestRequests:
             ]
         }
         for value in (np.array([np.inf]), np.array([b"\xff"])):
-            with pytest.raises(RequestError, match="binary_data"):
+            with pytest.raises(RequestError):
                 write_json({"x": value})
 
     @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from asynctrt.kserve.datatypes import (
     datatype_of,
     from_json,
     read_bytes,
-    read_raw,
+    read_tensor,
     to_json,
     write_bytes,
 )
@@ -185,7 +185,7 @@ def test_to_json():
 
 def test_bools_are_0_or_1():
     spec = TensorSpec("x", "bool", (2,))
-    assert read_raw(spec, (1, 2), b"\x00\x01").tolist() == [[False, True]]
-    assert read_raw(spec, (0, 2), b"").tolist() == []
+    assert read_tensor(spec, (1, 2), b"\x00\x01", 0, 2).tolist() == [[False, True]]
+    assert read_tensor(spec, (0, 2), b"", 0, 0).tolist() == []
     with pytest.raises(InputError, match="0 or 1"):
-        read_raw(spec, (1, 2), b"\x00\x02")
+        read_tensor(spec, (1, 2), b"\x00\x02", 0, 2)

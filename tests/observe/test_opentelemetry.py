@@ -64,9 +64,15 @@ async def test_requests_of_a_batch_say_when_it_was_launched(recorded):
             await asyncio.sleep(0)  # Those that are to share a batch are queued.
             device.open()
             await asyncio.gather(first, *others)
+    (batch,) = [span for span in spans() if span.name.startswith("batch")]
+    requests = [span for span in spans() if span is not batch]
     found = sorted(
-        (span.attributes["asynctrt.launched_ns"], span.attributes["asynctrt.rows"]) for span in spans()
+        (span.attributes["asynctrt.launched_ns"], span.attributes["asynctrt.rows"]) for span in requests
     )
+    assert [[link.context for link in span.links] for span in requests] == [[], *[[batch.context]] * 2]
+    assert (batch.parent, batch.attributes["asynctrt.batch_rows"]) == (None, 4)
+    last = requests[-1]
+    assert last.start_time <= batch.start_time <= batch.end_time <= last.end_time
     launched = [batch.launched_ns for batch in batches]
     assert found == [(launched[0], 1), (launched[1], 2), (launched[1], 2)]
 
@@ -107,6 +113,20 @@ async def test_stages_of_a_pipeline_are_within_its_request(recorded):
     stage, whole = spans()
     assert [stage.name, whole.name] == ["infer stage", "infer pipeline"]
     assert stage.parent.span_id == whole.context.span_id
+
+
+@pytest.mark.anyio
+async def test_calls_of_a_decorated_function(recorded):
+    provider, spans = recorded
+
+    @asynctrt.batch
+    def double(x):
+        return 2 * x
+
+    async with double:
+        trace_requests(double.engine, tracer_provider=provider)
+        assert await double(3) == 6
+    assert [span.name for span in spans()] == ["infer double"]
 
 
 @pytest.mark.anyio

@@ -97,6 +97,38 @@ async def test_what_nobody_waits_for_leaves_the_engine(make):
         assert engine.statistics().cancelled == 7
 
 
+@pytest.mark.parametrize("framework", [FastAPI, Starlette])
+async def test_a_request_that_the_application_does_not_read(framework):
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def predict(request: Request):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    app = framework(routes=[Route("/predict", predict, methods=["POST"])])
+    app.add_middleware(CancelOnDisconnect)
+    async with running(app) as address, asyncio.timeout(WAIT_S):
+        _, writer = await post(address, [1])
+        await begun.wait()
+        writer.close()
+        await ended.wait()
+
+
+async def test_a_request_that_the_application_reads_late():
+    async def late(request):
+        await asyncio.sleep(0.1)  # Until then it was read ahead.
+        return JSONResponse(await request.json())
+
+    app = CancelOnDisconnect(Starlette(routes=[Route("/predict", late, methods=["POST"])]))
+    async with running(app) as address, asyncio.timeout(WAIT_S):
+        reader, writer = await post(address, [1])
+        assert (await reader.read()).endswith(b"[1]")
+        writer.close()
+
+
 async def test_an_answer_in_parts_and_a_body_in_parts():
     async def parts(request):
         taken = [part async for part in request.stream()]
