@@ -190,13 +190,19 @@ class Driver:
         if future is None:
             future = self._create_future()
         opened = self._open
-        flat = opened.flat
-        if key is opened.key and len(flat) < opened.length_max:  # The same as `join`, without the call.
-            flat += (future, payload, opened.arrival_ns)
+        if key is opened.joins and len(opened.entries) < opened.length_max:
+            opened.entries.append((future, payload, opened.arrival_ns))  # As `join`, without the call.
         else:
-            # All requests of a tick arrived when its first one did.
-            now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
-            self._do_queue(now_ns, self._queue.submit_plain, key, future, payload, now_ns)
+            try:
+                if not self._pump_is_scheduled:
+                    self.pump_soon()
+                # All requests of a tick arrived when its first one did.
+                self._queue.submit_plain(key, future, payload, self._tick_ns)
+            except Exception:
+                raise
+            except BaseException as error:
+                self._interrupted(error)
+                raise
         return future
 
     def submit_parts(
@@ -328,17 +334,16 @@ class Driver:
         """Carry out what the scheduler decides, until it has nothing more to launch now."""
         if self._in_pump:
             return
-        scheduler, queue, again = self._scheduler, self._queue, self._scheduler.again
+        scheduler, queue, again, opened = self._scheduler, self._queue, self._scheduler.again, self._open
         try:
             self._in_pump = True
             self._pump_is_scheduled = False
             started_ns = now_ns = self._now_ns()
-            queue.close_open()
             if queue.has_to_expire:
                 # Requests that came after the last pump get a chance to be launched before they can expire.
                 self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
-            while queue.rows or again.parts:
+            while opened.entries or queue.rows or again.parts:
                 if (decided := scheduler.next_batch(now_ns)) is None:
                     break
                 if isinstance(decided, Batch):
@@ -351,7 +356,7 @@ class Driver:
                     return
             if queue.has_to_expire:
                 self._give_up_waiting(now_ns)
-            if queue.rows or again.parts:
+            if opened.entries or queue.rows or again.parts:
                 if (early_key := scheduler.early_key) is not None:
                     self._copy_ahead(early_key)
                 if (wakeup_ns := scheduler.next_wakeup()) is not None:

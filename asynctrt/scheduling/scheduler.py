@@ -35,7 +35,7 @@ from asynctrt.scheduling.policies import (
 )
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
-from asynctrt.scheduling.queues import BucketQueue, JoinedRows
+from asynctrt.scheduling.queues import Bucket, BucketQueue, JoinedRows, OpenBatch
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
     QUEUED,
@@ -53,6 +53,10 @@ PARTS_MAX: Final = 4
 rows of a batch. That is enough to isolate all requests of callers whose requests always fail, so that new
 batches succeed."""
 
+
+# As constants: looking a member up on its class takes longer.
+IDLE: Final = Reason.IDLE
+FULL: Final = Reason.FULL
 
 NONE_JOINED: Final[tuple[JoinedRows, ...]] = ()
 
@@ -179,12 +183,12 @@ class Scheduler:
     @property
     def queued_rows(self) -> int:
         """Return the rows that wait, over all buckets."""
-        return self.queue.rows + len(self.queue.open)
+        return self.queue.rows + self.queue.open.rows
 
     @property
     def has_to_launch(self) -> bool:
         """Return whether any request waits to be launched, for the first time or again."""
-        return self.queue.rows > 0 or self.queue.open.key is not None or bool(self.again.parts)
+        return self.queue.rows > 0 or bool(self.queue.open.entries) or bool(self.again.parts)
 
     @property
     def is_idle(self) -> bool:
@@ -265,14 +269,17 @@ class Scheduler:
         The model is asked about the batch before any request leaves its queue. If that fails, the requests
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
-        queue, again, room = self.queue, self.again, self.room
-        if queue.open.bucket is not None:
-            queue.close_open()
+        queue, again, room, opened = self.queue, self.again, self.room, self.queue.open
+        opened.joins = None
         if self._growth.due_ns is not None:
             self._growth.begin()
         room.until_ns = None
-        if not (queue.rows or again.parts) or not room.has_room(now_ns):
+        if not (opened.entries or queue.rows or again.parts) or not room.has_room(now_ns):
             return None
+        if opened.entries:
+            if not (queue.rows or again.parts or queue.deadlines.line or self._policy.delay_ns_max):
+                return self._next_open(now_ns)
+            queue.close_open()
         decided = self._next_again(now_ns) if again.parts and again.goes_first else None
         if decided is None and queue.rows:
             decided = self._next_queued(now_ns)
@@ -297,16 +304,39 @@ class Scheduler:
             if late:
                 queue.give_up(late)
                 continue
-            fitted = room.sizes.fit(bucket, chosen, rows, reason, now_ns)
-            if fitted is not None:
-                return self._form(bucket, *fitted, reason, now_ns)
-            room.bides, room.until_ns = True, room.sizes.until_ns
-            break
+            return self._fit(bucket, chosen, rows, reason, now_ns)
+        return None
+
+    def _next_open(self, now_ns: int) -> Batch | RejectedBatch | None:
+        """Return the next batch of the open batch, which alone waits; ``None`` if it should wait."""
+        opened, in_flight = self.queue.open, len(self._in_flight)
+        reason = IDLE if len(opened.entries) < opened.rows_max else FULL
+        self.room.bides = False
+        if in_flight:
+            if in_flight >= self._policy.concurrency and (reason is IDLE or self._policy.answers_in_time):
+                self.room.bides = True
+                return None
+            if self._growth.may_grow(opened, now_ns):
+                return None
+        chosen, rows = opened.choose(self._rows.rows_max(opened, in_flight, reason))
+        return self._fit(opened, chosen, rows, reason, now_ns)
+
+    def _fit(
+        self, bucket: Bucket, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
+    ) -> Batch | RejectedBatch | None:
+        """Return the next batch of a bucket, with the rows that the free contexts take; ``None`` if it has to
+        wait for a context."""
+        if not self._policy.change_ns:
+            return self._form(bucket, chosen, rows, 0, reason, now_ns)
+        fitted = self.room.sizes.fit(bucket, chosen, rows, reason, now_ns)
+        if fitted is not None:
+            return self._form(bucket, *fitted, reason, now_ns)
+        self.room.bides, self.room.until_ns = True, self.room.sizes.until_ns
         return None
 
     def _form(
         self,
-        bucket: BucketQueue,
+        bucket: Bucket,
         chosen: Sequence[Request],
         rows: int,
         rows_min: int,
@@ -320,6 +350,7 @@ class Scheduler:
         queue, own, own_rows = self.queue, chosen, rows
         key, joined = bucket.key, NONE_JOINED
         if queue.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
+            assert isinstance(bucket, BucketQueue), "the open batch is launched only if nothing else waits"
             key, joined = self._join(bucket)
             for _, others, more in joined:
                 chosen, rows = (*chosen, *others), rows + more
@@ -329,16 +360,12 @@ class Scheduler:
             if joined:
                 rows_min = self.room.sizes.usual(key.shape, rows_run)
                 self.room.sizes.note(key.shape, rows, rows_min)
-            rows_run = max(rows_run, rows_min)
+            if rows_min > rows_run:
+                rows_run = rows_min
             self.taken = chosen
         except Exception as raised:
             error = raised
-        for other, others, more in joined:
-            other.take(others, more)
-            queue.buckets.left(other)
-        bucket.take(own, own_rows)
-        queue.buckets.launched(bucket)
-        queue.rows -= rows
+        queue.launch(bucket, own, own_rows, joined)
         if error is not None:
             queue.fail(chosen)
             return RejectedBatch(chosen, error)
@@ -348,7 +375,7 @@ class Scheduler:
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
         if self._growth.was is not None:
             was, self._growth.was = self._growth.was, None
-            batch.was_due = was is bucket and reason is not Reason.FULL and batch.is_timed
+            batch.was_due = was.key is key and reason is not Reason.FULL and batch.is_timed
         return batch
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
@@ -432,6 +459,9 @@ class Scheduler:
         """Return the requests that the held-back batch would have now, and the context that it would run on;
         ``None`` if that is not known."""
         bucket = self._growth.bucket
+        if isinstance(bucket, OpenBatch):
+            self.queue.close_open()
+            bucket = bucket.bucket
         if bucket is None or not bucket.rows:
             return None
         bucket.make_objects()  # Which rows were copied already is known by them.
@@ -509,7 +539,8 @@ class Scheduler:
             self.room.sizes.changed(max(now_ns - batch.launched_ns - usual_ns, 0))
         if batch.is_timed:
             self.times.observe(batch, now_ns, took)
-            self._company.observe(batch, took.copy_in_ns + took.compute_ns + took.copy_out_ns)
+            if not self._company.is_measured:
+                self._company.observe(batch, took.copy_in_ns + took.compute_ns + took.copy_out_ns)
         self._counters.add_batch(batch, now_ns, answered, arrived_ns, took)
 
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
