@@ -268,6 +268,11 @@ class BatchTimes:
         compute_ns = self.compute.typical(key.shape, rows) or 0
         return self.copy_in_ns(key, rows), compute_ns, self.copy_out_ns(key, rows)
 
+    def alone_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long such a batch typically computes with nothing beside it; 0 if no such batch ran."""
+        shape = key.shape
+        return self.alone.typical(shape, rows) or self.compute.typical(shape, rows) or 0
+
     def copy_in_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long the rows of a batch typically take to be copied in; 0 before any were."""
         return self.copy_in.typical(key.copy_key, rows) or 0

@@ -439,14 +439,8 @@ class Scheduler:
             self._concurrency.launched(batch)
         self._counters.launched[reason] += 1
         if self.room.share is not None:
-            self.room.share.launched(
-                batch,
-                now_ns,
-                (key.shape, rows_run),
-                lanes=count,
-                computing=self._computing(),
-                alone_ns=self.times.alone.typical(key.shape, rows_run),
-            )
+            usual_ns = self.times.alone_ns(key, rows_run)
+            self.room.share.launched(batch, now_ns, usual_ns, lanes=count)
         return batch
 
     @property
@@ -488,10 +482,6 @@ class Scheduler:
         if self._policy.delay_ns_max and room.is_free and not room.is_held:
             times.append(queue.buckets.wakeup_ns(len(self._in_flight)))
         return min([time_ns for time_ns in times if time_ns is not None], default=None)
-
-    def _computing(self) -> int:
-        """Return how many batches of this scheduler compute at once."""
-        return self._concurrency.in_use if self._concurrency.has_lanes else len(self._in_flight)
 
     def started(self, batch: Batch, now_ns: int, put_ns: int | None = None) -> int | None:
         """Note that a batch is on its stream.
@@ -582,7 +572,7 @@ class Scheduler:
         if self._concurrency.lines:
             self._concurrency.left(batch)
         if room.share is not None:
-            room.share.left(batch, computing=self._computing())
+            room.share.left(batch)
 
     def close(self, why: AsynctrtError) -> list[Request]:
         """Refuse every submission from now on, and return all unanswered requests that are not in flight:

@@ -456,8 +456,8 @@ def the_device_is_left_to_the_idle(original, self, share):
     return float(sum(other is not share for other in self.members))
 
 
-def batches_stay_in_flight(original, self, flight, *, computing):
-    self._shares.change(self, computing)
+def batches_stay_in_flight(original, self, flight):
+    self._shares.wake(self)
 
 
 def who_is_held_is_forgotten(original, self, now_ns):
