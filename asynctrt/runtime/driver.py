@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from asynctrt._util.alarm import Alarm
+from asynctrt._util.loops import in_thread
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import raise_on_loop
@@ -117,9 +118,8 @@ class Driver:
         self._ahead: AheadRows | None = None
         self._results = ResultMemory()
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
+        self._joining = 0  # How many calls' answers are being joined.
         self._idle_waiters: list[asyncio.Future[None]] = []
-        self.observe: Callable[[Batch, BatchRecord, int], None] | None = None
-        """Called with each answered batch, its record and the time in ns; must not raise."""
         self.on_answer: list[Callable[[InFlight], None]] = []
         """Called with each answered batch, just before its callers get their results; must not raise."""
         self.on_launch: Callable[[Batch], None] | None = None
@@ -254,8 +254,17 @@ class Driver:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nothing is queued or in flight, and no copy of answered batches is awaited."""
-        return self._scheduler.is_idle and not self._copiers.is_awaited
+        """Whether nothing is queued or in flight, and no answers are being joined."""
+        return self._scheduler.is_idle and not self._joining
+
+    async def join_in_thread(self, join: Callable[[], InferResult]) -> InferResult:
+        """Join the answers to the parts of a call in another thread. Until then, this is not idle."""
+        self._joining += 1
+        try:
+            return await in_thread(join)
+        finally:
+            self._joining -= 1
+            self._tell_if_idle()
 
     def next_idle(self) -> asyncio.Future[None]:
         """Return a future that is done when nothing is queued and nothing is in flight."""
@@ -284,7 +293,6 @@ class Driver:
     def close(self) -> None:
         """Fail batches that are still in flight, and never run another. The engine closes the pool."""
         self._reaper.close()
-        self._copiers.end_waits(partial(EngineClosedError, f"{self._name} is closed"))
         self._alarm.close()
         for forget in self._forget_arenas:
             forget()
@@ -316,12 +324,6 @@ class Driver:
         enqueueing."""
         self._copiers.close(timeout_s)
         self._enqueuers.close(timeout_s)
-
-    def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> asyncio.Future[None]:
-        """Run ``copy`` in another thread; return a future that ends with it, and raises its exception."""
-        future = self._copiers.copy_soon(copy, nbytes)
-        future.add_done_callback(lambda _: self._tell_if_idle())
-        return future
 
     def pump_soon(self) -> None:
         """Schedule a pump for the end of the tick."""
@@ -780,8 +782,6 @@ class Driver:
         del self._flights[flight]
         flight.source.ended()
         self._scheduler.finished(batch, now_ns, record)
-        if self.observe is not None:
-            self.observe(batch, record, now_ns)
         for notice in self.on_answer:
             notice(flight)
         # The device gets its next batch before callers are answered. Batches are answered in their order.

@@ -117,7 +117,7 @@ class InFlight:
         batch, slab, wanted = self.batch, self.source.slab, self.source.wanted
         layout = slab.layout
         found = slab.outputs if layout.has_rows_first else slab.output_views(batch.rows_run)
-        if wanted is None and slab.has_all_outputs:
+        if wanted is None and len(found) == len(layout.outputs):
             return found, layout.output_row_nbytes * batch.rows
         spans = [
             span

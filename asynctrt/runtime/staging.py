@@ -179,8 +179,6 @@ class Slab:
         staging = buffers.staging
         self.inputs = tuple([self._array(staging, span) for span in layout.inputs])
         self.outputs = {span.name: self._array(staging, span) for span in layout.outputs if span is not None}
-        self.has_all_outputs = len(self.outputs) == len(layout.outputs)
-        """Whether every output is written here: the place of each is known."""
         self.shared = tuple([self._array(staging, span, 1) for span in layout.shared])
         """The inputs that all rows of a batch share, each an array of one row."""
         self._views: dict[int, tuple[tuple[Array, ...], dict[str, Array]]] = {}

@@ -60,22 +60,6 @@ EMPTY_MAX: Final = 256
 shapes keep changing; the number was not tuned."""
 
 
-class SplitCall:
-    """A call of several parts: one is in the queue, and the others wait to follow it.
-
-    :param parts: the other parts, in order.
-    :param due_ns: when the part in the queue is due.
-    """
-
-    __slots__ = ("due_ns", "parts", "rows")
-
-    def __init__(self, parts: Sequence[Request], due_ns: int) -> None:
-        self.parts = deque(parts)
-        self.due_ns = due_ns
-        self.rows = sum(part.rows for part in parts)
-        """The rows of the other parts, including parts that have left."""
-
-
 class BucketQueue:
     """The requests of one bucket: by priority, the most urgent first, then by when they are due.
 
@@ -118,8 +102,10 @@ class BucketQueue:
         self._patience_ns = patience_ns
         # Rows by priority. Rows of priority 0 are not counted, as they go behind all others.
         self._urgent_rows: dict[int, int] = {}
-        # The split calls, by the part of each that is in the queue.
-        self._calls: dict[Request, SplitCall] = {}
+        # The parts of split calls that are not in the queue yet, by the part before them, which is.
+        self._following: dict[Request, deque[Request]] = {}
+        # The rows of these parts by priority, including parts that have left.
+        self._rows_following = [0] * priorities
 
     def __repr__(self) -> str:
         return f"<BucketQueue {self.key!r} requests={self.requests} rows={self.rows}>"
@@ -127,7 +113,7 @@ class BucketQueue:
     @property
     def requests(self) -> int:
         """Return how many requests are queued. Other threads may ask, and may miss concurrent changes."""
-        parts = sum(len(call.parts) for call in tuple(self._calls.values()))
+        parts = sum(map(len, tuple(self._following.values())))
         return max(sum(map(len, self._by_priority)) + parts - self._tombstones, len(self.entries))
 
     def head_rows(self, *, by_age: bool = False) -> int:
@@ -178,19 +164,28 @@ class BucketQueue:
         """
         self.make_objects()
         if others:
-            self._calls[request] = call = SplitCall(others, self._due_ns(request))
-            self._add_rows(request.priority, call.rows)
-        queue = self._by_priority[-1 - request.priority]
-        if request.deadline_ns != NO_DEADLINE_NS and queue and self._goes_before(request, queue[-1]):
-            queue.insert(self._place_in(queue, request), request)
-        else:
-            queue.append(request)
+            rows = sum(part.rows for part in others)
+            self._following[request] = deque(others)
+            self._rows_following[request.priority] += rows
+            self._add_rows(request.priority, rows)
+        self._enter(request)
         self._add_rows(request.priority, request.rows)
         return (
             request.priority > self.priority
             or request.deadline_ns < self.deadline_ns
             or (self.rows >= self.rows_max and not self.is_full)
         )
+
+    def _enter(self, request: Request) -> None:
+        """Put a request into the queue of its priority, in the order of when requests are due."""
+        queue = self._by_priority[-1 - request.priority]
+        if queue:
+            if request.since_ns < queue[-1].since_ns:
+                request.since_ns = queue[-1].since_ns  # A part that waited for the ones before it.
+            if self._goes_before(request, queue[-1]):
+                queue.insert(self._place_in(queue, request), request)
+                return
+        queue.append(request)
 
     def _add_rows(self, priority: int, rows: int) -> None:
         self.rows += rows
@@ -204,8 +199,7 @@ class BucketQueue:
         self._tombstones += 1
         if request.priority:
             self._urgent_rows[request.priority] -= request.rows
-        if request in self._calls:
-            self._let_next_in(request)
+        self._let_next_in(request)
         self._bury()
 
     def rows_ahead(self, request: Request) -> int:
@@ -221,8 +215,7 @@ class BucketQueue:
             return above + max(self._place_in(queue, request) - self._tombstones, 0)
         ahead = above + self._urgent_rows.get(priority, 0) if priority else self.rows
         # Parts that are not in the queue yet will join it behind the request.
-        behind = sum(call.rows for part, call in self._calls.items() if part.priority == priority)
-        return max(ahead - behind, above)
+        return max(ahead - self._rows_following[priority], above)
 
     def overdue_ns(self) -> int:
         """Return when the first of its requests is due, of any priority. The queue must not be empty."""
@@ -300,7 +293,7 @@ class BucketQueue:
         """
         if self.entries:
             return choose_plain(self.entries, self.key, rows_max)
-        if not self._tombstones and not self._calls and self.rows <= rows_max:
+        if not self._tombstones and not self._following and self.rows <= rows_max:
             return tuple(chain.from_iterable(self._by_priority)), self.rows
         return self._choose_fitting(self._heads() if by_age else self._by_priority, rows_max)
 
@@ -343,9 +336,9 @@ class BucketQueue:
             return
         self.rows -= rows
         self._tombstones += len(chosen)
-        if self._calls:
-            for part in [request for request in chosen if request in self._calls]:
-                self._let_next_in(part)
+        if self._following:
+            for request in chosen:
+                self._let_next_in(request)
         self.head()
         self._bury()
 
@@ -355,38 +348,29 @@ class BucketQueue:
         self.rows = self._tombstones = 0
         self.deadline_ns = NO_DEADLINE_NS
         self._urgent_rows.clear()
-        self._calls.clear()
+        if self._following:  # Only parts that have left.
+            self._following.clear()
+            self._rows_following = [0] * len(self._by_priority)
 
     def _let_next_in(self, part: Request) -> None:
-        """Append the next part of a call when one has left the queue; if its deadline is earlier than others
-        are due, put it before them."""
-        call = self._calls.pop(part)
-        while call.parts:
-            following = call.parts.popleft()
-            call.rows -= following.rows
+        """Let the next part of a call into the queue when one has left."""
+        parts = self._following.pop(part, None)
+        while parts:
+            following = parts.popleft()
+            self._rows_following[following.priority] -= following.rows
             if following.state is QUEUED:
-                break
+                if parts:
+                    self._following[following] = parts
+                self._enter(following)
+                return
             self._tombstones -= 1
-        else:
-            return
-        queue = self._by_priority[-1 - following.priority]
-        last_ns = self._due_ns(queue[-1]) if queue else 0
-        if following.deadline_ns < last_ns:
-            call.due_ns = following.deadline_ns
-            queue.insert(bisect_right(queue, call.due_ns, key=self._due_ns), following)
-        else:
-            call.due_ns = max(self._due_ns(following), last_ns)
-            queue.append(following)
-        self._calls[following] = call
 
     def _parts(self, priority: int) -> list[deque[Request]]:
         """Return the parts of calls of one priority that are not in the queue yet."""
-        return [call.parts for part, call in self._calls.items() if part.priority == priority]
+        return [parts for part, parts in self._following.items() if part.priority == priority]
 
     def _due_ns(self, request: Request) -> int:
-        if self._calls and (call := self._calls.get(request)) is not None:
-            return call.due_ns
-        return min(request.deadline_ns, request.arrival_ns + self._patience_ns)
+        return min(request.deadline_ns, request.since_ns + self._patience_ns)
 
     def _goes_before(self, request: Request, other: Request) -> bool:
         # The first check is cheap and usually enough: a later request with a later deadline is due later.
@@ -415,9 +399,10 @@ class BucketQueue:
                 alive = [request for request in queue if request.state is QUEUED]
                 queue.clear()
                 queue.extend(alive)
-            for call in self._calls.values():
-                call.parts = deque(part for part in call.parts if part.state is QUEUED)
-                call.rows = sum(part.rows for part in call.parts)
+            self._rows_following = [0] * len(self._by_priority)
+            for part, parts in self._following.items():
+                self._following[part] = deque(other for other in parts if other.state is QUEUED)
+                self._rows_following[part.priority] += sum(other.rows for other in self._following[part])
             self._tombstones = 0
 
 

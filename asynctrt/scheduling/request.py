@@ -72,6 +72,7 @@ class Request:
         "priority",
         "reserve_ns",
         "rows",
+        "since_ns",
         "state",
     )
 
@@ -89,6 +90,8 @@ class Request:
         self.key = key
         self.priority = priority
         self.arrival_ns = arrival_ns
+        self.since_ns = arrival_ns
+        """When it joined its queue: a part of a call joins when the part before it has left."""
         self.deadline_ns = deadline_ns
         self.payload = payload
         self.future = future
