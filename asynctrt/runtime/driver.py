@@ -685,7 +685,7 @@ class Driver:
         source = flight.source
         try:
             landed_ns = self._now_ns()
-            copies_ns, wait_ns = self._note_times(flight)
+            copies_ns, wait_ns = flight.note_times(self._scheduler.times)
             if self._scheduler.room.share is not None:
                 self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
             if batch.lane is not None or batch.arena is not None or copies_ns is not None:
@@ -739,21 +739,6 @@ class Driver:
             self._tell_if_idle()
         else:
             self._fail(flight.batch, error, flight)
-
-    def _note_times(self, flight: InFlight) -> tuple[tuple[int, int] | None, int | None]:
-        """Record the times that the device measured of a batch, or the usual times if it was not timed.
-
-        :returns: the measured times of copying in and out, and of waiting in its lane; ``None`` for each that
-            was not measured.
-        """
-        batch, record = flight.batch, flight.record
-        copies_ns = flight.note_times()
-        if copies_ns is None:
-            usual_ns = self._scheduler.times.usual_ns(batch.key, batch.rows_run)
-            copy_in_ns, record.compute_ns, record.copy_out_ns = usual_ns
-            record.copy_in_ns += copy_in_ns
-            return None, None
-        return copies_ns if any(copies_ns) else None, None if batch.lane is None else record.arena_wait_ns
 
     def _copied_out(
         self,

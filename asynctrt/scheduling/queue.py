@@ -15,6 +15,7 @@ from asynctrt.scheduling.request import (
     PlainRequest,
     Request,
     change,
+    take_plain,
 )
 
 
@@ -142,7 +143,7 @@ class Queue:
         :param joined: the rows of other buckets that join ``chosen``.
         """
         if isinstance(bucket, OpenBatch):
-            bucket.take(chosen)
+            bucket.entries = take_plain(bucket.entries, chosen)
             return
         for other, others, more in joined:
             other.take(others, more)

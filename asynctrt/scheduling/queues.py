@@ -457,10 +457,6 @@ class OpenBatch:
         """Return the requests of the next batch and their rows, at most ``rows_max``; change nothing."""
         return choose_plain(self.entries, self.key, rows_max)
 
-    def take(self, chosen: Sequence[Request]) -> None:
-        """Remove the requests that :meth:`choose` returned, as they are launched."""
-        self.entries = take_plain(self.entries, chosen)
-
 
 Bucket = BucketQueue | OpenBatch
 

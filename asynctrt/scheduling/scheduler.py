@@ -42,6 +42,7 @@ from asynctrt.scheduling.request import (
     Change,
     Request,
     change,
+    choose_plain,
     complete,
     waiting_in,
 )
@@ -318,7 +319,8 @@ class Scheduler:
                 return None
             if self._growth.may_grow(opened, now_ns):
                 return None
-        chosen, rows = opened.choose(self._rows.rows_max(opened, in_flight, reason))
+        rows_max = self._rows.rows_max(opened, in_flight, reason)
+        chosen, rows = choose_plain(opened.entries, opened.key, rows_max)
         return self._fit(opened, chosen, rows, reason, now_ns)
 
     def _fit(

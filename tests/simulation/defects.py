@@ -56,15 +56,24 @@ def an_open_batch_is_closed_once_too_often(original, self):
         self.rows += 1
 
 
-def an_open_batch_is_launched_again(original, self, chosen):
-    kept = self.entries[-1:]
-    original(self, chosen)
-    self.entries += kept
+def an_open_batch_is_launched_again(original, self, *batch):
+    kept = self.open.entries[-1:]
+    original(self, *batch)
+    self.open.entries += kept
 
 
-def an_open_batch_leaves_its_first_behind(original, self, rows_max):
-    self.entries.append(self.entries.pop(0))
-    return original(self, rows_max)
+def an_open_batch_leaves_its_first_behind(original, self, now_ns):
+    entries = self.queue.open.entries
+    entries.append(entries.pop(0))
+    return original(self, now_ns)
+
+
+def an_open_batch_takes_a_row_too_many(original, self, now_ns):
+    self.queue.open.rows_max += 1
+    try:
+        return original(self, now_ns)
+    finally:
+        self.queue.open.rows_max -= 1
 
 
 def an_open_batch_waits_for_no_other(original, self, now_ns):
@@ -471,9 +480,9 @@ PLANTED = [
     (Queue, "submit", rows_counted_twice),
     (OpenBatch, "join", an_open_batch_takes_any_key),
     (Queue, "submit_plain", an_open_batch_has_no_bound),
-    (OpenBatch, "choose", one_row_too_many),
-    (OpenBatch, "choose", an_open_batch_leaves_its_first_behind),
-    (OpenBatch, "take", an_open_batch_is_launched_again),
+    (Scheduler, "_next_open", an_open_batch_takes_a_row_too_many),
+    (Scheduler, "_next_open", an_open_batch_leaves_its_first_behind),
+    (Queue, "launch", an_open_batch_is_launched_again),
     (Scheduler, "_next_open", an_open_batch_waits_for_no_other),
     (Queue, "close_open", an_open_batch_is_closed_once_too_often),
     (BucketQueue, "_append_made", plain_requests_are_made_in_disorder),
