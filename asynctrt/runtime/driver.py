@@ -37,7 +37,7 @@ from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 from asynctrt.runtime.results import ResultMemory
 from asynctrt.runtime.spans import copy_out, fills, outputs_of
-from asynctrt.runtime.staging import AheadRows, Slab
+from asynctrt.runtime.staging import AheadRows, RowSource, Slab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, holds
@@ -332,37 +332,14 @@ class Driver:
             self._pump_is_scheduled = True
             self._tick_ns = self._now_ns()
 
-    def _pump(self) -> None:  # noqa: C901  (a call a tick less)
+    def _pump(self) -> None:
         """Carry out what the scheduler decides, until it has nothing more to launch now."""
         if self._in_pump:
             return
-        scheduler, queue, again, opened = self._scheduler, self._queue, self._scheduler.again, self._open
         try:
             self._in_pump = True
             self._pump_is_scheduled = False
-            started_ns = now_ns = self._now_ns()
-            if queue.has_to_expire:
-                # Requests that came after the last pump get a chance to be launched before they can expire.
-                self._give_up_waiting(now_ns, self._pumped_ns)
-            self._pumped_ns = started_ns
-            while opened.entries or queue.rows or again.parts:
-                if (decided := scheduler.next_batch(now_ns)) is None:
-                    break
-                if isinstance(decided, Batch):
-                    self._start(decided)
-                else:
-                    self._reject(decided)
-                now_ns = self._now_ns()
-                if now_ns - started_ns > PUMP_NS_MAX:
-                    self.pump_soon()
-                    return
-            if queue.has_to_expire:
-                self._give_up_waiting(now_ns)
-            if opened.entries or queue.rows or again.parts:
-                if (early_key := scheduler.early_key) is not None:
-                    self._copy_ahead(early_key)
-                if (wakeup_ns := scheduler.next_wakeup()) is not None:
-                    self._alarm.set(wakeup_ns)
+            self._launch_all()
         except Exception:
             raise
         except BaseException as error:
@@ -373,32 +350,61 @@ class Driver:
         if self._idle_waiters:
             self._tell_if_idle()
 
+    def _launch_all(self) -> None:
+        scheduler, queue, again, opened = self._scheduler, self._queue, self._scheduler.again, self._open
+        started_ns = now_ns = self._now_ns()
+        if queue.has_to_expire:
+            # Requests that came after the last pump get a chance to be launched before they can expire.
+            self._give_up_waiting(now_ns, self._pumped_ns)
+        self._pumped_ns = started_ns
+        while opened.entries or queue.rows or again.parts:
+            if (decided := scheduler.next_batch(now_ns)) is None:
+                break
+            if isinstance(decided, Batch):
+                self._start(decided)
+            else:
+                self._reject(decided)
+            now_ns = self._now_ns()
+            if now_ns - started_ns > PUMP_NS_MAX:
+                self.pump_soon()
+                return
+        if queue.has_to_expire:
+            self._give_up_waiting(now_ns)
+        if opened.entries or queue.rows or again.parts:
+            self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Copy rows of a batch that may still grow, and wake up when something is to be done next."""
+        scheduler = self._scheduler
+        if (early_key := scheduler.early_key) is not None:
+            self._copy_ahead(early_key)
+        if (wakeup_ns := scheduler.next_wakeup()) is not None:
+            self._alarm.set(wakeup_ns)
+
     def _copy_ahead(self, key: BatchKey) -> None:
         """Copy some rows of a batch that may still grow to the slab that it will be launched from."""
-        pool = self._pool
         try:
-            if not pool.copies_ahead(key):
+            if not self._pool.copies_ahead(key):
                 return
             if self._to_deliver is not None:
                 self.pump_soon()  # Callers who wait for an answer come first.
-                return
-            if (early := self._scheduler.early()) is None:
-                return
-            requests, context = early
-            slab = pool.ahead_slab(key, requests[0], context)
-            if slab is None:
-                return
-            ahead = self._ahead
-            if ahead is None or ahead.slab is not slab:
-                ahead = self._ahead = AheadRows(slab)
-            if ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
-                self.pump_soon()
+            elif (early := self._scheduler.early()) is not None:
+                self._extend_ahead(key, *early)
         except Exception as error:
             # Staging will raise it again at the launch, and then fail the requests that caused it.
             logger.debug("%s: rows were not copied ahead: %s", self._name, describe(error))
         except BaseException as error:
             self._ahead = None  # It may be half changed.
             raise_on_loop(error)
+
+    def _extend_ahead(self, key: BatchKey, requests: Sequence[Request], context: int) -> None:
+        slab = self._pool.ahead_slab(key, requests[0], context)
+        if slab is None:
+            return
+        if self._ahead is None or self._ahead.slab is not slab:
+            self._ahead = AheadRows(slab)
+        if self._ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
+            self.pump_soon()
 
     def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
         """Answer requests whose deadline has passed, and requests displaced from a full queue."""
@@ -420,12 +426,7 @@ class Driver:
                 return
             if self.on_launch is not None:
                 self.on_launch(batch)
-            source = self._pool.source(batch, self._ahead)
-            if self._names_outputs:
-                source.wanted, differ = outputs_of(batch.requests)
-                source.is_cut = source.is_cut or differ
-            if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
-                self._ahead = None  # The batch uses its memory now, whichever batch it was meant for.
+            source = self._source(batch)
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[flight] = None
             self._scheduler.taken = ()
@@ -447,6 +448,16 @@ class Driver:
             # Most of the time goes into staging, and Ctrl-C there fails this batch alone.
             self._fail(batch, error, flight)
             raise_on_loop(error)
+
+    def _source(self, batch: Batch) -> RowSource:
+        """Return where a batch's rows come from."""
+        source = self._pool.source(batch, self._ahead)
+        if self._names_outputs:
+            source.wanted, differ = outputs_of(batch.requests)
+            source.is_cut = source.is_cut or differ
+        if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
+            self._ahead = None  # The batch uses its memory now, whichever batch it was meant for.
+        return source
 
     def _grow(self, batch: Batch) -> bool:
         """Have a thread allocate a slab, if that would hold the loop up; return whether one does."""
@@ -685,12 +696,7 @@ class Driver:
         source = flight.source
         try:
             landed_ns = self._now_ns()
-            copies_ns, wait_ns = flight.note_times(self._scheduler.times)
-            if self._scheduler.room.share is not None:
-                self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
-            if batch.lane is not None or batch.arena is not None or copies_ns is not None:
-                self._leave_lane(flight)
-                self._scheduler.landed(batch, landed_ns, copies_ns, wait_ns)
+            self._note_end(flight, landed_ns)
             if source.device_outputs is not None:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return
@@ -703,6 +709,16 @@ class Driver:
             self._fail(batch, raised, flight)
             return
         self._answer(flight, landed_ns, values)
+
+    def _note_end(self, flight: InFlight, landed_ns: int) -> None:
+        """Note that the device has finished a batch."""
+        batch, scheduler = flight.batch, self._scheduler
+        copies_ns, wait_ns = flight.note_times(scheduler.times)
+        if scheduler.room.share is not None:
+            scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
+        if batch.lane is not None or batch.arena is not None or copies_ns is not None:
+            self._leave_lane(flight)
+            scheduler.landed(batch, landed_ns, copies_ns, wait_ns)
 
     def _cut_out(self, flight: InFlight, landed_ns: int, views: list[dict[str, Array]], nbytes: int) -> None:
         """Copy out the outputs of each request of a batch, off the loop if they are large."""

@@ -143,7 +143,7 @@ class Queue:
         :param joined: the rows of other buckets that join ``chosen``.
         """
         if isinstance(bucket, OpenBatch):
-            bucket.entries = take_plain(bucket.entries, chosen)
+            bucket.entries = take_plain(bucket.entries, chosen, rows)
             return
         for other, others, more in joined:
             other.take(others, more)

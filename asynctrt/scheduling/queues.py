@@ -199,7 +199,7 @@ class BucketQueue:
         self._tombstones += 1
         if request.priority:
             self._urgent_rows[request.priority] -= request.rows
-        self._let_next_in(request)
+        self._let_next_in((request,))
         self._bury()
 
     def rows_ahead(self, request: Request) -> int:
@@ -321,7 +321,7 @@ class BucketQueue:
     def take(self, chosen: Sequence[Request], rows: int) -> None:
         """Remove the requests that :meth:`choose` returned, as they are launched."""
         if type(chosen) is PlainRequests:
-            self.entries = take_plain(self.entries, chosen)
+            self.entries = take_plain(self.entries, chosen, rows)
             self.rows -= rows
             return
         for request in chosen:
@@ -336,9 +336,7 @@ class BucketQueue:
             return
         self.rows -= rows
         self._tombstones += len(chosen)
-        if self._following:
-            for request in chosen:
-                self._let_next_in(request)
+        self._let_next_in(chosen)
         self.head()
         self._bury()
 
@@ -352,18 +350,18 @@ class BucketQueue:
             self._following.clear()
             self._rows_following = [0] * len(self._by_priority)
 
-    def _let_next_in(self, part: Request) -> None:
-        """Let the next part of a call into the queue when one has left."""
-        parts = self._following.pop(part, None)
-        while parts:
-            following = parts.popleft()
-            self._rows_following[following.priority] -= following.rows
-            if following.state is QUEUED:
-                if parts:
+    def _let_next_in(self, left: Iterable[Request]) -> None:
+        """Let the next parts of calls into the queue when others have left."""
+        for part in left if self._following else ():
+            parts = self._following.pop(part, None)
+            while parts:
+                following = parts.popleft()
+                self._rows_following[following.priority] -= following.rows
+                if following.state is QUEUED:
                     self._following[following] = parts
-                self._enter(following)
-                return
-            self._tombstones -= 1
+                    self._enter(following)
+                    break
+                self._tombstones -= 1
 
     def _parts(self, priority: int) -> list[deque[Request]]:
         """Return the parts of calls of one priority that are not in the queue yet."""

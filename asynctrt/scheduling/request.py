@@ -164,6 +164,12 @@ class PlainRequests(Sequence[Request]):
     def __iter__(self) -> Iterator[Request]:
         return iter(self._objects())
 
+    def launch(self) -> None:
+        """Note that all are in flight."""
+        self.state = IN_FLIGHT
+        for request in self._made:
+            request.state = IN_FLIGHT
+
     def _objects(self) -> tuple[PlainRequest, ...]:
         if self.entries:
             self._made = made_of(self.entries, self.key, self.state)
@@ -178,13 +184,16 @@ def choose_plain(entries: list[Entry], key: BatchKey, rows_max: int) -> tuple[Pl
     return PlainRequests(entries[:rows_max], key), rows_max
 
 
-def take_plain(entries: list[Entry], chosen: Sequence[Request]) -> list[Entry]:
-    """Note that plain requests are in flight; return what is left where they were chosen from."""
+def take_plain(entries: list[Entry], chosen: Sequence[Request], rows: int) -> list[Entry]:
+    """Note that plain requests are in flight; return what is left where they were chosen from.
+
+    :param rows: how many they are.
+    """
     assert type(chosen) is PlainRequests
-    chosen.state = IN_FLIGHT
-    if chosen.entries is entries:
+    chosen.launch()
+    if rows == len(entries):
         return []
-    del entries[: len(chosen.entries)]  # Copying the others would take much longer.
+    del entries[:rows]  # Copying the others would take much longer.
     return entries
 
 

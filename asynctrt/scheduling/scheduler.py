@@ -356,29 +356,33 @@ class Scheduler:
             key, joined = self._join(bucket)
             for _, others, more in joined:
                 chosen, rows = (*chosen, *others), rows + more
-        error: Exception | None = None
-        try:
-            rows_run, profile = self._run_as.find(key, rows)
-            if joined:
-                rows_min = self.room.sizes.usual(key.shape, rows_run)
-                self.room.sizes.note(key.shape, rows, rows_min)
-            if rows_min > rows_run:
-                rows_run = rows_min
-            self.taken = chosen
-        except Exception as raised:
-            error = raised
+        found = self._found(key, rows)
+        self.taken = chosen
         queue.launch(bucket, own, own_rows, joined)
-        if error is not None:
+        if isinstance(found, Exception):
             queue.fail(chosen)
-            return RejectedBatch(chosen, error)
+            return RejectedBatch(chosen, found)
+        rows_run, profile = found
+        if joined:
+            rows_min = self.room.sizes.usual(key.shape, rows_run)
+            self.room.sizes.note(key.shape, rows, rows_min)
+        if rows_min > rows_run:
+            rows_run = rows_min
         self.again.was_part = False
         if reason is Reason.AGED:
             self._turns.aged_number = self._number + 1
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
         if self._growth.was is not None:
             was, self._growth.was = self._growth.was, None
-            batch.was_due = was.key is key and reason is not Reason.FULL and batch.is_timed
+            batch.was_due = was.key is bucket.key and reason is not Reason.FULL and batch.is_timed
         return batch
+
+    def _found(self, key: BatchKey, rows: int) -> tuple[int, int | None] | Exception:
+        """Return what :meth:`RunAs.find` returns, or raises."""
+        try:
+            return self._run_as.find(key, rows)
+        except Exception as error:
+            return error
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
         """Return the key of a batch of all rows of a bucket, and the rows of other buckets that join it."""
@@ -395,11 +399,11 @@ class Scheduler:
             return None
         key, chosen = part
         rows = sum(request.rows for request in chosen)
-        try:
-            rows_run, profile = self._run_as.find(key, rows)
-        except Exception as error:
+        found = self._found(key, rows)
+        if isinstance(found, Exception):
             self.queue.fail(chosen)
-            return RejectedBatch(chosen, error)
+            return RejectedBatch(chosen, found)
+        rows_run, profile = found
         rows_run = max(rows_run, self.room.sizes.usual(key.shape, rows_run))
         self.again.was_part = True
         return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)

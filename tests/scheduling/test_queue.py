@@ -10,12 +10,14 @@ import pytest
 
 from asynctrt.errors import EngineClosedError, QueueFullError
 from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.company import OneSize
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS
 from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
     MASKED,
+    QUEUED,
     PlainRequests,
     Request,
     State,
@@ -285,13 +287,38 @@ def test_plain_requests_are_a_sequence_of_requests():
     futures = [Caller() for _ in range(3)]
     requests = PlainRequests([(future, "p", 4) for future in futures], KEY)
     assert (len(requests), holds(requests, futures[1]), holds(requests, Caller())) == (3, True, False)
-    requests.state = IN_FLIGHT
+    requests.launch()
     assert [request.future for request in requests] == futures
     assert requests[0] is next(iter(requests))
     assert requests[1:] == tuple(requests)[1:]
     assert (len(requests), [request.payload for request in requests]) == (3, ["p"] * 3)
     assert (holds(requests, futures[1]), holds(requests, Caller())) == (True, False)
     assert complete(requests) == (3, 12)
+
+
+def test_objects_made_before_the_launch_are_launched_too():
+    requests = PlainRequests([(Caller(), None, 0)], KEY)
+    assert requests[0].state is QUEUED
+    requests.launch()
+    assert requests[0].state is IN_FLIGHT
+
+
+def test_those_of_several_buckets_that_share_a_batch_are_launched_once():
+    class Company(OneSize):
+        def join(self, bucket, others, side_by_side=1):
+            return bucket.key, tuple(
+                (other, *other.choose(2)) for other in others if other is not bucket and other.rows
+            )
+
+    plan = scheduler(rows_max=8, company=Company())
+    first, second = enter(plan, 3), enter(plan, 3, key=BatchKey(("other",)))
+    batch = plan.next_batch(0)
+    assert [request.future for request in batch.requests] == [*first, *second[:2]]
+    assert {request.state for request in batch.requests} == {IN_FLIGHT}
+    assert plan.queued_rows == 1
+    finish(plan, batch)
+    assert futures_of(plan.next_batch(0)) == second[2:]
+    assert ends_of(plan) == (5, 0, 0, 6)
 
 
 def test_a_batch_of_them_shows_how_many():
