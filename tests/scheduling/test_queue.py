@@ -25,26 +25,7 @@ from asynctrt.scheduling.request import (
     holds,
     waiting_in,
 )
-from tests.scheduling.support import KEY, finish, queued_by_key, scheduler, submit
-
-
-class Caller:
-    """A future, as far as the scheduler knows one."""
-
-    def __init__(self):
-        self.is_done = False
-
-    def done(self):
-        return self.is_done
-
-
-def enter(plan, count=1, key=KEY, now_ns=0):
-    """Queue plain requests; return their futures."""
-    futures = [Caller() for _ in range(count)]
-    for number, future in enumerate(futures):
-        if not plan.queue.open.join(key, future, number):
-            plan.queue.submit_plain(key, future, number, now_ns)
-    return futures
+from tests.scheduling.support import KEY, Caller, enter, finish, queued_by_key, scheduler, submit
 
 
 def leave(plan, future):
