@@ -374,7 +374,7 @@ class Driver:
             self._prepare_next()
 
     def _prepare_next(self) -> None:
-        """Copy rows of a batch that may still grow, and wake up when something is to be done next."""
+        """Copy rows of a batch that may still grow, and set the alarm for the next decision."""
         scheduler = self._scheduler
         if (early_key := scheduler.early_key) is not None:
             self._copy_ahead(early_key)

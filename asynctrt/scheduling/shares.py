@@ -6,8 +6,8 @@ while starts from where the others are, so that idle time cannot be saved up. Th
 (Goyal, Vin and Cheng, SIGCOMM 1996) for a device that takes several batches at once (SFQ(D): Jin, Chase and
 Kaur, SIGMETRICS 2004).
 
-A batch is charged what such batches usually take, and once it has ended, what it took. If the times of
-batches include the time for which others computed beside them, it stays charged what is usual.
+A batch is charged the usual time of such batches, and once it has ended, its own time. If the times of
+batches include the time for which others computed beside them, the charge stays at the usual time.
 """
 
 import math
