@@ -492,24 +492,24 @@ class RunAs:
         """Whether batches have profiles."""
         self._is_as_given = shapes.runs_as_many_as_it_takes and not policy.captured.sizes
 
-    def find(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
-        """Return the rows that the device executes for ``rows``, and their profile.
-
-        :raises Exception: whatever the model raises.
-        """
+    def find(self, key: BatchKey, rows: int) -> tuple[int, int | None] | Exception:
+        """Return the rows that the device executes for ``rows``, and their profile; or what the model
+        raises."""
         if self._is_as_given:
             return rows, None
-        rows_run = self._shapes.padded_rows(key.shape, rows)
-        if self._policy.captured.sizes:
-            rows_run = self._policy.rows_to_run(key.shape, rows_run, self._times.compute)
-        return rows_run, self._shapes.profile(key.shape, rows_run)
+        try:
+            rows_run = self._shapes.padded_rows(key.shape, rows)
+            if self._policy.captured.sizes:
+                rows_run = self._policy.rows_to_run(key.shape, rows_run, self._times.compute)
+            return rows_run, self._shapes.profile(key.shape, rows_run)
+        except Exception as error:
+            return error
 
     def expected(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
         """Return what :meth:`find` is expected to return at the launch; never raise."""
-        try:
-            return self.find(key, rows)
-        except Exception:  # The model raises it again when the batch is formed, where it is handled.
-            return rows, None
+        found = self.find(key, rows)
+        # What the model raises, it raises again when the batch is formed, where that is handled.
+        return (rows, None) if isinstance(found, Exception) else found
 
     def expected_rows(self, key: BatchKey, rows: int) -> int:
         """Return the rows that the device is expected to execute for ``rows``."""

@@ -356,7 +356,7 @@ class Scheduler:
             key, joined = self._join(bucket)
             for _, others, more in joined:
                 chosen, rows = (*chosen, *others), rows + more
-        found = self._found(key, rows)
+        found = self._run_as.find(key, rows)
         self.taken = chosen
         queue.launch(bucket, own, own_rows, joined)
         if isinstance(found, Exception):
@@ -377,13 +377,6 @@ class Scheduler:
             batch.was_due = was.key is bucket.key and reason is not Reason.FULL and batch.is_timed
         return batch
 
-    def _found(self, key: BatchKey, rows: int) -> tuple[int, int | None] | Exception:
-        """Return what :meth:`RunAs.find` returns, or raises."""
-        try:
-            return self._run_as.find(key, rows)
-        except Exception as error:
-            return error
-
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
         """Return the key of a batch of all rows of a bucket, and the rows of other buckets that join it."""
         policy, buckets = self._policy, self.queue.buckets
@@ -399,7 +392,7 @@ class Scheduler:
             return None
         key, chosen = part
         rows = sum(request.rows for request in chosen)
-        found = self._found(key, rows)
+        found = self._run_as.find(key, rows)
         if isinstance(found, Exception):
             self.queue.fail(chosen)
             return RejectedBatch(chosen, found)

@@ -25,7 +25,7 @@ from asynctrt.scheduling.request import (
     holds,
     waiting_in,
 )
-from tests.scheduling.support import KEY, Caller, enter, finish, queued_by_key, scheduler, submit
+from tests.scheduling.support import KEY, Caller, Profiles, enter, finish, queued_by_key, scheduler, submit
 
 
 def leave(plan, future):
@@ -143,10 +143,9 @@ class TestPlain:
         assert [request.future for request in plan.close(EngineClosedError("closing"))] == futures
 
     def test_a_model_that_raises_rejects_them(self):
-        plan = scheduler(profiles=None)
+        plan = scheduler(profiles=Profiles(profile=ZeroDivisionError()))
         futures = enter(plan, 3)
         futures[1].is_done = True
-        plan._run_as.find = lambda key, rows: 1 / 0
         rejected = plan.next_batch(0)
         assert [(request.future, request.state) for request in rejected.requests] == [
             (futures[0], State.FAILED),
