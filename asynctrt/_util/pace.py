@@ -26,7 +26,7 @@ class InlinePolicy:
     :param short_ns: the approximate cost of handing work to a thread and getting its result.
     """
 
-    __slots__ = ("_hold", "_holding", "_in_place", "_recent", "_short_ns", "is_short")
+    __slots__ = ("_hold", "_holding", "_in_place", "_recent", "_short_ns", "is_settled", "is_short")
 
     def __init__(self, short_ns: int) -> None:
         self._short_ns = short_ns
@@ -36,6 +36,8 @@ class InlinePolicy:
         self._in_place = 0
         self.is_short = False
         """Whether to run it in place."""
+        self.is_settled = False
+        """Whether it is run in place, and one more short run there says nothing new."""
 
     def observe(self, duration_ns: int, *, in_place: bool) -> None:
         """Record the duration of a run."""
@@ -48,7 +50,7 @@ class InlinePolicy:
                 self._recent.clear()
                 self._hold = self._holding = min(2 * self._hold, HOLD_MAX)
                 self._in_place = 0
-                self.is_short = False
+                self.is_short = self.is_settled = False
                 return
             if self._hold > HOLD_MIN:
                 self._in_place += 1
@@ -58,6 +60,7 @@ class InlinePolicy:
         self.is_short = not self._holding and (
             duration_ns < self._short_ns or min(self._recent) < self._short_ns
         )
+        self.is_settled = self.is_short and self._hold == HOLD_MIN
 
 
 class Paces:
@@ -83,6 +86,9 @@ class Paces:
 
     def observe(self, label: Hashable, duration_ns: int, *, in_place: bool) -> None:
         """Record the duration of a run of work with this label."""
+        pace = self._paces.get(label)
+        if in_place and pace is not None and pace.is_settled and duration_ns < self._short_ns:
+            return  # Usual, so neither the lock nor the run is worth its time.
         with self._lock:
             pace = self._paces.get(label)
             if pace is None:

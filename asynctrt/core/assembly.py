@@ -28,7 +28,7 @@ from asynctrt.options import BATCH_NBYTES_MAX, MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.calibration import Calibration, calibrate
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.pad_sizes import Limits, Padding
-from asynctrt.runtime.prepare import few_sizes, sizes_to_prepare, sizes_up_to
+from asynctrt.runtime.prepare import few_sizes, sizes_up_to
 from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.sizes import STEPS_WHERE_SHAPES_ARE_FREE
 from asynctrt.runtime.specialised import Builder
@@ -146,7 +146,7 @@ class Capacity:
         batch_sizes = model.capabilities.batch_sizes
         if options.graphs == "auto" and model.capabilities.keeps_sizes_apart:
             # Empty batch sizes ask for one session that runs all sizes, so capture no size.
-            return () if batch_sizes == () else sizes_to_prepare(batch_sizes, rows_max)
+            return () if batch_sizes == () else few_sizes(batch_sizes, rows_max, between_min=2)
         if options.graphs == "auto":
             is_fixed = all(spec.is_fixed for spec in model.inputs)
             sizes = sizes_up_to(rows_max) if is_fixed else few_sizes(None, rows_max)

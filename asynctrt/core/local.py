@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from asynctrt._util import clock
@@ -20,7 +20,7 @@ from asynctrt.engine import STREAM_END_S
 from asynctrt.errors import EngineClosedError, InputError, UsageError
 from asynctrt.options import Options
 from asynctrt.runtime.driver import Driver
-from asynctrt.scheduling.batch import Batch
+from asynctrt.runtime.inflight import InFlight
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.statistics import (
     Batching,
@@ -28,7 +28,7 @@ from asynctrt.statistics import (
     BatchTrace,
     Statistics,
 )
-from asynctrt.tensors import BatchRecord, TensorSpec
+from asynctrt.tensors import TensorSpec
 
 BUILD_END_S: Final = 10.0
 """How long closing an engine waits for contexts that are being built, in seconds. The build was cancelled,
@@ -104,6 +104,7 @@ class LocalEngine(DrivenEngine):
         self._specialiser = parts.create_specialiser(loop, driver.uses, scheduler.run_anew)
         if self._specialiser is not None:
             driver.on_answer.append(self._specialiser.answered)
+        self._is_traced = False
         self._state = "open"
 
     def __repr__(self) -> str:
@@ -215,11 +216,12 @@ class LocalEngine(DrivenEngine):
     @contextmanager
     def tracing(self, *, batches: int = 4096, timed: bool = True) -> Iterator[deque[BatchTrace]]:
         self._origin.check(self)
-        if self._driver.observe is not None:
+        if self._is_traced:
             raise UsageError("this engine's batches are being traced already")
         trace: deque[BatchTrace] = deque(maxlen=batches)
 
-        def observe(batch: Batch, record: BatchRecord, now_ns: int) -> None:
+        def observe(flight: InFlight) -> None:
+            batch, record = flight.batch, flight.record
             trace.append(
                 BatchTrace(
                     context=batch.context,
@@ -233,16 +235,19 @@ class LocalEngine(DrivenEngine):
                     copy_in_ns=record.copy_in_ns,
                     compute_ns=record.compute_ns,
                     copy_out_ns=record.copy_out_ns,
-                    answered_ns=now_ns,
+                    answered_ns=clock.now_ns(),
                 )
             )
 
-        self._driver.observe = observe
+        self._is_traced = True
+        self._driver.on_answer.append(observe)
         self._scheduler.times.times_all = timed or self._device.timing_is_free
         try:
             yield trace
         finally:
-            self._driver.observe = None
+            self._is_traced = False
+            with suppress(ValueError):  # The engine was closed meanwhile.
+                self._driver.on_answer.remove(observe)
             self._scheduler.times.times_all = self._device.timing_is_free
 
     async def _close(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from asynctrt.errors import DeadlineError, OverloadError, once_begun
@@ -109,11 +110,8 @@ class SplitCall:
         finally:
             self._futures = []  # Breaks a cycle: they hold the error, whose traceback holds this frame.
         nbytes = sum(array.nbytes for result in results for array in result.values())
-        if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
-            return InferResult.join(results, self._axes)
-        joined: list[InferResult] = []
-        await self._driver.copy_off_loop(lambda: joined.append(InferResult.join(results, self._axes)), nbytes)
-        return joined[0]
+        join = partial(InferResult.join, results, self._axes)
+        return join() if nbytes <= COPY_ON_LOOP_NBYTES_MAX else await self._driver.join_in_thread(join)
 
     def _give_up(self, _task: object = None) -> None:
         """Cancel the parts that are not done. Idempotent."""

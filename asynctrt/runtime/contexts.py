@@ -284,20 +284,15 @@ class PooledContext:
         if events.begun is not None:
             stream.record(events.begun)
         if source.has_copies_in:
-            source.put_in(stream)
-            source.slab.put_shared_in(stream)
-            if events.copied_in is not None:
-                stream.record(events.copied_in)
+            self._copy_in(source, events)
         if arena is not None or lane is not None:
-            self._wait_for_turn(lane)
-            if events.started is not None:
-                stream.record(events.started)
-        memory = scratch if arena is None else arena.memory
+            self._wait_for_turn(lane, events)
         is_captured = scratch is None and (self._captured or self._told)
         captured = self._captured_of(source) if is_captured else None
         if captured is not None:
             captured.launch(stream, events.computed)
         else:
+            memory = scratch if arena is None else arena.memory
             binding = source.inputs.binding or self.binding(source)
             binding.enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
             stream.record(events.computed)
@@ -320,7 +315,13 @@ class PooledContext:
             return None if is_stuck else captured
         return self._captured.get((source.batch.key.shape, source.batch.rows_run))
 
-    def _wait_for_turn(self, lane: ComputeOrder | None) -> None:
+    def _copy_in(self, source: RowSource, events: BatchEvents) -> None:
+        source.put_in(self.stream)
+        source.slab.put_shared_in(self.stream)
+        if events.copied_in is not None:
+            self.stream.record(events.copied_in)
+
+    def _wait_for_turn(self, lane: ComputeOrder | None, events: BatchEvents) -> None:
         """Make the stream wait for the previous batches in the arena and in the lane."""
         last_use = None if self.arena is None else self.arena.last_use
         # Work of this stream is in order anyway.
@@ -328,6 +329,8 @@ class PooledContext:
             self.stream.wait(last_use)
         if lane is not None and lane.last is not None and lane.last is not last_use:
             self.stream.wait(lane.last)
+        if events.started is not None:
+            self.stream.record(events.started)
 
     def enqueue_end(self, source: RowSource, events: BatchEvents) -> None:
         """After :meth:`enqueue` raised, mark the end of the work that it had put on the stream."""

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from asynctrt._util.alarm import Alarm
+from asynctrt._util.loops import in_thread
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import raise_on_loop
@@ -36,7 +37,7 @@ from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 from asynctrt.runtime.results import ResultMemory
 from asynctrt.runtime.spans import copy_out, fills, outputs_of
-from asynctrt.runtime.staging import AheadRows, Slab
+from asynctrt.runtime.staging import AheadRows, RowSource, Slab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, holds
@@ -117,9 +118,8 @@ class Driver:
         self._ahead: AheadRows | None = None
         self._results = ResultMemory()
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
+        self._joining = 0  # How many calls' answers are being joined.
         self._idle_waiters: list[asyncio.Future[None]] = []
-        self.observe: Callable[[Batch, BatchRecord, int], None] | None = None
-        """Called with each answered batch, its record and the time in ns; must not raise."""
         self.on_answer: list[Callable[[InFlight], None]] = []
         """Called with each answered batch, just before its callers get their results; must not raise."""
         self.on_launch: Callable[[Batch], None] | None = None
@@ -190,13 +190,19 @@ class Driver:
         if future is None:
             future = self._create_future()
         opened = self._open
-        flat = opened.flat
-        if key is opened.key and len(flat) < opened.length_max:  # The same as `join`, without the call.
-            flat += (future, payload, opened.arrival_ns)
+        if key is opened.joins and len(opened.entries) < opened.length_max:
+            opened.entries.append((future, payload, opened.arrival_ns))  # As `join`, without the call.
         else:
-            # All requests of a tick arrived when its first one did.
-            now_ns = self._tick_ns if self._pump_is_scheduled else self._now_ns()
-            self._do_queue(now_ns, self._queue.submit_plain, key, future, payload, now_ns)
+            try:
+                if not self._pump_is_scheduled:
+                    self.pump_soon()
+                # All requests of a tick arrived when its first one did.
+                self._queue.submit_plain(key, future, payload, self._tick_ns)
+            except Exception:
+                raise
+            except BaseException as error:
+                self._interrupted(error)
+                raise
         return future
 
     def submit_parts(
@@ -248,8 +254,17 @@ class Driver:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nothing is queued or in flight, and no copy of answered batches is awaited."""
-        return self._scheduler.is_idle and not self._copiers.is_awaited
+        """Whether nothing is queued or in flight, and no answers are being joined."""
+        return self._scheduler.is_idle and not self._joining
+
+    async def join_in_thread(self, join: Callable[[], InferResult]) -> InferResult:
+        """Join the answers to the parts of a call in another thread. Until then, this is not idle."""
+        self._joining += 1
+        try:
+            return await in_thread(join)
+        finally:
+            self._joining -= 1
+            self._tell_if_idle()
 
     def next_idle(self) -> asyncio.Future[None]:
         """Return a future that is done when nothing is queued and nothing is in flight."""
@@ -278,7 +293,6 @@ class Driver:
     def close(self) -> None:
         """Fail batches that are still in flight, and never run another. The engine closes the pool."""
         self._reaper.close()
-        self._copiers.end_waits(partial(EngineClosedError, f"{self._name} is closed"))
         self._alarm.close()
         for forget in self._forget_arenas:
             forget()
@@ -311,12 +325,6 @@ class Driver:
         self._copiers.close(timeout_s)
         self._enqueuers.close(timeout_s)
 
-    def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> asyncio.Future[None]:
-        """Run ``copy`` in another thread; return a future that ends with it, and raises its exception."""
-        future = self._copiers.copy_soon(copy, nbytes)
-        future.add_done_callback(lambda _: self._tell_if_idle())
-        return future
-
     def pump_soon(self) -> None:
         """Schedule a pump for the end of the tick."""
         if not self._pump_is_scheduled:
@@ -324,38 +332,14 @@ class Driver:
             self._pump_is_scheduled = True
             self._tick_ns = self._now_ns()
 
-    def _pump(self) -> None:  # noqa: C901  (a call a tick less)
+    def _pump(self) -> None:
         """Carry out what the scheduler decides, until it has nothing more to launch now."""
         if self._in_pump:
             return
-        scheduler, queue, again = self._scheduler, self._queue, self._scheduler.again
         try:
             self._in_pump = True
             self._pump_is_scheduled = False
-            started_ns = now_ns = self._now_ns()
-            queue.close_open()
-            if queue.has_to_expire:
-                # Requests that came after the last pump get a chance to be launched before they can expire.
-                self._give_up_waiting(now_ns, self._pumped_ns)
-            self._pumped_ns = started_ns
-            while queue.rows or again.parts:
-                if (decided := scheduler.next_batch(now_ns)) is None:
-                    break
-                if isinstance(decided, Batch):
-                    self._start(decided)
-                else:
-                    self._reject(decided)
-                now_ns = self._now_ns()
-                if now_ns - started_ns > PUMP_NS_MAX:
-                    self.pump_soon()
-                    return
-            if queue.has_to_expire:
-                self._give_up_waiting(now_ns)
-            if queue.rows or again.parts:
-                if (early_key := scheduler.early_key) is not None:
-                    self._copy_ahead(early_key)
-                if (wakeup_ns := scheduler.next_wakeup()) is not None:
-                    self._alarm.set(wakeup_ns)
+            self._launch_all()
         except Exception:
             raise
         except BaseException as error:
@@ -366,32 +350,61 @@ class Driver:
         if self._idle_waiters:
             self._tell_if_idle()
 
+    def _launch_all(self) -> None:
+        scheduler, queue, again, opened = self._scheduler, self._queue, self._scheduler.again, self._open
+        started_ns = now_ns = self._now_ns()
+        if queue.has_to_expire:
+            # Requests that came after the last pump get a chance to be launched before they can expire.
+            self._give_up_waiting(now_ns, self._pumped_ns)
+        self._pumped_ns = started_ns
+        while opened.entries or queue.rows or again.parts:
+            if (decided := scheduler.next_batch(now_ns)) is None:
+                break
+            if isinstance(decided, Batch):
+                self._start(decided)
+            else:
+                self._reject(decided)
+            now_ns = self._now_ns()
+            if now_ns - started_ns > PUMP_NS_MAX:
+                self.pump_soon()
+                return
+        if queue.has_to_expire:
+            self._give_up_waiting(now_ns)
+        if opened.entries or queue.rows or again.parts:
+            self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Copy rows of a batch that may still grow, and set the alarm for the next decision."""
+        scheduler = self._scheduler
+        if (early_key := scheduler.early_key) is not None:
+            self._copy_ahead(early_key)
+        if (wakeup_ns := scheduler.next_wakeup()) is not None:
+            self._alarm.set(wakeup_ns)
+
     def _copy_ahead(self, key: BatchKey) -> None:
         """Copy some rows of a batch that may still grow to the slab that it will be launched from."""
-        pool = self._pool
         try:
-            if not pool.copies_ahead(key):
+            if not self._pool.copies_ahead(key):
                 return
             if self._to_deliver is not None:
                 self.pump_soon()  # Callers who wait for an answer come first.
-                return
-            if (early := self._scheduler.early()) is None:
-                return
-            requests, context = early
-            slab = pool.ahead_slab(key, requests[0], context)
-            if slab is None:
-                return
-            ahead = self._ahead
-            if ahead is None or ahead.slab is not slab:
-                ahead = self._ahead = AheadRows(slab)
-            if ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
-                self.pump_soon()
+            elif (early := self._scheduler.early()) is not None:
+                self._extend_ahead(key, *early)
         except Exception as error:
             # Staging will raise it again at the launch, and then fail the requests that caused it.
             logger.debug("%s: rows were not copied ahead: %s", self._name, describe(error))
         except BaseException as error:
             self._ahead = None  # It may be half changed.
             raise_on_loop(error)
+
+    def _extend_ahead(self, key: BatchKey, requests: Sequence[Request], context: int) -> None:
+        slab = self._pool.ahead_slab(key, requests[0], context)
+        if slab is None:
+            return
+        if self._ahead is None or self._ahead.slab is not slab:
+            self._ahead = AheadRows(slab)
+        if self._ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
+            self.pump_soon()
 
     def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
         """Answer requests whose deadline has passed, and requests displaced from a full queue."""
@@ -413,12 +426,7 @@ class Driver:
                 return
             if self.on_launch is not None:
                 self.on_launch(batch)
-            source = self._pool.source(batch, self._ahead)
-            if self._names_outputs:
-                source.wanted, differ = outputs_of(batch.requests)
-                source.is_cut = source.is_cut or differ
-            if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
-                self._ahead = None  # The batch uses its memory now, whichever batch it was meant for.
+            source = self._source(batch)
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[flight] = None
             self._scheduler.taken = ()
@@ -440,6 +448,16 @@ class Driver:
             # Most of the time goes into staging, and Ctrl-C there fails this batch alone.
             self._fail(batch, error, flight)
             raise_on_loop(error)
+
+    def _source(self, batch: Batch) -> RowSource:
+        """Return where a batch's rows come from."""
+        source = self._pool.source(batch, self._ahead)
+        if self._names_outputs:
+            source.wanted, differ = outputs_of(batch.requests)
+            source.is_cut = source.is_cut or differ
+        if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
+            self._ahead = None  # The batch uses its memory now, whichever batch it was meant for.
+        return source
 
     def _grow(self, batch: Batch) -> bool:
         """Have a thread allocate a slab, if that would hold the loop up; return whether one does."""
@@ -678,12 +696,7 @@ class Driver:
         source = flight.source
         try:
             landed_ns = self._now_ns()
-            copies_ns, wait_ns = self._note_times(flight)
-            if self._scheduler.room.share is not None:
-                self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
-            if batch.lane is not None or batch.arena is not None or copies_ns is not None:
-                self._leave_lane(flight)
-                self._scheduler.landed(batch, landed_ns, copies_ns, wait_ns)
+            self._note_end(flight, landed_ns)
             if source.device_outputs is not None:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return
@@ -696,6 +709,16 @@ class Driver:
             self._fail(batch, raised, flight)
             return
         self._answer(flight, landed_ns, values)
+
+    def _note_end(self, flight: InFlight, landed_ns: int) -> None:
+        """Note that the device has finished a batch."""
+        batch, scheduler = flight.batch, self._scheduler
+        copies_ns, wait_ns = flight.note_times(scheduler.times)
+        if scheduler.room.share is not None:
+            scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
+        if batch.lane is not None or batch.arena is not None or copies_ns is not None:
+            self._leave_lane(flight)
+            scheduler.landed(batch, landed_ns, copies_ns, wait_ns)
 
     def _cut_out(self, flight: InFlight, landed_ns: int, views: list[dict[str, Array]], nbytes: int) -> None:
         """Copy out the outputs of each request of a batch, off the loop if they are large."""
@@ -733,21 +756,6 @@ class Driver:
         else:
             self._fail(flight.batch, error, flight)
 
-    def _note_times(self, flight: InFlight) -> tuple[tuple[int, int] | None, int | None]:
-        """Record the times that the device measured of a batch, or the usual times if it was not timed.
-
-        :returns: the measured times of copying in and out, and of waiting in its lane; ``None`` for each that
-            was not measured.
-        """
-        batch, record = flight.batch, flight.record
-        copies_ns = flight.note_times()
-        if copies_ns is None:
-            usual_ns = self._scheduler.times.usual_ns(batch.key, batch.rows_run)
-            copy_in_ns, record.compute_ns, record.copy_out_ns = usual_ns
-            record.copy_in_ns += copy_in_ns
-            return None, None
-        return copies_ns if any(copies_ns) else None, None if batch.lane is None else record.arena_wait_ns
-
     def _copied_out(
         self,
         flight: InFlight,
@@ -775,8 +783,6 @@ class Driver:
         del self._flights[flight]
         flight.source.ended()
         self._scheduler.finished(batch, now_ns, record)
-        if self.observe is not None:
-            self.observe(batch, record, now_ns)
         for notice in self.on_answer:
             notice(flight)
         # The device gets its next batch before callers are answered. Batches are answered in their order.

@@ -10,7 +10,6 @@ A thread starts when all others are busy with jobs. The reaper detects the end o
 batch, so ``then`` is prompt even on a loop that is never idle, and a hung job is abandoned.
 """
 
-import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -119,8 +118,6 @@ class Copiers(Jobs):
         self.parts_max = min(self.threads_max, COPIERS_MAX)
         """The most parts to divide a copy into."""
         super().__init__("asynctrt-copy", self.threads_max, reaper, now_ns)
-        self._awaited: set[asyncio.Future[None]] = set()
-        self._has_ended = False
 
     def copy(
         self,
@@ -131,45 +128,6 @@ class Copiers(Jobs):
     ) -> None:
         """Run ``copy``, which copies ``nbytes`` bytes, in a thread, as :meth:`submit` does."""
         self.submit(copy, then, expected_ns=nbytes // COPIED_NBYTES_PER_NS, hold=hold)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a future that :meth:`copy_soon` returned is not done yet."""
-        return bool(self._awaited)
-
-    def copy_soon(self, copy: Callable[[], object], nbytes: int) -> asyncio.Future[None]:
-        """Run ``copy``, which copies ``nbytes`` bytes, in a thread, or here if no thread is available.
-
-        :returns: a future that completes when ``copy`` does, or raises its exception.
-        """
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def copied(error: BaseException | None) -> None:
-            if future.done():
-                pass
-            elif error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
-        try:
-            if not self._has_ended:
-                self.copy(copy, nbytes, copied)
-                self._awaited.add(future)
-                future.add_done_callback(self._awaited.discard)
-                return future
-        except RuntimeError:
-            pass  # The system refuses a thread (ulimit -u).
-        copy()
-        future.set_result(None)
-        return future
-
-    def end_waits(self, why: Callable[[], Exception]) -> None:
-        """Fail the pending futures of :meth:`copy_soon`. Call it after the reaper is closed."""
-        self._has_ended = True
-        for future in tuple(self._awaited):
-            if not future.done():
-                future.set_exception(why())
 
     def copy_in_parts(
         self,

@@ -70,19 +70,16 @@ def sizes_up_to(rows_max: int, between_min: int = 2) -> tuple[int, ...]:
     return (*sorted(powers + between), rows_max)
 
 
-def few_sizes(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
+def few_sizes(given: Sequence[int] | None, rows_max: int, between_min: int = BETWEEN_MIN) -> tuple[int, ...]:
     """Return the sizes below ``rows_max`` that are given, and ``rows_max``; by default 1, 2, 4, 8, 16, 24,
     32, 48 and so on.
 
-    They are for models whose shapes vary: there each size takes memory for each shape.
+    The default is for models whose shapes vary: there each size takes memory for each shape.
+
+    :param between_min: as for :func:`sizes_up_to`.
     """
-    return sizes_to_prepare(given, rows_max) if given else sizes_up_to(rows_max, BETWEEN_MIN)
-
-
-def sizes_to_prepare(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
-    """Return the sizes below ``rows_max`` that a model names, and ``rows_max``; if it names none, ours."""
     if not given:
-        return sizes_up_to(rows_max)
+        return sizes_up_to(rows_max, between_min)
     return (*[size for size in given if size < rows_max], rows_max)
 
 
@@ -101,7 +98,7 @@ def prepare(device: Device, model: Model, places: Sequence[Place], rows_max: int
         if sizes is None:
             sizes = sizes_that_pay(model, places[0], rows_max)
         elif sizes:
-            sizes = sizes_to_prepare(sizes, rows_max)
+            sizes = few_sizes(sizes, rows_max)
         if sizes:
             sizes = _keep_apart(device, model, places, sizes)
     except DeviceLostError:

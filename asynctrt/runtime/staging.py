@@ -27,7 +27,7 @@ from asynctrt.runtime.answers import changed_error
 from asynctrt.runtime.spans import parts_of, rows_between, spans_of, views_of
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import Shared
-from asynctrt.scheduling.request import FIELDS, PlainRequests, Request
+from asynctrt.scheduling.request import PlainRequests, Request
 from asynctrt.tensors import (
     Array,
     BatchRecord,
@@ -343,7 +343,7 @@ class RowSource:
         """The slab that the model reads."""
         self.views = slab.inputs if slab.layout.has_rows_first else slab.input_views(batch.rows_run)
         """The inputs of the batch in the slab, with rows first."""
-        if batch.rows != len(batch.requests):
+        if type(batch.requests) is not PlainRequests and batch.rows != len(batch.requests):
             self.spans = spans_of(batch.requests)
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
 
@@ -413,8 +413,8 @@ class RowSource:
     def arrays_of(self, index: int) -> Sequence[Array]:
         """Return the rows of each request for one input."""
         requests = self.batch.requests
-        if type(requests) is PlainRequests:
-            return [payload[index] for payload in requests.payloads()]
+        if type(requests) is PlainRequests and (entries := requests.entries):
+            return [payload[index] for _, payload, _ in entries]
         return [request.payload[index] for request in requests]
 
     def put(self, number: int, index: int, view: Array) -> None:
@@ -574,11 +574,11 @@ def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], reco
     """Answer every caller that still waits, and drop what their requests hold."""
     batches = (record,)
     try:
-        if type(requests) is PlainRequests and (flat := requests.flat):
-            for future, arrival_ns, own in zip(flat[0::FIELDS], flat[2::FIELDS], outputs, strict=True):
+        if type(requests) is PlainRequests and (entries := requests.entries):
+            for (future, _, arrival_ns), own in zip(entries, outputs, strict=True):
                 if not future.done():
                     future.set_result(InferResult(own, batches, arrival_ns))
-            requests.clear()
+            requests.entries = []
             return
         for request, own in zip(requests, outputs, strict=True):
             future = request.future

@@ -1,8 +1,8 @@
 """A batch, from the decision to launch it until its end."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
@@ -39,24 +39,6 @@ class Measured(Protocol):
     """How long it waited for its turn on the device once it was copied in."""
 
 
-class Charge(NamedTuple):
-    """What a batch costs its engine of its share of the device."""
-
-    kind: Hashable
-    cost_ns: float
-    """The time that was charged for it."""
-    launched_ns: int
-    computing_ns: int
-    """The total compute time of all batches on the device up to its launch."""
-    own_ns: int
-    """The part of ``computing_ns`` that its scheduler's batches computed."""
-    alone_ns: int | None = None
-    """How long such a batch takes alone, if that was measured when its engine opened."""
-
-
-NO_CHARGE: Final = Charge(None, 0.0, 0, 0, 0)
-
-
 class Batch:
     """A decision to run these requests as one batch, on this context and in this arena, and what the
     scheduler knows of the batch until its end.
@@ -88,8 +70,6 @@ class Batch:
     """Whether it was launched just in time, and is timed: its wait shows how good the forecast was."""
     changes_size = False
     """Whether its context, which keeps its size, ran another one before."""
-    charge = NO_CHARGE
-    """What it costs its engine of its share of the device."""
 
     def __init__(
         self,

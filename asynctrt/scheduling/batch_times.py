@@ -78,25 +78,14 @@ class _Window:
 class _Sizes:
     """The times of all sizes of one key."""
 
-    __slots__ = ("_late", "by_rows", "seen")
+    __slots__ = ("by_rows", "late_known", "seen")
 
     def __init__(self) -> None:
         self.by_rows: dict[int, _Window] = {}
         self.seen = 0
         """The number of batches seen."""
-        self._late: dict[int, int | None] = {}
-
-    def observe(self, rows: int, took_ns: int) -> None:
-        window = self.by_rows.get(rows)
-        if window is None:
-            window = self.by_rows[rows] = _Window()
-        elif self.seen - window.seen_at > FORGOTTEN_AFTER:
-            window.recent.clear()
-        window.recent.append(took_ns)
-        window.rising = None
-        self.seen = window.seen_at = self.seen + 1
-        if self._late:
-            self._late.clear()
+        self.late_known: dict[int, int | None] = {}
+        """The late times that were asked for since the last batch."""
 
     def typical_between(self, rows: int, least: int) -> int | None:
         """Estimate the typical time of a size from its neighbours with at least ``least`` batches."""
@@ -106,9 +95,9 @@ class _Sizes:
         return _between([(size, self.by_rows[size].at(TYPICAL)) for size in sorted(known)], rows)
 
     def late(self, rows: int, share: float, least: int) -> int | None:
-        if rows not in self._late:
-            self._late[rows] = _between(self._late_points(share, least), rows)
-        return self._late[rows]
+        if rows not in self.late_known:
+            self.late_known[rows] = _between(self._late_points(share, least), rows)
+        return self.late_known[rows]
 
     def _late_points(self, share: float, least: int) -> list[tuple[int, int]]:
         """Return the sizes with at least ``least`` batches and their late times, both rising.
@@ -155,7 +144,16 @@ class Times:
                 self._keys.popitem(last=False)
         if len(self._keys) > 1:
             self._keys.move_to_end(key)
-        sizes.observe(rows, took_ns)
+        window = sizes.by_rows.get(rows)
+        if window is None:
+            window = sizes.by_rows[rows] = _Window()
+        elif sizes.seen - window.seen_at > FORGOTTEN_AFTER:
+            window.recent.clear()
+        window.recent.append(took_ns)
+        window.rising = None
+        sizes.seen = window.seen_at = sizes.seen + 1
+        if sizes.late_known:
+            sizes.late_known.clear()
 
     def forget(self, key: Hashable) -> None:
         """Forget all batches of a key."""
@@ -269,6 +267,11 @@ class BatchTimes:
         """Return how long such a batch typically takes to be copied in, computed and copied out."""
         compute_ns = self.compute.typical(key.shape, rows) or 0
         return self.copy_in_ns(key, rows), compute_ns, self.copy_out_ns(key, rows)
+
+    def alone_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long such a batch typically computes with nothing beside it; 0 if no such batch ran."""
+        shape = key.shape
+        return self.alone.typical(shape, rows) or self.compute.typical(shape, rows) or 0
 
     def copy_in_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long the rows of a batch typically take to be copied in; 0 before any were."""

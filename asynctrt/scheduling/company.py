@@ -23,6 +23,9 @@ answer that was dropped is computed again."""
 class OneSize:
     """Lets only rows of one size share a batch: for engines that pad no rows."""
 
+    is_measured = True
+    """Whether the times of batches that are launched now teach nothing new."""
+
     def observe(self, batch: Batch, took_ns: int) -> None:
         """Ignore the time of a batch."""
 
@@ -64,12 +67,11 @@ class MixedSizes(OneSize):
         for units, took_ns in times:
             self.costs.observe(units, took_ns)
         # Keep what was measured before: batches that share the device with others take longer.
-        self._is_measured = self.costs.batch_ns > 0
+        self.is_measured = self.costs.batch_ns > 0
 
     def observe(self, batch: Batch, took_ns: int) -> None:
-        """Note the time of a batch, unless batches were measured before the first request."""
-        if not self._is_measured:
-            self.costs.observe(self._units_of(batch.key.shape) * batch.rows_run, took_ns)
+        """Note the time of a batch."""
+        self.costs.observe(self._units_of(batch.key.shape) * batch.rows_run, took_ns)
 
     def tell(self, shape: Hashable, times: Mapping[int, int]) -> None:
         """Note the times in ns, by their rows, of batches of a shape that runs in another way from now on.
@@ -77,7 +79,7 @@ class MixedSizes(OneSize):
         The first such times replace all earlier ones.
         """
         if times and not self._are_told:
-            self._are_told = self._is_measured = True
+            self._are_told = self.is_measured = True
             self.costs = Costs()
         for rows, took_ns in times.items():
             for _ in range(TIMES_MIN):

@@ -229,11 +229,6 @@ class Concurrency:
         """Return how many batches compute, or wait to, in lanes that are not stuck."""
         return sum([len(line.batches) for line in self.lines if not line.is_stuck])
 
-    @property
-    def in_use(self) -> int:
-        """Return how many lanes have batches."""
-        return sum([bool(line.batches) for line in self.lines])
-
     def usable(self, count: int) -> list[Line]:
         """Return up to ``count`` lanes that are not stuck."""
         return [line for line in self.lines if not line.is_stuck][:count]

@@ -84,7 +84,8 @@ class Counters:
         rows, copy_in_ns, copy_out_ns = batch.rows, took.copy_in_ns, took.copy_out_ns
         compute_ns = took.compute_ns
         self.succeeded += answered
-        self.rows_padded += batch.rows_run - rows
+        if batch.rows_run != rows:
+            self.rows_padded += batch.rows_run - rows
         if batch.is_timed:
             self.batches_timed += 1
         if batch.arena is not None or batch.lane is not None:

@@ -21,7 +21,7 @@ from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
-from asynctrt.scheduling.queues import BucketQueue, Buckets, Deadlines
+from asynctrt.scheduling.queues import Bucket, BucketQueue, Buckets, Deadlines
 from asynctrt.scheduling.request import Request, awaited
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import Share
@@ -51,7 +51,7 @@ class AnySize:
     """Until when at most a batch waits for which :meth:`fit` returned ``None``."""
 
     def fit(
-        self, bucket: BucketQueue, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
+        self, bucket: Bucket, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
     ) -> tuple[Sequence[Request], int, int] | None:
         """Return the requests of the next batch of a bucket, their rows, and how many rows to run it with at
         least; ``None`` if it has to wait for a context.
@@ -102,16 +102,16 @@ class KeptSizes(AnySize):
         self._since_ns: int | None = None
 
     def fit(
-        self, bucket: BucketQueue, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
+        self, bucket: Bucket, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
     ) -> tuple[Sequence[Request], int, int] | None:
         key = bucket.key
         size = 0 if self._shapes.is_specialised(key.shape) else self._size(key.shape, rows, now_ns)
         if size is None:
             return None
         if 0 < size < rows:
+            by_age = reason is Reason.AGED
             # The first request is never cut.
-            head = bucket.head(by_age=reason is Reason.AGED)
-            chosen, rows = bucket.choose(max(size, 0 if head is None else head.rows), reason is Reason.AGED)
+            chosen, rows = bucket.choose(max(size, bucket.head_rows(by_age=by_age)), by_age)
         return chosen, rows, size
 
     def usual(self, shape: Hashable, rows_run: int) -> int:
@@ -311,12 +311,12 @@ class AtOnce:
 
     due_ns: int | None = None
     """When to launch the batch that may still grow; ``None`` if there is none."""
-    bucket: BucketQueue | None = None
+    bucket: Bucket | None = None
     """The bucket of that batch."""
-    was: BucketQueue | None = None
+    was: Bucket | None = None
     """The bucket of a batch that was held back since the last launch."""
 
-    def may_grow(self, bucket: BucketQueue, now_ns: int) -> bool:
+    def may_grow(self, bucket: Bucket, now_ns: int) -> bool:
         """Return whether the next batch can still grow before the device needs it. Call it only while others
         are in flight."""
         return False
@@ -342,7 +342,7 @@ class JustInTime(AtOnce):
     def begin(self) -> None:
         self.due_ns = self.bucket = None
 
-    def may_grow(self, bucket: BucketQueue, now_ns: int) -> bool:
+    def may_grow(self, bucket: Bucket, now_ns: int) -> bool:
         if bucket.is_full and not self._holds_full_ones:
             return False
         rows_max = bucket.rows_max
@@ -361,18 +361,18 @@ class JustInTime(AtOnce):
 class TakeRows:
     """Takes as many rows as fit into a batch."""
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+    def rows_max(self, bucket: Bucket, in_flight: int, reason: Reason) -> int:
         """Return how many rows the next batch of a bucket may have; never fewer than its first request has.
 
         :param reason: why it is launched.
         """
         return bucket.rows_max
 
-    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
+    def choose(self, bucket: Bucket, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
         """Return the requests of the next batch of a bucket; change nothing."""
         return *bucket.choose(self.rows_max(bucket, in_flight, reason), reason is Reason.AGED), ()
 
-    def preview(self, bucket: BucketQueue, in_flight: int) -> Sequence[Request]:
+    def preview(self, bucket: Bucket, in_flight: int) -> Sequence[Request]:
         """Return the requests that the next batch of a bucket would probably have if it were launched now."""
         return bucket.choose(self.rows_max(bucket, in_flight, Reason.AHEAD))[0]
 
@@ -380,9 +380,8 @@ class TakeRows:
 class TakeOneRequest(TakeRows):
     """Takes one request, whatever else is queued."""
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
-        head = bucket.head(by_age=True) if reason is Reason.AGED else None
-        return bucket.head_rows if head is None else head.rows
+    def rows_max(self, bucket: Bucket, in_flight: int, reason: Reason) -> int:
+        return bucket.head_rows(by_age=reason is Reason.AGED)
 
 
 class SpreadOverCores(TakeRows):
@@ -396,17 +395,17 @@ class SpreadOverCores(TakeRows):
         self._buckets = buckets
         self._compute = times.compute
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+    def rows_max(self, bucket: Bucket, in_flight: int, reason: Reason) -> int:
         most = bucket.rows_max
         if bucket.rows < 2 or reason is Reason.AGED:
             return most
         shape, compute, rows = bucket.key.shape, self._compute, min(bucket.rows, most)
-        idle = self._concurrency - in_flight - (self._buckets.waiting - 1)
+        idle = self._concurrency - in_flight - max(self._buckets.waiting - 1, 0)
         expected_ns = compute.typical(shape, rows)
         if idle < 2 or expected_ns is None or expected_ns < 2 * PART_NS_MIN:
             return most
         parts = min(idle, expected_ns // PART_NS_MIN)
-        part = max(min(-(-bucket.rows // parts), most), bucket.head_rows)
+        part = max(min(-(-bucket.rows // parts), most), bucket.head_rows())
         # If batches of this size are always divided, the time of a whole one is never measured again, and a
         # first slow run would count forever. The parts together are an upper bound of it.
         if compute.has_seen(shape, part):
@@ -435,11 +434,11 @@ class HalvesFirst(TakeRows):
         self._room = room
         self._expected_rows = expected_rows
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+    def rows_max(self, bucket: Bucket, in_flight: int, reason: Reason) -> int:
         if reason is Reason.AGED or self._concurrency.occupied:
             return bucket.rows_max
         rows = min(bucket.rows, bucket.rows_max)
-        half = max((rows + 1) // 2, bucket.head_rows)
+        half = max((rows + 1) // 2, bucket.head_rows())
         if half >= rows or self._room.contexts.free < 2 or self._room.in_flight_max < 2:
             return bucket.rows_max  # There is no second context to copy the others in for.
         key, compute, delay_ns = bucket.key, self._times.compute, self._times.delay_ns
@@ -461,13 +460,13 @@ class InTime(TakeRows):
         self._forecast = forecast
         self._deadlines = deadlines
 
-    def rows_max(self, bucket: BucketQueue, in_flight: int, reason: Reason) -> int:
+    def rows_max(self, bucket: Bucket, in_flight: int, reason: Reason) -> int:
         return self._policy.rows_max(bucket, in_flight, reason)
 
-    def choose(self, bucket: BucketQueue, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
+    def choose(self, bucket: Bucket, in_flight: int, now_ns: int, reason: Reason) -> Chosen:
         if not self._deadlines.line:
             return self._policy.choose(bucket, in_flight, now_ns, reason)
-
+        assert isinstance(bucket, BucketQueue), "the open batch is launched only if no request has a deadline"
         bucket.make_objects()
 
         def choose(rows_max: int) -> tuple[Sequence[Request], int]:
@@ -493,24 +492,24 @@ class RunAs:
         """Whether batches have profiles."""
         self._is_as_given = shapes.runs_as_many_as_it_takes and not policy.captured.sizes
 
-    def find(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
-        """Return the rows that the device executes for ``rows``, and their profile.
-
-        :raises Exception: whatever the model raises.
-        """
+    def find(self, key: BatchKey, rows: int) -> tuple[int, int | None] | Exception:
+        """Return the rows that the device executes for ``rows``, and their profile; or what the model
+        raises."""
         if self._is_as_given:
             return rows, None
-        rows_run = self._shapes.padded_rows(key.shape, rows)
-        if self._policy.captured.sizes:
-            rows_run = self._policy.rows_to_run(key.shape, rows_run, self._times.compute)
-        return rows_run, self._shapes.profile(key.shape, rows_run)
+        try:
+            rows_run = self._shapes.padded_rows(key.shape, rows)
+            if self._policy.captured.sizes:
+                rows_run = self._policy.rows_to_run(key.shape, rows_run, self._times.compute)
+            return rows_run, self._shapes.profile(key.shape, rows_run)
+        except Exception as error:
+            return error
 
     def expected(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
         """Return what :meth:`find` is expected to return at the launch; never raise."""
-        try:
-            return self.find(key, rows)
-        except Exception:  # The model raises it again when the batch is formed, where it is handled.
-            return rows, None
+        found = self.find(key, rows)
+        # What the model raises, it raises again when the batch is formed, where that is handled.
+        return (rows, None) if isinstance(found, Exception) else found
 
     def expected_rows(self, key: BatchKey, rows: int) -> int:
         """Return the rows that the device is expected to execute for ``rows``."""

@@ -8,14 +8,14 @@ from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.queues import BucketQueue, Buckets, Deadlines, OpenBatch
+from asynctrt.scheduling.queues import Bucket, BucketQueue, Buckets, Deadlines, JoinedRows, OpenBatch
 from asynctrt.scheduling.request import (
-    FIELDS,
     NO_DEADLINE_NS,
     Change,
     PlainRequest,
     Request,
     change,
+    take_plain,
 )
 
 
@@ -44,13 +44,13 @@ class Queue:
         self._counters = counters
         self.rows_max = rows_max
         self.rows = 0
-        """Rows that wait, not counting the open batch."""
+        """Rows that wait in buckets, not counting the open batch."""
         self.buckets = Buckets(policy, priorities)
         # The bucket of the latest request, and usually of the next one too. It stays in `buckets`,
         # which drop empty ones only to add another.
         self._bucket: BucketQueue | None = None
         self.open = OpenBatch()
-        """Plain requests that came since the last decision."""
+        """Plain requests that may be launched as they are."""
         # The queued requests that were plain and now have objects, by their futures.
         self._made: dict[Any, PlainRequest] = {}
         self.deadlines = Deadlines()
@@ -65,28 +65,32 @@ class Queue:
         """Why new requests are refused; ``None`` if they are accepted."""
 
     def __repr__(self) -> str:
-        return f"<Queue requests={self.requests} rows={self.rows + len(self.open)}>"
+        return f"<Queue requests={self.requests} rows={self.rows + self.open.rows}>"
 
     @property
     def requests(self) -> int:
         """Return how many requests wait. Any thread may ask."""
-        return sum(bucket.requests for bucket in self.buckets) + len(self.open)
+        return sum(bucket.requests for bucket in self.buckets) + self.open.rows
 
     def submit_plain(self, key: BatchKey, future: Any, payload: Any, now_ns: int) -> None:
         """Queue a plain request that cannot join the open batch, or raise as :meth:`submit`.
 
         :param future: has a future's ``done()``, which is how the scheduler sees that its caller has left.
         """
-        opened, bucket = self.open, self._bucket
-        if opened.bucket is not None:
+        opened = self.open
+        if opened.entries and opened.key != key:
             self.close_open()
-        room = self.rows_max - self.rows
-        if room <= 0:
+        if len(opened.entries) >= self.rows_max - self.rows:
             self._refuse(1, 1)
+        bucket = self._bucket
         if bucket is None or bucket.key is not key:
             bucket = self._bucket_of(key)
-        opened.begin(bucket, key, room, now_ns)
-        opened.flat += (future, payload, now_ns)
+        if bucket is not opened.bucket:
+            opened.bucket, opened.key, opened.rows_max = bucket, bucket.key, bucket.rows_max
+        opened.joins = key
+        opened.length_max = self.rows_max - self.rows
+        opened.arrival_ns = now_ns
+        opened.entries.append((future, payload, now_ns))
 
     def submit(self, *requests: Request) -> None:
         """Queue a request, or all parts of a call, or raise and change nothing.
@@ -118,19 +122,36 @@ class Queue:
                 self.deadlines.push(request, queued_max=self.rows)
 
     def close_open(self) -> None:
-        """Move the requests of the open batch into the queue of their bucket, where decisions need them."""
+        """Move the requests of the open batch into their bucket, where they have turns among others."""
         opened = self.open
-        bucket, flat = opened.bucket, opened.flat
-        if bucket is None:
+        bucket, entries = opened.bucket, opened.entries
+        opened.joins = None
+        if bucket is None or not entries:
             return
-        opened.key = None
         # In this order, Ctrl-C may leave requests in both places, but loses none.
-        bucket.extend(flat)
-        opened.flat = []
-        opened.bucket = None
-        self.rows += len(flat) // FIELDS
+        bucket.extend(entries)
+        opened.entries = []
+        self.rows += len(entries)
         if bucket.priority < 0 or (bucket.rows >= bucket.rows_max and not bucket.is_full):
             self.buckets.pushed(bucket, 0, NO_DEADLINE_NS)
+
+    def launch(
+        self, bucket: Bucket, chosen: Sequence[Request], rows: int, joined: Iterable[JoinedRows]
+    ) -> None:
+        """Take the requests of a batch out of their buckets.
+
+        :param joined: the rows of other buckets that join ``chosen``.
+        """
+        if isinstance(bucket, OpenBatch):
+            bucket.entries = take_plain(bucket.entries, chosen, rows)
+            return
+        for other, others, more in joined:
+            other.take(others, more)
+            self.buckets.left(other)
+            self.rows -= more
+        bucket.take(chosen, rows)
+        self.buckets.launched(bucket)
+        self.rows -= rows
 
     def object_of(self, future: Any) -> PlainRequest | None:
         """Return the object of a plain request by its future; ``None`` if it is not queued any more."""
@@ -257,7 +278,7 @@ class Queue:
             # A new instance, because one raised for many callers would collect all their tracebacks.
             raise copy_for(self.closed)
         raise QueueFullError(
-            f"the queue holds {self.rows} of at most {self.rows_max} rows and has no "
+            f"the queue holds {self.rows + self.open.rows} of at most {self.rows_max} rows and has no "
             f"room for {rows} more. Retry later, send less, or open the engine with a larger "
             "max_queue_rows"
         )

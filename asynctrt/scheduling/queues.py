@@ -16,17 +16,19 @@ from itertools import chain, islice
 from typing import Any, Final
 
 from asynctrt.scheduling.batch import Reason
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS, Policy
 from asynctrt.scheduling.request import (
-    FIELDS,
     IN_FLIGHT,
     NO_DEADLINE_NS,
     QUEUED,
+    Entry,
     PlainRequest,
     PlainRequests,
     Request,
+    choose_plain,
     made_of,
+    take_plain,
 )
 
 TOMBSTONES_MIN: Final = 64
@@ -58,22 +60,6 @@ EMPTY_MAX: Final = 256
 shapes keep changing; the number was not tuned."""
 
 
-class SplitCall:
-    """A call of several parts: one is in the queue, and the others wait to follow it.
-
-    :param parts: the other parts, in order.
-    :param due_ns: when the part in the queue is due.
-    """
-
-    __slots__ = ("due_ns", "parts", "rows")
-
-    def __init__(self, parts: Sequence[Request], due_ns: int) -> None:
-        self.parts = deque(parts)
-        self.due_ns = due_ns
-        self.rows = sum(part.rows for part in parts)
-        """The rows of the other parts, including parts that have left."""
-
-
 class BucketQueue:
     """The requests of one bucket: by priority, the most urgent first, then by when they are due.
 
@@ -81,7 +67,7 @@ class BucketQueue:
     waits for later ones for longer than that, and without deadlines the order is that of arrival. The parts
     of a split call count as arriving one after the other.
 
-    As long as all of its requests are plain, they are in ``flat`` and have no objects.
+    As long as all of its requests are plain, they are in ``entries`` and have no objects.
 
     :param made: where to note the objects that are made of plain requests, by their futures.
     """
@@ -109,15 +95,17 @@ class BucketQueue:
         self.key = key
         self.rows_max = rows_max
         """Rows that one batch of this bucket holds."""
-        self.flat: list[Any] = []
-        """The fields of plain requests; empty if any request has an object."""
+        self.entries: list[Entry] = []
+        """Its plain requests; empty if any request has an object."""
         self._made = {} if made is None else made
         self._by_priority: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
         self._patience_ns = patience_ns
         # Rows by priority. Rows of priority 0 are not counted, as they go behind all others.
         self._urgent_rows: dict[int, int] = {}
-        # The split calls, by the part of each that is in the queue.
-        self._calls: dict[Request, SplitCall] = {}
+        # The parts of split calls that are not in the queue yet, by the part before them, which is.
+        self._following: dict[Request, deque[Request]] = {}
+        # The rows of these parts by priority, including parts that have left.
+        self._rows_following = [0] * priorities
 
     def __repr__(self) -> str:
         return f"<BucketQueue {self.key!r} requests={self.requests} rows={self.rows}>"
@@ -125,45 +113,47 @@ class BucketQueue:
     @property
     def requests(self) -> int:
         """Return how many requests are queued. Other threads may ask, and may miss concurrent changes."""
-        parts = sum(len(call.parts) for call in tuple(self._calls.values()))
-        return max(sum(map(len, self._by_priority)) + parts - self._tombstones, len(self.flat) // FIELDS)
+        parts = sum(map(len, tuple(self._following.values())))
+        return max(sum(map(len, self._by_priority)) + parts - self._tombstones, len(self.entries))
 
-    @property
-    def head_rows(self) -> int:
-        """Return the rows of the request that the next batch of this bucket starts with; 0 if it is empty."""
-        if self.flat:
+    def head_rows(self, *, by_age: bool = False) -> int:
+        """Return the rows of the request that the next batch of this bucket starts with; 0 if it is empty.
+
+        :param by_age: as for :meth:`head`.
+        """
+        if self.entries:
             return 1
-        head = self.head()
+        head = self.head(by_age=by_age)
         return 0 if head is None else head.rows
 
     @property
     def head_priority(self) -> int:
         """Return the priority of that request; -1 if the bucket is empty."""
-        if self.flat:
+        if self.entries:
             return 0
         head = self.head()
         return -1 if head is None else head.priority
 
-    def extend(self, flat: list[Any]) -> None:
+    def extend(self, entries: list[Entry]) -> None:
         """Append plain requests."""
         if not self.rows:
-            self.flat = flat
-        elif self.flat:
-            self.flat += flat
+            self.entries = entries
+        elif self.entries:
+            self.entries += entries
         else:
-            self._append_made(flat)
-        self.rows += len(flat) // FIELDS
+            self._append_made(entries)
+        self.rows += len(entries)
 
     def make_objects(self) -> None:
         """Make the objects of its plain requests, as something is about to happen to one of them alone."""
-        if flat := self.flat:
-            self._append_made(flat)
-            self.flat = []
+        if entries := self.entries:
+            self._append_made(entries)
+            self.entries = []
 
-    def _append_made(self, flat: list[Any]) -> None:
-        made = made_of(flat, self.key)
+    def _append_made(self, entries: list[Entry]) -> None:
+        made = made_of(entries, self.key)
         self._by_priority[-1].extend(made)
-        self._made.update(zip(flat[0::FIELDS], made, strict=True))
+        self._made.update([(request.future, request) for request in made])
 
     def push(self, request: Request, *others: Request) -> bool:
         """Append a queued request; a larger priority is more urgent.
@@ -174,19 +164,28 @@ class BucketQueue:
         """
         self.make_objects()
         if others:
-            self._calls[request] = call = SplitCall(others, self._due_ns(request))
-            self._add_rows(request.priority, call.rows)
-        queue = self._by_priority[-1 - request.priority]
-        if request.deadline_ns != NO_DEADLINE_NS and queue and self._goes_before(request, queue[-1]):
-            queue.insert(self._place_in(queue, request), request)
-        else:
-            queue.append(request)
+            rows = sum(part.rows for part in others)
+            self._following[request] = deque(others)
+            self._rows_following[request.priority] += rows
+            self._add_rows(request.priority, rows)
+        self._enter(request)
         self._add_rows(request.priority, request.rows)
         return (
             request.priority > self.priority
             or request.deadline_ns < self.deadline_ns
             or (self.rows >= self.rows_max and not self.is_full)
         )
+
+    def _enter(self, request: Request) -> None:
+        """Put a request into the queue of its priority, in the order of when requests are due."""
+        queue = self._by_priority[-1 - request.priority]
+        if queue:
+            if request.since_ns < queue[-1].since_ns:
+                request.since_ns = queue[-1].since_ns  # A part that waited for the ones before it.
+            if self._goes_before(request, queue[-1]):
+                queue.insert(self._place_in(queue, request), request)
+                return
+        queue.append(request)
 
     def _add_rows(self, priority: int, rows: int) -> None:
         self.rows += rows
@@ -200,8 +199,7 @@ class BucketQueue:
         self._tombstones += 1
         if request.priority:
             self._urgent_rows[request.priority] -= request.rows
-        if request in self._calls:
-            self._let_next_in(request)
+        self._let_next_in((request,))
         self._bury()
 
     def rows_ahead(self, request: Request) -> int:
@@ -217,19 +215,18 @@ class BucketQueue:
             return above + max(self._place_in(queue, request) - self._tombstones, 0)
         ahead = above + self._urgent_rows.get(priority, 0) if priority else self.rows
         # Parts that are not in the queue yet will join it behind the request.
-        behind = sum(call.rows for part, call in self._calls.items() if part.priority == priority)
-        return max(ahead - behind, above)
+        return max(ahead - self._rows_following[priority], above)
 
     def overdue_ns(self) -> int:
         """Return when the first of its requests is due, of any priority. The queue must not be empty."""
-        if self.flat:
-            return int(self.flat[2]) + self._patience_ns
+        if self.entries:
+            return self.entries[0][2] + self._patience_ns
         return min(self._due_ns(queue[0]) for queue in self._heads())
 
     def earliest_deadline_ns(self) -> int:
         """Return the earliest deadline in it. This goes through all requests, as does
         :meth:`oldest_arrival_ns`."""
-        if self.flat:
+        if self.entries:
             return NO_DEADLINE_NS
         return min(request.deadline_ns for request in self.waiting())
 
@@ -263,8 +260,8 @@ class BucketQueue:
 
         This goes through all requests, so it is for buckets that do not fill a batch.
         """
-        if self.flat:
-            return int(self.flat[2])
+        if self.entries:
+            return self.entries[0][2]
         return min(request.arrival_ns for request in self.waiting())
 
     def newest(self, priority: int) -> Iterator[Request]:
@@ -294,11 +291,9 @@ class BucketQueue:
 
         :param by_age: begin with the priority whose first request is due first.
         """
-        if flat := self.flat:
-            if self.rows <= rows_max:
-                return PlainRequests(flat, self.key), self.rows
-            return PlainRequests(flat[: FIELDS * rows_max], self.key), rows_max
-        if not self._tombstones and not self._calls and self.rows <= rows_max:
+        if self.entries:
+            return choose_plain(self.entries, self.key, rows_max)
+        if not self._tombstones and not self._following and self.rows <= rows_max:
             return tuple(chain.from_iterable(self._by_priority)), self.rows
         return self._choose_fitting(self._heads() if by_age else self._by_priority, rows_max)
 
@@ -326,12 +321,8 @@ class BucketQueue:
     def take(self, chosen: Sequence[Request], rows: int) -> None:
         """Remove the requests that :meth:`choose` returned, as they are launched."""
         if type(chosen) is PlainRequests:
-            chosen.launch()
+            self.entries = take_plain(self.entries, chosen, rows)
             self.rows -= rows
-            if self.rows:
-                del self.flat[: FIELDS * rows]  # Copying the others would take much longer.
-            else:
-                self.flat = []
             return
         for request in chosen:
             request.state = IN_FLIGHT
@@ -345,9 +336,7 @@ class BucketQueue:
             return
         self.rows -= rows
         self._tombstones += len(chosen)
-        if self._calls:
-            for part in [request for request in chosen if request in self._calls]:
-                self._let_next_in(part)
+        self._let_next_in(chosen)
         self.head()
         self._bury()
 
@@ -357,38 +346,29 @@ class BucketQueue:
         self.rows = self._tombstones = 0
         self.deadline_ns = NO_DEADLINE_NS
         self._urgent_rows.clear()
-        self._calls.clear()
+        if self._following:  # Only parts that have left.
+            self._following.clear()
+            self._rows_following = [0] * len(self._by_priority)
 
-    def _let_next_in(self, part: Request) -> None:
-        """Append the next part of a call when one has left the queue; if its deadline is earlier than others
-        are due, put it before them."""
-        call = self._calls.pop(part)
-        while call.parts:
-            following = call.parts.popleft()
-            call.rows -= following.rows
-            if following.state is QUEUED:
-                break
-            self._tombstones -= 1
-        else:
-            return
-        queue = self._by_priority[-1 - following.priority]
-        last_ns = self._due_ns(queue[-1]) if queue else 0
-        if following.deadline_ns < last_ns:
-            call.due_ns = following.deadline_ns
-            queue.insert(bisect_right(queue, call.due_ns, key=self._due_ns), following)
-        else:
-            call.due_ns = max(self._due_ns(following), last_ns)
-            queue.append(following)
-        self._calls[following] = call
+    def _let_next_in(self, left: Iterable[Request]) -> None:
+        """Let the next parts of calls into the queue when others have left."""
+        for part in left if self._following else ():
+            parts = self._following.pop(part, None)
+            while parts:
+                following = parts.popleft()
+                self._rows_following[following.priority] -= following.rows
+                if following.state is QUEUED:
+                    self._following[following] = parts
+                    self._enter(following)
+                    break
+                self._tombstones -= 1
 
     def _parts(self, priority: int) -> list[deque[Request]]:
         """Return the parts of calls of one priority that are not in the queue yet."""
-        return [call.parts for part, call in self._calls.items() if part.priority == priority]
+        return [parts for part, parts in self._following.items() if part.priority == priority]
 
     def _due_ns(self, request: Request) -> int:
-        if self._calls and (call := self._calls.get(request)) is not None:
-            return call.due_ns
-        return min(request.deadline_ns, request.arrival_ns + self._patience_ns)
+        return min(request.deadline_ns, request.since_ns + self._patience_ns)
 
     def _goes_before(self, request: Request, other: Request) -> bool:
         # The first check is cheap and usually enough: a later request with a later deadline is due later.
@@ -417,53 +397,69 @@ class BucketQueue:
                 alive = [request for request in queue if request.state is QUEUED]
                 queue.clear()
                 queue.extend(alive)
-            for call in self._calls.values():
-                call.parts = deque(part for part in call.parts if part.state is QUEUED)
-                call.rows = sum(part.rows for part in call.parts)
+            self._rows_following = [0] * len(self._by_priority)
+            for part, parts in self._following.items():
+                self._following[part] = deque(other for other in parts if other.state is QUEUED)
+                self._rows_following[part.priority] += sum(other.rows for other in self._following[part])
             self._tombstones = 0
 
 
-JoinedRows = tuple[BucketQueue, Sequence[Request], int]
-"""Requests of another bucket that join a batch, and their rows."""
-
-
 class OpenBatch:
-    """Plain requests of one key that came since the last decision, in the order of their arrival.
+    """Plain requests of one bucket, in the order of their arrival. They are launched from here if nothing
+    else waits, and moved into their bucket otherwise.
 
-    A plain request of that key is appended to ``flat`` directly, as long as that is not ``length_max`` long.
-    The scheduler closes the batch before it looks at its queues.
+    A plain request whose key is ``joins`` is appended to ``entries`` directly, as long as that is not
+    ``length_max`` long. Once the scheduler has decided about them, the next request takes the longer way, by
+    :meth:`Queue.submit_plain`, to note when it came. To policies, it answers as its bucket would.
     """
 
-    __slots__ = ("arrival_ns", "bucket", "flat", "key", "length_max")
+    __slots__ = ("arrival_ns", "bucket", "entries", "joins", "key", "length_max", "rows_max")
 
     def __init__(self) -> None:
         self.bucket: BucketQueue | None = None
-        self.key: BatchKey | None = None
-        """``None`` while no batch is open."""
-        self.flat: list[Any] = []
+        self.key = FIXED_SHAPE
+        """The key of its bucket; ``rows_max``: the rows that one batch of it holds."""
+        self.rows_max = 0
+        self.joins: BatchKey | None = None
+        """The key by whose identity requests join: equal to the bucket's; ``None`` if none may."""
+        self.entries: list[Entry] = []
         self.length_max = 0
         self.arrival_ns = 0
 
-    def begin(self, bucket: BucketQueue, key: BatchKey, rows_max: int, now_ns: int) -> None:
-        """Open the batch for a bucket, for as many rows as the queue has room for.
-
-        :param key: the key by whose identity requests join: equal to the bucket's.
-        """
-        self.bucket = bucket
-        self.key = key
-        self.length_max = FIELDS * rows_max
-        self.arrival_ns = now_ns
-
-    def __len__(self) -> int:
-        return len(self.flat) // FIELDS
-
     def join(self, key: BatchKey, future: Any, payload: Any) -> bool:
         """Add a plain request, if it may join; return whether it did."""
-        flat = self.flat
-        if key is not self.key or len(flat) >= self.length_max:
+        if key is not self.joins or len(self.entries) >= self.length_max:
             return False
-        flat += (future, payload, self.arrival_ns)
+        self.entries.append((future, payload, self.arrival_ns))
         return True
+
+    @property
+    def rows(self) -> int:
+        """Return the rows that wait here."""
+        return len(self.entries)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether they fill a batch."""
+        return len(self.entries) >= self.rows_max
+
+    def head_rows(self, *, by_age: bool = False) -> int:
+        """Return 1: the rows of each."""
+        return 1
+
+    def choose(
+        self,
+        rows_max: int,
+        by_age: bool = False,  # noqa: FBT001, FBT002  (as that of a bucket)
+    ) -> tuple[PlainRequests, int]:
+        """Return the requests of the next batch and their rows, at most ``rows_max``; change nothing."""
+        return choose_plain(self.entries, self.key, rows_max)
+
+
+Bucket = BucketQueue | OpenBatch
+
+JoinedRows = tuple[BucketQueue, Sequence[Request], int]
+"""Requests of another bucket that join a batch, and their rows."""
 
 
 class _Level:

@@ -1,8 +1,8 @@
 """One request, and the table that says how its state may change; and plain requests, which need no object.
 
 A request is plain if it has one row, no deadline and no priority, and wants all outputs. Nothing is decided
-about a single plain request, so they are kept side by side in a list, and the future of each is its state:
-pending, answered or cancelled. Objects are made of them only where something happens to one of them alone.
+about a single plain request, so each is only an entry in a list, and its future is its state: pending,
+answered or cancelled. Objects are made of them only where something happens to one of them alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,6 +72,7 @@ class Request:
         "priority",
         "reserve_ns",
         "rows",
+        "since_ns",
         "state",
     )
 
@@ -89,6 +90,8 @@ class Request:
         self.key = key
         self.priority = priority
         self.arrival_ns = arrival_ns
+        self.since_ns = arrival_ns
+        """When it joined its queue: a part of a call joins when the part before it has left."""
         self.deadline_ns = deadline_ns
         self.payload = payload
         self.future = future
@@ -135,20 +138,17 @@ class PlainRequest(Request):
 
 _STATE: Final[Any] = Request.__dict__["state"]
 
-FIELDS: Final = 3
-"""The entries of a plain request in a list: its future, its payload, and its arrival in ns."""
+Entry = tuple[Any, Any, int]
+"""A plain request: its future, its payload, and its arrival in ns."""
 
 
 class PlainRequests(Sequence[Request]):
-    """Plain requests that are launched together. Iterating over them makes their objects.
+    """Plain requests that are launched together. Iterating over them makes their objects."""
 
-    :param flat: :data:`FIELDS` entries for each request.
-    """
+    __slots__ = ("_made", "entries", "key", "state")
 
-    __slots__ = ("_made", "flat", "key", "state")
-
-    def __init__(self, flat: list[Any], key: BatchKey) -> None:
-        self.flat = flat
+    def __init__(self, entries: list[Entry], key: BatchKey) -> None:
+        self.entries = entries
         """Empty once objects were made, and once they were answered."""
         self.key = key
         self.state = QUEUED
@@ -156,7 +156,7 @@ class PlainRequests(Sequence[Request]):
         self._made: tuple[PlainRequest, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.flat) // FIELDS or len(self._made)
+        return len(self.entries) or len(self._made)
 
     def __getitem__(self, index: Any) -> Any:
         return self._objects()[index]
@@ -170,25 +170,36 @@ class PlainRequests(Sequence[Request]):
         for request in self._made:
             request.state = IN_FLIGHT
 
-    def payloads(self) -> list[Any]:
-        """Return the payload of each."""
-        return self.flat[1::FIELDS] or [request.payload for request in self._made]
-
-    def clear(self) -> None:
-        """Drop them all, and what they hold."""
-        self.flat, self._made = [], ()
-
     def _objects(self) -> tuple[PlainRequest, ...]:
-        if flat := self.flat:
-            self._made = made_of(flat, self.key, self.state)
-            self.flat = []
+        if self.entries:
+            self._made = made_of(self.entries, self.key, self.state)
+            self.entries = []
         return self._made
 
 
-def made_of(flat: list[Any], key: BatchKey, state: State = QUEUED) -> tuple[PlainRequest, ...]:
+def choose_plain(entries: list[Entry], key: BatchKey, rows_max: int) -> tuple[PlainRequests, int]:
+    """Return the first plain requests to launch together, and how many they are."""
+    if len(entries) <= rows_max:
+        return PlainRequests(entries, key), len(entries)
+    return PlainRequests(entries[:rows_max], key), rows_max
+
+
+def take_plain(entries: list[Entry], chosen: Sequence[Request], rows: int) -> list[Entry]:
+    """Note that plain requests are in flight; return what is left where they were chosen from.
+
+    :param rows: how many they are.
+    """
+    assert type(chosen) is PlainRequests
+    chosen.launch()
+    if rows == len(entries):
+        return []
+    del entries[:rows]  # Copying the others would take much longer.
+    return entries
+
+
+def made_of(entries: list[Entry], key: BatchKey, state: State = QUEUED) -> tuple[PlainRequest, ...]:
     """Return objects for plain requests."""
-    fields = zip(flat[0::FIELDS], flat[1::FIELDS], flat[2::FIELDS], strict=True)
-    return tuple([PlainRequest(key, state, *own) for own in fields])
+    return tuple([PlainRequest(key, state, *entry) for entry in entries])
 
 
 def change(request: Request, what: Change) -> None:
@@ -204,12 +215,8 @@ def complete(requests: Sequence[Request]) -> tuple[int, int]:
 
     :returns: how many of its requests are answered, and the sum of their arrival times in ns.
     """
-    if type(requests) is PlainRequests and (flat := requests.flat):
-        arrivals = flat[2::FIELDS]
-        for future in flat[0::FIELDS]:
-            if future.done():
-                arrivals = _arrivals_of_waiting(flat)
-                break
+    if type(requests) is PlainRequests and (entries := requests.entries):
+        arrivals = [arrival_ns for future, _, arrival_ns in entries if not future.done()]
         return len(arrivals), sum(arrivals)
     answered, arrived_ns = len(requests), 0
     for request in requests:
@@ -224,20 +231,15 @@ def complete(requests: Sequence[Request]) -> tuple[int, int]:
 
 def waiting_in(requests: Sequence[Request]) -> int:
     """Return how many requests in flight have callers who still wait. Any thread may ask."""
-    if type(requests) is PlainRequests and (flat := requests.flat):
-        return len(_arrivals_of_waiting(flat))
+    if type(requests) is PlainRequests and (entries := requests.entries):
+        return sum([not future.done() for future, _, _ in entries])
     return sum([request.state is IN_FLIGHT for request in requests])
-
-
-def _arrivals_of_waiting(flat: list[Any]) -> list[int]:
-    both = zip(flat[0::FIELDS], flat[2::FIELDS], strict=True)
-    return [arrival_ns for future, arrival_ns in both if not future.done()]
 
 
 def holds(requests: Sequence[Request], future: Any) -> bool:
     """Return whether the request with this future is among them."""
-    if type(requests) is PlainRequests and requests.flat:
-        return future in requests.flat[0::FIELDS]
+    if type(requests) is PlainRequests and (entries := requests.entries):
+        return any(entry[0] is future for entry in entries)
     return any(request.future is future for request in requests)
 
 

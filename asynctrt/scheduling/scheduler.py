@@ -35,13 +35,14 @@ from asynctrt.scheduling.policies import (
 )
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
-from asynctrt.scheduling.queues import BucketQueue, JoinedRows
+from asynctrt.scheduling.queues import Bucket, BucketQueue, JoinedRows, OpenBatch
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
     QUEUED,
     Change,
     Request,
     change,
+    choose_plain,
     complete,
     waiting_in,
 )
@@ -53,6 +54,10 @@ PARTS_MAX: Final = 4
 rows of a batch. That is enough to isolate all requests of callers whose requests always fail, so that new
 batches succeed."""
 
+
+# As constants: looking a member up on its class takes longer.
+IDLE: Final = Reason.IDLE
+FULL: Final = Reason.FULL
 
 NONE_JOINED: Final[tuple[JoinedRows, ...]] = ()
 
@@ -179,12 +184,12 @@ class Scheduler:
     @property
     def queued_rows(self) -> int:
         """Return the rows that wait, over all buckets."""
-        return self.queue.rows + len(self.queue.open)
+        return self.queue.rows + self.queue.open.rows
 
     @property
     def has_to_launch(self) -> bool:
         """Return whether any request waits to be launched, for the first time or again."""
-        return self.queue.rows > 0 or self.queue.open.key is not None or bool(self.again.parts)
+        return self.queue.rows > 0 or bool(self.queue.open.entries) or bool(self.again.parts)
 
     @property
     def is_idle(self) -> bool:
@@ -265,14 +270,17 @@ class Scheduler:
         The model is asked about the batch before any request leaves its queue. If that fails, the requests
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
-        queue, again, room = self.queue, self.again, self.room
-        if queue.open.bucket is not None:
-            queue.close_open()
+        queue, again, room, opened = self.queue, self.again, self.room, self.queue.open
+        opened.joins = None
         if self._growth.due_ns is not None:
             self._growth.begin()
         room.until_ns = None
-        if not (queue.rows or again.parts) or not room.has_room(now_ns):
+        if not (opened.entries or queue.rows or again.parts) or not room.has_room(now_ns):
             return None
+        if opened.entries:
+            if not (queue.rows or again.parts or queue.deadlines.line or self._policy.delay_ns_max):
+                return self._next_open(now_ns)
+            queue.close_open()
         decided = self._next_again(now_ns) if again.parts and again.goes_first else None
         if decided is None and queue.rows:
             decided = self._next_queued(now_ns)
@@ -297,16 +305,40 @@ class Scheduler:
             if late:
                 queue.give_up(late)
                 continue
-            fitted = room.sizes.fit(bucket, chosen, rows, reason, now_ns)
-            if fitted is not None:
-                return self._form(bucket, *fitted, reason, now_ns)
-            room.bides, room.until_ns = True, room.sizes.until_ns
-            break
+            return self._fit(bucket, chosen, rows, reason, now_ns)
+        return None
+
+    def _next_open(self, now_ns: int) -> Batch | RejectedBatch | None:
+        """Return the next batch of the open batch, which alone waits; ``None`` if it should wait."""
+        opened, in_flight = self.queue.open, len(self._in_flight)
+        reason = IDLE if len(opened.entries) < opened.rows_max else FULL
+        self.room.bides = False
+        if in_flight:
+            if in_flight >= self._policy.concurrency and (reason is IDLE or self._policy.answers_in_time):
+                self.room.bides = True
+                return None
+            if self._growth.may_grow(opened, now_ns):
+                return None
+        rows_max = self._rows.rows_max(opened, in_flight, reason)
+        chosen, rows = choose_plain(opened.entries, opened.key, rows_max)
+        return self._fit(opened, chosen, rows, reason, now_ns)
+
+    def _fit(
+        self, bucket: Bucket, chosen: Sequence[Request], rows: int, reason: Reason, now_ns: int
+    ) -> Batch | RejectedBatch | None:
+        """Return the next batch of a bucket, with the rows that the free contexts take; ``None`` if it has to
+        wait for a context."""
+        if not self._policy.change_ns:
+            return self._form(bucket, chosen, rows, 0, reason, now_ns)
+        fitted = self.room.sizes.fit(bucket, chosen, rows, reason, now_ns)
+        if fitted is not None:
+            return self._form(bucket, *fitted, reason, now_ns)
+        self.room.bides, self.room.until_ns = True, self.room.sizes.until_ns
         return None
 
     def _form(
         self,
-        bucket: BucketQueue,
+        bucket: Bucket,
         chosen: Sequence[Request],
         rows: int,
         rows_min: int,
@@ -320,35 +352,29 @@ class Scheduler:
         queue, own, own_rows = self.queue, chosen, rows
         key, joined = bucket.key, NONE_JOINED
         if queue.buckets.waiting > 1 and rows < bucket.rows_max and rows == bucket.rows:
+            assert isinstance(bucket, BucketQueue), "the open batch is launched only if nothing else waits"
             key, joined = self._join(bucket)
             for _, others, more in joined:
                 chosen, rows = (*chosen, *others), rows + more
-        error: Exception | None = None
-        try:
-            rows_run, profile = self._run_as.find(key, rows)
-            if joined:
-                rows_min = self.room.sizes.usual(key.shape, rows_run)
-                self.room.sizes.note(key.shape, rows, rows_min)
-            rows_run = max(rows_run, rows_min)
-            self.taken = chosen
-        except Exception as raised:
-            error = raised
-        for other, others, more in joined:
-            other.take(others, more)
-            queue.buckets.left(other)
-        bucket.take(own, own_rows)
-        queue.buckets.launched(bucket)
-        queue.rows -= rows
-        if error is not None:
+        found = self._run_as.find(key, rows)
+        self.taken = chosen
+        queue.launch(bucket, own, own_rows, joined)
+        if isinstance(found, Exception):
             queue.fail(chosen)
-            return RejectedBatch(chosen, error)
+            return RejectedBatch(chosen, found)
+        rows_run, profile = found
+        if joined:
+            rows_min = self.room.sizes.usual(key.shape, rows_run)
+            self.room.sizes.note(key.shape, rows, rows_min)
+        if rows_min > rows_run:
+            rows_run = rows_min
         self.again.was_part = False
         if reason is Reason.AGED:
             self._turns.aged_number = self._number + 1
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
         if self._growth.was is not None:
             was, self._growth.was = self._growth.was, None
-            batch.was_due = was is bucket and reason is not Reason.FULL and batch.is_timed
+            batch.was_due = was.key is bucket.key and reason is not Reason.FULL and batch.is_timed
         return batch
 
     def _join(self, bucket: BucketQueue) -> tuple[BatchKey, tuple[JoinedRows, ...]]:
@@ -366,11 +392,11 @@ class Scheduler:
             return None
         key, chosen = part
         rows = sum(request.rows for request in chosen)
-        try:
-            rows_run, profile = self._run_as.find(key, rows)
-        except Exception as error:
+        found = self._run_as.find(key, rows)
+        if isinstance(found, Exception):
             self.queue.fail(chosen)
-            return RejectedBatch(chosen, error)
+            return RejectedBatch(chosen, found)
+        rows_run, profile = found
         rows_run = max(rows_run, self.room.sizes.usual(key.shape, rows_run))
         self.again.was_part = True
         return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
@@ -412,14 +438,8 @@ class Scheduler:
             self._concurrency.launched(batch)
         self._counters.launched[reason] += 1
         if self.room.share is not None:
-            self.room.share.launched(
-                batch,
-                now_ns,
-                (key.shape, rows_run),
-                lanes=count,
-                computing=self._computing(),
-                alone_ns=self.times.alone.typical(key.shape, rows_run),
-            )
+            usual_ns = self.times.alone_ns(key, rows_run)
+            self.room.share.launched(batch, now_ns, usual_ns, lanes=count)
         return batch
 
     @property
@@ -432,6 +452,9 @@ class Scheduler:
         """Return the requests that the held-back batch would have now, and the context that it would run on;
         ``None`` if that is not known."""
         bucket = self._growth.bucket
+        if isinstance(bucket, OpenBatch):
+            self.queue.close_open()
+            bucket = bucket.bucket
         if bucket is None or not bucket.rows:
             return None
         bucket.make_objects()  # Which rows were copied already is known by them.
@@ -458,10 +481,6 @@ class Scheduler:
         if self._policy.delay_ns_max and room.is_free and not room.is_held:
             times.append(queue.buckets.wakeup_ns(len(self._in_flight)))
         return min([time_ns for time_ns in times if time_ns is not None], default=None)
-
-    def _computing(self) -> int:
-        """Return how many batches of this scheduler compute at once."""
-        return self._concurrency.in_use if self._concurrency.has_lanes else len(self._in_flight)
 
     def started(self, batch: Batch, now_ns: int, put_ns: int | None = None) -> int | None:
         """Note that a batch is on its stream.
@@ -509,7 +528,8 @@ class Scheduler:
             self.room.sizes.changed(max(now_ns - batch.launched_ns - usual_ns, 0))
         if batch.is_timed:
             self.times.observe(batch, now_ns, took)
-            self._company.observe(batch, took.copy_in_ns + took.compute_ns + took.copy_out_ns)
+            if not self._company.is_measured:
+                self._company.observe(batch, took.copy_in_ns + took.compute_ns + took.copy_out_ns)
         self._counters.add_batch(batch, now_ns, answered, arrived_ns, took)
 
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
@@ -551,7 +571,7 @@ class Scheduler:
         if self._concurrency.lines:
             self._concurrency.left(batch)
         if room.share is not None:
-            room.share.left(batch, computing=self._computing())
+            room.share.left(batch)
 
     def close(self, why: AsynctrtError) -> list[Request]:
         """Refuse every submission from now on, and return all unanswered requests that are not in flight:

@@ -4,36 +4,22 @@ A scheduler is charged for the time that its batches compute, divided by its wei
 enough to do, only the scheduler that was charged least launches. A scheduler that had nothing queued for a
 while starts from where the others are, so that idle time cannot be saved up. This is start-time fair queueing
 (Goyal, Vin and Cheng, SIGCOMM 1996) for a device that takes several batches at once (SFQ(D): Jin, Chase and
-Kaur, SIGMETRICS 2004). One thing differs: the cost of a batch is known only when it has ended, so its usual
-cost is charged until then.
+Kaur, SIGMETRICS 2004).
 
-If batches of several schedulers overlap, the device's times do not show how much of it each one had. A batch
-is then charged the time that such batches take alone, measured when the engine opened, or when no others
-happened to run; if there is neither, an equal part of the time.
+A batch is charged the usual time of such batches, and once it has ended, its own time. If the times of
+batches include the time for which others computed beside them, the charge stays at the usual time.
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Final
 
-from asynctrt.scheduling.batch import Batch, Charge
-
-KINDS_MAX: Final = 1024
-"""The most kinds of batches (a shape and a number of rows) whose times are remembered. If there are more, all
-are forgotten. It bounds memory if shapes keep changing; the number was not tuned."""
-
-LEARNED: Final = 0.25
-"""The weight of the latest batch in the usual cost of its kind: one slow batch changes it little, and after
-ten batches a lasting change has almost fully arrived."""
+from asynctrt.scheduling.batch import Batch
 
 SLACK_NS: Final = 10_000_000
 """A scheduler is held for at most twice the time that the others need to catch up, plus this much: batches
 may take longer than usual, or never end. This part covers short batches, which a busy event loop may delay by
 several times their length. The exact time was not tuned."""
-
-ALONE_MAX: Final = 0.05
-"""A batch counts as alone if others computed for at most this share of its time, so its time is wrong by no
-more than that. With no overlap allowed, hardly a batch on a shared device would count as alone."""
 
 
 class Share:
@@ -70,16 +56,8 @@ class Share:
         """The device time that its batches used. If batches overlapped, each is counted for its part."""
         self.held_ns = 0
         """The total time for which its batches were held for others."""
-        self._batches: dict[Batch, None] = {}
-        self._usual_ns: dict[Hashable, float] = {}
-        # The times of batches that computed alone.
-        self._alone_ns: dict[Hashable, float] = {}
-        # When its latest batch ended.
-        self._ended_ns = 0
-        self.computing = 0
-        """How many of its batches compute at once."""
-        self.computed_ns = 0
-        """The total time for which its batches have computed, summed over batches."""
+        # What its batches on the device were charged.
+        self._batches: dict[Batch, float] = {}
         self.is_stalled = False
         """Whether others were held for it in vain. Until it launches, or a batch of it ends, no other is held
         for it."""
@@ -124,25 +102,14 @@ class Share:
         self._is_let_go = True
         return None
 
-    def launched(
-        self,
-        batch: Batch,
-        now_ns: int,
-        kind: Hashable,
-        *,
-        lanes: int,
-        computing: int,
-        alone_ns: int | None = None,
-    ) -> None:
+    def launched(self, batch: Batch, now_ns: int, usual_ns: int, *, lanes: int) -> None:
         """Charge the usual cost for a batch that is launched.
 
-        :param kind: batches of one kind take about as long.
-        :param alone_ns: how long such a batch takes with no others beside it, if that was measured.
+        :param usual_ns: how long such a batch computes with no others beside it; 0 if that is not known.
         :param lanes: how many such batches may compute side by side.
-        :param computing: how many batches of this scheduler compute from now on.
         """
-        shares, cost_ns, start_ns = self._shares, self._usual_ns.get(kind, 0.0), self.charged_ns
-        shares.advance(now_ns)
+        shares, start_ns = self._shares, self.charged_ns
+        shares.now_ns = now_ns
         self._let_go(now_ns)
         self._is_let_go = False
         self._width = self._width_least + lanes - 1
@@ -156,57 +123,32 @@ class Share:
             elif other.charged_ns < start_ns and other.leaves_room(in_flight):
                 # It must not save up time that it cannot use, or others, which can, would be held for it.
                 other.charged_ns = start_ns
-        self.charged_ns += cost_ns / self.weight
-        batch.charge = Charge(kind, cost_ns, now_ns, shares.computing_ns, self.computed_ns, alone_ns)
-        self._batches[batch] = None
+        self.charged_ns += usual_ns / self.weight
+        self._batches[batch] = usual_ns
         self._move()
-        shares.change(self, computing)
+        shares.wake(self)
 
     def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
         """Replace the usual cost of a batch that has ended with its real cost."""
-        if batch not in self._batches:
+        usual_ns = self._batches.get(batch)
+        if usual_ns is None:
             return
-        charge = batch.charge
         shares, cost_ns = self._shares, float(took_ns)
-        shares.advance(now_ns)
-        if self._overlaps and took_ns > 0:
-            cost_ns = self._part_ns(charge, cost_ns)
-        self.charged_ns += (cost_ns - charge.cost_ns) / self.weight
-        batch.charge = charge._replace(cost_ns=cost_ns)
-        _learn(self._usual_ns, charge.kind, cost_ns, LEARNED)
+        shares.now_ns = now_ns
+        if self._overlaps:
+            cost_ns = usual_ns or took_ns / shares.in_flight
+        self.charged_ns += (cost_ns - usual_ns) / self.weight
+        self._batches[batch] = cost_ns
 
-    def _part_ns(self, charge: Charge, took_ns: float) -> float:
-        """Return how much device time a batch has used of the time for which it computed.
-
-        If batches overlapped, their kernels may have taken turns, or one batch may have waited for the other.
-        So the time that such batches take alone counts, if it is known.
-        """
-        shares = self._shares
-        since_ns = max(1, shares.now_ns - charge.launched_ns)
-        own_ns = self.computed_ns - charge.own_ns
-        all_ns = shares.computing_ns - charge.computing_ns
-        before_ns, self._ended_ns = self._ended_ns, shares.now_ns
-        if all_ns - own_ns > ALONE_MAX * since_ns:
-            if charge.alone_ns is not None:
-                return charge.alone_ns
-            return self._alone_ns.get(charge.kind, took_ns / max(1.0, all_ns / since_ns))
-        learned = LEARNED
-        if all_ns > (1 + ALONE_MAX) * since_ns:
-            # Only batches of the same scheduler overlapped: the time between their ends is the time of one.
-            took_ns, learned = float(shares.now_ns - max(charge.launched_ns, before_ns)), LEARNED / 4
-        _learn(self._alone_ns, charge.kind, took_ns, learned)
-        return took_ns
-
-    def left(self, batch: Batch, *, computing: int) -> None:
+    def left(self, batch: Batch) -> None:
         """Note that a batch has left the device. What it was charged so far stays."""
         shares = self._shares
         if batch in self._batches:
-            del self._batches[batch]
-            self.used_ns += batch.charge.cost_ns
+            self.used_ns += self._batches.pop(batch)
             self._move()
             if not shares.in_flight and not any(member.wants() for member in shares.members):
                 shares.rest()
-            shares.change(self, computing)
+            shares.wake(self)
 
     def claims(self, in_flight: int) -> bool:
         """Return whether schedulers that were charged more must wait for this one.
@@ -235,12 +177,9 @@ class Share:
 
     def leave(self) -> None:
         """Stop sharing the device, and let go of the scheduler, which holds this object. Idempotent."""
+        self._batches.clear()
         self._shares.remove(self)
         self.wake = self.wants = self.is_full = _nothing
-
-    def forget(self) -> None:
-        """Forget its batches on the device."""
-        self._batches.clear()
 
     def _move(self) -> None:
         self.is_stalled, self.moved_ns = False, self._shares.now_ns
@@ -259,10 +198,8 @@ class DeviceShares:
         """The shares of the schedulers that divide the device."""
         self.reached_ns = 0.0
         """The most that any scheduler had been charged at a launch: idle schedulers start from there."""
-        self.computing_ns = 0
-        """The total time for which batches have computed, summed over batches."""
         self.now_ns = 0
-        """When anything last changed."""
+        """When a batch was last launched or ended."""
 
     def __repr__(self) -> str:
         return f"<DeviceShares {self.members!r}>"
@@ -279,11 +216,10 @@ class DeviceShares:
         return share
 
     def remove(self, share: Share) -> None:
-        """Remove a scheduler, and forget its batches on the device."""
+        """Remove a scheduler."""
         if share in self.members:
             self.members.remove(share)
-            share.forget()
-            self.change(share, 0)
+            self.wake(share)
 
     def rest(self) -> None:
         """Settle what was charged before, because nothing is queued and nothing is in flight."""
@@ -309,19 +245,8 @@ class DeviceShares:
             if other is not share and other.moved_ns <= since_ns and (other.in_flight or other.wants()):
                 other.is_stalled = True
 
-    def advance(self, now_ns: int) -> None:
-        """Add up what has been computed until now."""
-        if now_ns > self.now_ns:
-            for member in self.members:
-                if member.computing:
-                    member_ns = (now_ns - self.now_ns) * member.computing
-                    member.computed_ns += member_ns
-                    self.computing_ns += member_ns
-            self.now_ns = now_ns
-
-    def change(self, share: Share, computing: int) -> None:
-        """Note how many batches a member computes from now on, and wake held members that may launch."""
-        share.computing = computing
+    def wake(self, share: Share) -> None:
+        """Wake held members that may launch, after a change of ``share``."""
         held = [one for one in self.members if one.is_held and one is not share]
         if not held:
             return
@@ -332,16 +257,6 @@ class DeviceShares:
         for member in held:
             if member.charged_ns <= claimed_ns:
                 member.wake()
-
-
-def _learn(known_ns: dict[Hashable, float], kind: Hashable, took_ns: float, part: float) -> None:
-    """Move the known time of a kind of batches towards ``took_ns``, by ``part`` of the difference."""
-    before_ns = known_ns.get(kind)
-    if before_ns is None:
-        if len(known_ns) >= KINDS_MAX:
-            known_ns.clear()
-        before_ns = took_ns
-    known_ns[kind] = before_ns + part * (took_ns - before_ns)
 
 
 def _nothing() -> bool:

@@ -19,7 +19,7 @@ from asynctrt.scheduling.concurrency import (
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from tests.scheduling.support import KEY, make_batch, submit, took, usual_ns
+from tests.scheduling.support import KEY, enter, make_batch, submit, took, usual_ns
 
 MS = 1_000_000
 COMPUTE_NS = 10 * MS
@@ -93,6 +93,23 @@ class TestJustInTime:
         assert later in batch.requests, "it could grow until then"
         assert (first.lane, batch.lane) == (0, 0)
         assert plan.next_wakeup() is None
+
+    @pytest.mark.parametrize("are_copied_early", [False, True])
+    def test_plain_requests_grow_until_then_too(self, are_copied_early):
+        plan, now_ns = pipelined()
+        plan.times.times_all = True
+        _, free_ns = in_flight(plan, now_ns)
+        futures = enter(plan, now_ns=now_ns + MS)
+        assert plan.next_batch(now_ns + MS) is None
+        assert (plan.early_key, plan.next_wakeup()) == (KEY, free_ns - LEAD_NS)
+        if are_copied_early:
+            requests, _ = plan.early()
+            assert [request.future for request in requests] == futures
+        futures += enter(plan, 2, now_ns=now_ns + 2 * MS)
+        assert plan.next_batch(now_ns + 2 * MS) is None
+        batch = plan.next_batch(free_ns - LEAD_NS)
+        assert (batch.reason, batch.rows, batch.was_due) == (Reason.AHEAD, 3, True)
+        assert [request.future for request in batch.requests] == futures
 
     def test_rows_are_copied_early_to_the_context_that_keeps_the_size_of_their_batch(self):
         plan, now_ns = pipelined(change_ns=100 * MS)

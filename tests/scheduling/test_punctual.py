@@ -126,7 +126,7 @@ def test_a_batch_for_what_is_most_overdue_is_not_split():
     plan._turns.aged_number = -AGED_EVERY
     first, *others = take(plan, 5, 14, 14, 14)
     for request in (first, *others):
-        request.arrival_ns = -10 * MS
+        request.arrival_ns = request.since_ns = -10 * MS
     submit(plan, shape="urgent", priority=1)
     batch = launch(plan)
     assert batch.reason is Reason.AGED

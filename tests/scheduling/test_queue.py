@@ -10,6 +10,7 @@ import pytest
 
 from asynctrt.errors import EngineClosedError, QueueFullError
 from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.company import OneSize
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import PATIENCE_NS
 from asynctrt.scheduling.queues import BucketQueue
@@ -24,26 +25,7 @@ from asynctrt.scheduling.request import (
     holds,
     waiting_in,
 )
-from tests.scheduling.support import KEY, finish, queued_by_key, scheduler, submit
-
-
-class Caller:
-    """A future, as far as the scheduler knows one."""
-
-    def __init__(self):
-        self.is_done = False
-
-    def done(self):
-        return self.is_done
-
-
-def enter(plan, count=1, key=KEY, now_ns=0):
-    """Queue plain requests; return their futures."""
-    futures = [Caller() for _ in range(count)]
-    for number, future in enumerate(futures):
-        if not plan.queue.open.join(key, future, number):
-            plan.queue.submit_plain(key, future, number, now_ns)
-    return futures
+from tests.scheduling.support import KEY, Caller, Profiles, enter, finish, queued_by_key, scheduler, submit
 
 
 def leave(plan, future):
@@ -53,7 +35,7 @@ def leave(plan, future):
 
 def futures_of(batch):
     assert type(batch.requests) is PlainRequests
-    return batch.requests.flat[0::3]
+    return [future for future, _, _ in batch.requests.entries]
 
 
 def ends_of(plan):
@@ -69,7 +51,10 @@ class TestPlain:
         assert repr(plan.queue) == "<Queue requests=7 rows=7>"
         first, second = plan.next_batch(6), plan.next_batch(7)
         assert (futures_of(first), first.rows, len(first.requests)) == (futures[:4], 4, 4)
-        assert (futures_of(second), second.requests.payloads()) == (futures[4:], [4, 5, 6])
+        assert (futures_of(second), [payload for _, payload, _ in second.requests.entries]) == (
+            futures[4:],
+            [4, 5, 6],
+        )
         assert plan.next_batch(8) is None
         assert plan.is_idle is plan.has_to_launch is False
         finish(plan, first, 10)
@@ -113,7 +98,8 @@ class TestPlain:
         futures += enter(plan, 3, now_ns=3)
         plan.queue.close_open()
         requests, rows = next(iter(plan.queue.buckets)).choose(8)
-        assert (rows, requests.flat[0::3], requests.flat[2::3]) == (5, futures, [2, 2, 3, 3, 3])
+        found, _, arrived_ns = zip(*requests.entries, strict=True)
+        assert (rows, list(found), arrived_ns) == (5, futures, (2, 2, 3, 3, 3))
 
     def test_objects_come_in_the_same_order(self):
         plan = scheduler(rows_max=8)
@@ -153,14 +139,13 @@ class TestPlain:
     def test_closing_returns_each_once_even_if_it_was_interrupted_while_it_moved(self):
         plan = scheduler()
         futures = enter(plan, 3)
-        plan.queue.open.bucket.extend(list(plan.queue.open.flat))
+        plan.queue.open.bucket.extend(list(plan.queue.open.entries))
         assert [request.future for request in plan.close(EngineClosedError("closing"))] == futures
 
     def test_a_model_that_raises_rejects_them(self):
-        plan = scheduler(profiles=None)
+        plan = scheduler(profiles=Profiles(profile=ZeroDivisionError()))
         futures = enter(plan, 3)
         futures[1].is_done = True
-        plan._run_as.find = lambda key, rows: 1 / 0
         rejected = plan.next_batch(0)
         assert [(request.future, request.state) for request in rejected.requests] == [
             (futures[0], State.FAILED),
@@ -256,16 +241,16 @@ def test_what_is_queued_stands_in_a_bucket_as_its_objects_would():
     for by_age, rows_max in itertools.product((False, True), (2, 9)):
         plain, objects = BucketQueue(KEY, 3, 4), BucketQueue(KEY, 3, 4)
         futures = [Caller() for _ in range(5)]
-        plain.extend([field for at, future in enumerate(futures) for field in (future, at, 10 + at)])
+        plain.extend([(future, at, 10 + at) for at, future in enumerate(futures)])
         for at, future in enumerate(futures):
             objects.push(Request(1, KEY, 0, 10 + at, payload=at, future=future))
         for bucket in (plain, objects):
-            assert (bucket.rows, bucket.requests, bucket.head_rows, bucket.head_priority) == (5, 5, 1, 0)
+            assert (bucket.rows, bucket.requests, bucket.head_rows(), bucket.head_priority) == (5, 5, 1, 0)
             assert bucket.oldest_arrival_ns() == 10
             assert bucket.overdue_ns() == 10 + PATIENCE_NS
         (chosen, rows), (right, right_rows) = plain.choose(rows_max, by_age), objects.choose(rows_max, by_age)
         assert rows == right_rows == min(rows_max, 5)
-        assert chosen.flat[0::3] == [request.future for request in right]
+        assert [future for future, _, _ in chosen.entries] == [request.future for request in right]
         plain.take(chosen, rows)
         objects.take(right, rows)
         assert [request.future for request in plain.waiting()] == [r.future for r in objects.waiting()]
@@ -275,31 +260,47 @@ def test_what_is_queued_stands_in_a_bucket_as_its_objects_would():
 
 def test_an_empty_bucket_has_no_head():
     bucket = BucketQueue(KEY, 3, 4)
-    assert (bucket.head_rows, bucket.head_priority) == (0, -1)
+    assert (bucket.head_rows(), bucket.head_priority) == (0, -1)
 
 
 def test_plain_requests_are_a_sequence_of_requests():
     futures = [Caller() for _ in range(3)]
-    requests = PlainRequests([field for f in futures for field in (f, "p", 4)], KEY)
+    requests = PlainRequests([(future, "p", 4) for future in futures], KEY)
     assert (len(requests), holds(requests, futures[1]), holds(requests, Caller())) == (3, True, False)
     requests.launch()
     assert [request.future for request in requests] == futures
     assert requests[0] is next(iter(requests))
     assert requests[1:] == tuple(requests)[1:]
-    assert (len(requests), requests.payloads(), requests.flat) == (3, ["p"] * 3, [])
+    assert (len(requests), [request.payload for request in requests]) == (3, ["p"] * 3)
     assert (holds(requests, futures[1]), holds(requests, Caller())) == (True, False)
     assert complete(requests) == (3, 12)
-    requests.clear()
-    assert len(requests) == 0
 
 
 def test_objects_made_before_the_launch_are_launched_too():
-    requests = PlainRequests([Caller(), None, 0], KEY)
+    requests = PlainRequests([(Caller(), None, 0)], KEY)
     assert requests[0].state is QUEUED
     requests.launch()
     assert requests[0].state is IN_FLIGHT
 
 
+def test_those_of_several_buckets_that_share_a_batch_are_launched_once():
+    class Company(OneSize):
+        def join(self, bucket, others, side_by_side=1):
+            return bucket.key, tuple(
+                (other, *other.choose(2)) for other in others if other is not bucket and other.rows
+            )
+
+    plan = scheduler(rows_max=8, company=Company())
+    first, second = enter(plan, 3), enter(plan, 3, key=BatchKey(("other",)))
+    batch = plan.next_batch(0)
+    assert [request.future for request in batch.requests] == [*first, *second[:2]]
+    assert {request.state for request in batch.requests} == {IN_FLIGHT}
+    assert plan.queued_rows == 1
+    finish(plan, batch)
+    assert futures_of(plan.next_batch(0)) == second[2:]
+    assert ends_of(plan) == (5, 0, 0, 6)
+
+
 def test_a_batch_of_them_shows_how_many():
-    requests = PlainRequests([Caller(), None, 0], KEY)
+    requests = PlainRequests([(Caller(), None, 0)], KEY)
     assert "requests=1 " in repr(Batch(KEY, requests, 1, 1, None, 0))

@@ -61,12 +61,13 @@ class TestOneBucket:
 
     def test_taking_some_of_many_plain_requests_does_not_copy_the_others(self):
         queue = queue_of()
-        queue.extend([field for number in range(5) for field in (number, "payload", 0)])
-        waiting = queue.flat
+        queue.extend([(number, "payload", 0) for number in range(5)])
+        waiting = queue.entries
         chosen, rows = queue.choose(2)
         queue.take(chosen, rows)
-        assert (chosen.flat[::3], queue.flat[::3], queue.rows) == ([0, 1], [2, 3, 4], 3)
-        assert queue.flat is waiting
+        assert ([entry[0] for entry in chosen.entries], queue.rows) == ([0, 1], 3)
+        assert [entry[0] for entry in waiting] == [2, 3, 4]
+        assert queue.entries is waiting
 
     def test_what_does_not_fit_is_passed_over_and_heads_the_next_batch(self):
         first, large, small = request(3), request(4), request(1)

@@ -21,24 +21,18 @@ class Member:
     def _wake(self):
         self.woken += 1
 
-    def launch(self, now_ms, usual_ms=None, *, lanes=1, alone_ms=None):
+    def launch(self, now_ms, usual_ms=0, *, lanes=1):
         self.number += 1
-        if isinstance(usual_ms, int | float):
-            self.share._usual_ns[usual_ms] = usual_ms * MS
-        in_flight, batch = self.share.in_flight + 1, make_batch(self.number)
-        alone_ns = None if alone_ms is None else alone_ms * MS
-        self.share.launched(
-            batch, round(now_ms * MS), usual_ms, lanes=lanes, computing=in_flight, alone_ns=alone_ns
-        )
+        batch = make_batch(self.number)
+        self.share.launched(batch, round(now_ms * MS), usual_ms * MS, lanes=lanes)
         return batch
 
     def end(self, number, now_ms, took_ms):
-        in_flight = self.share.in_flight - 1
         self.share.ran(number, round(now_ms * MS), round(took_ms * MS))
-        self.share.left(number, computing=in_flight)
+        self.share.left(number)
 
     def fail(self, number):
-        self.share.left(number, computing=self.share.in_flight - 1)
+        self.share.left(number)
 
     def is_held(self, now_ms):
         return self.share.hold_until(round(now_ms * MS)) is not None
@@ -78,28 +72,27 @@ def test_what_a_batch_took_is_charged_in_the_end(shares):
 def test_of_what_computes_at_once_each_is_charged_its_part(shares):
     ours, theirs = Member(shares, overlaps=True), Member(shares, overlaps=True)
     a, b = ours.launch(0), theirs.launch(0)
-    ours.end(a, 8, 8)  # 4 alone.
-    theirs.end(b, 10, 10)  # 4 and then 2 alone.
-    assert ours.share.used_ns == pytest.approx(4 * MS)
-    assert theirs.share.used_ns == pytest.approx(10 * MS / 1.8)
+    ours.end(a, 8, 8)
+    theirs.end(b, 10, 10)
+    assert (ours.share.used_ns, theirs.share.used_ns) == (4 * MS, 10 * MS)
 
 
-def test_of_what_computes_at_once_each_is_charged_what_it_takes_alone_if_that_was_measured(shares):
+def test_of_what_computes_at_once_each_is_charged_what_is_usual(shares):
     ours, theirs = Member(shares, overlaps=True), Member(shares, overlaps=True)
-    a, b = ours.launch(0, alone_ms=1), theirs.launch(0, alone_ms=7)
+    a, b = ours.launch(0, 1), theirs.launch(0, 7)
     ours.end(a, 8, 8)  # It waited for the other.
     theirs.end(b, 8, 8)
     assert (ours.share.used_ns, theirs.share.used_ns) == (1 * MS, 7 * MS)
 
 
-def test_of_what_computes_at_once_each_is_charged_what_such_batches_took_alone(shares):
-    ours, theirs = Member(shares, overlaps=True), Member(shares, overlaps=True)
-    ours.end(ours.launch(0, "short"), 1, 1)
-    a, b = ours.launch(1, "short"), theirs.launch(1, "long")
-    ours.end(a, 9, 8)
-    theirs.end(b, 9, 8)
-    assert ours.share.used_ns == 2 * MS
-    assert theirs.share.used_ns == 4 * MS
+def test_what_is_usual_was_measured_when_the_engine_opened_or_is_what_batches_take():
+    plan = scheduler()
+    assert plan.times.alone_ns(KEY, 4) == 0
+    plan.times.compute.observe(KEY.shape, 4, 9 * MS)
+    assert plan.times.alone_ns(KEY, 4) == 9 * MS
+    plan.times.seed(KEY, {4: 5 * MS})
+    plan.times.compute.observe(KEY.shape, 4, 90 * MS)
+    assert plan.times.alone_ns(KEY, 4) == 5 * MS
 
 
 def test_a_batch_that_fails_stays_charged_what_is_usual(shares):
@@ -279,7 +272,7 @@ def test_a_part_of_a_batch_that_failed_waits_for_its_turn_too(shares):
     for _ in range(2):
         submit(ours, rows=2)
         submit(theirs, rows=4)
-    ours.room.share._usual_ns[KEY.shape, 4] = 9 * MS
+    ours.times.seed(KEY, {4: 9 * MS})
     batch = ours.next_batch(0)
     theirs.next_batch(0)
     assert ours.bisect(batch)

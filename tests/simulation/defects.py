@@ -14,7 +14,7 @@ from asynctrt.scheduling.policies import KeptSizes, Room, Turns
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queue import Queue
 from asynctrt.scheduling.queues import BucketQueue, Buckets, Deadlines, OpenBatch
-from asynctrt.scheduling.request import FIELDS, NO_DEADLINE_NS, PlainRequest, State
+from asynctrt.scheduling.request import NO_DEADLINE_NS, PlainRequest, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import DeviceShares, Share
@@ -40,30 +40,60 @@ def one_row_too_many(original, self, rows_max, *more):
 
 
 def an_open_batch_takes_any_key(original, self, key, future, payload):
-    return original(self, self.key or key, future, payload)
+    return original(self, self.joins or key, future, payload)
 
 
-def an_open_batch_has_no_bound(original, self, bucket, key, rows_max, now_ns):
-    original(self, bucket, key, 2 * rows_max + 1, now_ns)
+def an_open_batch_has_no_bound(original, self, key, *more):
+    original(self, key, *more)
+    self.open.length_max = 2 * self.open.length_max + 1
 
 
 def an_open_batch_is_closed_once_too_often(original, self):
-    bucket, flat = self.open.bucket, self.open.flat
+    bucket, entries = self.open.bucket, self.open.entries
     original(self)
-    if len(flat) > FIELDS:
-        bucket.extend(list(flat[:FIELDS]))
+    if len(entries) > 1:
+        bucket.extend(entries[:1])
         self.rows += 1
 
 
-def plain_requests_are_made_in_disorder(original, self, flat):
-    original(self, flat)
+def an_open_batch_is_launched_again(original, self, *batch):
+    kept = self.open.entries[-1:]
+    original(self, *batch)
+    self.open.entries += kept
+
+
+def an_open_batch_leaves_its_first_behind(original, self, now_ns):
+    entries = self.queue.open.entries
+    entries.append(entries.pop(0))
+    return original(self, now_ns)
+
+
+def an_open_batch_takes_a_row_too_many(original, self, now_ns):
+    self.queue.open.rows_max += 1
+    try:
+        return original(self, now_ns)
+    finally:
+        self.queue.open.rows_max -= 1
+
+
+def an_open_batch_waits_for_no_other(original, self, now_ns):
+    for batch in tuple(self._in_flight):
+        del self._in_flight[batch]
+        decided = original(self, now_ns)
+        self._in_flight[batch] = None
+        return decided
+    return original(self, now_ns)
+
+
+def plain_requests_are_made_in_disorder(original, self, entries):
+    original(self, entries)
     self._by_priority[-1].rotate(1)
 
 
 def a_plain_request_is_launched_again(original, self, chosen, rows):
-    kept = list(self.flat[-FIELDS:]) if len(self.flat) == FIELDS * rows else []
+    kept = self.entries[-1:] if len(self.entries) == rows else []
     original(self, chosen, rows)
-    self.flat += kept
+    self.entries += kept
     self.rows += bool(kept)
 
 
@@ -227,7 +257,7 @@ def a_queue_without_a_bound(original, self, rows, requests):
 
 
 def a_queue_with_a_row_less(original, self, request):
-    if self.rows + len(self.open) + request.rows == self.rows_max:
+    if self.rows + self.open.rows + request.rows == self.rows_max:
         raise QueueFullError("one row too soon")
     original(self, request)
 
@@ -435,8 +465,8 @@ def the_device_is_left_to_the_idle(original, self, share):
     return float(sum(other is not share for other in self.members))
 
 
-def batches_stay_in_flight(original, self, flight, *, computing):
-    self._shares.change(self, computing)
+def batches_stay_in_flight(original, self, flight):
+    self._shares.wake(self)
 
 
 def who_is_held_is_forgotten(original, self, now_ns):
@@ -449,7 +479,11 @@ PLANTED = [
     (BucketQueue, "choose", one_row_too_many),
     (Queue, "submit", rows_counted_twice),
     (OpenBatch, "join", an_open_batch_takes_any_key),
-    (OpenBatch, "begin", an_open_batch_has_no_bound),
+    (Queue, "submit_plain", an_open_batch_has_no_bound),
+    (Scheduler, "_next_open", an_open_batch_takes_a_row_too_many),
+    (Scheduler, "_next_open", an_open_batch_leaves_its_first_behind),
+    (Queue, "launch", an_open_batch_is_launched_again),
+    (Scheduler, "_next_open", an_open_batch_waits_for_no_other),
     (Queue, "close_open", an_open_batch_is_closed_once_too_often),
     (BucketQueue, "_append_made", plain_requests_are_made_in_disorder),
     (BucketQueue, "take", a_plain_request_is_launched_again),

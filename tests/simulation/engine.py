@@ -13,7 +13,6 @@ from asynctrt.errors import (
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import (
-    FIELDS,
     NO_DEADLINE_NS,
     PlainRequest,
     PlainRequests,
@@ -113,8 +112,8 @@ class PlainCaller(Request):
 
 def callers_of(requests: Sequence[Request]) -> tuple[Request, ...]:
     """Return what observers know of requests that the scheduler returned."""
-    if type(requests) is PlainRequests and requests.flat:
-        callers = tuple(requests.flat[0::FIELDS])
+    if type(requests) is PlainRequests and requests.entries:
+        callers = tuple([caller for caller, _, _ in requests.entries])
         for caller in callers:
             if not caller.is_done:
                 caller.state = requests.state
