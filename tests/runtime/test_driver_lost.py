@@ -358,10 +358,10 @@ class TestWhenEverythingHangs:
         assert said == []
         async with asyncio.timeout(WAIT_S):
             await engine.aclose()
-        assert said[0] == "abandon"
-        assert "free" in said, "what does not hang is given back"
+        assert said == ["abandon"]
         assert sum(isinstance(outcome, DeviceLostError) for outcome in await ends(tasks)) == 1
         hanging.go.set()
+        await until(lambda: "free" in said)
 
     async def test_a_batch_that_hangs_is_given_up_by_closing_even_without_a_batch_timeout(
         self, hanging, caplog
