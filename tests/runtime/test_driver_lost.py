@@ -358,7 +358,7 @@ class TestWhenEverythingHangs:
         assert said == []
         async with asyncio.timeout(WAIT_S):
             await engine.aclose()
-        assert said == ["abandon"]
+        assert set(said) == {"abandon"}
         assert sum(isinstance(outcome, DeviceLostError) for outcome in await ends(tasks)) == 1
         hanging.go.set()
         await until(lambda: "free" in said)
