@@ -111,11 +111,14 @@ async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | Non
 async def see_through_in_thread(
     function: Callable[[], T],
     on_cancel: Callable[[], object] | None = None,
+    timeout_s: float = math.inf,
 ) -> "tuple[asyncio.Future[T], asyncio.CancelledError | None]":
     """Run a blocking function in a thread that ends with it, and wait for it despite any cancellation.
 
     :param on_cancel: called on each cancellation.
-    :returns: the function's completed future, and the cancellation that the caller must still raise.
+    :param timeout_s: how long to wait. The function runs on after that.
+    :returns: the function's future, completed unless the time is up, and the cancellation that the caller
+        must still raise.
     """
     loop = asyncio.get_running_loop()
     executor = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-open")
@@ -128,8 +131,8 @@ async def see_through_in_thread(
             future.set_result(function())
         except Exception as error:
             future.set_exception(error)
-    cancelled = await wait_shielded(future, on_cancel=on_cancel)
-    executor.shutdown()
+    cancelled = await wait_shielded(future, timeout_s, on_cancel)
+    executor.shutdown(wait=future.done())
     return future, cancelled
 
 

@@ -34,6 +34,10 @@ BUILD_END_S: Final = 10.0
 """How long closing an engine waits for contexts that are being built, in seconds. The build was cancelled,
 and ends once the session that it loads is there."""
 
+GIVE_BACK_S: Final = 30.0
+"""How long closing an engine waits until everything is given back, in seconds. While a kernel hangs, any CUDA
+call may wait for it: loading another kernel does, and holds up all calls of the process."""
+
 ABANDONED_S: Final = 3600.0
 """How long each wait for abandoned batches lasts, in seconds."""
 
@@ -258,9 +262,17 @@ class LocalEngine(DrivenEngine):
         self._driver.fail_queued(EngineClosedError(why))
         await wait_shielded(self._driver.next_idle(), self._options.close_timeout)
         self._driver.close()
-        given_back, _ = await see_through_in_thread(self._give_back)
+        given_back, _ = await see_through_in_thread(self._give_back, timeout_s=GIVE_BACK_S)
         self._state = "closed"
-        given_back.result()
+        if given_back.done():
+            given_back.result()
+        else:
+            logger.error(
+                "%r: giving back what it holds takes longer than %g s, and goes on in a thread. If work on "
+                "the device hangs, only the end of the process gives it back",
+                self,
+                GIVE_BACK_S,
+            )
 
     def _give_back(self) -> None:
         """Join threads, free memory and unload the model. Blocks."""

@@ -363,6 +363,29 @@ class TestWhenEverythingHangs:
         hanging.go.set()
         await until(lambda: "free" in said)
 
+    async def test_closing_ends_while_a_library_waits_for_what_hangs(self, monkeypatch):
+        """CUDA may make each call wait for a kernel that hangs, also those of other threads."""
+        monkeypatch.setattr("asynctrt.core.local.GIVE_BACK_S", 0.05)
+        go, freed = threading.Event(), threading.Event()
+
+        class Waiting(HostDevice):
+            def _gave_back(self, nbytes):
+                go.wait(WAIT_S)
+                super()._gave_back(nbytes)
+                freed.set()
+
+        device = Waiting(threads=4, in_place="never", unified=False)
+        engine = await opening(double_model(name="double"), device, contexts=1)
+        await send(engine, 2)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await engine.aclose()
+            assert engine.statistics().state == "closed"
+            assert not freed.is_set()
+        finally:
+            go.set()
+        await until(freed.is_set)
+
     async def test_a_batch_that_hangs_is_given_up_by_closing_even_without_a_batch_timeout(
         self, hanging, caplog
     ):
