@@ -83,6 +83,8 @@ NAME_END: Final = re.compile(rb'"[ \t\r\n]*:')
 
 ID: Final = re.compile(rb'"id"[ \t\r\n]*:[ \t\r\n]*"([\w.:-]{1,256})"')
 """A plain id in a head."""
+ID_KEY: Final = re.compile(rb'"id"[ \t\r\n]*:')
+"""The name of an id in a head, or of something else in it; a tensor's name may be ``id``, too."""
 
 KNOWN_FIELDS: Final = frozenset({"inputs", "outputs", "parameters", "model_name", "model_version"})
 """The fields of a request besides its id. A head with any other may mean something else over a websocket."""
@@ -162,7 +164,7 @@ class JsonCodec(ModelCodec):
     def _remember(self, head: bytes, request_id: str, layout: RequestLayout) -> None:
         """Remember a head without its id, unless something else in it may be taken for one."""
         rest, found = split_id(head)
-        if found == request_id and head.count(b'"id"') == bool(found) and b"\\" not in head:
+        if found == request_id and len(ID_KEY.findall(head)) == bool(found) and b"\\" not in head:
             remember(self._heads, rest, layout)
 
     def decode_known(self, rest: bytes, request_id: str, body: Buffer, start: int) -> DecodedRequest | None:
